@@ -1,0 +1,69 @@
+"""The element types that layerstore moves: one row each, under the code that safetensors uses."""
+
+from dataclasses import dataclass
+
+from layerstore.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DType:
+    """One element type."""
+
+    code: str
+    """The name in safetensors headers and in version blobs."""
+    bytes: int
+    """Size of one element."""
+    torch_name: str
+    """``torch.<name>``."""
+    storage_class: str | None
+    """The class that ``torch.save`` names for a storage of it; None where only untyped storages exist."""
+
+
+def _row(code: str, size: int, torch_name: str, storage_class: str | None = None) -> DType:
+    return DType(code=code, bytes=size, torch_name=torch_name, storage_class=storage_class)
+
+
+DTYPES = (
+    _row("F64", 8, "float64", "DoubleStorage"),
+    _row("F32", 4, "float32", "FloatStorage"),
+    _row("F16", 2, "float16", "HalfStorage"),
+    _row("BF16", 2, "bfloat16", "BFloat16Storage"),
+    _row("I64", 8, "int64", "LongStorage"),
+    _row("I32", 4, "int32", "IntStorage"),
+    _row("I16", 2, "int16", "ShortStorage"),
+    _row("I8", 1, "int8", "CharStorage"),
+    _row("U8", 1, "uint8", "ByteStorage"),
+    _row("BOOL", 1, "bool", "BoolStorage"),
+    _row("C64", 8, "complex64", "ComplexFloatStorage"),
+    _row("F8_E4M3", 1, "float8_e4m3fn"),
+    _row("F8_E5M2", 1, "float8_e5m2"),
+    _row("U16", 2, "uint16"),
+    _row("U32", 4, "uint32"),
+    _row("U64", 8, "uint64"),
+)
+
+_BY_CODE = {row.code: row for row in DTYPES}
+_BY_STORAGE_CLASS = {row.storage_class: row for row in DTYPES if row.storage_class}
+_BY_TORCH_NAME = {row.torch_name: row for row in DTYPES}
+
+
+def by_code(code: str) -> DType:
+    """Return the row of the safetensors code *code*."""
+    return _find(_BY_CODE, code)
+
+
+def by_torch_name(name: str) -> DType:
+    """Return the row of ``torch.<name>``."""
+    return _find(_BY_TORCH_NAME, name)
+
+
+def by_storage_class(name: str) -> DType:
+    """Return the row of the storage class ``torch.<name>``."""
+    return _find(_BY_STORAGE_CLASS, name)
+
+
+def _find(rows: dict[str, DType], name: str) -> DType:
+    try:
+        return rows[name]
+    except KeyError as exc:
+        raise Unsupported(f"element type {name!r} is not supported", dtype=name) from exc

@@ -1,0 +1,137 @@
+"""
+The exception tree.
+
+LayerstoreError
+  InvalidInput (ValueError)     a wrong argument, recipe, name or id
+  StorageIO (OSError)           the disk refused; errno and filename are kept
+  Locked                        another holder, at the deadline
+  NotFound (KeyError)           no such run, step, pin or layer
+    NoStore                     no store at this path
+  AlreadyExists                 the store, pin or target is there
+  Conflict                      other content for one (run, step); changed meanwhile
+  Unsupported                   a newer format, a setting, a dtype
+  IntegrityError                damage found in the store
+  SourceCheckpoint              the source is incomplete, damaged or untrusted
+  LayoutMismatch                ranks, world sizes or layers that do not fit each other
+  Internal                      our own fault
+
+Branches follow what a caller would do about them.
+Every class has a stable *kind* and the exit code of the command line.
+"""
+
+import errno as errnos
+
+PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
+NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
+
+
+class LayerstoreError(Exception):
+    """
+    Say in one line what was asked, what was found and what is safe.
+
+    *hint* is the next thing to do, best as a command.
+    *facts* are the values behind the message, for programs.
+    """
+
+    exit_code: int = 1
+    kind: str = "failure"
+
+    def __init__(self, message: str, *, hint: str | None = None, **facts: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.facts = facts
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidInput(LayerstoreError, ValueError):
+    """A wrong argument, recipe, name or id."""
+
+    exit_code = 2
+    kind = "invalid_input"
+
+
+class StorageIO(LayerstoreError, OSError):
+    """The disk refused; *errno* and *filename* are kept."""
+
+    kind = "storage_io"
+
+    def __init__(self, message: str, *, errno: int | None, filename: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.errno = errno
+        self.filename = filename
+        if errno in PERMISSION_ERRNOS:
+            self.exit_code, self.kind = 12, "permission"
+        elif errno in NO_SPACE_ERRNOS:
+            self.exit_code, self.kind = 23, "no_space"
+
+
+class Locked(LayerstoreError):
+    """Another process held the lock until the deadline."""
+
+    exit_code = 11
+    kind = "locked"
+
+
+class NotFound(LayerstoreError, KeyError):
+    """There is no such run, step, pin or layer."""
+
+    exit_code = 13
+    kind = "not_found"
+
+
+class NoStore(NotFound):
+    """There is no store at this path."""
+
+    exit_code = 10
+    kind = "no_store"
+
+
+class AlreadyExists(LayerstoreError):
+    """The store, pin or target is there already."""
+
+    exit_code = 14
+    kind = "already_exists"
+
+
+class Conflict(LayerstoreError):
+    """Other content was saved for this (run, step), or something changed meanwhile."""
+
+    exit_code = 15
+    kind = "conflict"
+
+
+class Unsupported(LayerstoreError):
+    """A newer format, or a setting or dtype that is not supported."""
+
+    exit_code = 16
+    kind = "unsupported"
+
+
+class IntegrityError(LayerstoreError):
+    """Damage was found in the store."""
+
+    exit_code = 20
+    kind = "damaged"
+
+
+class SourceCheckpoint(LayerstoreError):
+    """The source checkpoint is incomplete, damaged or untrusted."""
+
+    exit_code = 21
+    kind = "source_checkpoint"
+
+
+class LayoutMismatch(LayerstoreError):
+    """Ranks, world sizes or layers do not fit each other."""
+
+    exit_code = 22
+    kind = "layout_mismatch"
+
+
+class Internal(LayerstoreError):
+    """A fault of our own: please report it."""
+
+    kind = "internal"

@@ -1,0 +1,1 @@
+"""Bytes to model and back, pure: nothing here opens a file."""

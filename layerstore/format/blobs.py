@@ -1,0 +1,56 @@
+"""
+Version blobs and state blobs: small content-addressed files.
+
+Eight bytes of magic that tell what it is, then one canonical value. The name is the checksum.
+"""
+
+from typing import TypeVar
+
+from layerstore.errors import IntegrityError
+from layerstore.format.canonical import pack, unpack
+from layerstore.format.fields import from_plain, to_plain
+from layerstore.format.hashing import object_id
+from layerstore.model import BlobRef, LayerVersion, RankState
+
+VERSION_MAGIC = b"\x89LSV\r\n\x1a\n"
+STATE_MAGIC = b"\x89LSS\r\n\x1a\n"
+
+Blob = TypeVar("Blob", LayerVersion, RankState)
+
+
+def encode_version(version: LayerVersion) -> bytes:
+    """Return the bytes of *version*."""
+    return VERSION_MAGIC + pack(to_plain(version))
+
+
+def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
+    """Read the layer version named *ref*; raises IntegrityError where the bytes are not those."""
+    return _decode(data, ref, VERSION_MAGIC, LayerVersion)
+
+
+def encode_state(state: RankState) -> bytes:
+    """Return the bytes of *state*."""
+    return STATE_MAGIC + pack(to_plain(state))
+
+
+def decode_state(data: bytes, *, ref: BlobRef) -> RankState:
+    """Read the rank state named *ref*; raises IntegrityError where the bytes are not those."""
+    return _decode(data, ref, STATE_MAGIC, RankState)
+
+
+def ref_of(data: bytes) -> BlobRef:
+    """Return the name and size of *data*."""
+    return BlobRef(id=object_id(data), size_bytes=len(data))
+
+
+def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
+    found = ref_of(data)
+    if found != ref:
+        raise IntegrityError(
+            f"object {ref.id} is damaged: its bytes hash to {found.id} ({found.size_bytes} bytes, expected {ref.size_bytes})",
+            hint="layerstore verify --read-data",
+            object_id=ref.id,
+        )
+    if not data.startswith(magic):
+        raise IntegrityError(f"object {ref.id} is whole, but not a {cls.__name__}", object_id=ref.id)
+    return from_plain(cls, unpack(data[len(magic) :], what=f"object {ref.id}"), what=f"object {ref.id}")

@@ -1,0 +1,65 @@
+"""
+One value, one sequence of bytes: msgpack in canonical form, and its only user.
+
+Map keys are strings in sorted order; there are no extension types.
+Reading encodes again and compares, so that no second spelling of a value is ever accepted.
+"""
+
+from typing import TypeAlias, Union
+
+import msgpack
+
+from layerstore.errors import IntegrityError, InvalidInput
+
+Plain: TypeAlias = Union[None, bool, int, float, str, bytes, "list[Plain]", "dict[str, Plain]"]
+
+
+def pack(value: Plain) -> bytes:
+    """
+    Encode *value*.
+
+    >>> pack({"b": 1, "a": [None]}) == pack({"a": [None], "b": 1})
+    True
+
+    Raises:
+        InvalidInput: It holds what msgpack cannot say: text that is not Unicode, an integer beyond 64 bits.
+    """
+    try:
+        data: bytes = msgpack.packb(_sorted(value), use_bin_type=True, strict_types=True)
+    except (TypeError, ValueError, OverflowError, UnicodeEncodeError) as exc:
+        raise InvalidInput(f"a value cannot be recorded: {exc}") from exc
+    return data
+
+
+def unpack(data: bytes, *, what: str) -> Plain:
+    """
+    Decode *data*, which *what* names in errors.
+
+    Raises:
+        IntegrityError: It is not the canonical encoding of anything.
+    """
+    try:
+        value: Plain = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=len(data),
+            max_bin_len=len(data),
+            max_array_len=len(data),
+            max_map_len=len(data),
+            max_ext_len=0,
+        )
+        again = msgpack.packb(_sorted(value), use_bin_type=True, strict_types=True)
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as exc:
+        raise IntegrityError(f"{what} is not readable: {exc or type(exc).__name__}") from exc
+    if again != data:
+        raise IntegrityError(f"{what} is not in canonical form")
+    return value
+
+
+def _sorted(value: Plain) -> Plain:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_sorted(item) for item in value]
+    return value

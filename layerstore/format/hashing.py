@@ -1,0 +1,110 @@
+"""
+The checksums of the format, and the only user of xxhash and isal.
+
+xxh3_128 names content, xxh3_64 witnesses 16 MiB at a time, crc32 is what zip archives ask for.
+They find accidents, not attackers.
+"""
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import xxhash
+from isal import isal_zlib
+
+from layerstore.limits import VERIFY_CHUNK_BYTES
+from layerstore.model import ObjectId
+
+# ``Buffer`` is only in Python 3.12's collections.abc.
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+DIGEST_BYTES = 16
+CHUNK_DIGEST_BYTES = 8
+
+
+def digest(data: Bytes) -> bytes:
+    """Return the xxh3_128 of *data*, 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def object_id(data: Bytes) -> ObjectId:
+    """Return the name that *data* has in the store."""
+    return ObjectId(digest(data).hex())
+
+
+def crc32(data: Bytes, previous: int = 0) -> int:
+    """Return the zip checksum of what *previous* covers, followed by *data*."""
+    value: int = isal_zlib.crc32(data, previous)
+    return value
+
+
+def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
+    """
+    Return the checksum of the concatenation of *parts*, given as (crc32, size in bytes).
+
+    >>> combine_crc32([(crc32(b"layer"), 5), (crc32(b"store"), 5)]) == crc32(b"layerstore")
+    True
+    """
+    total = 0
+    for checksum, size_bytes in parts:
+        if size_bytes:
+            total = isal_zlib.crc32_combine(total, checksum, size_bytes)
+    return total
+
+
+def crc32_of_zeros(size_bytes: int) -> int:
+    """
+    Return the checksum of *size_bytes* zero bytes without making them.
+
+    >>> crc32_of_zeros(1000) == crc32(bytes(1000))
+    True
+    """
+    total, block = 0, crc32(b"\0")
+    for bit in range(size_bytes.bit_length()):
+        if size_bytes >> bit & 1:
+            total = isal_zlib.crc32_combine(total, block, 1 << bit)
+        block = isal_zlib.crc32_combine(block, block, 1 << bit)
+    return total
+
+
+class ObjectHasher:
+    """Digest an object while its bytes stream by: the whole, and every 16 MiB of it."""
+
+    __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks", "_whole", "size_bytes")
+
+    def __init__(self) -> None:
+        self._whole = xxhash.xxh3_128()
+        self._chunk = xxhash.xxh3_64()
+        self._chunk_left_bytes = VERIFY_CHUNK_BYTES
+        self._chunks: list[bytes] = []
+        self.size_bytes = 0
+
+    def update(self, data: Bytes) -> None:
+        """Take the next bytes of the object."""
+        self._whole.update(data)
+        self.size_bytes += len(data)
+        view = memoryview(data)
+        while view:
+            part, view = view[: self._chunk_left_bytes], view[self._chunk_left_bytes :]
+            self._chunk.update(part)
+            self._chunk_left_bytes -= len(part)
+            if not self._chunk_left_bytes:
+                self._close_chunk()
+
+    def _close_chunk(self) -> None:
+        self._chunks.append(self._chunk.digest())
+        self._chunk = xxhash.xxh3_64()
+        self._chunk_left_bytes = VERIFY_CHUNK_BYTES
+
+    def id(self) -> ObjectId:
+        """Return the name of what was seen so far."""
+        return ObjectId(self._whole.hexdigest())
+
+    def chunks(self) -> bytes:
+        """Return the digests of all chunks, the last one possibly short."""
+        tail = [self._chunk.digest()] if self._chunk_left_bytes < VERIFY_CHUNK_BYTES else []
+        return b"".join(self._chunks + tail)
+
+
+def chunk_digest(data: Bytes) -> bytes:
+    """Return the xxh3_64 of one whole chunk, 8 bytes."""
+    return xxhash.xxh3_64_digest(data)

@@ -1,0 +1,78 @@
+"""
+The framing of tensor objects: safetensors files whose every byte is decided here.
+
+The header is padded with spaces so that the payload starts on a page.
+Slices that fill whole pages come first, then the rest, each part by key: so page-sized slices stay page-aligned,
+whatever else is in the file. Nothing that varies between equal contents goes in.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from layerstore.dtypes import by_code
+from layerstore.limits import PAGE_BYTES
+
+
+class Slice(Protocol):
+    """What the framing needs to know of a tensor."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+
+    @property
+    def dtype(self) -> str:
+        """Code of its element type."""
+
+    @property
+    def elements(self) -> int:
+        """Its length."""
+
+
+AnySlice = TypeVar("AnySlice", bound=Slice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Where everything lies in one object file."""
+
+    header: bytes
+    """From the first byte of the file to the payload."""
+    offsets: tuple[int, ...]
+    """Where each tensor starts in the file, in the order given."""
+    size_bytes: int
+    """Of the whole file."""
+
+
+def slice_bytes(tensor: Slice) -> int:
+    """Return the size of *tensor*."""
+    return tensor.elements * by_code(tensor.dtype).bytes
+
+
+def canonical_order(tensors: Iterable[AnySlice]) -> list[AnySlice]:
+    """Return *tensors* in the order they have in a file."""
+    return sorted(tensors, key=lambda tensor: (slice_bytes(tensor) % PAGE_BYTES != 0, tensor.key))
+
+
+def frame(tensors: Sequence[Slice]) -> Frame:
+    """Lay out *tensors*, which are in canonical order."""
+    begin, entries, offsets = 0, {}, []
+    for tensor in tensors:
+        end = begin + slice_bytes(tensor)
+        entries[tensor.key] = {"dtype": tensor.dtype, "shape": [tensor.elements], "data_offsets": [begin, end]}
+        offsets.append(begin)
+        begin = end
+    assert len(entries) == len(offsets), "keys are unique within an object"
+    header = _padded_header(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
+    return Frame(
+        header=header,
+        offsets=tuple(len(header) + offset for offset in offsets),
+        size_bytes=len(header) + begin,
+    )
+
+
+def _padded_header(text: bytes) -> bytes:
+    padding = -(8 + len(text)) % PAGE_BYTES
+    return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding

@@ -1,0 +1,76 @@
+"""
+Commit records and pins: the truth of the store.
+
+A record's id is the xxh3_128 of its body; what was merely observed while committing stands beside the body,
+so that the same content saved twice has one name.
+"""
+
+from layerstore.errors import IntegrityError, Unsupported
+from layerstore.format.canonical import Plain, pack, unpack
+from layerstore.format.envelope import Envelope, seal, unseal
+from layerstore.format.fields import from_plain, to_plain
+from layerstore.format.hashing import digest
+from layerstore.model import Commit, CommitId, CommitRecord, Observed, Pin
+
+# Flags that this version understands; a record with another one is for a newer layerstore.
+KNOWN_FLAGS: frozenset[str] = frozenset()
+
+
+def commit_id(record: CommitRecord) -> CommitId:
+    """Return the name of *record*."""
+    return CommitId(digest(pack(to_plain(record))).hex())
+
+
+def make_commit(record: CommitRecord, observed: Observed) -> Commit:
+    """Give *record* its name."""
+    return Commit(id=commit_id(record), record=record, observed=observed)
+
+
+def seal_commit(commit: Commit, *, name: str, store_id: str) -> bytes:
+    """Return the bytes of *commit*'s file, which is called *name*."""
+    payload = pack({"body": to_plain(commit.record), "observed": to_plain(commit.observed)})
+    return seal(Envelope(store_id=store_id, name=name, payload=payload))
+
+
+def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
+    """
+    Read the commit whose file is called *name*.
+
+    Raises:
+        IntegrityError: It is damaged, misplaced, or not what its name says.
+        Unsupported: It needs a newer layerstore.
+    """
+    payload = _payload(data, name, store_id)
+    body = payload.get("body")
+    commit = Commit(
+        id=CommitId(digest(pack(body)).hex()),
+        record=from_plain(CommitRecord, body, what=name),
+        observed=from_plain(Observed, payload.get("observed"), what=name),
+    )
+    _check_flags(commit.record, name)
+    return commit
+
+
+def seal_pin(pin: Pin, *, name: str, store_id: str) -> bytes:
+    """Return the bytes of *pin*'s file, which is called *name*."""
+    return seal(Envelope(store_id=store_id, name=name, payload=pack({"pin": to_plain(pin)})))
+
+
+def unseal_pin(data: bytes, *, name: str, store_id: str) -> Pin:
+    """Read the pin whose file is called *name*; raises as ``unseal_commit`` does."""
+    pin = from_plain(Pin, _payload(data, name, store_id).get("pin"), what=name)
+    _check_flags(pin.record, name)
+    return pin
+
+
+def _payload(data: bytes, name: str, store_id: str) -> dict[str, Plain]:
+    payload = unpack(unseal(data, name=name, store_id=store_id).payload, what=name)
+    if not isinstance(payload, dict):
+        raise IntegrityError(f"{name} does not hold a map", path=name)
+    return payload
+
+
+def _check_flags(record: CommitRecord, name: str) -> None:
+    unknown = sorted(set(record.flags) - KNOWN_FLAGS)
+    if unknown:
+        raise Unsupported(f"{name} uses {', '.join(unknown)}, which this layerstore does not know", hint="use a newer one")

@@ -1,0 +1,3 @@
+"""Moved to layerstore.tree."""
+
+from layerstore.tree import *  # noqa: F403

@@ -1,0 +1,197 @@
+"""
+Trees as plain values: every container is a list that starts with its tag.
+
+Maps keep their order (a msgpack map would be sorted), and tensors that share memory still share it:
+storages lie in a table of their own and are named by position.
+The tags are listed in docs/reference/format.md.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.format.canonical import Plain, pack
+from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+
+_INT64 = range(-(1 << 63), 1 << 64)
+
+ContentToPlain = Callable[[object], Plain]
+ContentFromPlain = Callable[[Plain, str], object]
+
+
+def encode(tree: Tree, *, content_to_plain: ContentToPlain) -> Plain:
+    """Turn *tree* into ``[storages, root]``; *content_to_plain* says where a storage's bytes are."""
+    encoder = _Encoder(content_to_plain)
+    root = encoder.node(tree)
+    return [encoder.table, root]
+
+
+class _Encoder:
+    def __init__(self, content_to_plain: ContentToPlain) -> None:
+        self.table: list[Plain] = []
+        self._positions: dict[Storage, int] = {}
+        self._content_to_plain = content_to_plain
+
+    def node(self, tree: Tree) -> Plain:  # noqa: PLR0911  # one line per node type
+        match tree:
+            case Size():
+                return ["z", *tree]
+            case OrderedMap():
+                attributes = None if tree.attributes is None else self.node(tree.attributes)
+                return ["o", attributes, *self._pairs(tree)]
+            case Tensor():
+                return self._tensor(tree)
+            case Global():
+                return ["g", tree.name]
+            case Inert():
+                return self._inert(tree)
+            case dict():
+                return ["d", *self._pairs(tree)]
+            case list():
+                return ["l", *map(self.node, tree)]
+            case tuple():
+                return ["t", *map(self.node, tree)]
+            case set():
+                return ["s", *sorted(map(self.node, tree), key=pack)]
+            case _:
+                return _encode_scalar(tree)
+
+    def _pairs(self, tree: dict[Tree, Tree]) -> list[Plain]:
+        return [self.node(part) for pair in tree.items() for part in pair]
+
+    def _tensor(self, tensor: Tensor) -> Plain:
+        attributes = None if tensor.attributes is None else self.node(tensor.attributes)
+        return [
+            "T",
+            self._position(tensor.storage),
+            tensor.offset,
+            list(tensor.shape),
+            list(tensor.stride),
+            tensor.requires_grad,
+            tensor.is_parameter,
+            attributes,
+        ]
+
+    def _position(self, storage: Storage) -> int:
+        if storage not in self._positions:
+            self._positions[storage] = len(self.table)
+            content = self._content_to_plain(storage.content)
+            self.table.append([storage.dtype, storage.elements, storage.device, content])
+        return self._positions[storage]
+
+    def _inert(self, inert: Inert) -> Plain:
+        return [
+            "i",
+            inert.name,
+            inert.made_by_new,
+            self.node(inert.arguments),
+            self.node(inert.state),
+            inert.has_state,
+            self.node(inert.appended),
+            self.node(inert.items),
+        ]
+
+
+def _encode_scalar(value: Tree) -> Plain:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # lone surrogates, which Python and pickle allow
+            return ["u", value.encode("utf-8", "surrogatepass")]
+        return value
+    if isinstance(value, int) and value not in _INT64:
+        return ["I", str(value)]
+    if value is None or isinstance(value, bool | int | float | bytes):
+        return value
+    raise InvalidInput(f"a {type(value).__name__} cannot be part of a tree")
+
+
+def decode(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
+    """
+    Turn what ``encode`` gave back into a tree.
+
+    Raises:
+        IntegrityError: It is not the image of a tree.
+    """
+    try:
+        rows, root = cast("list[Plain]", value)
+        table = [_storage(cast("list[Plain]", row), content_from_plain, what) for row in cast("list[Plain]", rows)]
+        return _Decoder(table).node(root)
+    except (TypeError, ValueError, KeyError, IndexError, UnicodeDecodeError) as exc:
+        raise IntegrityError(f"{what} is not a tree: {exc}") from exc
+
+
+def _storage(row: list[Plain], content_from_plain: ContentFromPlain, what: str) -> Storage:
+    dtype, elements, device, content = row
+    if not (isinstance(dtype, str) and isinstance(elements, int) and isinstance(device, str)):
+        raise TypeError("a storage has fields of the wrong types")
+    return Storage(dtype=dtype, elements=elements, device=device, content=content_from_plain(content, what))
+
+
+class _Decoder:
+    def __init__(self, table: list[Storage]) -> None:
+        self._table = table
+
+    def node(self, value: Plain) -> Tree:
+        if not isinstance(value, list):
+            if isinstance(value, dict):
+                raise TypeError("a map has no place in a tree")
+            return value
+        tag, *rest = value
+        return self._tagged(cast(str, tag), rest)
+
+    def _tagged(self, tag: str, rest: list[Plain]) -> Tree:  # noqa: PLR0911  # one line per tag
+        match tag:
+            case "z":
+                return Size(cast("list[int]", rest))
+            case "o":
+                attributes = None if rest[0] is None else cast("dict[Tree, Tree]", self.node(rest[0]))
+                return OrderedMap(self._pairs(rest[1:]), attributes)
+            case "T":
+                return self._tensor(rest)
+            case "g":
+                return Global(cast(str, rest[0]))
+            case "i":
+                return self._inert(rest)
+            case "d":
+                return self._pairs(rest)
+            case "l":
+                return [self.node(item) for item in rest]
+            case "t":
+                return tuple(self.node(item) for item in rest)
+            case "s":
+                return {self.node(item) for item in rest}
+            case "u":
+                return cast(bytes, rest[0]).decode("utf-8", "surrogatepass")
+            case "I":
+                return int(cast(str, rest[0]))
+            case _:
+                raise ValueError(f"unknown tag {tag!r}")
+
+    def _pairs(self, rest: list[Plain]) -> dict[Tree, Tree]:
+        parts = [self.node(part) for part in rest]
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+
+    def _tensor(self, rest: list[Plain]) -> Tensor:
+        position, offset, shape, stride, requires_grad, is_parameter, attributes = rest
+        return Tensor(
+            storage=self._table[cast(int, position)],
+            offset=cast(int, offset),
+            shape=Size(cast("list[int]", shape)),
+            stride=tuple(cast("list[int]", stride)),
+            requires_grad=cast(bool, requires_grad),
+            is_parameter=cast(bool, is_parameter),
+            attributes=None if attributes is None else cast("dict[Tree, Tree]", self.node(attributes)),
+        )
+
+    def _inert(self, rest: list[Plain]) -> Inert:
+        name, made_by_new, arguments, state, has_state, appended, items = rest
+        return Inert(
+            name=cast(str, name),
+            made_by_new=cast(bool, made_by_new),
+            arguments=cast("tuple[Tree, ...]", self.node(arguments)),
+            state=self.node(state),
+            has_state=cast(bool, has_state),
+            appended=cast("list[Tree]", self.node(appended)),
+            items=cast("dict[Tree, Tree]", self.node(items)),
+        )

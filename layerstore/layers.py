@@ -1,0 +1,139 @@
+"""
+From parameter names to layers, by rule: never by a list of architectures.
+
+A **block** ends in its index (``model.layers.3``, ``transformer.h.3``, ``decoder.block.0``);
+all other layers are **auxiliary** and are named after the module that owns the parameter (``model.norm``, ``lm_head``).
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable
+
+from layerstore.errors import InvalidInput
+from layerstore.limits import NAME_BYTES_MAX
+
+# Wrappers add these in front of, or between, the names of the model itself.
+_WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPER_PREFIXES = ("base_model.model.", "module.")
+# An adapter belongs to the layer of the module that it adapts.
+_ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_module|ia3_\w+")
+
+
+def strip_wrappers(name: str) -> str:
+    """
+    Return *name* as the bare model would have it.
+
+    >>> strip_wrappers("base_model.model.model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    >>> strip_wrappers("_orig_mod.model.norm.weight")
+    'model.norm.weight'
+    """
+    bare = ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
+    for prefix in _WRAPPER_PREFIXES:
+        bare = bare.removeprefix(prefix)
+    return bare or name
+
+
+def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
+    """
+    Name the layer that the parameter or buffer *name* belongs to.
+
+    *pattern* overrides the rule where it matches: its group ``layer``, else its first group, else the whole match.
+
+    >>> layer_of("model.layers.3.self_attn.q_proj.weight")
+    'model.layers.3'
+    >>> layer_of("lm_head.weight"), layer_of("base_model.model.lm_head.lora_A.default.weight")
+    ('lm_head', 'lm_head')
+    >>> layer_of("encoder.stage2.conv.bias", pattern=re.compile(r"encoder\\.stage\\d+"))
+    'encoder.stage2'
+    """
+    if pattern is not None and (match := pattern.search(name)):
+        layer = match.groupdict().get("layer") or (match.group(1) if match.groups() else match.group())
+        if not layer:
+            raise InvalidInput(
+                f"the layer pattern {pattern.pattern!r} gives {name!r} no layer name",
+                hint="let its first group, or the whole match, be the layer's name",
+            )
+        return layer
+    return _layer_by_rule(strip_wrappers(name))
+
+
+def _layer_by_rule(name: str) -> str:
+    parts = name.split(".")
+    for position, part in enumerate(parts[:-1]):
+        if part.isdecimal():
+            return ".".join(parts[: position + 1])
+    owner = parts[:-1]
+    for position, part in enumerate(owner):
+        if position and _ADAPTER_COMPONENTS.fullmatch(part):
+            owner = owner[:position]
+            break
+    return ".".join(owner) or name
+
+
+def block_index(layer: str) -> int | None:
+    """
+    Return the index of a block, None for an auxiliary layer.
+
+    >>> block_index("model.layers.3"), block_index("lm_head")
+    (3, None)
+    """
+    last = layer.rpartition(".")[2]
+    return int(last) if last.isdecimal() else None
+
+
+def layers_in_order(names: Iterable[str], *, pattern: re.Pattern[str] | None = None) -> dict[str, list[str]]:
+    """
+    Gather *names* by layer.
+
+    Layers come in the order of their first name, which is the model's order when *names* are its ``state_dict``'s.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(layer_of(name, pattern=pattern), []).append(name)
+    return layers
+
+
+def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
+    """Compile a user's layer pattern."""
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern)
+    except re.error as exc:
+        raise InvalidInput(f"the layer pattern {pattern!r} is not a regular expression: {exc}") from exc
+
+
+def check_name(name: str, *, what: str) -> str:
+    """
+    Return *name* if it may name a run or a pin.
+
+    ``@`` and ``~`` are left out because references use them.
+
+    Raises:
+        InvalidInput: It is empty, too long, not NFC, or has characters that could be mistaken for something else.
+    """
+    problem = _name_problem(name)
+    if problem is not None:
+        raise InvalidInput(f"{what} {name!r} {problem}", hint="use letters, digits, '-', '_' and '.'")
+    return name
+
+
+def _name_problem(name: str) -> str | None:  # noqa: PLR0911  # one line per rule
+    if not name:
+        return "is empty"
+    try:
+        size_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        return "is not valid Unicode"
+    if size_bytes > NAME_BYTES_MAX:
+        return f"is longer than {NAME_BYTES_MAX} bytes"
+    if unicodedata.normalize("NFC", name) != name:
+        return "is not in Unicode's composed form (NFC)"
+    if any(unicodedata.category(letter) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for letter in name):
+        return "contains control characters"
+    if name.startswith("-") or set(name) & set("@~/\\*?"):
+        return "starts with '-' or contains one of @ ~ / \\ * ?"
+    if ".." in name or name.startswith("."):
+        return "starts with '.' or contains '..'"
+    return None

@@ -1,0 +1,76 @@
+"""Every bound and size, with its reason beside it."""
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+# Payloads and storages start on a page, so that the kernel can share or move whole pages.
+PAGE_BYTES = 4096
+
+# Large enough to release the GIL and amortise a call, small enough to stay in the second-level cache.
+IO_CHUNK_BYTES = 1 * MIB
+
+# One xxh3_64 per chunk of an object lets a reader of a range verify the range alone.
+VERIFY_CHUNK_BYTES = 16 * MIB
+
+# What is not a layer and larger than this (a tokenizer, a big tensor of client_state) is an object of its own,
+# so that it is stored once however many steps carry it; what is smaller lies inside its rank's state blob.
+INLINE_BYTES_MAX = 64 * KIB
+
+# A commit record or a version blob of this size is not ours: the largest real ones are below 1 MiB.
+RECORD_BYTES_MAX = 64 * MIB
+BLOB_BYTES_MAX = 256 * MIB
+
+# The pickle inside a .pt file describes a tree; 70B on 1,000 ranks needs about 2 MiB and 200,000 opcodes,
+# a mixture of 50,000 experts ten times that. Twice as much must do, because memory has to stay small:
+# a byte of opcode can make an object of 64, and a list, dict, set or call one of 250.
+PICKLE_BYTES_MAX = 64 * MIB
+PICKLE_OPCODES_MAX = 5_000_000
+PICKLE_OBJECTS_MAX = 1_000_000
+PICKLE_DEPTH_MAX = 200
+
+# A pickle may name one list many times; whoever writes the tree out writes it each time.
+PICKLE_EXPANDED_BYTES_MAX = 256 * MIB
+
+# The largest real integers are random seeds of 128 bits.
+PICKLE_INT_BYTES_MAX = 4 * KIB
+
+# Module and name of a global; real ones stay below 100.
+PICKLE_NAME_BYTES_MAX = 1000
+
+# torch itself stops at 64 dimensions in most kernels.
+TENSOR_DIMENSIONS_MAX = 64
+
+# A view may repeat its elements (expand); beyond this it would only be there to fill a disk.
+TENSOR_REPEATED_BYTES_MAX = 64 * MIB
+
+# Entries of one zip archive: one per tensor, frozen and partitioned ones included; a mixture of experts has 50,000.
+# Names are data/<number> under the file's stem. A directory of this size is parsed within 100 MiB of memory.
+ZIP_ENTRIES_MAX = 250_000
+ZIP_NAME_BYTES_MAX = 512
+ZIP_DIRECTORY_BYTES_MAX = 64 * MIB
+
+# safetensors itself refuses headers beyond 100 MB.
+SAFETENSORS_HEADER_BYTES_MAX = 100_000_000
+
+# Small files of a checkpoint that are kept byte for byte: more of them than this is a mistaken folder.
+SOURCE_FILES_MAX = 100_000
+
+# Names of runs, pins and layers become path components (255 bytes) and index keys.
+NAME_BYTES_MAX = 200
+
+# The address space of the index, not its size: the file is sparse and grows as it is used.
+MANIFEST_MAP_BYTES = 1 * GIB
+MANIFEST_MAP_BYTES_MAX = 256 * GIB
+
+# How long a command waits for a lock before it says who holds it.
+LOCK_DEADLINE_SECONDS = 60.0
+
+# Younger unnamed files may belong to a save that is still under way.
+GRACE_SECONDS = 24 * 3600
+
+# Free space that must remain beyond what is planned to be written: records, index and other writers.
+FREE_SPACE_MARGIN_BYTES = 64 * MIB
+
+# Threads that read, hash and write objects; more of them only fight for the disk.
+WORKERS_MAX = 4

@@ -1,0 +1,323 @@
+"""
+The nouns of the store: values without behaviour, and without any way to the disk.
+
+Their fields are the fields of the records and blobs on disk (docs/reference/format.md):
+a new or renamed field here is a change of format.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from layerstore.tree import Tree
+
+# Marks a field that holds a tree: it is kept in the encoding of format/treecodec.py.
+AS_TREE = {"tree": True}
+
+ObjectId = NewType("ObjectId", str)
+"""xxh3_128 of an object's bytes, as 32 lower-case hex digits."""
+
+CommitId = NewType("CommitId", str)
+"""xxh3_128 of a record's body, likewise."""
+
+
+class Kind(StrEnum):
+    """What an object holds of its layer."""
+
+    WEIGHTS = "weights"
+    """Weights that cannot be derived from the master: frozen ones, and any that are not its rounding."""
+    MASTER = "master"
+    OPTIMIZER = "optimizer"
+    """Every sliced state of the optimizer."""
+    BUFFERS = "buffers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One slice inside an object."""
+
+    name: str
+    """The parameter or buffer."""
+    state: str
+    """Which optimizer state (``exp_avg``); empty for the other kinds."""
+    dtype: str
+    """Code of the element type."""
+    elements: int
+    """Length of the slice, padding excluded; never zero."""
+    crc32: int
+    """Of the slice's bytes: a zip entry's checksum is combined from these."""
+
+    @property
+    def key(self) -> str:
+        """Name the tensor inside its safetensors file."""
+        return f"{self.state}/{self.name}" if self.state else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """One safetensors file: one layer, one kind, one shard."""
+
+    id: ObjectId
+    size_bytes: int
+    """Of the whole file."""
+    kind: Kind
+    shard: int
+    shards: int
+    """How many slices each parameter was cut into; 1 is the unsharded case."""
+    tensors: tuple[StoredTensor, ...]
+    """In file order."""
+    chunks: bytes
+    """xxh3_64, 8 bytes big-endian each, of every 16 MiB of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """What a layer says of one of its parameters."""
+
+    name: str
+    dtype: str
+    """Of the weights while training."""
+    shape: tuple[int, ...]
+    frozen: bool
+    aliases: tuple[str, ...]
+    """Other names of the same memory (tied weights)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """What a layer says of one of its persistent buffers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerVersion:
+    """The whole of a layer at one step; equal bytes make equal versions, whatever step or run they come from."""
+
+    layer: str
+    parameters: tuple[Parameter, ...]
+    """By name."""
+    buffers: tuple[Buffer, ...]
+    """By name."""
+    world_size: int
+    """Ranks that the slices were taken from."""
+    objects: tuple[StoredObject, ...]
+    """By kind, then by shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobRef:
+    """The name of an object and the size it must have."""
+
+    id: ObjectId
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The save that wrote a layer version."""
+
+    run: str
+    attempt: int
+    step: int
+    save_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEntry:
+    """The version that one layer has in one commit."""
+
+    layer: str
+    version: BlobRef
+    origin: Origin
+    """The commit's own run and step when it was saved there, else where it was inherited from."""
+    optimizer_step: int | None
+    """How many updates the optimizer had made to it then; None where it does not count, or counts differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Where an attempt left the one before it."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLayout:
+    """How the checkpoint lay on disk, so that it can be laid out again."""
+
+    flavour: str
+    """``raw``, ``hf``, ``accelerate`` or ``lightning``."""
+    tag: str
+    """DeepSpeed's folder inside the checkpoint."""
+    layer_pattern: str | None
+    """The user's own rule for naming layers, if one was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyUse:
+    """Which policy chose the layers of a save, with its parameters and what it saw."""
+
+    name: str
+    parameters: dict[Tree, Tree] = field(metadata=AS_TREE)
+    decisions: dict[Tree, Tree] = field(metadata=AS_TREE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """
+    One step of a run, complete by itself.
+
+    Equal content has equal bytes: nothing here depends on when or where it was written.
+    """
+
+    run: str
+    attempt: int
+    """Counted from 1."""
+    fork: Fork | None
+    """Where the attempt left an earlier one; None when it started from nothing."""
+    step: int
+    save_number: int
+    """Counted from 0 along the attempt's history; fixed for ever."""
+    world_size: int
+    layers: tuple[LayerEntry, ...]
+    """Every layer of the model, in the model's order; a record without any only hides what it supersedes."""
+    states: tuple[BlobRef, ...]
+    """One state blob per rank: all that is not a layer."""
+    layout: SourceLayout
+    policy: PolicyUse
+    supersedes: tuple[CommitId, ...]
+    """Commits of the same run that this one hides."""
+    flags: tuple[str, ...] = ()
+    """Features that a reader must know; see the format page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What was seen while committing: kept beside the record, never part of its identity."""
+
+    time_ns: int
+    """When, by the writer's clock, in nanoseconds since 1970."""
+    bytes_new: int
+    """Bytes that were not in the store before."""
+    bytes_reused: int
+    """Bytes that were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A record as it stands in the store."""
+
+    id: CommitId
+    record: CommitRecord
+    observed: Observed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A user's name for a commit or a composite, fully resolved."""
+
+    name: str
+    record: CommitRecord
+    """Every layer's version and all else, so that the pin outlives the commits it was made from."""
+    base: CommitId
+    """The commit that supplies all that is not a layer."""
+    observed: Observed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectContent:
+    """The content of a storage or file that is an object of its own: one uint8 tensor named ``bytes``."""
+
+    object: BlobRef
+    size_bytes: int
+    """Of the payload."""
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatContent:
+    """The content of a flat buffer: the slices of a sub-group's parameters, in order."""
+
+    state: str
+    """``master``, or the optimizer state's name."""
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentContent:
+    """The content of a frozen parameter's fragment."""
+
+    parameter: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferContent:
+    """The content of a persistent buffer."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file that is kept byte for byte."""
+
+    path: str
+    """Below the checkpoint folder, with ``/``."""
+    executable: bool
+    content: bytes | ObjectContent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeFile:
+    """A ``.pt`` file: the tree it describes; layers' bytes are left out and named by their storages' content."""
+
+    path: str
+    tree: Tree = field(metadata=AS_TREE)
+
+
+class TensorSource(StrEnum):
+    """Where a tensor of a gathered weights file comes from."""
+
+    PARAMETER = "parameter"
+    """The layer's stored weights if its version has them, else its master, rounded."""
+    BUFFER = "buffer"
+    STORED = "stored"
+    """An object of its own: no parameter has this name, or the bytes are unlike it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredTensor:
+    """One tensor of a gathered weights file, in file order."""
+
+    name: str
+    dtype: str
+    elements: int
+    source: TensorSource
+    layer_name: str
+    """The parameter or buffer that supplies it; empty when stored."""
+    stored: ObjectContent | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredFile:
+    """A safetensors file of whole weights: its header as it was, and where each tensor comes from."""
+
+    path: str
+    header: bytes
+    """Length field and JSON, verbatim."""
+    tensors: tuple[GatheredTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """All that one rank saved and that is not a layer."""
+
+    rank: int
+    model: TreeFile
+    optimizer: TreeFile
+    files: tuple[SourceFile, ...]
+    gathered: tuple[GatheredFile, ...]

@@ -1,0 +1,1 @@
+"""The verbs: each reads and decides first, then executes."""

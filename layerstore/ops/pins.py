@@ -1,0 +1,39 @@
+"""Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
+
+import time
+
+from layerstore.errors import AlreadyExists, Conflict
+from layerstore.layers import check_name
+from layerstore.model import CommitId, Observed, Pin
+from layerstore.ops.refs import Resolved
+from layerstore.ops.rooms import Rooms
+
+
+def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
+    """
+    Give *resolved* the name *name*.
+
+    Raises:
+        AlreadyExists: The pin is there, means something else, and *replace* was not given.
+        Conflict: A run has this name.
+    """
+    rooms.prepare_writing()
+    check_name(name, what="the pin's name")
+    if rooms.records.names(name):
+        raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
+    new = Pin(
+        name=name,
+        record=resolved.record,
+        base=CommitId(resolved.commit),
+        observed=Observed(time_ns=time.time_ns(), bytes_new=0, bytes_reused=0),
+    )
+    if name in rooms.records.pin_names() and not replace:
+        old = rooms.records.read_pin(name)
+        if (old.record, old.base) == (new.record, new.base):
+            return old
+        raise AlreadyExists(
+            f"pin {name!r} means {old.record.run}@{old.record.step} already; nothing was changed",
+            hint=f"layerstore pin --delete {name}, or choose another name",
+        )
+    rooms.records.write_pin(new)
+    return new

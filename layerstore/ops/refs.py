@@ -1,0 +1,148 @@
+"""
+References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to the one commit they mean.
+"""
+
+import re
+from dataclasses import dataclass
+
+from layerstore.errors import Conflict, InvalidInput, NotFound
+from layerstore.layers import check_name
+from layerstore.model import CommitRecord
+from layerstore.ops.rooms import Rooms
+from layerstore.storage.catalog import RunView
+from layerstore.storage.manifest import RecordRow
+
+_REF = re.compile(r"(?P<name>[^@~]+)(?:~(?P<back>\d{1,9}))?(?:@(?P<step>\d{1,18}))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A reference, taken apart."""
+
+    name: str
+    """A run or a pin."""
+    back: int
+    """How many attempts before the newest."""
+    step: int | None
+    """None for the tip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What a reference means."""
+
+    record: CommitRecord
+    commit: str
+    """The id of the commit, or of a pin's base."""
+    pin: str | None
+    """The pin's name, if it was one."""
+
+
+def parse_reference(text: str) -> Reference:
+    """
+    Take *text* apart.
+
+    >>> parse_reference("sft~1@200")
+    Reference(name='sft', back=1, step=200)
+    """
+    match = _REF.fullmatch(text)
+    if match is None:
+        raise InvalidInput(f"{text!r} is not a reference", hint="write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name")
+    step = match["step"]
+    return Reference(
+        name=check_name(match["name"], what="the name"),
+        back=int(match["back"] or 0),
+        step=None if step is None else int(step),
+    )
+
+
+def only_run(rooms: Rooms) -> str:
+    """Return the store's only run; raises InvalidInput listing them where there are several."""
+    runs = rooms.catalog.runs()
+    if not runs:
+        raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
+    if len(runs) > 1:
+        raise InvalidInput(f"the store holds {len(runs)} runs: {', '.join(runs[:10])}", hint="name one: RUN or RUN@STEP")
+    return runs[0]
+
+
+def resolve(rooms: Rooms, text: str | None) -> Resolved:
+    """
+    Return the record that *text* means; None means the tip of the store's only run.
+
+    Raises:
+        NotFound: There is no such run, attempt, step or pin; the message says what there is.
+        Conflict: Two commits of that step stand side by side.
+    """
+    reference = parse_reference(only_run(rooms) if text is None else text)
+    if reference.name in rooms.records.pin_names() and not rooms.records.names(reference.name):
+        if reference.back or reference.step is not None:
+            raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
+        pin = rooms.records.read_pin(reference.name)
+        return Resolved(record=pin.record, commit=pin.base, pin=pin.name)
+    row = find_row(rooms.catalog.view(reference.name), reference)
+    commit = rooms.catalog.commit(row.name)
+    return Resolved(record=commit.record, commit=commit.id, pin=None)
+
+
+def find_row(view: RunView, reference: Reference) -> RecordRow:
+    """Return the row of *view* that *reference* means."""
+    attempts = view.attempts
+    if reference.back >= len(attempts):
+        _raise_damaged(view)
+        raise NotFound(f"run {view.run!r} has {len(attempts)} attempts, {reference.back} before the newest were asked for")
+    history = history_of(view, attempts[-1 - reference.back])
+    if reference.step is None:
+        _check_tip(view, history[-1])
+        return _only(view, [row for row in history if row.step == history[-1].step])
+    found = [row for row in history if row.step == reference.step]
+    if found:
+        return _only(view, found)
+    raise _no_such_step(view, reference, history)
+
+
+def history_of(view: RunView, attempt: int) -> list[RecordRow]:
+    """Return the commits of *attempt* and, below where it forked, of those it came from; by step."""
+    rows = [row for row in view.visible if row.attempt == attempt]
+    fork = rows[0].fork if rows else None
+    below = [] if fork is None else [row for row in history_of(view, fork.attempt) if row.step <= fork.step]
+    return sorted(below + rows, key=lambda row: (row.step, row.attempt))
+
+
+def _check_tip(view: RunView, tip: RecordRow) -> None:
+    """The newest step comes from the listing: a damaged newer record must not be passed over in silence."""
+    newer = [problem for name, problem in view.damaged.items() if name.step > tip.step]
+    if newer:
+        raise newer[0]
+
+
+def _raise_damaged(view: RunView) -> None:
+    for problem in view.damaged.values():
+        raise problem
+
+
+def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
+    newest = [row for row in rows if row.attempt == max(other.attempt for other in rows)]
+    if len(newest) > 1:
+        ids = ", ".join(row.id[:12] for row in newest)
+        raise Conflict(
+            f"{view.run}@{newest[0].step} is ambiguous: commits {ids} stand side by side",
+            hint="ingest the right one again with --replace",
+        )
+    return newest[0]
+
+
+def _no_such_step(view: RunView, reference: Reference, history: list[RecordRow]) -> Exception:
+    for name, problem in view.damaged.items():
+        if name.step == reference.step:
+            return problem
+    elsewhere = [row for row in view.visible if row.step == reference.step]
+    if elsewhere:
+        back = len(view.attempts) - 1 - view.attempts.index(elsewhere[-1].attempt)
+        return NotFound(
+            f"{view.run}@{reference.step} belongs to an earlier attempt",
+            hint=f"{view.run}~{back}@{reference.step} names it",
+        )
+    steps = [str(row.step) for row in history]
+    shown = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "…", *steps[-5:]])
+    return NotFound(f"run {view.run!r} has no step {reference.step}", hint=f"steps here: {shown}")

@@ -1,0 +1,76 @@
+"""What a verb works with: the open rooms of one store."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from layerstore.errors import InvalidInput, Unsupported
+from layerstore.format.blobs import decode_state, decode_version
+from layerstore.format.identity import StoreIdentity
+from layerstore.limits import LOCK_DEADLINE_SECONDS
+from layerstore.model import BlobRef, CommitRecord, LayerVersion, RankState
+from layerstore.storage.catalog import Catalog
+from layerstore.storage.commits import RecordStore
+from layerstore.storage.files import Files
+from layerstore.storage.layout import Layout, encode_component
+from layerstore.storage.locks import lock
+from layerstore.storage.objects import ObjectStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """The storage of one store."""
+
+    identity: StoreIdentity
+    layout: Layout
+    files: Files
+    objects: ObjectStore
+    records: RecordStore
+    catalog: Catalog
+
+    def version(self, ref: BlobRef) -> LayerVersion:
+        """Read a layer version, checked."""
+        return decode_version(self.objects.read(ref), ref=ref)
+
+    def versions(self, record: CommitRecord) -> list[LayerVersion]:
+        """Read the versions of all layers of *record*, in its order."""
+        return [self.version(entry.version) for entry in record.layers]
+
+    def state(self, ref: BlobRef) -> RankState:
+        """Read a rank's state, checked."""
+        return decode_state(self.objects.read(ref), ref=ref)
+
+    def lock_run(self, run: str) -> AbstractContextManager[None]:
+        """Hold the courtesy lock of *run*."""
+        return lock(
+            self.layout.locks / f"run-{encode_component(run)}.lock",
+            what=f"run {run!r}",
+            deadline_seconds=_deadline_seconds(),
+        )
+
+    def prepare_writing(self) -> None:
+        """
+        Make the folders that a copy of the store may have lost because they were empty.
+
+        Raises:
+            Unsupported: The store uses something that this layerstore might destroy unknowingly.
+        """
+        if self.identity.unknown_flags:
+            raise Unsupported(
+                f"the store uses {', '.join(self.identity.unknown_flags)}, which this layerstore does not know; "
+                "it can be read, not written",
+                hint="use a newer layerstore",
+            )
+        for folder in self.layout.folders:
+            if folder != self.layout.commits and not self.files.exists(folder):
+                self.files.make_directory(folder)
+
+
+def _deadline_seconds() -> float:
+    text = os.environ.get("LAYERSTORE_LOCK_TIMEOUT")
+    if text is None:
+        return LOCK_DEADLINE_SECONDS
+    try:
+        return float(text)
+    except ValueError as exc:
+        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is no number of seconds") from exc

@@ -1,0 +1,279 @@
+"""
+Bring a checkpoint's content into the store, staged: nothing of it is visible yet.
+
+Objects first, then version blobs and state blobs. Every byte of the source must have shown its checksum
+before this returns, so that rot is never kept under a valid hash.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from layerstore.format.blobs import encode_state, encode_version, ref_of
+from layerstore.format.hashing import crc32
+from layerstore.format.objects import canonical_order
+from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
+from layerstore.model import (
+    BlobRef,
+    GatheredFile,
+    GatheredTensor,
+    Kind,
+    LayerVersion,
+    ObjectContent,
+    RankState,
+    SourceFile,
+    StoredObject,
+    TensorSource,
+)
+from layerstore.ops.derive import GatheredCheck
+from layerstore.ops.hashing import Checksums, Inspected, SourceReader, inspect
+from layerstore.ops.progress import Progress
+from layerstore.storage.objects import ObjectWriter
+from layerstore.tree import Located, Storage, Tensor
+from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
+from layerstore.zero3.sourcefile import read_source_file
+from layerstore.zero3.trees import replace_tensors
+from layerstore.zero3.write import BYTES_KEY
+
+_OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(?P<rank>\d+)\.(?:pth|pkl)")
+_KINDS = tuple(Kind)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a commit consists of, but for its numbers."""
+
+    versions: tuple[BlobRef, ...]
+    """Of every layer, in the checkpoint's order."""
+    states: tuple[BlobRef, ...]
+    """By rank."""
+    bytes_derived: int
+    """Gathered weights that were not stored because they follow from the masters."""
+
+
+def transfer(checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress) -> Content:
+    """
+    Stage all of *checkpoint* with *writer*.
+
+    Raises:
+        SourceCheckpoint: A byte of the source is not as it was written; *writer* publishes nothing then.
+    """
+    with _ThreadReaders() as readers, ThreadPoolExecutor(WORKERS_MAX) as pool:
+        return _Transfer(checkpoint, writer, progress, readers).run(pool)
+
+
+class _Transfer:
+    """One checkpoint on its way."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress, readers: "_ThreadReaders"
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._writer = writer
+        self._progress = progress
+        self._readers = readers
+        self._checksums = Checksums()
+        self._check = GatheredCheck(checkpoint)
+
+    def run(self, pool: ThreadPoolExecutor) -> Content:
+        layers = self._checkpoint.layers
+        sources = [(layer.layer, source) for layer in layers for source in layer.objects]
+        self._progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
+        objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
+        for (name, _), stored in zip(sources, _run_all(pool, self._object, [of for _, of in sources]), strict=True):
+            objects[name].append(stored)
+        # Only now is it known which gathered weights follow from their masters.
+        for layer in layers:
+            objects[layer.layer].extend(self._own_weights(layer))
+        gathered = [self._gathered(file.path, file.header, file.tensors) for file in self._checkpoint.gathered]
+        states = [self._state(state, gathered if state.rank == 0 else []) for state in self._checkpoint.states]
+        self._checksums.check(self._checkpoint.checks, self._readers.slices)
+        return Content(
+            versions=tuple(self._version(layer, objects[layer.layer]) for layer in layers),
+            states=tuple(states),
+            bytes_derived=self._check.bytes_derived,
+        )
+
+    # -- layers --------------------------------------------------------------------------------------------------
+
+    def _object(self, source: ObjectSource) -> StoredObject:
+        """Stage *source*, comparing it with the gathered weights as it goes by."""
+        witness = self._check.witness(source, self._readers.gathered)
+        return _stored(source, self._inspected(source.slices, witness.look if witness else None))
+
+    def _inspected(
+        self, slices: tuple[SliceSource, ...], witness: Callable[[SliceSource, int, memoryview], None] | None = None
+    ) -> Inspected:
+        reader = self._readers.slices
+        found = inspect(slices, reader, self._checksums, witness=witness, advance=self._progress.advance)
+        if not self._writer.reuse(found.ref):
+            # Read again, most likely from memory: whether bytes are new is known only once all were seen.
+            self._writer.stage(found.ref, found.content(reader))
+        return found
+
+    def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
+        """Stage the gathered weights that do not follow from their master, as part of their layer."""
+        tensors = self._check.weights_to_store(parameter.name for parameter in layer.parameters)
+        slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
+        if slices:
+            source = ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices)
+            yield _stored(source, self._inspected(slices))
+
+    def _version(self, layer: LayerSource, objects: list[StoredObject]) -> BlobRef:
+        version = LayerVersion(
+            layer=layer.layer,
+            parameters=layer.parameters,
+            buffers=layer.buffers,
+            world_size=self._checkpoint.world_size,
+            objects=tuple(sorted(objects, key=lambda stored: (_KINDS.index(stored.kind), stored.shards, stored.shard))),
+        )
+        return self._blob(encode_version(version))
+
+    def _blob(self, data: bytes) -> BlobRef:
+        ref = ref_of(data)
+        self._writer.put(data, ref)
+        return ref
+
+    # -- what is not a layer -------------------------------------------------------------------------------------
+
+    def _gathered(self, path: Path, header: bytes, tensors: Iterable[GatheredSource]) -> GatheredFile:
+        in_layers = set(self._check.weights_to_store(self._check.parameters))
+        return GatheredFile(
+            path=self._relative(path),
+            header=header,
+            tensors=tuple(self._gathered_tensor(tensor, in_layer=tensor in in_layers) for tensor in tensors),
+        )
+
+    def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
+        stored = None
+        if in_layer or self._check.is_derived(tensor):
+            is_parameter = tensor.supplier in self._check.parameters
+            source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
+        else:
+            source = TensorSource.STORED
+            stored = self._bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
+        return GatheredTensor(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            elements=tensor.elements,
+            source=source,
+            layer_name=tensor.supplier if stored is None else "",
+            stored=stored,
+        )
+
+    def _state(self, state: RankState, gathered: list[GatheredFile]) -> BlobRef:
+        for file in (state.model, state.optimizer):
+            replace_tensors(file.tree, self._with_bytes)
+        paths = [path for path in self._checkpoint.files if _owner(path, self._checkpoint.world_size) == state.rank]
+        complete = replace(state, files=tuple(map(self._source_file, paths)), gathered=tuple(gathered))
+        return self._blob(encode_state(complete))
+
+    def _with_bytes(self, tensor: Tensor) -> Tensor:
+        """Exchange the place of a tensor's bytes for the bytes, or for an object that holds them."""
+        located = tensor.storage.content
+        if isinstance(located, Located):
+            tensor.storage.content = self._stored_content(tensor.storage, located)
+        return tensor
+
+    def _stored_content(self, storage: Storage, located: Located) -> bytes | ObjectContent:
+        if located.size_bytes > INLINE_BYTES_MAX:
+            return self._bytes_object(located.path, located.offset_bytes, located.size_bytes)
+        data = b"".join(map(bytes, self._readers.slices.chunks(located.path, located.offset_bytes, located.size_bytes)))
+        self._checksums.note(located.path, located.offset_bytes, len(data), crc32(data))
+        return data
+
+    def _source_file(self, path: Path) -> SourceFile:
+        state = path.stat()
+        content: bytes | ObjectContent
+        if state.st_size > INLINE_BYTES_MAX:
+            content = self._bytes_object(path, 0, state.st_size)
+        else:
+            content = read_source_file(path, size_bytes_max=INLINE_BYTES_MAX)
+        return SourceFile(path=self._relative(path), executable=bool(state.st_mode & 0o100), content=content)
+
+    def _bytes_object(self, path: Path, offset: int, size_bytes: int) -> ObjectContent:
+        """Stage a stretch of a file as an object of its own."""
+        part = SliceSource(name=BYTES_KEY, state="", dtype="U8", elements=size_bytes, path=path, offset_bytes=offset)
+        found = self._inspected((part,) if size_bytes else ())
+        checksum = found.tensors[0].crc32 if found.tensors else 0
+        return ObjectContent(object=found.ref, size_bytes=size_bytes, crc32=checksum)
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self._checkpoint.found.folder).as_posix()
+
+
+def _stored(source: ObjectSource, found: Inspected) -> StoredObject:
+    return StoredObject(
+        id=found.ref.id,
+        size_bytes=found.ref.size_bytes,
+        kind=source.kind,
+        shard=source.shard,
+        shards=source.shards,
+        tensors=found.tensors,
+        chunks=found.chunks,
+    )
+
+
+def _as_slice(tensor: GatheredSource) -> SliceSource:
+    return SliceSource(
+        name=tensor.supplier,
+        state="",
+        dtype=tensor.dtype,
+        elements=tensor.elements,
+        path=tensor.file,
+        offset_bytes=tensor.offset_bytes,
+    )
+
+
+def _owner(path: Path, world_size: int) -> int:
+    match = _OF_A_RANK.fullmatch(path.name)
+    return int(match["rank"]) if match and int(match["rank"]) < world_size else 0
+
+
+class _ThreadReaders:
+    """Two readers per thread, for the slices and for the gathered weights beside them; closed together."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._all: list[SourceReader] = []
+
+    @property
+    def slices(self) -> SourceReader:
+        return self._mine("slices")
+
+    @property
+    def gathered(self) -> SourceReader:
+        return self._mine("gathered")
+
+    def _mine(self, name: str) -> SourceReader:
+        reader: SourceReader | None = getattr(self._local, name, None)
+        if reader is None:
+            reader = SourceReader()
+            self._all.append(reader)
+            setattr(self._local, name, reader)
+        return reader
+
+    def __enter__(self) -> "_ThreadReaders":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._all:
+            reader.close()
+
+
+def _run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: list[Item]) -> list[Result]:
+    """Return the results in order; after the first error nothing more is begun."""
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise

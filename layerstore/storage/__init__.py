@@ -1,0 +1,1 @@
+"""The disk: files, objects, records, locks and the index."""

@@ -1,0 +1,199 @@
+"""
+Commit records and pins on disk: the truth of the store.
+
+A commit is visible exactly when its record is linked into its run's folder,
+and durable once that folder is fsynced: *the* commit point.
+"""
+
+import contextlib
+import errno as errnos
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO
+from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_pin
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.model import Commit, CommitId, Pin
+from layerstore.storage.files import Files
+from layerstore.storage.layout import RECORD_NAME, Layout, decode_component, encode_component
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RecordName:
+    """What the name of a record's file says."""
+
+    run: str
+    step: int
+    id: CommitId
+
+
+class RecordStore:
+    """The folders ``commits/`` and ``pins/``."""
+
+    def __init__(self, layout: Layout, files: Files, *, store_id: str) -> None:
+        self._layout = layout
+        self._files = files
+        self._store_id = store_id
+
+    def runs(self) -> list[str]:
+        """Return the runs that have a folder, by name."""
+        if not self._files.is_directory(self._layout.commits):
+            raise IntegrityError(
+                f"{self._layout.commits} is missing although this is a store",
+                hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
+            )
+        return [decode_component(name) for name in self._files.names(self._layout.commits)]
+
+    def names(self, run: str) -> list[RecordName]:
+        """Return the records of *run* by step, as the folder lists them now."""
+        found = []
+        for name in self._files.names(self._layout.run(run)):
+            match = RECORD_NAME.fullmatch(name)
+            if match:
+                found.append(RecordName(run, int(match["step"]), CommitId(match["id"])))
+        return sorted(found)
+
+    def strangers(self) -> Iterator[Path]:
+        """Yield what lies in ``commits/`` and is no record."""
+        for run in self.runs():
+            folder = self._layout.run(run)
+            if not self._files.is_directory(folder):
+                yield folder
+                continue
+            for name in self._files.names(folder):
+                if not RECORD_NAME.fullmatch(name):
+                    yield folder / name
+
+    def read(self, name: RecordName) -> Commit:
+        """
+        Return the commit *name*, checked.
+
+        Raises:
+            IntegrityError: It is damaged or gone.
+        """
+        return self.decode(self.read_bytes(name), name)
+
+    def read_bytes(self, name: RecordName) -> bytes:
+        """Return the bytes of the record *name*, unchecked."""
+        path = self._layout.record(name.run, name.step, name.id)
+        try:
+            return self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+        except StorageIO as exc:
+            if exc.errno == errnos.ENOENT:
+                raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path)) from exc
+            raise
+
+    def decode(self, data: bytes, name: RecordName) -> Commit:
+        """Check *data*, the bytes of the record *name*, wherever they come from."""
+        path = self._layout.record(name.run, name.step, name.id)
+        commit = unseal_commit(data, name=self._layout.name(path), store_id=self._store_id)
+        if (commit.record.run, commit.record.step, commit.id) != (name.run, name.step, name.id):
+            raise IntegrityError(f"{self._layout.name(path)} does not hold the commit that its name says")
+        return commit
+
+    def name_of(self, commit: Commit) -> RecordName:
+        """Return the name of *commit*."""
+        return RecordName(commit.record.run, commit.record.step, commit.id)
+
+    def publish(self, commit: Commit) -> bool:
+        """
+        Make *commit* visible and durable; return whether it was new.
+
+        All that it names must be durable already. Once this returns, a power cut cannot lose it.
+        If the last fsync fails, the record stays: it is whole, but was not confirmed.
+        """
+        target = self._layout.record(commit.record.run, commit.record.step, commit.id)
+        self._files.make_directory(target.parent)
+        data = seal_commit(commit, name=self._layout.name(target), store_id=self._store_id)
+        with self._temporary(data) as source:
+            is_new = self._files.link_exclusive(source, target)
+        if is_new:
+            self._sync_commits(target)
+        else:
+            self.confirm(self.name_of(commit))
+        return is_new
+
+    def confirm(self, name: RecordName) -> None:
+        """
+        Make sure that the record *name*, which is there, is durable.
+
+        Its writer may have failed in the last fsync, after which the kernel owes us nothing:
+        so the entry is made afresh, by the same bytes, and the folder synced again.
+        """
+        target = self._layout.record(name.run, name.step, name.id)
+        with self._temporary(self.read_bytes(name)) as source:
+            self._files.rename(source, target)
+        self._sync_commits(target)
+
+    def _sync_commits(self, target: Path) -> None:
+        try:
+            self._files.sync_directory(target.parent)
+        except StorageIO as exc:
+            raise StorageIO(
+                f"{self._layout.name(target)} is published, but its durability is not confirmed: {exc}",
+                errno=exc.errno,
+                filename=exc.filename,
+                hint="repeat the command once the disk is well",
+            ) from exc
+
+    @contextlib.contextmanager
+    def _temporary(self, data: bytes) -> Iterator[Path]:
+        """Yield a synced file with *data* that is gone afterwards, unless it was linked or renamed."""
+        with self._files.temporary(self._layout.tmp) as file:
+            file.write_at(0, data)
+            file.sync()
+            yield file.path
+
+    # -- pins ----------------------------------------------------------------------------------------------------
+
+    def pin_names(self) -> list[str]:
+        """Return the names of all pins."""
+        return [decode_component(name) for name in self._files.names(self._layout.pins)]
+
+    def read_pin(self, name: str) -> Pin:
+        """
+        Return the pin *name*, checked.
+
+        Raises:
+            NotFound: There is none.
+            IntegrityError: It is damaged.
+        """
+        path = self._layout.pin(name)
+        try:
+            data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+        except StorageIO as exc:
+            if exc.errno == errnos.ENOENT:
+                raise NotFound(f"there is no pin {name!r}", hint="layerstore pin --list") from exc
+            raise
+        pin = unseal_pin(data, name=self._layout.name(path), store_id=self._store_id)
+        if pin.name != name:
+            raise IntegrityError(f"{self._layout.name(path)} does not hold the pin that its name says")
+        return pin
+
+    def readable_pins(self) -> list[Pin]:
+        """Return the pins that can be read; ``verify`` reports the others."""
+        found = []
+        for name in self.pin_names():
+            try:
+                found.append(self.read_pin(name))
+            except LayerstoreError:
+                # A damaged pin must not keep anybody from the log; verify lists it.
+                continue
+        return found
+
+    def write_pin(self, pin: Pin) -> None:
+        """Write *pin*, atomically replacing one of the same name; durable once this returns."""
+        target = self._layout.pin(pin.name)
+        data = seal_pin(pin, name=self._layout.name(target), store_id=self._store_id)
+        with self._temporary(data) as source:
+            self._files.rename(source, target)
+        self._files.sync_directory(target.parent)
+
+    def delete_pin(self, name: str) -> None:
+        """Delete the pin *name*, readable or not."""
+        path = self._layout.pins / encode_component(name)
+        if not self._files.exists(path):
+            raise NotFound(f"there is no pin {name!r}", hint="layerstore pin --list")
+        self._files.unlink(path)
+        self._files.sync_directory(path.parent)

@@ -1,0 +1,369 @@
+"""
+The only user of the operating system's files: every byte that layerstore writes goes through here.
+
+Durable writing has one form: create a new file, write it, fsync it, link it under its name, fsync the folder.
+Nothing is ever written in place. Tests put their faults at this seam.
+"""
+
+import contextlib
+import errno as errnos
+import os
+import secrets
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from layerstore.errors import IntegrityError, StorageIO
+from layerstore.limits import IO_CHUNK_BYTES
+
+Hook = Callable[[str, Path], None]
+"""Called with the operation's name and its path before each change of the disk."""
+
+# Kernel or filesystem cannot copy between these two files: copy through a buffer instead.
+_COPY_UNSUPPORTED = {errnos.EXDEV, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.EINVAL, errnos.EBADF, errnos.EPERM}
+# Some network and FUSE filesystems cannot sync a folder.
+_FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
+
+
+class WeakDurability(UserWarning):
+    """The filesystem cannot fsync a folder: a power cut may undo what was reported as saved."""
+
+
+def no_hook(operation: str, path: Path) -> None:
+    """Do nothing: what production does before each change."""
+
+
+@contextlib.contextmanager
+def mapped_errors(path: Path, *, doing: str) -> Iterator[None]:
+    """Turn OSError into StorageIO that says what was tried, where."""
+    try:
+        yield
+    except StorageIO:
+        raise
+    except OSError as exc:
+        reason = os.strerror(exc.errno) if exc.errno else str(exc)
+        raise StorageIO(
+            f"cannot {doing} {path}: {reason}", errno=exc.errno, filename=str(path), hint=_hint(exc.errno)
+        ) from exc
+
+
+def _hint(number: int | None) -> str | None:
+    if number in {errnos.ENOSPC, errnos.EDQUOT}:
+        return "free some space and repeat the command; nothing that was saved before is affected"
+    if number == errnos.EFBIG:
+        return "raise the limit on file sizes (ulimit -f) and repeat the command"
+    if number == errnos.EMFILE:
+        return "raise the limit on open files (ulimit -n) and repeat the command"
+    return None
+
+
+class NewFile:
+    """A file being written. Closed and removed if anything goes wrong before it was published."""
+
+    def __init__(self, path: Path, fd: int, hook: Hook) -> None:
+        self.path = path
+        self.fd = fd
+        self._hook = hook
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Write all of *data* at *offset*."""
+        self._hook("write", self.path)
+        view = memoryview(data).cast("B")
+        with mapped_errors(self.path, doing="write"):
+            while view:
+                count = os.pwrite(self.fd, view, offset)
+                view, offset = view[count:], offset + count
+
+    def copy_from(self, source: "OpenFile", source_offset: int, offset: int, size_bytes: int) -> None:
+        """Have the kernel copy *size_bytes* from *source*; it shares blocks where the filesystem can."""
+        self._hook("copy", self.path)
+        with mapped_errors(self.path, doing="copy to"):
+            while size_bytes:
+                count = self._copy_some(source, source_offset, offset, size_bytes)
+                source_offset, offset, size_bytes = source_offset + count, offset + count, size_bytes - count
+
+    def _copy_some(self, source: "OpenFile", source_offset: int, offset: int, size_bytes: int) -> int:
+        try:
+            count = os.copy_file_range(source.fd, self.fd, size_bytes, source_offset, offset)
+        except OSError as exc:
+            if exc.errno not in _COPY_UNSUPPORTED:
+                raise
+            data = source.read_at(source_offset, min(size_bytes, IO_CHUNK_BYTES))
+            self.write_at(offset, data)
+            return len(data)
+        if not count:
+            raise source.cut_short(source_offset + size_bytes)
+        return count
+
+    def set_size(self, size_bytes: int) -> None:
+        """Give the file its length; what is not written reads as zeros."""
+        self._hook("truncate", self.path)
+        with mapped_errors(self.path, doing="resize"):
+            os.ftruncate(self.fd, size_bytes)
+
+    def make_executable(self) -> None:
+        """Let whoever may read the file also execute it."""
+        with mapped_errors(self.path, doing="change the mode of"):
+            mode = os.fstat(self.fd).st_mode
+            os.fchmod(self.fd, mode | (mode & 0o444) >> 2)
+
+    def sync(self) -> None:
+        """Make the bytes durable. A failed fsync is never repeated: the kernel may have dropped the pages."""
+        self._hook("fsync", self.path)
+        with mapped_errors(self.path, doing="fsync"):
+            os.fsync(self.fd)
+
+    def close(self) -> None:
+        """Close the file; twice is harmless."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            with mapped_errors(self.path, doing="close"):
+                os.close(fd)
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class OpenFile:
+    """A regular file open for reading."""
+
+    def __init__(self, path: Path, fd: int, size_bytes: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.size_bytes = size_bytes
+        """When it was opened."""
+
+    def read_at(self, offset: int, size_bytes: int) -> bytes:
+        """Return exactly *size_bytes* from *offset*."""
+        data = bytearray(size_bytes)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill *buffer* from *offset*."""
+        with mapped_errors(self.path, doing="read"):
+            while buffer:
+                count = os.preadv(self.fd, [buffer], offset)
+                if not count:
+                    raise self.cut_short(offset + len(buffer))
+                buffer, offset = buffer[count:], offset + count
+
+    def cut_short(self, expected_bytes: int) -> IntegrityError:
+        """Return the error for a file that ends before *expected_bytes*."""
+        return IntegrityError(
+            f"{self.path} is cut short: expected at least {expected_bytes} bytes, found {os.fstat(self.fd).st_size}",
+            path=str(self.path),
+        )
+
+    def close(self) -> None:
+        """Close the file; twice is harmless."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> "OpenFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Files:
+    """The operations, each of which either has its whole effect or raises StorageIO."""
+
+    def __init__(self, hook: Hook = no_hook) -> None:
+        self._hook = hook
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def open(self, path: Path) -> OpenFile:
+        """
+        Open the regular file *path*; a link is not followed and a fifo does not block.
+
+        Raises:
+            IntegrityError: It is something else than a regular file.
+            StorageIO: As the system says; *errno* is ENOENT where nothing is there.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as exc:
+            if exc.errno == errnos.ELOOP:
+                raise _not_regular(path) from exc
+            with mapped_errors(path, doing="open"):
+                raise
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode):
+            os.close(fd)
+            raise _not_regular(path)
+        return OpenFile(path, fd, state.st_size)
+
+    def read(self, path: Path, *, size_bytes_max: int) -> bytes:
+        """Return the content of *path*; raises IntegrityError if it is larger than *size_bytes_max*."""
+        with self.open(path) as file:
+            if file.size_bytes > size_bytes_max:
+                raise IntegrityError(f"{path} has {file.size_bytes} bytes, at most {size_bytes_max} were expected")
+            return file.read_at(0, file.size_bytes)
+
+    def size(self, path: Path) -> int | None:
+        """Return the size of the regular file *path*, None where nothing is there."""
+        state = self._lstat(path)
+        if state is not None and not stat.S_ISREG(state.st_mode):
+            raise _not_regular(path)
+        return None if state is None else state.st_size
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether *path* is a folder; a link to one is not."""
+        state = self._lstat(path)
+        return state is not None and stat.S_ISDIR(state.st_mode)
+
+    def exists(self, path: Path) -> bool:
+        """Whether anything at all is at *path*."""
+        return self._lstat(path) is not None
+
+    def _lstat(self, path: Path) -> os.stat_result | None:
+        with mapped_errors(path, doing="look at"):
+            try:
+                return path.lstat()
+            except FileNotFoundError:
+                return None
+
+    def names(self, directory: Path) -> list[str]:
+        """Return the names in *directory*, sorted; none where it is not there."""
+        with mapped_errors(directory, doing="list"):
+            try:
+                return sorted(os.listdir(directory))
+            except FileNotFoundError:
+                return []
+
+    def device(self, path: Path) -> int:
+        """Return the number of the filesystem that *path* is on."""
+        with mapped_errors(path, doing="look at"):
+            return path.stat().st_dev
+
+    def free_bytes(self, path: Path) -> int:
+        """Return what an ordinary user may still write to the filesystem of *path*."""
+        with mapped_errors(path, doing="look at the filesystem of"):
+            state = os.statvfs(path)
+        return state.f_bavail * state.f_frsize
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def make_directory(self, path: Path) -> bool:
+        """Make the folder *path* durable in its parent; return whether it was new."""
+        self._hook("mkdir", path)
+        with mapped_errors(path, doing="make the folder"):
+            try:
+                path.mkdir()
+            except FileExistsError:
+                if not self.is_directory(path):
+                    raise _not_directory(path) from None
+                return False
+        self.sync_directory(path.parent)
+        return True
+
+    def create(self, path: Path) -> NewFile:
+        """Create the file *path*, which must not be there."""
+        self._hook("create", path)
+        with mapped_errors(path, doing="create"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return NewFile(path, fd, self._hook)
+
+    @contextlib.contextmanager
+    def temporary(self, directory: Path) -> Iterator[NewFile]:
+        """Yield a new file in *directory* that is gone afterwards, unless it was linked elsewhere."""
+        path = directory / secrets.token_hex(16)
+        file = self.create(path)
+        try:
+            with file:
+                yield file
+        finally:
+            self.discard(path)
+
+    def link_exclusive(self, source: Path, target: Path) -> bool:
+        """
+        Let *target* name the file *source* too; return whether *target* was free.
+
+        Not rename: that would silently replace what another writer published first.
+        """
+        self._hook("link", target)
+        with mapped_errors(target, doing="link"):
+            try:
+                os.link(source, target, follow_symlinks=False)
+            except FileExistsError:
+                # On NFS the reply to a link that worked can be lost: then source and target are one file.
+                return self._same_file(source, target)
+        return True
+
+    def _same_file(self, first: Path, second: Path) -> bool:
+        one, other = self._lstat(first), self._lstat(second)
+        return one is not None and other is not None and os.path.samestat(one, other)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move *source* to *target*, atomically replacing a file there."""
+        self._hook("rename", target)
+        with mapped_errors(target, doing="rename to"):
+            source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove the file *path*; gone already is as good."""
+        self._hook("unlink", path)
+        with mapped_errors(path, doing="remove"):
+            path.unlink(missing_ok=True)
+
+    def discard(self, path: Path) -> None:
+        """
+        Remove a temporary file, or leave it to a later collection if even that fails.
+
+        Ignoring the error is right: nothing names the file, and the error that led here must not be hidden.
+        """
+        with contextlib.suppress(StorageIO):
+            self.unlink(path)
+
+    def remove_tree(self, directory: Path) -> None:
+        """Remove *directory* with all that is in it, links themselves included; what resists stays."""
+        self._hook("rmtree", directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def touch(self, path: Path) -> bool:
+        """Set the modification time of *path* to now; return whether it was there."""
+        self._hook("touch", path)
+        with mapped_errors(path, doing="refresh the time of"):
+            try:
+                os.utime(path, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in *directory* durable."""
+        self._hook("fsync", directory)
+        with mapped_errors(directory, doing="fsync the folder"):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            except OSError as exc:
+                if exc.errno not in _FOLDER_SYNC_UNSUPPORTED:
+                    raise
+                warnings.warn(f"{directory}: this filesystem cannot fsync folders", WeakDurability, stacklevel=2)
+            finally:
+                os.close(fd)
+
+
+def _not_regular(path: Path) -> IntegrityError:
+    return IntegrityError(
+        f"{path} is not a regular file; it is never followed or read", hint="remove it by hand", path=str(path)
+    )
+
+
+def _not_directory(path: Path) -> IntegrityError:
+    return IntegrityError(f"{path} is not a folder", hint="remove it by hand", path=str(path))

@@ -1,0 +1,105 @@
+"""Where everything is in a store: no other module builds these paths."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import InvalidInput
+from layerstore.model import CommitId, ObjectId
+
+OBJECT_ID = re.compile(r"[0-9a-f]{32}")
+RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The paths of the store at *root*, which was resolved once, when it was opened."""
+
+    root: Path
+
+    @property
+    def identity(self) -> Path:
+        """The file that makes a folder a store."""
+        return self.root / "store.json"
+
+    @property
+    def objects(self) -> Path:
+        """Immutable content, in 256 folders by the first two digits."""
+        return self.root / "objects"
+
+    @property
+    def commits(self) -> Path:
+        """One folder per run, one file per record."""
+        return self.root / "commits"
+
+    @property
+    def pins(self) -> Path:
+        """One file per pin."""
+        return self.root / "pins"
+
+    @property
+    def manifest(self) -> Path:
+        """The index, unless it lives on another disk."""
+        return self.root / "manifest"
+
+    @property
+    def parts(self) -> Path:
+        """Halves of commits that are not complete."""
+        return self.root / "parts"
+
+    @property
+    def tmp(self) -> Path:
+        """Files that nothing names yet."""
+        return self.root / "tmp"
+
+    @property
+    def locks(self) -> Path:
+        """Courtesy locks."""
+        return self.root / "locks"
+
+    @property
+    def gc(self) -> Path:
+        """What collections decided, and what they moved aside."""
+        return self.root / "gc"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Every folder that ``init`` makes."""
+        return (self.objects, self.commits, self.pins, self.parts, self.tmp, self.locks, self.gc)
+
+    def object(self, object_id: ObjectId) -> Path:
+        """Return the path of an object; raises InvalidInput for what is no id."""
+        if not OBJECT_ID.fullmatch(object_id):
+            raise InvalidInput(f"{object_id!r} is not an object id", hint="ids are 32 lower-case hex digits")
+        return self.objects / object_id[:2] / object_id
+
+    def run(self, run: str) -> Path:
+        """Return the folder of a run's records."""
+        return self.commits / encode_component(run)
+
+    def record(self, run: str, step: int, commit_id: CommitId) -> Path:
+        """Return the path of a record."""
+        return self.run(run) / f"{step}.{commit_id}"
+
+    def pin(self, name: str) -> Path:
+        """Return the path of a pin."""
+        return self.pins / encode_component(name)
+
+    def name(self, path: Path) -> str:
+        """Return how *path* is called inside the store, as written in envelopes and messages."""
+        return path.relative_to(self.root).as_posix()
+
+
+def encode_component(name: str) -> str:
+    """
+    Return *name*, already checked by ``layers.check_name``, as one path component.
+
+    >>> encode_component("sft 50%"), decode_component("sft 50%25")
+    ('sft 50%25', 'sft 50%')
+    """
+    return name.replace("%", "%25").replace(":", "%3A")
+
+
+def decode_component(component: str) -> str:
+    """Return the name that ``encode_component`` was given."""
+    return component.replace("%3A", ":").replace("%25", "%")

@@ -1,0 +1,291 @@
+"""
+Content-addressed object files: (id, bytes) <-> a durable file.
+
+May not import lmdb, decide what is garbage, or know what a tensor is.
+Layout and write order: docs/reference/format.md, sections 3 and 6.
+"""
+
+import contextlib
+import errno as errnos
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, StorageIO
+from layerstore.format.hashing import Bytes, ObjectHasher
+from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
+from layerstore.model import BlobRef, ObjectId
+from layerstore.storage.files import Files, OpenFile
+from layerstore.storage.layout import OBJECT_ID, Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedObject:
+    """Bytes that are written and synced in ``tmp/``, but not yet visible under their name."""
+
+    ref: BlobRef
+    path: Path
+
+
+class ObjectStore:
+    """The folder ``objects/``."""
+
+    def __init__(self, layout: Layout, files: Files) -> None:
+        self._layout = layout
+        self._files = files
+
+    # -- finding and reading -------------------------------------------------------------------------------------
+
+    def find(self, ref: BlobRef) -> Path | None:
+        """
+        Return where *ref* is, None if it is nowhere.
+
+        A collection may have moved it aside for a moment: then it is found there.
+
+        Raises:
+            IntegrityError: Something of another size lies under its name.
+        """
+        for path in self._places(ref.id):
+            size_bytes = self._files.size(path)
+            if size_bytes is not None:
+                _check_size(ref, size_bytes, path)
+                return path
+        return None
+
+    def _places(self, object_id: ObjectId) -> Iterator[Path]:
+        home = self._layout.object(object_id)
+        yield home
+        for collection in self._files.names(self._layout.gc):
+            yield self._layout.gc / collection / "aside" / object_id
+        # Linked back between the first look and the last: look at home again.
+        yield home
+
+    def open(self, ref: BlobRef) -> OpenFile:
+        """
+        Open *ref* for reading; nothing of it has been verified but its size.
+
+        Raises:
+            IntegrityError: It is missing, of another size, or not a regular file.
+        """
+        for _ in range(2):
+            path = self.find(ref)
+            if path is None:
+                break
+            # Moved between the look and the open: look once more.
+            with contextlib.suppress(FileNotFoundError), _missing_as_file_not_found():
+                return self._files.open(path)
+        raise missing(ref)
+
+    def read(self, ref: BlobRef) -> bytes:
+        """Return the bytes of the small object *ref*, not yet verified: decoding a blob does that."""
+        with self.open(ref) as file:
+            if file.size_bytes > BLOB_BYTES_MAX:
+                raise IntegrityError(f"object {ref.id} has {file.size_bytes} bytes, too many for a blob")
+            return file.read_at(0, file.size_bytes)
+
+    def verify(self, ref: BlobRef) -> None:
+        """
+        Read all of *ref* and compare its hash with its name.
+
+        Raises:
+            IntegrityError: A byte differs, or the object is missing or cut short.
+        """
+        with self.open(ref) as file:
+            hasher = ObjectHasher()
+            for data in read_chunks(file):
+                hasher.update(data)
+        check_hash(ref, hasher)
+
+    def ids(self) -> Iterator[tuple[ObjectId, Path]]:
+        """Yield every object at its place, by id."""
+        for prefix in self._files.names(self._layout.objects):
+            for name in self._files.names(self._layout.objects / prefix):
+                if OBJECT_ID.fullmatch(name) and name[:2] == prefix:
+                    yield ObjectId(name), self._layout.objects / prefix / name
+
+
+class ObjectWriter:
+    """
+    One commit's new objects: staged first, published together once their source has proven sound.
+
+    As a context manager it removes what was staged and never published.
+    Safe to use from several threads.
+    """
+
+    def __init__(self, layout: Layout, files: Files, store: ObjectStore) -> None:
+        self._layout = layout
+        self._files = files
+        self._store = store
+        self._guard = threading.Lock()
+        self._staged: dict[ObjectId, StagedObject] = {}
+        self._reused: dict[ObjectId, BlobRef] = {}
+        self.bytes_new = 0
+        self.bytes_reused = 0
+
+    @property
+    def count_new(self) -> int:
+        """How many objects were staged."""
+        return len(self._staged)
+
+    @property
+    def count_reused(self) -> int:
+        """How many were in the store before."""
+        return len(self._reused)
+
+    def reuse(self, ref: BlobRef) -> bool:
+        """
+        Claim *ref* if the store has it already.
+
+        Its time is refreshed first and its size looked at then: a collection renames first and looks then,
+        so one of the two sees the other.
+        """
+        with self._guard:
+            if ref.id in self._reused or ref.id in self._staged:
+                return True
+        if not self._present(ref):
+            return False
+        with self._guard:
+            if ref.id not in self._reused:
+                self._reused[ref.id] = ref
+                self.bytes_reused += ref.size_bytes
+        return True
+
+    def _present(self, ref: BlobRef) -> bool:
+        home = self._layout.object(ref.id)
+        self._files.touch(home)
+        found = self._store.find(ref)
+        if found is None:
+            return False
+        if found != home:
+            self._link(found, ref)
+        return True
+
+    def stage(self, ref: BlobRef, chunks: Iterable[Bytes]) -> None:
+        """
+        Write and sync the bytes of *ref*, which *chunks* yields.
+
+        Raises:
+            IntegrityError: *chunks* are not the bytes that *ref* names: they changed since they were hashed.
+        """
+        path = self._layout.tmp / f"{ref.id}.{threading.get_ident():x}"
+        self._files.discard(path) if self._files.exists(path) else None
+        file = self._files.create(path)
+        try:
+            with file:
+                hasher = ObjectHasher()
+                for data in chunks:
+                    file.write_at(hasher.size_bytes, data)
+                    hasher.update(data)
+                check_hash(ref, hasher)
+                file.sync()
+        except BaseException:
+            self._files.discard(path)
+            raise
+        self._keep(StagedObject(ref=ref, path=path))
+
+    def _keep(self, staged: StagedObject) -> None:
+        with self._guard:
+            if staged.ref.id not in self._staged:
+                self._staged[staged.ref.id] = staged
+                self.bytes_new += staged.ref.size_bytes
+                return
+        self._files.discard(staged.path)
+
+    def put(self, data: bytes, ref: BlobRef) -> None:
+        """Stage the small object *data*, unless it is there already."""
+        if not self.reuse(ref):
+            self.stage(ref, [data])
+
+    def publish(self) -> None:
+        """
+        Make everything staged visible and durable, together with what is reused.
+
+        Once this returns, a power cut cannot lose any of it. If it raises, the store has some more objects
+        that nothing names.
+        """
+        for staged in self._staged.values():
+            self._link(staged.path, staged.ref)
+        # Reused objects too: their writer may have died before its own fsync of the folder.
+        touched = {self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)}
+        for folder in sorted(touched):
+            self._files.sync_directory(folder)
+        for staged in self._staged.values():
+            self._files.discard(staged.path)
+
+    def _link(self, source: Path, ref: BlobRef) -> None:
+        target = self._layout.object(ref.id)
+        self._files.make_directory(target.parent)
+        if not self._files.link_exclusive(source, target):
+            # Another writer was faster: its bytes have the same name, so only their number can be wrong.
+            self._files.touch(target)
+            size_bytes = self._files.size(target)
+            if size_bytes is None:
+                self._files.link_exclusive(source, target)
+            else:
+                _check_size(ref, size_bytes, target)
+
+    def look_again(self) -> list[BlobRef]:
+        """
+        Return the reused objects that are gone after all, with those linked back that were moved aside.
+
+        To be called once the record that names them is visible: from then on no collection takes them.
+        """
+        return [ref for ref in self._reused.values() if not self._present(ref)]
+
+    def __enter__(self) -> "ObjectWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for staged in self._staged.values():
+            if self._files.exists(staged.path):
+                self._files.discard(staged.path)
+
+
+def read_chunks(file: OpenFile) -> Iterator[memoryview]:
+    """Yield the bytes of *file* in order; each chunk is valid until the next one is asked for."""
+    buffer = memoryview(bytearray(min(IO_CHUNK_BYTES, max(file.size_bytes, 1))))
+    for offset in range(0, file.size_bytes, len(buffer)):
+        chunk = buffer[: min(len(buffer), file.size_bytes - offset)]
+        file.read_into(chunk, offset)
+        yield chunk
+
+
+def check_hash(ref: BlobRef, hasher: ObjectHasher) -> None:
+    """Raise IntegrityError unless what *hasher* saw is *ref*."""
+    if hasher.id() != ref.id or hasher.size_bytes != ref.size_bytes:
+        raise IntegrityError(
+            f"object {ref.id} is damaged: its bytes hash to {hasher.id()}",
+            hint="layerstore verify --read-data",
+            object_id=ref.id,
+        )
+
+
+def missing(ref: BlobRef) -> IntegrityError:
+    """Return the error for an object that is nowhere."""
+    return IntegrityError(
+        f"object {ref.id} ({ref.size_bytes} bytes) is missing",
+        hint="ingest the same checkpoint again, or look at layerstore verify",
+        object_id=ref.id,
+    )
+
+
+def _check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
+    if size_bytes != ref.size_bytes:
+        raise IntegrityError(
+            f"object {ref.id} is damaged: {path} has {size_bytes} bytes, expected {ref.size_bytes}; nothing was changed",
+            hint="layerstore verify --read-data",
+            object_id=ref.id,
+            expected=ref.size_bytes,
+            actual=size_bytes,
+        )
+
+
+@contextlib.contextmanager
+def _missing_as_file_not_found() -> Iterator[None]:
+    try:
+        yield
+    except StorageIO as exc:
+        if exc.errno == errnos.ENOENT:
+            raise FileNotFoundError from exc
+        raise

@@ -1,0 +1,239 @@
+"""
+The store: opens the rooms and hands out the verbs.
+
+    store = layerstore.open("runs/store")
+    commit = store.ingest("out/checkpoint-200", run="sft")
+    store.compose("sft@200").write("resume")
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from layerstore.limits import LOCK_DEADLINE_SECONDS
+from layerstore.model import LayerEntry, Pin
+from layerstore.ops import compose as compose_verb
+from layerstore.ops import ingest as ingest_verb
+from layerstore.ops import pins as pin_verb
+from layerstore.ops import queries
+from layerstore.ops import verify as verify_verb
+from layerstore.ops.compose import Composition, Written
+from layerstore.ops.ingest import Ingested
+from layerstore.ops.progress import Progress, Silent
+from layerstore.ops.queries import CommitView, LayerLine, LogEntry
+from layerstore.ops.refs import resolve
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.setup import make_store, open_rooms
+from layerstore.ops.verify import Verdict
+from layerstore.storage.files import Files, Hook, no_hook
+from layerstore.storage.locks import lock
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """Where one layer of a composite comes from."""
+
+    run: str
+    step: int
+    version: str
+    """The id of the layer's version."""
+
+
+class Composite:
+    """The answer to a query: a version for each layer and a base for all else. Nothing is written yet."""
+
+    def __init__(self, rooms: Rooms, composition: Composition) -> None:
+        self._rooms = rooms
+        self._composition = composition
+
+    @property
+    def run(self) -> str:
+        """The base's run."""
+        return self._composition.base.run
+
+    @property
+    def step(self) -> int:
+        """The base's step."""
+        return self._composition.base.step
+
+    @property
+    def commit(self) -> str:
+        """The base's id."""
+        return self._composition.commit
+
+    @property
+    def policy(self) -> str:
+        """The policy that chose the layers."""
+        return self._composition.policy
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the base was saved by."""
+        return self._composition.base.world_size
+
+    @property
+    def layers(self) -> dict[str, LayerChoice]:
+        """Every layer, in the model's order, and where it comes from."""
+        return {entry.layer: _choice(entry) for entry in self._composition.layers}
+
+    def write(
+        self,
+        out: StrPath,
+        *,
+        verify: bool = True,
+        durable: bool = True,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> Written:
+        """
+        Write ZeRO-3 shards to the folder *out*, which appears whole or not at all.
+
+        Every byte read is verified unless *verify* is False; a power cut cannot tear the folder
+        unless *durable* is False; a folder that is there is only replaced with *force*.
+        """
+        return compose_verb.execute_compose(
+            self._rooms,
+            self._composition,
+            Path(out),
+            verify=verify,
+            durable=durable,
+            force=force,
+            progress=progress or Silent(),
+        )
+
+
+def _choice(entry: LayerEntry) -> LayerChoice:
+    return LayerChoice(run=entry.origin.run, step=entry.origin.step, version=entry.version.id)
+
+
+class Store:
+    """
+    A store of checkpoints. Safe to share between threads; close it when done, or use it in a ``with``.
+
+    A reference (*ref*) is ``RUN@STEP``, ``RUN`` (its newest step), ``RUN~1`` (the attempt before) or a pin's name;
+    None means the newest step of the store's only run.
+    """
+
+    def __init__(self, path: StrPath, *, hook: Hook = no_hook) -> None:
+        self._rooms = open_rooms(Path(path), Files(hook))
+
+    @property
+    def path(self) -> Path:
+        """Where the store is, links resolved."""
+        return self._rooms.layout.root
+
+    @property
+    def id(self) -> str:
+        """The store's own id."""
+        return self._rooms.identity.store_id
+
+    @property
+    def runs(self) -> list[str]:
+        """The runs that have commits."""
+        return self._rooms.catalog.runs()
+
+    def close(self) -> None:
+        """Release what the store holds open; twice is harmless."""
+        self._rooms.catalog.close()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ingest(
+        self,
+        checkpoint: StrPath,
+        *,
+        run: str | None = None,
+        tag: str | None = None,
+        replace: bool = False,
+        layer_pattern: str | None = None,
+        allowed_globals: Iterable[str] = (),
+        follow: bool = False,
+        pin: str | None = None,
+        progress: Progress | None = None,
+    ) -> Ingested:
+        """
+        Store the ZeRO-3 *checkpoint*: a folder of DeepSpeed, the HF Trainer, Accelerate or Lightning.
+
+        Once this returns the commit survives a power cut. The same content a second time writes nothing.
+
+        Raises:
+            SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
+            Conflict: Other content was saved for this run and step, and *replace* is False.
+        """
+        plan = ingest_verb.plan_ingest(
+            self._rooms,
+            Path(checkpoint),
+            run=run,
+            tag=tag,
+            replace=replace,
+            layer_pattern=layer_pattern,
+            allowed_globals=frozenset(allowed_globals),
+            follow=follow,
+        )
+        ingested = ingest_verb.execute_ingest(self._rooms, plan, progress=progress or Silent())
+        if pin is not None:
+            self.pin(pin, f"{ingested.run}@{ingested.step}")
+        return ingested
+
+    def compose(self, ref: str | None = None, *, policy: str = "latest") -> Composite:
+        """Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``."""
+        return Composite(self._rooms, compose_verb.plan_compose(resolve(self._rooms, ref), policy=policy))
+
+    def log(self, run: str | None = None) -> list[LogEntry]:
+        """Return the commits of *run*, or of every run, newest first."""
+        return queries.log(self._rooms, run=run)
+
+    def show(self, ref: str | None = None) -> CommitView:
+        """Return everything about one commit."""
+        return queries.show(self._rooms, resolve(self._rooms, ref))
+
+    def ls(self, ref: str | None = None, *, layer: str | None = None) -> list[LayerLine]:
+        """Return the layers of one commit with their sizes."""
+        return queries.layer_lines(self._rooms, resolve(self._rooms, ref), layer=layer)
+
+    def pin(self, name: str, ref: str | None = None) -> Pin:
+        """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""
+        return pin_verb.pin(self._rooms, name, resolve(self._rooms, ref))
+
+    def pins(self) -> list[Pin]:
+        """Return all readable pins, by name."""
+        return self._rooms.records.readable_pins()
+
+    def delete_pin(self, name: str) -> None:
+        """Delete the pin *name*; the commit stays."""
+        self._rooms.records.delete_pin(name)
+
+    def verify(
+        self, ref: str | None = None, *, read_data: bool = False, progress: Progress | None = None
+    ) -> Verdict:
+        """Check the whole store, or what *ref* needs; *read_data* also re-hashes every object."""
+        only = None if ref is None else resolve(self._rooms, ref)
+        return verify_verb.verify(self._rooms, only=only, read_data=read_data, progress=progress or Silent())
+
+    def reindex(self) -> int:
+        """Make the index afresh from the commit records; return how many it covers."""
+        rooms = self._rooms
+        rooms.prepare_writing()
+        with lock(rooms.layout.locks / "index.lock", what="the index", deadline_seconds=LOCK_DEADLINE_SECONDS):
+            return rooms.catalog.rebuild()
+
+
+def init(path: StrPath) -> Store:
+    """Make the folder *path* a store and open it; raises AlreadyExists where there is one."""
+    make_store(Path(path), Files())
+    return Store(path)
+
+
+def open_store(path: StrPath) -> Store:
+    """Open the store at *path*; raises NoStore where there is none."""
+    return Store(path)

@@ -1,0 +1,122 @@
+"""
+Inert trees: what a ``.pt`` file describes, with nothing in it that could run.
+
+A tree is made of None, bool, int, float, str, bytes, list, tuple, dict, set and the nodes below.
+Class names of the source are data here; nothing is imported, looked up or called.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, Union
+
+Tree: TypeAlias = Union[
+    None, bool, int, float, str, bytes, "list[Tree]", "tuple[Tree, ...]", "dict[Tree, Tree]", "set[Tree]",
+    "OrderedMap", "Size", "Global", "Inert", "Tensor",
+]  # fmt: skip
+
+
+class OrderedMap(dict["Tree", "Tree"]):
+    """A ``collections.OrderedDict``; *attributes* is its instance ``__dict__`` (torch keeps ``_metadata`` there)."""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, items: object = (), attributes: "dict[Tree, Tree] | None" = None) -> None:
+        super().__init__(items)  # type: ignore[call-overload]  # any form that dict takes
+        self.attributes = attributes
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A global that the source names but does not call, such as ``torch.bfloat16``."""
+
+    name: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Inert:
+    """An object of the source, kept by name: what it was made from, never made."""
+
+    name: str
+    """Dotted module path and class or function name."""
+    arguments: tuple[Tree, ...] = ()
+    """What the callable was given."""
+    made_by_new: bool = False
+    """Whether the pickle says ``cls.__new__(cls, *arguments)`` instead of ``callable(*arguments)``."""
+    state: Tree = None
+    """The argument of BUILD: attributes, or whatever ``__setstate__`` takes."""
+    has_state: bool = False
+    """Tells a missing BUILD from ``BUILD None``."""
+    appended: list[Tree] = field(default_factory=list)
+    """Elements added by APPENDS, for subclasses of list."""
+    items: dict[Tree, Tree] = field(default_factory=dict)
+    """Entries added by SETITEMS, for subclasses of dict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where the bytes of a storage lie in a ``.pt`` file."""
+
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+    crc32: int
+    """As the zip's directory states it; not yet checked."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Storage:
+    """
+    The memory that one or more tensors view; two tensors share memory exactly when they share this object.
+
+    *content* says where its bytes come from: ``Located`` when read from a ``.pt`` file, ``bytes`` when held.
+    Rooms above put recipes of their own there.
+    """
+
+    dtype: str
+    """Code of the element type (see ``layerstore.dtypes``)."""
+    elements: int
+    """Length of the whole storage."""
+    device: str
+    """Where it lived when saved, such as ``cpu`` or ``cuda:3``."""
+    content: object = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tensor:
+    """A strided view of a storage."""
+
+    storage: Storage
+    offset: int
+    """In elements."""
+    shape: Size
+    stride: tuple[int, ...]
+    """In elements."""
+    requires_grad: bool = False
+    attributes: dict[Tree, Tree] | None = None
+    """Python attributes set on the tensor (DeepSpeed's ``ds_id``)."""
+    is_parameter: bool = False
+    """Whether it was a ``torch.nn.Parameter``."""
+
+    @property
+    def elements(self) -> int:
+        """Count the elements of the view."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another, in order."""
+        expected = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if extent != 1 and stride != expected:
+                return self.elements == 0
+            expected *= extent
+        return True

@@ -1,0 +1,1 @@
+"""DeepSpeed's files: found, read and written without torch."""

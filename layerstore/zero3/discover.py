@@ -1,0 +1,354 @@
+"""
+Find a ZeRO-3 checkpoint in a folder: whose layout it is, which tag is meant, and which files belong to it.
+
+Nothing is read here but ``latest``; nothing is trusted that a folder's name says about steps.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import InvalidInput, NotFound, SourceCheckpoint, Unsupported
+from layerstore.limits import SOURCE_FILES_MAX
+from layerstore.zero3.sourcefile import read_source_file
+
+LATEST = "latest"
+_LATEST_BYTES_MAX = 4096
+_SHARD = re.compile(
+    r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_(?P<what>model|optim)_states\.pt"
+)
+_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+_INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"
+
+# What other kinds of checkpoint leave in their tag folder, and what to call them.
+_FOREIGN = (
+    (re.compile(r"mp_rank_\d+_model_states\.pt"), "ZeRO stage 0, 1 or 2"),
+    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel"),
+    (re.compile(r"layer_-?\d+_expert_\d+_.*|expp_rank_\d+_.*"), "mixture-of-experts (stages 1 and 2)"),
+    (re.compile(r"zero"), "universal"),
+    (re.compile(r"__\d+_\d+\.distcp|\.metadata"), "torch.distributed.checkpoint"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFiles:
+    """The pair of files that one rank wrote."""
+
+    rank: int
+    model: Path
+    optimizer: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStamp:
+    """A file as it was when found; another size or time later means that somebody is still writing."""
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """The files of one checkpoint."""
+
+    folder: Path
+    """What the paths of its files are relative to."""
+    tag: str
+    flavour: str
+    """``raw``, ``hf``, ``accelerate`` or ``lightning``."""
+    ranks: tuple[RankFiles, ...]
+    """By rank, from 0, without gaps."""
+    others: tuple[Path, ...]
+    """Everything else that belongs to the checkpoint, sorted."""
+    stamps: tuple[FileStamp, ...]
+    """Of all these files."""
+    notes: tuple[str, ...]
+    """What was left out, for the user."""
+
+    @property
+    def run_name(self) -> str:
+        """The run's name where the user gives none."""
+        per_step = re.fullmatch(r"checkpoint[-_]\d+|.*\.ckpt", self.folder.name)
+        return (self.folder.parent if per_step else self.folder).name
+
+
+def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> FoundCheckpoint:
+    """
+    Find the checkpoint at *path*: a save folder, its parent, or a tag folder.
+
+    Raises:
+        SourceCheckpoint: Files are missing, or the checkpoint is not finished.
+        Unsupported: It is a checkpoint, but not of ZeRO-3.
+        InvalidInput: *path* holds several and none was chosen.
+    """
+    folder, tag = _resolve(path.absolute(), tag)
+    names = _names(folder / tag)
+    _refuse_foreign(folder / tag, names)
+    ranks = _pair_up(folder / tag, names)
+    flavour = _flavour(folder, tag)
+    shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
+    notes: list[str] = []
+    others = tuple(
+        sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards)
+    )
+    if any(file.name == _INCOMPLETE_SENTINEL for file in others):
+        raise SourceCheckpoint(
+            f"{folder} is not finished: it holds {_INCOMPLETE_SENTINEL}", hint="ingest an earlier checkpoint"
+        )
+    return FoundCheckpoint(
+        folder=folder,
+        tag=tag,
+        flavour=flavour,
+        ranks=ranks,
+        others=others,
+        stamps=tuple(_stamp(file) for file in sorted([*shards, *others])),
+        notes=tuple(notes),
+    )
+
+
+def check_unchanged(found: FoundCheckpoint) -> None:
+    """Raise SourceCheckpoint if any file is not as it was when it was found."""
+    for stamp in found.stamps:
+        if _stamp(stamp.path) != stamp:
+            raise SourceCheckpoint(
+                f"{stamp.path} is still changing: its size or time differs from a moment ago; nothing was ingested",
+                hint="repeat the command once the save has finished",
+            )
+
+
+# -- which folder, which tag ---------------------------------------------------------------------------------------
+
+
+def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise SourceCheckpoint(
+            f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint="give the folder of the checkpoint"
+        )
+    if _is_tag_folder(path):
+        if tag is not None and tag != path.name:
+            raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
+        return path.parent, path.name
+    tags = [name for name in _names(path) if _is_tag_folder(path / name)]
+    if tags or (path / LATEST).exists() or tag is not None:
+        return path, _choose_tag(path, tags, tag)
+    return _only_save_folder(path)
+
+
+def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
+    known = f"tags here: {', '.join(tags)}" if tags else "there is no tag folder here"
+    if wanted is not None:
+        if wanted not in tags:
+            raise NotFound(f"{folder} has no tag {wanted!r}", hint=known)
+        return wanted
+    if (folder / LATEST).exists():
+        named = _read_latest(folder)
+        if named in tags:
+            return named
+        if named:
+            raise SourceCheckpoint(
+                f"{folder / LATEST} names {named!r}, which is not a checkpoint beside it",
+                hint=f"{known}; choose one with --tag" if tags else known,
+            )
+    if len(tags) == 1:
+        return tags[0]
+    raise InvalidInput(f"{folder} does not say which tag is meant", hint=f"{known}; choose one with --tag")
+
+
+def _read_latest(folder: Path) -> str:
+    path = folder / LATEST
+    data = read_source_file(path, size_bytes_max=_LATEST_BYTES_MAX)
+    try:
+        named = data.decode().strip()
+    except UnicodeDecodeError as exc:
+        raise SourceCheckpoint(f"{path} is not text", hint="choose a tag with --tag") from exc
+    if "/" in named or "\0" in named or named in {".", ".."}:
+        raise SourceCheckpoint(
+            f"{path} names {named!r}, which is not a folder beside it; a tag is one name",
+            hint="choose one with --tag",
+        )
+    return named
+
+
+def _only_save_folder(path: Path) -> tuple[Path, str]:
+    inner = [name for name in _names(path) if _is_save_folder(path / name)]
+    if len(inner) == 1:
+        return _resolve(path / inner[0], None)
+    if inner:
+        raise InvalidInput(
+            f"{path} holds {len(inner)} checkpoints: {', '.join(sorted(inner, key=_natural)[:10])}",
+            hint=f"name them: layerstore ingest {path}/{sorted(inner, key=_natural)[-1]}",
+        )
+    _refuse_foreign(path, _names(path))
+    raise SourceCheckpoint(
+        f"{path} holds no ZeRO-3 checkpoint: no folder with zero_pp_rank_*_states.pt files was found",
+        hint="give the folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _is_save_folder(path: Path) -> bool:
+    return path.is_dir() and any(_is_tag_folder(path / name) for name in _names(path))
+
+
+def _is_tag_folder(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    names = _names(path)
+    return any(_SHARD.fullmatch(name) for name in names) or _foreign(names) is not None
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError as exc:
+        raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
+
+
+# -- what kind -----------------------------------------------------------------------------------------------------
+
+
+def _foreign(names: Iterable[str]) -> str | None:
+    for name in names:
+        for pattern, kind in _FOREIGN:
+            if pattern.fullmatch(name):
+                return kind
+    return None
+
+
+def _refuse_foreign(folder: Path, names: list[str]) -> None:
+    stage3 = any((match := _SHARD.fullmatch(name)) and match["what"] == "model" for name in names)
+    kind = None if stage3 else _foreign(names)
+    if kind is not None:
+        raise Unsupported(f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported")
+    if "offloaded_tensors" in names:
+        raise Unsupported(
+            f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the checkpoint's files",
+            hint="save with offload_optimizer.device 'cpu' or 'none'",
+        )
+    degrees = {int(match["mp"]) for name in names if (match := _SHARD.fullmatch(name))}
+    if degrees - {0}:
+        raise Unsupported(
+            f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}; only degree 1 is supported"
+        )
+
+
+def _flavour(folder: Path, tag: str) -> str:
+    if (folder / "trainer_state.json").exists():
+        return "hf"
+    if re.fullmatch(r"pytorch_model(_\d+)?", tag):
+        return "accelerate"
+    if tag == "checkpoint" and folder.name.endswith(".ckpt"):
+        return "lightning"
+    return "raw"
+
+
+# -- which files ---------------------------------------------------------------------------------------------------
+
+
+def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
+    found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match:
+            rank, of_kind = int(match["rank"]), found[match["what"]]
+            if rank in of_kind:
+                raise SourceCheckpoint(
+                    f"{folder} has two {match['what']}_states files of rank {rank}: {of_kind[rank].name}, {name}"
+                )
+            of_kind[rank] = folder / name
+    ranks = sorted(found["model"].keys() | found["optim"].keys())
+    if not found["optim"] and ranks:
+        raise Unsupported(
+            f"{folder} has no optim_states files: the fp32 weights and the optimizer's state are not in it",
+            hint="layerstore needs a checkpoint that training could resume from",
+        )
+    missing = [
+        f"{kind}_states of rank {rank}"
+        for rank in range(ranks[-1] + 1 if ranks else 0)
+        for kind in ("model", "optim")
+        if rank not in found[kind]
+    ]
+    if missing:
+        raise SourceCheckpoint(
+            f"{folder} is incomplete: {', '.join(missing[:8])}{' …' if len(missing) > 8 else ''} missing",
+            hint="copy the missing files from the node that wrote them, or ingest another checkpoint",
+            missing=missing,
+        )
+    return tuple(
+        RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks
+    )
+
+
+def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
+    if flavour == "raw":
+        # A raw save folder may hold anything beside its tags: only DeepSpeed's own scripts belong to this one.
+        yield from _walk(folder / tag, folder, follow, notes)
+        yield from (folder / name for name in _SCRIPTS if (folder / name).is_file())
+        return
+    for file in _walk(folder, folder, follow, notes):
+        top = file.relative_to(folder).parts[0]
+        if file != folder / LATEST and (top == tag or not _is_tag_folder(folder / top)):
+            yield file
+
+
+def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iterator[Path]:
+    count = 0
+    pending = [directory]
+    while pending:
+        current = pending.pop()
+        for name in _names(current):
+            path = current / name
+            count += 1
+            if count > SOURCE_FILES_MAX:
+                raise InvalidInput(
+                    f"{folder} holds more than {SOURCE_FILES_MAX} files; is it the right folder?"
+                )
+            if not _is_text(name):
+                notes.append(f"ignored {os.fsencode(path)!r}: its name is not UTF-8")
+                continue
+            kind = _kind(path, follow)
+            if kind == "folder":
+                pending.append(path)
+            else:
+                yield path
+
+
+def _kind(path: Path, follow: bool) -> str:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        if not follow:
+            raise SourceCheckpoint(
+                f"{path} is a symbolic link; links in a checkpoint are not followed",
+                hint="copy the file in its place, or pass --follow if you trust where it points",
+            )
+        # A link to a folder is left out even then: it could lead in circles.
+        mode = path.stat().st_mode if path.exists() and not path.is_dir() else 0
+    if stat.S_ISDIR(mode):
+        return "folder"
+    if stat.S_ISREG(mode):
+        return "file"
+    raise SourceCheckpoint(f"{path} is neither a file nor a folder", hint="remove it from the checkpoint")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _stamp(path: Path) -> FileStamp:
+    try:
+        state = path.stat()
+    except OSError as exc:
+        raise SourceCheckpoint(f"{path} has vanished: {exc.strerror}", hint="repeat the command") from exc
+    return FileStamp(path=path, size_bytes=state.st_size, mtime_ns=state.st_mtime_ns)

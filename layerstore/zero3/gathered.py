@@ -1,0 +1,110 @@
+"""
+Gathered weights: the safetensors files that a Trainer writes beside the shards.
+
+Their headers are read strictly; which parameter each tensor should equal is decided by name.
+Whether it does is for ``ops`` to check, bit for bit.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from layerstore.dtypes import by_code
+from layerstore.errors import LayerstoreError, SourceCheckpoint
+from layerstore.layers import strip_wrappers
+from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX
+from layerstore.model import Buffer, Parameter
+from layerstore.zero3.checkpoint import GatheredFileSource, GatheredSource
+from layerstore.zero3.slices import elements_of
+from layerstore.zero3.sourcefile import open_source
+
+
+def read_gathered(
+    files: Iterable[Path], *, parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]
+) -> tuple[tuple[GatheredFileSource, ...], tuple[Path, ...]]:
+    """Tell the gathered weights among *files* from those that are kept byte for byte; return both."""
+    suppliers = _suppliers(parameters, buffers)
+    gathered, opaque = [], []
+    for path in files:
+        source = _read_file(path, suppliers) if path.suffix == ".safetensors" else None
+        # A file in which nothing is known (another model's adapter, say) gains nothing from being taken apart.
+        if source is not None and any(tensor.supplier for tensor in source.tensors):
+            gathered.append(source)
+        else:
+            opaque.append(path)
+    return tuple(gathered), tuple(opaque)
+
+
+def _suppliers(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, tuple[str, int]]:
+    """Return, for every name a tensor may have, the parameter or buffer that it should equal, with its length."""
+    found: dict[str, tuple[str, int]] = {}
+    bare: dict[str, list[tuple[str, int]]] = {}
+    named = [((item.name, *item.aliases), item.name, item.shape) for item in parameters.values()]
+    named += [((item.name,), item.name, item.shape) for item in buffers.values()]
+    for names, own_name, shape in named:
+        supplier = (own_name, elements_of(shape))
+        for name in names:
+            found[name] = supplier
+            bare.setdefault(strip_wrappers(name), []).append(supplier)
+    # The Trainer may save under names without the wrappers: good enough where only one parameter fits.
+    for name, candidates in bare.items():
+        if len(candidates) == 1:
+            found.setdefault(name, candidates[0])
+    return found
+
+
+def _read_file(path: Path, suppliers: Mapping[str, tuple[str, int]]) -> GatheredFileSource | None:
+    with open_source(path) as file:
+        if file.size_bytes < 8:
+            raise _damaged(path, "it is cut short")
+        length = int.from_bytes(file.read_at(0, 8), "little")
+        if not 2 <= length <= min(SAFETENSORS_HEADER_BYTES_MAX, file.size_bytes - 8):
+            raise _damaged(path, f"its header claims {length} bytes of {file.size_bytes}")
+        header = file.read_at(0, 8 + length)
+        size_bytes = file.size_bytes
+    tensors = tuple(_tensors(path, header, suppliers))
+    _check_tiling(path, tensors, len(header), size_bytes)
+    return GatheredFileSource(path=path, header=header, tensors=tensors)
+
+
+def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]) -> list[GatheredSource]:
+    try:
+        entries = json.loads(header[8:])
+        found = []
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            elements = elements_of(entry["shape"])
+            if end - begin != elements * by_code(entry["dtype"]).bytes:
+                raise _damaged(path, f"tensor {name!r} has {end - begin} bytes for shape {entry['shape']}")
+            supplier, expected = suppliers.get(name) or suppliers.get(strip_wrappers(name)) or ("", elements)
+            found.append(
+                GatheredSource(
+                    file=path,
+                    name=name,
+                    dtype=entry["dtype"],
+                    elements=elements,
+                    offset_bytes=len(header) + begin,
+                    supplier=supplier if expected == elements else "",
+                )
+            )
+    except LayerstoreError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise _damaged(path, f"its header is not safetensors' ({exc})") from exc
+    return sorted(found, key=lambda tensor: (tensor.offset_bytes, tensor.name))
+
+
+def _check_tiling(path: Path, tensors: tuple[GatheredSource, ...], begin: int, end: int) -> None:
+    """Raise unless *tensors* cover the payload exactly once: only then is the file their concatenation."""
+    for tensor in tensors:
+        if tensor.offset_bytes != begin:
+            raise _damaged(path, f"there is a hole or an overlap before tensor {tensor.name!r}")
+        begin += tensor.size_bytes
+    if begin != end:
+        raise _damaged(path, f"its tensors end at byte {begin}, the file at {end}")
+
+
+def _damaged(path: Path, reason: str) -> SourceCheckpoint:
+    return SourceCheckpoint(f"{path} is damaged: {reason}", hint="copy the file again, or ingest another checkpoint")

@@ -1,0 +1,52 @@
+"""
+Half-precision weights from their fp32 master: round to nearest, ties to even, as the engine does.
+
+NaNs are not promised to round alike everywhere: whoever relies on a derivation checks it bit for bit first.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Words = npt.NDArray[np.uint32]
+
+
+def can_derive(master: str, weights: str) -> bool:
+    """Whether weights of the type *weights* can be rounded from a master of the type *master*."""
+    return master == weights or (master, weights) in _ROUNDINGS
+
+
+def round_master(data: bytes | bytearray | memoryview, *, master: str, weights: str) -> memoryview:
+    """Return the *weights*-typed bytes of the *master*-typed bytes *data*."""
+    if master == weights:
+        return memoryview(data).cast("B")
+    rounded = _ROUNDINGS[master, weights](np.frombuffer(data, dtype="<u4"))
+    return rounded.data.cast("B")
+
+
+def _to_bfloat16(words: _Words) -> npt.NDArray[Any]:
+    # Add just under half of the last kept bit, plus that bit itself: ties go to even, and a carry
+    # into the exponent is what rounding up to the next power of two, or to infinity, means.
+    odd = words >> np.uint32(16)
+    odd &= np.uint32(1)
+    odd += np.uint32(0x7FFF)
+    odd += words
+    # Little-endian: the upper half of each word is every second element.
+    rounded = odd.view("<u2")[1::2].copy()
+    is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    if is_nan.any():
+        rounded[is_nan] = 0x7FC0
+    return rounded
+
+
+def _to_float16(words: _Words) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore", invalid="ignore"):  # to infinity, as the engine does
+        return words.view("<f4").astype("<f2")
+
+
+_ROUNDINGS: dict[tuple[str, str], Callable[[_Words], npt.NDArray[Any]]] = {
+    ("F32", "BF16"): _to_bfloat16,
+    ("F32", "F16"): _to_float16,
+}

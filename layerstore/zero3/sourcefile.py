@@ -1,0 +1,146 @@
+"""
+Plain reads of a source checkpoint's files.
+
+A source is somebody else's: it may be missing, a pipe, unreadable, or be cut short while we read it.
+It is never mapped into memory, because a mapping of a file that its writer truncates kills the process.
+Opens nothing for writing, and follows no promise that the file itself makes about its size.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from layerstore.errors import LayerstoreError, SourceCheckpoint, StorageIO
+
+# What these say is about the checkpoint, not about the disk: nothing there, or nothing that holds bytes.
+_NO_SUCH_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+_NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.ENXIO, errno.ENODEV})
+
+
+class SourceFile:
+    """One open source file; see `open_source`."""
+
+    def __init__(self, path: Path, *, fd: int, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self._fd = fd
+
+    def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
+        """
+        Return exactly *size_bytes* from *offset_bytes* on.
+
+        Raises:
+            SourceCheckpoint: The file ends before that: it was cut short, perhaps just now.
+            StorageIO: The disk refused.
+        """
+        pieces: list[bytes] = []
+        missing = size_bytes
+        while missing:
+            piece = self._pread(missing, offset_bytes + size_bytes - missing)
+            if not piece:
+                raise truncated(self.path, f"{missing} of {size_bytes} bytes are missing at {offset_bytes}")
+            pieces.append(piece)
+            missing -= len(piece)
+        return b"".join(pieces)
+
+    def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
+        """Fill *buffer* from *offset_bytes* on; raises as `read_at` does."""
+        while buffer:
+            try:
+                count = os.preadv(self._fd, [buffer], offset_bytes)
+            except OSError as exc:
+                raise _refused_by_disk(self.path, exc) from exc
+            if not count:
+                raise truncated(self.path, f"{len(buffer)} bytes are missing at {offset_bytes}")
+            buffer, offset_bytes = buffer[count:], offset_bytes + count
+
+    def _pread(self, size_bytes: int, offset_bytes: int) -> bytes:
+        try:
+            return os.pread(self._fd, size_bytes, offset_bytes)
+        except OSError as exc:
+            raise _refused_by_disk(self.path, exc) from exc
+
+
+@contextmanager
+def open_source(path: Path) -> Iterator[SourceFile]:
+    """
+    Open *path* for plain reads; symbolic links are followed, whoever walks the folder judges them.
+
+    Raises:
+        SourceCheckpoint: There is nothing, or something that is not a regular file.
+        StorageIO: The disk refused; errno is kept.
+    """
+    fd = _open(path)
+    try:
+        yield SourceFile(path, fd=fd, size_bytes=_regular_size(path, fd))
+    finally:
+        os.close(fd)
+
+
+def read_source_file(path: Path, *, size_bytes_max: int) -> bytes:
+    """
+    Return all bytes of the small file *path*.
+
+    Raises:
+        SourceCheckpoint: It is missing, not a regular file, or has more than *size_bytes_max* bytes.
+        StorageIO: The disk refused.
+    """
+    with open_source(path) as source:
+        if source.size_bytes > size_bytes_max:
+            raise untrusted(path, f"it has {source.size_bytes} bytes, where {size_bytes_max} are enough")
+        return source.read_at(0, source.size_bytes)
+
+
+def truncated(path: Path, what: str) -> SourceCheckpoint:
+    """Make the error for a file that ends too early."""
+    return SourceCheckpoint(
+        f"{path}: truncated: {what}; nothing was read from it",
+        hint="its writer may not have finished, or was killed: wait for it, or take an older checkpoint",
+        path=str(path),
+        reason="truncated",
+    )
+
+
+def damaged(path: Path, what: str) -> SourceCheckpoint:
+    """Make the error for a file whose bytes contradict each other."""
+    return SourceCheckpoint(f"{path}: damaged: {what}", path=str(path), reason="damaged")
+
+
+def untrusted(path: Path, what: str) -> SourceCheckpoint:
+    """Make the error for a file that no ``torch.save`` writes: built by hand, or to do harm."""
+    return SourceCheckpoint(f"{path}: untrusted: {what}", path=str(path), reason="untrusted")
+
+
+def _open(path: Path) -> int:
+    # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore it.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except (OSError, ValueError) as exc:  # ValueError: a NUL byte in the path
+        raise _refused_by_disk(path, exc) from exc
+
+
+def _regular_size(path: Path, fd: int) -> int:
+    try:
+        status = os.fstat(fd)
+    except OSError as exc:
+        raise _refused_by_disk(path, exc) from exc
+    if not stat.S_ISREG(status.st_mode):
+        raise _not_regular(path)
+    return status.st_size
+
+
+def _refused_by_disk(path: Path, exc: OSError | ValueError) -> LayerstoreError:
+    number = exc.errno if isinstance(exc, OSError) else errno.ENOENT
+    if number in _NO_SUCH_FILE_ERRNOS:
+        return SourceCheckpoint(f"{path}: no such file", path=str(path), reason="missing")
+    if number in _NOT_A_FILE_ERRNOS:
+        return _not_regular(path)
+    return StorageIO(f"{path}: cannot be read: {exc}", errno=number, filename=str(path))
+
+
+def _not_regular(path: Path) -> SourceCheckpoint:
+    return SourceCheckpoint(f"{path}: not a regular file", path=str(path), reason="not_regular")

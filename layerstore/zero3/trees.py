@@ -1,0 +1,162 @@
+"""Typed looks into the trees of DeepSpeed's files, and the settings under which they are not whole."""
+
+from collections.abc import Callable
+from pathlib import PurePath
+
+from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.tree import Inert, OrderedMap, Storage, Tensor, Tree
+
+STAGE_3 = 3
+
+
+class TreeView:
+    """A part of a file's tree that knows where it is, so that its errors can say so."""
+
+    __slots__ = ("_where", "path", "value")
+
+    def __init__(self, value: Tree, *, path: PurePath, where: str = "") -> None:
+        self.value = value
+        self.path = path
+        self._where = where
+
+    def __getitem__(self, key: str | int) -> "TreeView":
+        found = self.get(key)
+        if found is None:
+            raise SourceCheckpoint(f"{self.path} has no {self._name(key)}; is it a ZeRO-3 checkpoint?", path=str(self.path))
+        return found
+
+    def get(self, key: str | int) -> "TreeView | None":
+        """Return the part under *key*, None where there is none."""
+        holder = self.value
+        if isinstance(holder, dict) and key in holder:
+            return TreeView(holder[key], path=self.path, where=self._name(key))
+        if isinstance(holder, list | tuple) and isinstance(key, int) and key < len(holder):
+            return TreeView(holder[key], path=self.path, where=self._name(key))
+        return None
+
+    def integer(self) -> int:
+        """Return this as an integer."""
+        if not isinstance(self.value, int) or isinstance(self.value, bool):
+            raise self._unlike("an integer")
+        return self.value
+
+    def mapping(self) -> dict[Tree, Tree]:
+        """Return this as a map; None counts as empty."""
+        if self.value is None:
+            return {}
+        if not isinstance(self.value, dict):
+            raise self._unlike("a map")
+        return self.value
+
+    def sequence(self) -> list[Tree]:
+        """Return this as a list."""
+        if not isinstance(self.value, list | tuple):
+            raise self._unlike("a list")
+        return list(self.value)
+
+    def tensor(self) -> Tensor:
+        """Return this as a tensor."""
+        if not isinstance(self.value, Tensor):
+            raise self._unlike("a tensor")
+        return self.value
+
+    def children(self) -> "list[tuple[Tree, TreeView]]":
+        """Return what this map or list holds, by key."""
+        if isinstance(self.value, list | tuple):
+            pairs: list[tuple[Tree, Tree]] = list(enumerate(self.value))
+        else:
+            pairs = list(self.mapping().items())
+        return [(key, TreeView(item, path=self.path, where=self._name(key))) for key, item in pairs]
+
+    def _name(self, key: Tree) -> str:
+        shown = key if isinstance(key, str) else repr(key)
+        return f"{self._where}.{shown}" if self._where else shown
+
+    def _unlike(self, expected: str) -> SourceCheckpoint:
+        found = type(self.value).__name__
+        return SourceCheckpoint(f"{self.path}: {self._where} should be {expected}, found {found}", path=str(self.path))
+
+
+def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
+    """Raise Unsupported for a stage or setting under which the files do not hold the whole state."""
+    stage = optimizer.get("zero_stage")
+    found = stage.value.arguments if stage is not None and isinstance(stage.value, Inert) else None
+    if found != (STAGE_3,):
+        shown = found[0] if found else "none"
+        raise Unsupported(f"{optimizer.path} was saved under ZeRO stage {shown!r}; only stage {STAGE_3} is supported")
+    for key, what in (("ds_zero_partition_groups", "AutoEP expert parallelism"), ("ds_autoep_layers", "AutoEP layers")):
+        for view in (model, optimizer):
+            part = view.get(key)
+            if part is not None and part.value:
+                raise Unsupported(f"{view.path} was saved with {what}, which is not supported")
+    mp = model["mp_world_size"].integer()
+    if mp != 1:
+        raise Unsupported(f"{model.path} was saved with tensor parallelism of degree {mp}; only degree 1 is supported")
+    _refuse_config(model)
+
+
+def _refuse_config(model: TreeView) -> None:
+    config = model.get("ds_config")
+    if config is None or not isinstance(config.value, dict):
+        return  # DeepSpeed was given a path: the files themselves are all there is to go by
+    zero = config.get("zero_optimization")
+    settings = zero.mapping() if zero is not None else {}
+    has_frozen = bool(_map(model.get("frozen_param_fragments")))
+    offload_parameters = settings.get("offload_param")
+    if has_frozen and isinstance(offload_parameters, dict) and offload_parameters.get("device") == "nvme":
+        raise Unsupported(f"{model.path}: frozen weights were offloaded to NVMe and may be missing from the file")
+    if has_frozen and settings.get("zero_quantized_nontrainable_weights"):
+        raise Unsupported(f"{model.path}: frozen weights were quantized and their scales are not in the file")
+    if settings.get("mics_shard_size", -1) not in {-1, None}:
+        raise Unsupported(f"{model.path} was saved under MiCS, which is not supported")
+
+
+def _map(view: TreeView | None) -> dict[Tree, Tree]:
+    return {} if view is None else view.mapping()
+
+
+def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:  # noqa: PLR0911  # one line a type
+    """Return *tree* with every tensor exchanged for what *replacement* makes of it; nothing else changes."""
+    match tree:
+        case Tensor():
+            return replacement(tree)
+        case OrderedMap():
+            return OrderedMap(_pairs(tree, replacement), tree.attributes)
+        case Inert():
+            return Inert(
+                name=tree.name,
+                arguments=tuple(replace_tensors(item, replacement) for item in tree.arguments),
+                made_by_new=tree.made_by_new,
+                state=replace_tensors(tree.state, replacement),
+                has_state=tree.has_state,
+                appended=[replace_tensors(item, replacement) for item in tree.appended],
+                items=_pairs(tree.items, replacement),
+            )
+        case dict():
+            return _pairs(tree, replacement)
+        case list():
+            return [replace_tensors(item, replacement) for item in tree]
+        case tuple() if type(tree) is tuple:
+            return tuple(replace_tensors(item, replacement) for item in tree)
+        case _:
+            return tree
+
+
+def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> dict[Tree, Tree]:
+    return {key: replace_tensors(value, replacement) for key, value in tree.items()}
+
+
+def with_content(tensor: Tensor, content: object) -> Tensor:
+    """Return a tensor like *tensor*, alone in a storage of its own whose bytes *content* tells."""
+    storage = Storage(
+        dtype=tensor.storage.dtype, elements=tensor.elements, device=tensor.storage.device, content=content
+    )
+    return Tensor(
+        storage=storage,
+        offset=0,
+        shape=tensor.shape,
+        stride=tensor.stride,
+        requires_grad=tensor.requires_grad,
+        attributes=tensor.attributes,
+        is_parameter=tensor.is_parameter,
+    )

@@ -1,0 +1,64 @@
+"""Fixtures that hold real checkpoints: trained once, kept in pytest's cache, shared by all tests.
+
+Nothing under a launch's folder may be written to: other tests, and other test runs, read the same files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from tests.zero3.composites import Composites, compose_hugging_face, compose_scenarios
+from tests.zero3.launch import Launch, cached_launch
+
+
+@pytest.fixture(scope="session")
+def launch_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that keeps launches between sessions, or for this one only if pytest has no cache."""
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)
+    return cache.mkdir("zero3-launches") if cache else tmp_path_factory.mktemp("zero3-launches")
+
+
+@pytest.fixture(scope="session")
+def trained(launch_cache: Path) -> Launch:
+    """Return the uninterrupted training of all scenarios."""
+    return cached_launch(launch_cache, "training")
+
+
+@pytest.fixture(scope="session")
+def trained_hugging_face(launch_cache: Path) -> Launch:
+    """Return the uninterrupted training through the Trainer and through Accelerate."""
+    return cached_launch(launch_cache, "trainer")
+
+
+@pytest.fixture(scope="session")
+def composed(trained: Launch, tmp_path_factory: pytest.TempPathFactory) -> Composites:
+    """Return a composite of each scenario, all from one store."""
+    store = layerstore.init(tmp_path_factory.mktemp("zero3") / "store")
+    return compose_scenarios(trained.root, store, tmp_path_factory.mktemp("composed"))
+
+
+@pytest.fixture(scope="session")
+def composed_hugging_face(trained_hugging_face: Launch, tmp_path_factory: pytest.TempPathFactory) -> Composites:
+    """Return a composite of each Trainer and Accelerate checkpoint, all from one store."""
+    store = layerstore.init(tmp_path_factory.mktemp("zero3") / "store")
+    return compose_hugging_face(trained_hugging_face.root, store, tmp_path_factory.mktemp("composed"))
+
+
+@pytest.fixture(scope="session")
+def resumed(launch_cache: Path, composed: Composites) -> Launch:
+    """Return the training that went on from the composites."""
+    return cached_launch(launch_cache, "training", resume_from=composed.root, names=composed.some_names())
+
+
+@pytest.fixture(scope="session")
+def resumed_hugging_face(launch_cache: Path, composed_hugging_face: Composites) -> Launch:
+    """Return what the Trainer and Accelerate made of the composites."""
+    return cached_launch(
+        launch_cache,
+        "trainer",
+        resume_from=composed_hugging_face.root,
+        names=composed_hugging_face.some_names(),
+    )

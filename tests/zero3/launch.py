@@ -1,0 +1,177 @@
+"""Start the training programs, once: a launch takes ten seconds before it trains anything.
+
+What a launch left is kept under pytest's cache, by a hash of all that decides it: these sources, the versions
+of the libraries, and the bytes of the checkpoints it resumes from. So a second test run starts nothing,
+and a composite that differs by one bit is trained again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from tests.zero3.compare import file_tree
+from tests.zero3.scenarios import WORLD_SIZE
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+
+LAUNCH_SECONDS_MAX = 800
+"""Half a minute is usual; on a fresh machine DeepSpeed first compiles two C++ operators."""
+
+STOP_SECONDS_MAX = 60
+"""Torchrun itself gives its ranks 30 seconds before it kills them."""
+
+STALE_SECONDS = 24 * 3600
+"""Cached launches that nothing has used for a day are removed when a new one is made."""
+
+SOURCES = (
+    "scenarios.py",
+    "models.py",
+    "client_states.py",
+    "poke.py",
+    "compare.py",
+    "training.py",
+    "trainer.py",
+)
+LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "safetensors")
+
+
+class LaunchError(Exception):
+    """A training program ended with an error; the message holds the end of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What one launch left behind."""
+
+    root: Path
+    """Its ``--out`` folder."""
+
+    def trace(self, name: str) -> list[dict[str, Any]]:
+        """Return the entries that scenario *name* wrote, one per step."""
+        return [json.loads(line) for line in (self.root / name / "trace.jsonl").read_text().splitlines()]
+
+
+def cached_launch(cache: Path, module: str, *, resume_from: Path | None = None, names: Sequence[str] = ()) -> Launch:
+    """
+    Return the result of training *module*, from the cache if just this was trained before.
+
+    Safe against other test runs: they wait for the one that trains. An interrupted launch leaves no result.
+
+    Raises:
+        LaunchError: The program failed or took too long.
+    """
+    key = launch_key(module, resume_from, names)
+    root = cache / f"{module}-{key}"
+    finished = cache / f"{module}-{key}.finished"  # written last; its age says when the result was last used
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "launch.lock", timeout=2 * LAUNCH_SECONDS_MAX):
+        if not finished.exists():
+            remove_stale(cache)
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir()
+            arguments = ["--out", str(root)]
+            arguments += ["--resume-from", str(resume_from)] if resume_from else []
+            arguments += [part for name in names for part in ("--scenario", name)]
+            torchrun(f"tests.zero3.{module}", arguments, log=cache / f"{module}-{key}.log")
+        finished.touch()
+    return Launch(root)
+
+
+def launch_key(module: str, resume_from: Path | None, names: Iterable[str]) -> str:
+    """Return a short hash of everything that decides what a launch leaves behind."""
+    digest = hashlib.sha256(module.encode())
+    for source in SOURCES:
+        digest.update((HERE / source).read_bytes())
+    for library in LIBRARIES:
+        digest.update(f"{library}={version(library)}\n".encode())
+    digest.update("\n".join(names).encode())
+    if resume_from is not None:
+        for path, payload in file_tree(resume_from).items():
+            # Nothing that trains reads this report, and it may hold times.
+            if not path.endswith("layerstore.json"):
+                digest.update(f"{path}\n{hashlib.sha256(payload).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def remove_stale(cache: Path) -> None:
+    """Remove results in *cache* that were not used for a day."""
+    for finished in cache.glob("*.finished"):
+        if time.time() - finished.stat().st_mtime > STALE_SECONDS:
+            finished.unlink()  # first: what is half removed must not look finished
+            shutil.rmtree(finished.with_suffix(""), ignore_errors=True)
+            finished.with_suffix(".log").unlink(missing_ok=True)
+
+
+def torchrun(module: str, arguments: Sequence[str], *, log: Path) -> None:
+    """
+    Run *module* on all ranks, with its output in *log*.
+
+    Raises:
+        LaunchError: It failed or took too long; no process of it is left.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD_SIZE)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+    try:
+        status = process.wait(LAUNCH_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{module} took over {LAUNCH_SECONDS_MAX} s; {tail(log)}") from None
+    finally:
+        stop(process)
+    if status != 0:
+        raise LaunchError(f"{module} exited with {status}; {tail(log)}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a torchrun that may still run, and all its ranks."""
+    # Asked, not killed: only torchrun knows its ranks, each of which leads a process group of its own.
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for programs that use DeepSpeed on the CPU alone."""
+    return {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        # One thread: sums in another order would be other sums, and the ranks share two cores.
+        "OMP_NUM_THREADS": "1",
+        # gloo resolves the host's name otherwise, which a machine without a network cannot.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        # DeepSpeed looks for ninja on the path, where it is not if pytest was started by its full name.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    }
+
+
+def free_port() -> int:
+    """Return a port that is free now; that another program takes it within the second is not excluded."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(log: Path, size_bytes_max: int = 8000) -> str:
+    """Return the end of *log*, with its path."""
+    return f"the end of {log}:\n" + log.read_bytes()[-size_bytes_max:].decode(errors="replace")

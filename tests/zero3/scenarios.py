@@ -1,0 +1,284 @@
+"""The scenarios that real DeepSpeed trains, as plain data.
+
+Imports neither torch nor deepspeed: pytest reads it while collecting, the training programs while training.
+A scenario is there for one shape of file that the support table in the docs speaks of; its *why* names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+WORLD_SIZE = 2
+"""Ranks of every launch: the smallest number that cuts tensors, and what two cores can bear."""
+
+STEPS = 6
+"""Steps of an uninterrupted run."""
+
+SAVE_STEPS = (2, 4)
+"""Steps after which a checkpoint is saved: the one resumed from, and the one compared."""
+
+RESUME_STEP = SAVE_STEPS[0]
+
+Model = Literal["llama", "tied_llama", "odd", "empty_parameter", "norm_statistics"]
+Grouping = Literal["single", "decay", "blocks_first", "auxiliary_first"]
+Precision = Literal["bf16", "fp16", "fp32", "autocast"]
+Optimizer = Literal["adamw", "amsgrad", "sgd", "configured"]
+Scheduler = Literal["none", "torch", "configured"]
+ClientState = Literal["none", "plain", "tensors", "numpy", "lightning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One training job: what is built, how it is grouped, and what is saved beside the tensors."""
+
+    name: str
+    """Folder below the launch's output, and the run's name in the store."""
+
+    why: str
+    """The shape of checkpoint that only this scenario has."""
+
+    model: Model = "llama"
+    """Which tiny module is trained."""
+
+    grouping: Grouping = "decay"
+    """How the parameters are dealt out to the optimizer's param groups."""
+
+    precision: Precision = "bf16"
+    """Which of DeepSpeed's precision modes is on."""
+
+    optimizer: Optimizer = "adamw"
+    """Which optimizer; *configured* lets DeepSpeed build its own from the config."""
+
+    scheduler: Scheduler = "torch"
+    """Who makes the learning rate scheduler that the engine owns."""
+
+    clipping: float = 1.0
+    """Gradient clipping; 0 where the arithmetic must not depend on the grouping."""
+
+    zero: dict[str, object] = field(default_factory=dict)
+    """Keys added to the config's zero_optimization."""
+
+    config: dict[str, object] = field(default_factory=dict)
+    """Keys added to the config itself."""
+
+    zero_init: bool = True
+    """Partition while the module is built (``zero.Init``), or only in ``initialize``."""
+
+    frozen: tuple[str, ...] = ()
+    """Prefixes of the parameters that are not trained."""
+
+    exclude_frozen: bool = False
+    """Save without the frozen parameters, as PEFT does."""
+
+    client_state: ClientState = "none"
+    """What the user's own state holds."""
+
+    def save_dir(self, root: Path, *, step: int) -> Path:
+        """Return the folder that ``save_checkpoint`` is given after *step*."""
+        if self.client_state == "lightning":
+            return root / self.name / f"epoch=0-step={step}.ckpt"
+        return root / self.name
+
+    def tag(self, *, step: int) -> str:
+        """Return DeepSpeed's tag for the checkpoint saved after *step*."""
+        return "checkpoint" if self.client_state == "lightning" else f"global_step{step}"
+
+    def tag_dir(self, root: Path, *, step: int) -> Path:
+        """Return the folder that holds the shards saved after *step*."""
+        return self.save_dir(root, step=step) / self.tag(step=step)
+
+
+GROUPINGS: tuple[Grouping, ...] = ("decay", "blocks_first", "auxiliary_first")
+"""Groupings of one and the same training: equal weight decay per parameter, no clipping, so equal tensors."""
+
+SCENARIOS: tuple[Scenario, ...] = (
+    *(
+        Scenario(
+            name=f"grouped_{grouping}",
+            why="one training under three groupings: the slices lie elsewhere, their bytes are the same",
+            grouping=grouping,
+            clipping=0.0,
+        )
+        for grouping in GROUPINGS
+    ),
+    Scenario(name="tied", why="an alias in shared_params and as a placeholder", model="tied_llama"),
+    Scenario(
+        name="frozen",
+        why="frozen fragments with padding, and a param group without them",
+        model="odd",
+        frozen=("embed", "layers.0"),
+    ),
+    Scenario(
+        name="frozen_excluded",
+        why="frozen_* keys are None and the names leave module",
+        model="odd",
+        frozen=("embed", "layers.0"),
+        exclude_frozen=True,
+    ),
+    Scenario(
+        name="many_sub_groups",
+        why="a sub-group per few parameters, closed by the per-rank sum",
+        zero={"sub_group_size": 300},
+    ),
+    Scenario(
+        name="odd_sizes",
+        why="no size divides by two, and a parameter of one element leaves rank 1 pure padding",
+        model="odd",
+        zero={"sub_group_size": 10},
+    ),
+    Scenario(
+        name="partitioned_late",
+        why="partitioned by initialize, not by zero.Init; nothing persistent; gathered weights asked for",
+        model="odd",
+        zero_init=False,
+        zero={"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
+    ),
+    Scenario(
+        name="fp16",
+        why="a dynamic loss scaler with counters, an update skipped by overflow, no bf16_ prefix",
+        model="odd",
+        precision="fp16",
+        config={"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}},
+    ),
+    Scenario(
+        name="fp16_no_update_yet",
+        why="saved before the first update that was not skipped: no optimizer state at all",
+        model="odd",
+        precision="fp16",
+        config={"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}},
+    ),
+    Scenario(
+        name="fp32",
+        why="no half precision: the masters are the weights, and no bf16_ prefix",
+        model="odd",
+        precision="fp32",
+        zero={"sub_group_size": 10},
+    ),
+    Scenario(
+        name="bf16_master",
+        why="masters, and so the moments, in half precision",
+        model="odd",
+        config={
+            "bf16": {
+                "enabled": True,
+                "bf16_master_weights_and_grads": True,
+                "bf16_optimizer_states": True,
+            }
+        },
+    ),
+    Scenario(name="autocast", why="fp32 layout under torch_autocast", model="odd", precision="autocast"),
+    Scenario(
+        name="rank_buffers",
+        why="running statistics that differ between the ranks, and an integer buffer",
+        model="norm_statistics",
+    ),
+    Scenario(
+        name="client_plain",
+        why="a nested tree of the user's own plain values",
+        model="odd",
+        client_state="plain",
+        scheduler="none",
+    ),
+    Scenario(
+        name="empty_parameter",
+        why="a trainable parameter without elements, which DeepSpeed files among the frozen ones",
+        model="empty_parameter",
+    ),
+    Scenario(name="client_tensors", why="tensors in the user's own state", model="odd", client_state="tensors"),
+    Scenario(name="client_numpy", why="numpy values in the user's own state", model="odd", client_state="numpy"),
+    Scenario(
+        name="amsgrad",
+        why="a third moment, of which only the shape tells that it is sliced",
+        optimizer="amsgrad",
+    ),
+    Scenario(
+        name="sgd",
+        why="no Adam at all: momentum_buffer without a step counter",
+        model="odd",
+        optimizer="sgd",
+        grouping="single",
+    ),
+    Scenario(
+        name="configured",
+        why="DeepSpeed's own optimizer and scheduler: an integer step, last_batch_iteration",
+        optimizer="configured",
+        scheduler="configured",
+        config={
+            # The C++ Adam keeps the powers of its betas outside the checkpoint: it multiplies them up
+            # while it runs, and calls pow() after a load. With the usual betas the two round differently,
+            # so that DeepSpeed's own resume is not bit-exact; the powers of these are exact either way.
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.75, 0.875]},
+            },
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}},
+        },
+    ),
+    Scenario(
+        name="offloaded",
+        why="optimizer and parameters kept on the host by DeepSpeed's offloading",
+        model="odd",
+        zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        config={"zero_force_ds_cpu_optimizer": False},
+    ),
+    # Synthetic: Lightning's DeepSpeedStrategy insists on CUDA, so the folder is made the way it makes it
+    # (tag "checkpoint", the Trainer's state as client_state). The keys are those of Lightning 2.6.6.
+    Scenario(
+        name="lightning",
+        why="Lightning's folder: a fixed tag, Trainer state flat in model_states",
+        client_state="lightning",
+    ),
+)
+
+POKED = ("odd_sizes", "frozen", "fp32", "bf16_master", "rank_buffers")
+"""Scenarios whose first checkpoint is also kept with special bit patterns in it, below ``POKED_FOLDER``."""
+
+POKED_FOLDER = "poked"
+
+SHARED_STORAGE = "fp32"
+"""Scenario whose first checkpoint is also kept with all masters in one storage, below the next folder."""
+
+SHARED_STORAGE_FOLDER = "shared_storage"
+
+SCENARIO_OF = {scenario.name: scenario for scenario in SCENARIOS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceScenario:
+    """One job trained through the Trainer or through Accelerate."""
+
+    name: str
+    """Folder below the launch's output, and the run's name in the store."""
+
+    library: Literal["trainer", "accelerate"]
+    """Who saves and loads."""
+
+    tied: bool = False
+    """Whether the embeddings are tied to the head."""
+
+    max_shard_size: str = "50GB"
+    """Size past which the gathered weights are split into several files."""
+
+    def checkpoint(self, root: Path, *, step: int) -> Path:
+        """Return the folder that this library saves after *step*."""
+        name = f"checkpoint-{step}" if self.library == "trainer" else f"step{step}"
+        return root / self.name / name
+
+    def tag_dir(self, root: Path, *, step: int) -> Path:
+        """Return the folder that holds the shards saved after *step*."""
+        tag = f"global_step{step}" if self.library == "trainer" else "pytorch_model"
+        return self.checkpoint(root, step=step) / tag
+
+
+HUGGING_FACE_SCENARIOS: tuple[HuggingFaceScenario, ...] = (
+    HuggingFaceScenario(name="trainer", library="trainer"),
+    HuggingFaceScenario(name="trainer_tied_sharded", library="trainer", tied=True, max_shard_size="8KB"),
+    HuggingFaceScenario(name="accelerate", library="accelerate"),
+)
+
+HUGGING_FACE_SCENARIO_OF = {scenario.name: scenario for scenario in HUGGING_FACE_SCENARIOS}
+
+HUGGING_FACE_POKED = ("trainer",)
+"""The same for the Trainer: masters that the gathered weights beside them do not follow from."""
