@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeAlias, Union
 
 Tree: TypeAlias = Union[
-    None, bool, int, float, str, bytes, "list[Tree]", "tuple[Tree, ...]", "dict[Tree, Tree]", "set[Tree]",
-    "OrderedMap", "Size", "Global", "Inert", "Tensor",
+    bool, int, float, str, bytes, "list[Tree]", "tuple[Tree, ...]", "dict[Tree, Tree]", "set[Tree]",
+    "OrderedMap", "Size", "Global", "Inert", "Tensor", None,
 ]  # fmt: skip
 
 

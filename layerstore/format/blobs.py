@@ -47,7 +47,7 @@ def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
     found = ref_of(data)
     if found != ref:
         raise IntegrityError(
-            f"object {ref.id} is damaged: its bytes hash to {found.id} ({found.size_bytes} bytes, expected {ref.size_bytes})",
+            f"object {ref.id} is damaged: its {found.size_bytes} bytes (expected {ref.size_bytes}) hash to {found.id}",
             hint="layerstore verify --read-data",
             object_id=ref.id,
         )

@@ -11,7 +11,7 @@ import msgpack
 
 from layerstore.errors import IntegrityError, InvalidInput
 
-Plain: TypeAlias = Union[None, bool, int, float, str, bytes, "list[Plain]", "dict[str, Plain]"]
+Plain: TypeAlias = Union[bool, int, float, str, bytes, "list[Plain]", "dict[str, Plain]", None]
 
 
 def pack(value: Plain) -> bytes:

@@ -73,4 +73,6 @@ def _payload(data: bytes, name: str, store_id: str) -> dict[str, Plain]:
 def _check_flags(record: CommitRecord, name: str) -> None:
     unknown = sorted(set(record.flags) - KNOWN_FLAGS)
     if unknown:
-        raise Unsupported(f"{name} uses {', '.join(unknown)}, which this layerstore does not know", hint="use a newer one")
+        raise Unsupported(
+            f"{name} uses {', '.join(unknown)}, which this layerstore does not know", hint="use a newer layerstore"
+        )

@@ -89,7 +89,9 @@ def plan_ingest(
     found = discover(path, tag=tag, follow=follow)
     name = check_name(found.run_name if run is None else run, what="the run's name")
     if name in rooms.records.pin_names():
-        raise Conflict(f"{name!r} is the name of a pin; runs and pins share their names", hint="choose another with --run")
+        raise Conflict(
+            f"{name!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
+        )
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=allowed_globals)
     return IngestPlan(checkpoint=checkpoint, run=name, replace=replace, layer_pattern=layer_pattern)
 
@@ -171,7 +173,8 @@ def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWrit
             return existing, False
     if rivals and not plan.replace:
         raise Conflict(
-            f"{plan.run}@{plan.step} is saved already, with other content (commit {rivals[0].id[:12]}); nothing was changed",
+            f"{plan.run}@{plan.step} is saved already, with other content (commit {rivals[0].id[:12]}); "
+            "nothing was changed",
             hint="pass --replace to hide the old commit, or --run NAME if this is another run",
         )
     record = _record(plan, content, _numbers(view, rivals, plan.step))

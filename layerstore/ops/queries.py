@@ -173,5 +173,5 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 def _bytes_by_kind(version: LayerVersion) -> dict[str, int]:
     return {
-        kind: sum(stored.size_bytes for stored in version.objects if stored.kind is Kind(kind)) for kind in map(str, Kind)
+        kind.value: sum(stored.size_bytes for stored in version.objects if stored.kind is kind) for kind in Kind
     }

@@ -47,7 +47,9 @@ def parse_reference(text: str) -> Reference:
     """
     match = _REF.fullmatch(text)
     if match is None:
-        raise InvalidInput(f"{text!r} is not a reference", hint="write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name")
+        raise InvalidInput(
+            f"{text!r} is not a reference", hint="write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"
+        )
     step = match["step"]
     return Reference(
         name=check_name(match["name"], what="the name"),
@@ -62,7 +64,9 @@ def only_run(rooms: Rooms) -> str:
     if not runs:
         raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
     if len(runs) > 1:
-        raise InvalidInput(f"the store holds {len(runs)} runs: {', '.join(runs[:10])}", hint="name one: RUN or RUN@STEP")
+        raise InvalidInput(
+            f"the store holds {len(runs)} runs: {', '.join(runs[:10])}", hint="name one: RUN or RUN@STEP"
+        )
     return runs[0]
 
 
@@ -90,7 +94,10 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
     attempts = view.attempts
     if reference.back >= len(attempts):
         _raise_damaged(view)
-        raise NotFound(f"run {view.run!r} has {len(attempts)} attempts, {reference.back} before the newest were asked for")
+        raise NotFound(
+            f"run {view.run!r} has {len(attempts)} attempts; the one {reference.back} before the newest was asked for",
+            hint=f"layerstore log {view.run}",
+        )
     history = history_of(view, attempts[-1 - reference.back])
     if reference.step is None:
         _check_tip(view, history[-1])

@@ -1,8 +1,9 @@
 """
 Verify: is everything there, and is every byte as it was written?
 
-Quick: every record and pin by its checksum, every blob by its hash, every object by its size, the index against the records.
-With *read_data* also every object's bytes. Nothing is changed, and one fault does not hide another.
+Quick: every record and pin by its checksum, every blob by its hash, every object by its size,
+and the index against the records. With *read_data* also every object's bytes.
+Nothing is changed, and one fault does not hide another.
 """
 
 import threading
@@ -55,13 +56,14 @@ class Verdict:
 class _Found:
     """What the walk over the records turned up; shared by threads."""
 
-    needed: dict[BlobRef, list[str]] = field(default_factory=dict)
+    needed: dict[BlobRef, dict[str, None]] = field(default_factory=dict)
+    """Every object with the commits and pins that need it, in order."""
     damaged: list[Damage] = field(default_factory=list)
     guard: threading.Lock = field(default_factory=threading.Lock)
 
-    def need(self, ref: BlobRef, by: str) -> None:
-        """Note that the commit or pin *by* needs *ref*."""
-        self.needed.setdefault(ref, []).append(by)
+    def need(self, ref: BlobRef, by: Iterable[str]) -> None:
+        """Note that the commits and pins *by* need *ref*."""
+        self.needed.setdefault(ref, {}).update(dict.fromkeys(by))
 
 
 def verify(rooms: Rooms, *, only: Resolved | None = None, read_data: bool = False, progress: Progress) -> Verdict:
@@ -125,29 +127,25 @@ def _walk(rooms: Rooms, holders: dict[str, CommitRecord], found: _Found) -> None
             versions.setdefault(entry.version, []).append(called)
         for state in record.states:
             states.setdefault(state, []).append(called)
-    for ref, needed_by in versions.items():
-        _walk_blob(rooms, found, "version", ref, needed_by, lambda ref: objects_of_version(rooms.version(ref)))
-    for ref, needed_by in states.items():
-        _walk_blob(rooms, found, "state", ref, needed_by, lambda ref: objects_of_state(rooms.state(ref)))
+    _walk_blobs(rooms, found, "version", versions, lambda ref: objects_of_version(rooms.version(ref)))
+    _walk_blobs(rooms, found, "state", states, lambda ref: objects_of_state(rooms.state(ref)))
 
 
-def _walk_blob(
+def _walk_blobs(
     rooms: Rooms,
     found: _Found,
     kind: str,
-    ref: BlobRef,
-    needed_by: list[str],
+    blobs: dict[BlobRef, list[str]],
     objects_of: Callable[[BlobRef], Iterable[BlobRef]],
 ) -> None:
-    for called in needed_by:
-        found.need(ref, called)
-    try:
-        for part in objects_of(ref):
-            for called in needed_by:
-                found.need(part, called)
-    except LayerstoreError as exc:
-        path = rooms.layout.name(rooms.layout.object(ref.id))
-        found.damaged.append(_damage(kind, ref.id, path, exc, needed_by))
+    for ref, needed_by in blobs.items():
+        found.need(ref, needed_by)
+        try:
+            for part in objects_of(ref):
+                found.need(part, needed_by)
+        except LayerstoreError as exc:
+            path = rooms.layout.name(rooms.layout.object(ref.id))
+            found.damaged.append(_damage(kind, ref.id, path, exc, needed_by))
 
 
 def objects_of_version(version: LayerVersion) -> list[BlobRef]:
@@ -185,7 +183,7 @@ def _check_objects(rooms: Rooms, found: _Found, *, read_data: bool, progress: Pr
         except LayerstoreError as exc:
             path = rooms.layout.name(rooms.layout.object(ObjectId(ref.id)))
             with found.guard:
-                found.damaged.append(_damage("object", ref.id, path, exc, dict.fromkeys(found.needed[ref])))
+                found.damaged.append(_damage("object", ref.id, path, exc, found.needed[ref]))
 
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
         list(pool.map(check, refs))

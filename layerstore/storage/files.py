@@ -241,7 +241,7 @@ class Files:
         """Return the names in *directory*, sorted; none where it is not there."""
         with mapped_errors(directory, doing="list"):
             try:
-                return sorted(os.listdir(directory))
+                return sorted(os.listdir(directory))  # noqa: PTH208  # names, not paths
             except FileNotFoundError:
                 return []
 
@@ -258,8 +258,12 @@ class Files:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def make_directory(self, path: Path) -> bool:
-        """Make the folder *path* durable in its parent; return whether it was new."""
+    def make_directory(self, path: Path, *, durable: bool = True) -> bool:
+        """
+        Make the folder *path*; return whether it was new.
+
+        Unless *durable* is False its parent is synced, else whoever makes many does that once.
+        """
         self._hook("mkdir", path)
         with mapped_errors(path, doing="make the folder"):
             try:
@@ -268,7 +272,8 @@ class Files:
                 if not self.is_directory(path):
                     raise _not_directory(path) from None
                 return False
-        self.sync_directory(path.parent)
+        if durable:
+            self.sync_directory(path.parent)
         return True
 
     def create(self, path: Path) -> NewFile:

@@ -7,6 +7,7 @@ Layout and write order: docs/reference/format.md, sections 3 and 6.
 
 import contextlib
 import errno as errnos
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ class ObjectWriter:
         if found is None:
             return False
         if found != home:
+            self._files.make_directory(home.parent)
             self._link(found, ref)
         return True
 
@@ -168,8 +170,7 @@ class ObjectWriter:
         Raises:
             IntegrityError: *chunks* are not the bytes that *ref* names: they changed since they were hashed.
         """
-        path = self._layout.tmp / f"{ref.id}.{threading.get_ident():x}"
-        self._files.discard(path) if self._files.exists(path) else None
+        path = self._layout.tmp / secrets.token_hex(16)
         file = self._files.create(path)
         try:
             with file:
@@ -204,18 +205,19 @@ class ObjectWriter:
         Once this returns, a power cut cannot lose any of it. If it raises, the store has some more objects
         that nothing names.
         """
+        # Reused objects too: their writer may have died before its own fsync of the folder.
+        folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})
+        if any([self._files.make_directory(folder, durable=False) for folder in folders]):
+            self._files.sync_directory(self._layout.objects)
         for staged in self._staged.values():
             self._link(staged.path, staged.ref)
-        # Reused objects too: their writer may have died before its own fsync of the folder.
-        touched = {self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)}
-        for folder in sorted(touched):
+        for folder in folders:
             self._files.sync_directory(folder)
         for staged in self._staged.values():
             self._files.discard(staged.path)
 
     def _link(self, source: Path, ref: BlobRef) -> None:
         target = self._layout.object(ref.id)
-        self._files.make_directory(target.parent)
         if not self._files.link_exclusive(source, target):
             # Another writer was faster: its bytes have the same name, so only their number can be wrong.
             self._files.touch(target)
@@ -273,7 +275,7 @@ def missing(ref: BlobRef) -> IntegrityError:
 def _check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
     if size_bytes != ref.size_bytes:
         raise IntegrityError(
-            f"object {ref.id} is damaged: {path} has {size_bytes} bytes, expected {ref.size_bytes}; nothing was changed",
+            f"object {ref.id} is damaged: {path} has {size_bytes} bytes, expected {ref.size_bytes}",
             hint="layerstore verify --read-data",
             object_id=ref.id,
             expected=ref.size_bytes,

@@ -1,0 +1,1 @@
+"""Public doubles for tests of what builds on layerstore."""

@@ -207,7 +207,7 @@ def _is_tag_folder(path: Path) -> bool:
 
 def _names(path: Path) -> list[str]:
     try:
-        return sorted(os.listdir(path))
+        return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
     except OSError as exc:
         raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
 
@@ -230,7 +230,7 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
         raise Unsupported(f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported")
     if "offloaded_tensors" in names:
         raise Unsupported(
-            f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the checkpoint's files",
+            f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the shards",
             hint="save with offload_optimizer.device 'cpu' or 'none'",
         )
     degrees = {int(match["mp"]) for name in names if (match := _SHARD.fullmatch(name))}

@@ -240,7 +240,7 @@ def _check_states_present(states: TreeView, groups: int, model: TreeView) -> Non
 
 def _check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:
     """Raise unless every flat buffer is exactly as long as its parameters' slices."""
-    _agreed(ranks, "the optimizer's states", lambda rank: [(f.state, f.group, f.tensor.storage.dtype) for f in rank.flats])
+    _agreed(ranks, "the optimizer's states", _kinds_of_flats)
     expected = [sum(slice_length(elements_of(shape), world_size) for shape in group.values()) for group in groups]
     for rank in ranks:
         path = rank.optimizer_file.path
@@ -259,6 +259,10 @@ def _check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> No
                     f"{path}: {flat.state} of flat group {flat.group} has {found} elements, "
                     f"its parameters need {expected[flat.group]} (first: {next(iter(groups[flat.group]), 'none')})"
                 )
+
+
+def _kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:
+    return [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats]
 
 
 # -- parameters and buffers ----------------------------------------------------------------------------------------
@@ -431,7 +435,9 @@ def _buffer_objects(
     ranks: list[RankSource], buffers: Mapping[str, Buffer], layer: Callable[[str], str]
 ) -> Iterator[tuple[str, ObjectSource]]:
     """Yield one object per layer where all ranks hold the same buffers, else one per rank."""
-    by_rank = [dict(_by_layer(_buffer_slices(rank, buffers), layer, shard=rank.rank, shards=len(ranks))) for rank in ranks]
+    by_rank = [
+        dict(_by_layer(_buffer_slices(rank, buffers), layer, shard=rank.rank, shards=len(ranks))) for rank in ranks
+    ]
     for name, source in by_rank[0].items():
         others = [objects.get(name) for objects in by_rank[1:]]
         if any(other is None or len(other.slices) != len(source.slices) for other in others):

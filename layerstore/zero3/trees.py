@@ -22,7 +22,7 @@ class TreeView:
     def __getitem__(self, key: str | int) -> "TreeView":
         found = self.get(key)
         if found is None:
-            raise SourceCheckpoint(f"{self.path} has no {self._name(key)}; is it a ZeRO-3 checkpoint?", path=str(self.path))
+            raise SourceCheckpoint(f"{self.path} has no {self._name(key)}", hint="is it a ZeRO-3 checkpoint?")
         return found
 
     def get(self, key: str | int) -> "TreeView | None":

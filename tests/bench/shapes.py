@@ -1,7 +1,7 @@
 """
 What a made-up Llama consists of: its parameters, and how an optimizer and ZeRO-3 group them.
 
-Plain data and arithmetic; docs: DeepSpeed cuts every parameter group into sub-groups by elements per rank.
+Plain data and arithmetic, by DeepSpeed's own rules.
 """
 
 from collections.abc import Collection, Iterator
@@ -10,7 +10,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal
 
-from layerstore.layers import layer_of
+from layerstore.layers import block_index, layer_of
 from layerstore.zero3.slices import slice_length
 
 Grouping = Literal["two", "layerwise", "layerwise_blocks_first"]
@@ -104,24 +104,17 @@ def group_parameters(
     trained: Collection[Parameter], *, grouping: Grouping, sub_group_size: int, world_size: int
 ) -> tuple[Group, ...]:
     """Return the optimizer's param groups of the *trained* parameters."""
-    if grouping == "two":
-        ordered = sorted(trained, key=lambda parameter: not parameter.decays)
-        runs = groupby(ordered, key=lambda parameter: ("", parameter.decays))
-    else:
-        ordered = sorted(trained, key=lambda parameter: _layerwise(parameter, grouping))
-        runs = groupby(ordered, key=lambda parameter: (layer_of(parameter.name), parameter.decays))
+    layers = list(dict.fromkeys(layer_of(parameter.name) for parameter in trained))
+
+    def place(parameter: Parameter) -> tuple[bool, int, bool]:
+        layer = layer_of(parameter.name)
+        is_late = grouping == "layerwise_blocks_first" and block_index(layer) is None
+        return is_late, 0 if grouping == "two" else layers.index(layer), not parameter.decays
+
     return tuple(
-        Group(decays=decays, sub_groups=tuple(split(tuple(members), sub_group_size, world_size)))
-        for (_, decays), members in runs
+        Group(decays=not is_bare, sub_groups=tuple(split(tuple(members), sub_group_size, world_size)))
+        for (_, _, is_bare), members in groupby(sorted(trained, key=place), key=place)
     )
-
-
-def _layerwise(parameter: Parameter, grouping: Grouping) -> tuple[bool, int, bool]:
-    layer = layer_of(parameter.name)
-    is_auxiliary = not layer.startswith("model.layers.")
-    # All layers in the model's order; the number of a layer is that of its block.
-    block = int(layer.rpartition(".")[2]) if not is_auxiliary else -1 if "embed" in layer else 1 << 30
-    return grouping == "layerwise_blocks_first" and is_auxiliary, block, not parameter.decays
 
 
 def split(members: tuple[Parameter, ...], sub_group_size: int, world_size: int) -> Iterator[tuple[Parameter, ...]]:

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[np.uint32]
+_Words = npt.NDArray[np.uint32]
 
 MASTER = "master"
 EXP_AVG = "exp_avg"
@@ -29,20 +29,21 @@ _MANTISSA = 0x007F_FFFF
 _JUNK = 0x7FA0_0BAD
 
 
-def words(*, seed: int, step: int, name: str, state: str, start: int, elements: int) -> Iterator[Words]:
-    """Yield float32 numbers, as words, from element *start* of the tensor *name* on, in chunks."""
+def words(*, seed: int, step: int, name: str, state: str, start: int, elements: int) -> Iterator[memoryview]:
+    """Yield the bytes of float32 numbers from element *start* of the tensor *name* on, in chunks."""
     end = start + elements
     while start < end:
         number, skipped = divmod(start, _CHUNK_ELEMENTS)
         count = min(_CHUNK_ELEMENTS - skipped, end - start)
         place, mask = _place_and_mask(f"{seed}/{step}/{name}/{state}/{number}")
-        yield _pool(seed, state)[place + skipped : place + skipped + count] ^ mask
+        drawn = _pool(seed, state)[place + skipped : place + skipped + count]
+        yield (drawn ^ mask).data.cast("B")
         start += count
 
 
-def junk(elements: int, *, rank: int) -> Words:
+def junk(elements: int, *, rank: int) -> bytes:
     """Return what lies in the padding of *rank*: nothing that anybody meant."""
-    return np.full(elements, _JUNK ^ rank << 4, dtype=np.uint32)
+    return np.full(elements, _JUNK ^ rank << 4, dtype=np.uint32).tobytes()
 
 
 def _place_and_mask(key: str) -> tuple[int, np.uint32]:
@@ -51,7 +52,7 @@ def _place_and_mask(key: str) -> tuple[int, np.uint32]:
 
 
 @cache
-def _pool(seed: int, state: str) -> Words:
+def _pool(seed: int, state: str) -> _Words:
     generator = np.random.default_rng([seed, *state.encode()])
     drawn = generator.standard_normal(2 * _CHUNK_ELEMENTS, dtype=np.float32)
     scaled = {MASTER: drawn * 0.02, EXP_AVG: drawn * 1e-4, EXP_AVG_SQ: drawn * drawn * 1e-8}[state]

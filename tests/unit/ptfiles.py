@@ -6,8 +6,8 @@ from pathlib import Path
 
 from isal import isal_zlib
 
-from layerstore.tree import Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.limits import PAGE_BYTES
+from layerstore.tree import Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.ptfile import layout_pt
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from layerstore.dtypes import DTYPES, by_code
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
-from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
+from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.pickletree import read_pickle
 from layerstore.zero3.picklewrite import write_pickle
 from tests.unit.ptfiles import fingerprint

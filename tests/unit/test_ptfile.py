@@ -16,8 +16,8 @@ from isal import isal_zlib
 
 from layerstore.dtypes import DTYPES
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, Unsupported
-from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.limits import PAGE_BYTES
+from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.ptfile import PtFile, layout_pt, read_pt
 from tests.unit.ptfiles import fingerprint, held, write_pt
 
