@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isal import isal_zlib
-
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, Unsupported
+from layerstore.format.hashing import crc32 as crc32_of
 from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.tree import Located, Storage, Tree
 from layerstore.zero3.pickletree import read_pickle
@@ -78,7 +77,7 @@ class PtLayout:
         """
         contents = [record.content(crc32) for record in self._records]
         identity = _serialization_id(contents[0].payload, [content.crc32 for content in contents])
-        contents.append(_Content(payload=identity, crc32=isal_zlib.crc32(identity)))
+        contents.append(_Content(payload=identity, crc32=crc32_of(identity)))
         framing = self._zip.framing([content.crc32 for content in contents])
         placed = zip(self._zip.records, contents, strict=True)
         payloads = [(record.offset_bytes, content.payload) for record, content in placed if content.payload]
@@ -108,7 +107,7 @@ class _Planned:
 
     def content(self, crc32: Mapping[Storage, int]) -> _Content:
         if self.storage is None:
-            return _Content(payload=self.payload, crc32=isal_zlib.crc32(self.payload))
+            return _Content(payload=self.payload, crc32=crc32_of(self.payload))
         if self.size_bytes == 0:
             return _Content(payload=b"", crc32=0)
         if self.storage not in crc32:
@@ -220,7 +219,7 @@ def _read_record(source: SourceFile, archive: Archive, name: str) -> bytes:
     if entry.size_bytes > PICKLE_BYTES_MAX:
         raise untrusted(source.path, f"the record {name} has {entry.size_bytes} bytes")
     payload = source.read_at(entry.offset_bytes, entry.size_bytes)
-    found = isal_zlib.crc32(payload)
+    found = crc32_of(payload)
     if found != entry.crc32:
         raise damaged(source.path, f"the record {name} has the CRC {found:08x}, its directory says {entry.crc32:08x}")
     return payload

@@ -2,15 +2,15 @@
 Half-precision weights from their fp32 master: round to nearest, ties to even, as the engine does.
 
 NaNs are not promised to round alike everywhere: whoever relies on a derivation checks it bit for bit first.
+numpy is imported when the first element is rounded: most commands never do.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-_Words = npt.NDArray[np.uint32]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 def can_derive(master: str, weights: str) -> bool:
@@ -22,11 +22,15 @@ def round_master(data: bytes | bytearray | memoryview, *, master: str, weights: 
     """Return the *weights*-typed bytes of the *master*-typed bytes *data*."""
     if master == weights:
         return memoryview(data).cast("B")
+    import numpy as np
+
     rounded = _ROUNDINGS[master, weights](np.frombuffer(data, dtype="<u4"))
     return rounded.data.cast("B")
 
 
-def _to_bfloat16(words: _Words) -> npt.NDArray[Any]:
+def _to_bfloat16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
+    import numpy as np
+
     # Add just under half of the last kept bit, plus that bit itself: ties go to even, and a carry
     # into the exponent is what rounding up to the next power of two, or to infinity, means.
     odd = words >> np.uint32(16)
@@ -41,12 +45,14 @@ def _to_bfloat16(words: _Words) -> npt.NDArray[Any]:
     return rounded
 
 
-def _to_float16(words: _Words) -> npt.NDArray[Any]:
+def _to_float16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
+    import numpy as np
+
     with np.errstate(over="ignore", invalid="ignore"):  # to infinity, as the engine does
         return words.view("<f4").astype("<f2")
 
 
-_ROUNDINGS: dict[tuple[str, str], Callable[[_Words], npt.NDArray[Any]]] = {
+_ROUNDINGS: dict[tuple[str, str], Callable[["npt.NDArray[np.uint32]"], "npt.NDArray[Any]"]] = {
     ("F32", "BF16"): _to_bfloat16,
     ("F32", "F16"): _to_float16,
 }

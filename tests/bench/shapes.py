@@ -150,7 +150,11 @@ def shape_of_size(gib: float, *, is_gathered: bool, is_odd: bool = False) -> Mod
     vocab = max(64, (budget - layers * _block_elements(hidden)) // (2 * hidden) // 32 * 32)
     if is_odd:
         return ModelShape(
-            layers=layers, hidden=hidden - 5, intermediate=_intermediate(hidden) - 3, vocab=vocab - 1, world_size=3
+            layers=layers,
+            hidden=hidden - 3,
+            intermediate=_intermediate(hidden) - 3,
+            vocab=vocab // 96 * 96 + 1,
+            world_size=3,
         )
     return ModelShape(layers=layers, hidden=hidden, intermediate=_intermediate(hidden), vocab=vocab)
 

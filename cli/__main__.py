@@ -1,0 +1,7 @@
+"""``python -m layerstore.cli``: the command line where its script is not on the PATH."""
+
+import sys
+
+from layerstore.cli.app import main
+
+sys.exit(main())

@@ -1,0 +1,60 @@
+"""
+Options that many commands have, and how a command opens its store.
+
+A ``--store`` or ``--json`` in front of the command is the default of the one behind it.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from layerstore import Store
+
+DEFAULT_STORE = Path(".layerstore")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, as the last line.")]
+StorePath = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="PATH", help="The store; else LAYERSTORE_STORE, else ./.layerstore."),
+]
+Reference = Annotated[
+    str | None,
+    typer.Argument(metavar="[REF]", help="RUN@STEP, RUN, RUN~1 or a pin; else the newest step of the only run."),
+]
+
+
+@contextlib.contextmanager
+def opened(path: Path | None) -> Iterator["Store"]:
+    """Yield the store at *path*, or the default one; its warnings are shown each time, not once per place."""
+    import layerstore
+    from layerstore.storage.catalog import IndexNotice
+    from layerstore.storage.files import WeakDurability
+
+    warnings.simplefilter("always", IndexNotice)
+    warnings.simplefilter("once", WeakDurability)
+    with layerstore.open(path or DEFAULT_STORE) as store:
+        yield store
+
+
+def chosen_reference(store: "Store", *, ref: str | None, run: str | None, step: int | None) -> str | None:
+    """
+    Return what REF, ``--run`` and ``--step`` mean together; None for the newest step of the only run.
+
+    Raises:
+        InvalidInput: REF and the options were both given, or it is not clear whose step is meant.
+    """
+    from layerstore.errors import InvalidInput
+
+    if ref is not None and (run is not None or step is not None):
+        raise InvalidInput("REF and --run or --step were both given", hint=f"choose one: {ref}, or --run R --step N")
+    if step is None:
+        return ref or run
+    runs = store.runs
+    if run is None and len(runs) != 1:
+        raise InvalidInput(f"--step {step} of which run? The store holds {len(runs)}", hint="name it with --run")
+    return f"{run or runs[0]}@{step}"

@@ -1,0 +1,186 @@
+"""
+All that is printed: data on stdout, everything about it on stderr.
+
+Text that comes from elsewhere passes through `shown`, so that it cannot move the cursor or reorder a line.
+"""
+
+import json
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+# Raised when a field changes its meaning or goes; new fields may come at any time.
+JSON_SCHEMA = 1
+
+SHORT_ID_DIGITS = 12
+
+# In a file or a pipe no table is cut or folded to a terminal that nobody looks at.
+_WIDTH_OF_A_PIPE = 100_000
+
+# Control characters, bidirectional overrides, lone surrogates, line and paragraph separators.
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+_SECONDS_PER_UNIT = (("day", 86400), ("h", 3600), ("min", 60))
+_AGE_DAYS_MAX = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table."""
+
+    header: str
+    align: Literal["left", "right"] = "left"
+    style: str = ""
+
+
+def shown(text: object) -> str:
+    r"""
+    Return *text* as it may be printed: on one line, with nothing in it that a terminal acts upon.
+
+    >>> shown("run\x1b[2J\u202e")
+    'run\\x1b[2J\\u202e'
+    """
+    return "".join(_escaped(sign) if unicodedata.category(sign) in _UNPRINTABLE else sign for sign in str(text))
+
+
+def _escaped(sign: str) -> str:
+    return sign.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def size(size_bytes: int) -> str:
+    """
+    Return *size_bytes* for people, in powers of 1000.
+
+    >>> size(0), size(999), size(1234), size(999_999), size(14_000_000_000)
+    ('0 B', '999 B', '1.2 kB', '1.0 MB', '14.0 GB')
+    """
+    if size_bytes < 1000:
+        return f"{size_bytes} B"
+    value, unit = float(size_bytes), ""
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        value /= 1000
+        if value < 999.95:
+            break
+    return f"{value:.1f} {unit}"
+
+
+def age(time_ns: int, *, now_ns: int | None = None) -> str:
+    """
+    Return how long ago *time_ns* was, or its date where that is more than a month, or in the future.
+
+    >>> age(0, now_ns=150 * 10**9), age(0, now_ns=86400 * 10**9), age(0, now_ns=2 * 86400 * 10**9)
+    ('2 min ago', '1 day ago', '2 days ago')
+    """
+    seconds = ((time.time_ns() if now_ns is None else now_ns) - time_ns) // 10**9
+    if -60 <= seconds < 60:
+        return "just now"
+    if not 0 <= seconds < _AGE_DAYS_MAX * 86400:
+        return time.strftime("%Y-%m-%d", time.localtime(time_ns / 10**9))
+    unit, length = next((unit, length) for unit, length in _SECONDS_PER_UNIT if seconds >= length)
+    count = seconds // length
+    return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
+
+
+def iso_time(time_ns: int) -> str:
+    """
+    Return *time_ns* as programs want it.
+
+    >>> iso_time(1_500_000)
+    '1970-01-01T00:00:00.001500Z'
+    """
+    seconds, rest = divmod(time_ns, 10**9)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}Z"
+
+
+def counted(count: int, noun: str) -> str:
+    """
+    Return *count* with its noun.
+
+    >>> counted(1, "commit"), counted(1200, "object")
+    ('1 commit', '1,200 objects')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# -- stdout --------------------------------------------------------------------------------------------------------
+
+
+def say(text: str = "") -> None:
+    """Print a line of data; what is foreign in it has been through `shown`."""
+    print(text, file=sys.stdout)  # noqa: T201  # this is the printing room
+
+
+def say_json(fields: Mapping[str, object]) -> None:
+    """Print *fields* as the one line that programs read."""
+    say(json.dumps({"schema": JSON_SCHEMA, **fields}))
+
+
+def say_facts(facts: Mapping[str, str]) -> None:
+    """Print names and values below each other."""
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        say(f"{name:<{width}}{shown(value)}")
+
+
+def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None) -> None:
+    """Print *rows* under *columns*, and below them the line *total*."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    width = None if _is_terminal(sys.stdout) or "COLUMNS" in os.environ else _WIDTH_OF_A_PIPE
+    console = Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        text = column.align == "left"
+        table.add_column(column.header, justify=column.align, style=column.style, no_wrap=not text, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(shown(cell)) for cell in row))
+    if total is not None:
+        table.add_row(*(Text(shown(cell)) for cell in total), style="bold")
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        say(line.rstrip())
+
+
+# -- stderr --------------------------------------------------------------------------------------------------------
+
+
+def say_warning(message: str) -> None:
+    """Print one ``warning:`` line."""
+    _complain("warning", message)
+
+
+def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: bool) -> None:
+    """Print what went wrong: one or two lines for people, or one object for programs."""
+    if as_json:
+        error = {"kind": kind, "code": code, "message": message, "hint": hint}
+        print(json.dumps({"error": error}), file=sys.stderr)  # noqa: T201  # likewise
+        return
+    _complain("error", message)
+    if hint is not None:
+        _complain("hint", hint)
+
+
+def _complain(label: str, message: str) -> None:
+    colour = {"error": "1;31", "warning": "1;33", "hint": "1;36"}[label]
+    head = f"\x1b[{colour}m{label}:\x1b[0m" if _has_colour(sys.stderr) else f"{label}:"
+    print(f"{head} {shown(message)}", file=sys.stderr)  # noqa: T201  # likewise
+
+
+def _has_colour(stream: TextIO) -> bool:
+    """Decide as rich does, without importing it: errors come fast."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return _is_terminal(stream) and os.environ.get("TERM", "dumb") not in {"dumb", "unknown"}
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()

@@ -1,3 +1,0 @@
-"""Moved to layerstore.tree."""
-
-from layerstore.tree import *  # noqa: F403

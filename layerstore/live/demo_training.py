@@ -1,0 +1,151 @@
+"""
+Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of the demo runs.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m layerstore.live.demo_training \\
+        --out DIR --steps 20 --save-every 5 [--resume CHECKPOINT]
+
+What a batch holds depends on its step and rank alone, so equal steps see equal text, interrupted or not.
+The text is the Python standard library's own sources, read byte by byte: no download, no tokenizer.
+What happens is told in lines that `layerstore.live.ranks` reads.
+"""
+
+import argparse
+import signal
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from layerstore.live.ranks import tell
+
+VOCABULARY = 256
+"""Every byte is a token."""
+
+HIDDEN = 128
+LAYERS = 6
+HEADS = 4
+SEQUENCE = 128
+BATCH = 4
+LEARNING_RATE = 3e-3
+WARMUP_STEPS = 10
+
+TEXT_BYTES_MAX = 4 * 1024 * 1024
+"""The larger part of the top level of the standard library; reading it takes a few milliseconds."""
+
+Engine = Any  # deepspeed ships no types
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--resume", type=Path)
+    arguments = parser.parse_args()
+
+    # As an exception, so that an interrupted compile lets go of its lock file: the next one would wait for it for ever.
+    signal.signal(signal.SIGTERM, _leave)
+    tell("rank")
+
+    import deepspeed
+    import torch.distributed as dist
+
+    tell("connecting")
+    deepspeed.init_distributed(dist_backend="gloo")
+    engine = build_engine()
+    if arguments.resume is not None:
+        load(engine, arguments.resume)
+    train(engine, out=arguments.out, steps=arguments.steps, save_every=arguments.save_every)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def build_engine() -> Engine:
+    """Return a DeepSpeed engine around a Llama with random weights, the same ones every time."""
+    import deepspeed
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    llama = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=SEQUENCE,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = LlamaForCausalLM(llama)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [parameter for name, parameter in named if "norm" not in name], "weight_decay": 0.1},
+        {"params": [parameter for name, parameter in named if "norm" in name], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    return engine
+
+
+def load(engine: Engine, checkpoint: Path) -> None:
+    """Load *checkpoint* through DeepSpeed's own loader."""
+    loaded, _ = engine.load_checkpoint(str(checkpoint))
+    # DeepSpeed only warns when it finds nothing, and would start from scratch.
+    if loaded is None or engine.global_steps == 0:
+        raise SystemExit(f"DeepSpeed loaded nothing from {checkpoint}")
+
+
+def train(engine: Engine, *, out: Path, steps: int, save_every: int) -> None:
+    """Train *engine* up to step *steps*; save to *out* after every *save_every* steps."""
+    import torch
+    import torch.distributed as dist
+
+    text = torch.frombuffer(bytearray(corpus()), dtype=torch.uint8)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(engine.global_steps + 1, steps + 1):
+        generator = torch.Generator().manual_seed(ranks * step + rank)
+        starts = torch.randint(0, len(text) - SEQUENCE, (BATCH,), generator=generator)
+        tokens = torch.stack([text[start : start + SEQUENCE] for start in starts.tolist()]).long()
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        dist.all_reduce(mean)
+        if rank == 0:
+            tell("step", number=step, loss=float(mean.item() / ranks).hex())
+        if step % save_every == 0:
+            engine.save_checkpoint(str(out), tag=f"global_step{step}")
+            if rank == 0:
+                tell("saved", number=step)
+
+
+def corpus() -> bytes:
+    """Return the beginning of the standard library's sources, in the order of their names."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= TEXT_BYTES_MAX:
+            break
+    if len(text) <= SEQUENCE:
+        raise SystemExit("this Python has no sources of its standard library to train on")
+    return bytes(text[:TEXT_BYTES_MAX])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""
+Run a training program on several CPU ranks of this machine, and hear from it while it runs.
+
+The ranks' whole output goes to one log file; what they `tell` are lines of it with a mark in front.
+So there is no pipe that could fill up, and everything can still be read afterwards.
+Nothing here imports torch: the ranks do.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from layerstore.errors import LayerstoreError
+
+MARK = "@layerstore "
+
+POLL_SECONDS = 0.1
+
+STOP_SECONDS_MAX = 5.0
+"""How long ranks that were asked to end may take before they are killed."""
+
+SILENCE_SECONDS_MAX = 300.0
+"""Ranks that say nothing for so long, and compile nothing, wait for something that will not come."""
+
+COMPILE_SECONDS_MIN = 2.0
+"""Ranks start small programs that end at once; one that runs for so long is the compiler."""
+
+TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that a rank told, or that was seen of the ranks."""
+
+    kind: str
+    """``rank`` (one has started), ``connecting``, ``compiling`` (seen, not told), ``step`` or ``saved``."""
+    number: int
+    """The step; for ``rank`` the process id."""
+    loss: str
+    """The step's loss as `float.hex` writes it; empty for the others."""
+
+
+def tell(kind: str, *, number: int | None = None, loss: str = "") -> None:
+    """Tell the parent; called by the ranks. Without *number* it is the process id."""
+    line = json.dumps({"kind": kind, "number": os.getpid() if number is None else number, "loss": loss})
+    # One write to a file opened for appending cannot be torn by the other ranks' output;
+    # the first line end closes whatever line they have begun.
+    os.write(1, f"\n{MARK}{line}\n".encode())
+
+
+class Ranks:
+    """A training program on *count* ranks. A context manager: when it is left, no process of it is left."""
+
+    def __init__(self, module: str, arguments: Sequence[str], *, count: int, folder: Path, log: Path) -> None:
+        self.log = log
+        self._command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+        self._command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "-m", module, *arguments]
+        self._folder = folder
+        self._count = count
+        self._pids: list[int] = []
+        self._children: dict[int, float] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Ranks":
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._folder,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Its own session: a Ctrl-C is ours alone, and we end the ranks in order.
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS_MAX)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            # torchrun makes every rank the leader of a process group, which its compilers belong to.
+            for pid in self._pids:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
+
+    def events(self) -> Iterator[Event]:
+        """
+        Yield what happens until the program ends.
+
+        Raises:
+            LayerstoreError: It failed, or says nothing any more. The last lines of its log are in ``facts["tail"]``.
+        """
+        assert self._process is not None
+        heard, told_compiling = time.monotonic(), False
+        with self.log.open("rb") as output:
+            rest = b""
+            while True:
+                status = self._process.poll()  # before reading: what was written until then is read below
+                *lines, rest = (rest + output.read()).split(b"\n")
+                for event in filter(None, map(_parse, lines)):
+                    heard = time.monotonic()
+                    if event.kind == "rank":
+                        self._pids.append(event.number)
+                    yield event
+                if status is not None:
+                    break
+                if self._is_compiling():
+                    heard = time.monotonic()
+                    if not told_compiling:
+                        told_compiling = True
+                        yield Event(kind="compiling", number=0, loss="")
+                if time.monotonic() - heard > SILENCE_SECONDS_MAX:
+                    raise self._silent()
+                time.sleep(POLL_SECONDS)
+        if status != 0:
+            raise self._failed(status)
+
+    def _is_compiling(self) -> bool:
+        """Whether some rank has had one child process for a while."""
+        now = time.monotonic()
+        self._children = {pid: self._children.get(pid, now) for rank in self._pids for pid in _children(rank)}
+        return any(now - since >= COMPILE_SECONDS_MIN for since in self._children.values())
+
+    def _failed(self, status: int) -> LayerstoreError:
+        reason = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+        return LayerstoreError(
+            f"the training on {self._count} ranks {reason}; its log is {self.log}", log=str(self.log), tail=_tail(self.log)
+        )
+
+    def _silent(self) -> LayerstoreError:
+        cache = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
+        return LayerstoreError(
+            f"the training has said nothing for {SILENCE_SECONDS_MAX:.0f} s and was ended; its log is {self.log}",
+            hint=f"if an earlier compile was killed, remove the files named lock below {cache}",
+            log=str(self.log),
+            tail=_tail(self.log),
+        )
+
+
+def _parse(line: bytes) -> Event | None:
+    text = line.decode(errors="replace")
+    if not text.startswith(MARK):
+        return None
+    told = json.loads(text.removeprefix(MARK))
+    return Event(kind=str(told["kind"]), number=int(told["number"]), loss=str(told["loss"]))
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []  # the rank has ended, or this kernel does not tell: then nobody hears of a compile
+
+
+def _tail(log: Path) -> list[str]:
+    """Return the last lines that a rank wrote, without what torchrun adds once a rank has failed."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line and not line.startswith(MARK)]
+    for index, line in enumerate(lines):
+        if "torch/distributed/elastic" in line or "failed (exitcode" in line:
+            return lines[max(0, index - TAIL_LINES) : index] or lines[-TAIL_LINES:]
+    return lines[-TAIL_LINES:]
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of ranks that use the CPU alone."""
+    return {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        # One thread: sums in another order would be other sums.
+        "OMP_NUM_THREADS": "1",
+        # gloo resolves the host's name otherwise, which a machine without a network cannot.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        # DeepSpeed looks for ninja on the path, where it is not if the environment was not activated.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    }
+
+
+def _free_port() -> int:
+    """Return a port that is free now; that another program takes it within the second is not excluded."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

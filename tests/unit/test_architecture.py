@@ -1,0 +1,569 @@
+"""
+The rooms of the house and who may enter them, checked on the syntax trees of every module.
+
+Each rule carries its reason, and a failure prints it: whoever breaks a rule learns what it protects.
+Nothing is imported here, so that a module that cannot even be imported is judged all the same.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "layerstore"
+
+# Room -> floor. A room may enter those below; rooms of one floor do not see each other.
+FLOORS = {
+    "errors": 0,
+    "limits": 0,
+    "dtypes": 0,
+    "model": 0,
+    "layers": 0,
+    "tree": 0,
+    "format": 1,
+    "storage": 2,
+    "zero3": 2,
+    "policy": 2,
+    "ops": 3,
+    "store": 4,
+    "live": 5,
+    "export": 5,
+    "remote": 5,
+    "report": 5,
+    "": 6,  # layerstore/__init__.py, the front door
+    "cli": 7,
+    "migrations": 7,
+}
+MAPPED = ("cli", "migrations")
+MIGRATION_ROOMS = {"format", "storage", "migrations"}
+
+WHY_DOWN = (
+    "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy <- ops <- "
+    "store <- live, export, remote, report <- cli, migrations): a lower room that knows an upper one can be neither "
+    "understood nor tested without it"
+)
+WHY_STRANGERS = (
+    "storage and zero3 never see each other, and neither do other rooms of one floor: the disk must not know "
+    "DeepSpeed's files, so that either can change alone; ops introduces them"
+)
+WHY_DOUBLES = "testing holds doubles for tests; a library that imports them ships faults to its users"
+WHY_MIGRATIONS = "migrations are frozen: they may use format and storage, because everything above moves on"
+WHY_SHORT = (
+    "cli and migrations are visible from the repository root, but installed as layerstore.cli and "
+    "layerstore.migrations: the short form works here and nowhere else"
+)
+
+# Library -> the modules that may import it (a trailing dot means the whole room), and why no other may.
+FOREIGN = {
+    "lmdb": (("layerstore.storage.manifest",), "the index is a cache behind one door: its errors are mapped there"),
+    "msgpack": (("layerstore.format.canonical",), "only its canonical form may be read or written"),
+    "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
+    "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
+    "numpy": (("layerstore.zero3.rounding",), "everything else moves bytes and never looks at numbers"),
+    "typer": (("layerstore.cli.",), "a library does not talk to terminals"),
+    "click": (("layerstore.cli.",), "a library does not talk to terminals"),
+    "rich": (("layerstore.cli.",), "a library does not talk to terminals"),
+    "torch": (("layerstore.live.",), "importing torch takes seconds and gigabytes"),
+    "deepspeed": (("layerstore.live.",), "importing deepspeed takes seconds and may compile"),
+    "transformers": (("layerstore.live.",), "importing transformers takes seconds"),
+    "accelerate": (("layerstore.live.",), "importing accelerate takes seconds"),
+}
+HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
+WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
+
+EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}
+WHY_NO_PICKLE = (
+    "a pickle can execute anything: .pt files are read by zero3/ptfile.py's own inert reader, with no fallback"
+)
+
+# Modules that use the operating system's files themselves, and why each may. All others go through storage/files.py.
+OWN_FILES = {
+    "layerstore.storage.files": "it is the seam",
+    "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
+    "layerstore.storage.manifest": "LMDB owns its folder; its lock file is only given its blocks beforehand",
+    "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
+    "layerstore.storage.placement": "it reads the system's list of mounts",
+    "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
+    "layerstore.zero3.discover": "it looks at the source's folders, which are not the store",
+}
+WHY_SEAM = (
+    "only storage/files.py opens or changes files: durability, error mapping and the tests' faults all live at that "
+    "one seam, and a write beside it is neither synced nor tested"
+)
+# The command line is no part of the store: what it writes is for people, or is the demo's own.
+SEAM_EXEMPT = ("layerstore.cli.", "layerstore.testing.")
+
+OS_CALLS = _words(
+    """
+    chmod chown copy_file_range fchmod fchown fdatasync fdopen fsync ftruncate lchown link lchmod makedirs mkdir mkfifo
+    mknod open posix_fallocate pwrite pwritev remove removedirs removexattr rename renames replace rmdir sendfile
+    setxattr splice symlink sync truncate unlink utime write writev
+    """
+)
+PATH_CALLS = _words(
+    """
+    chmod hardlink_to lchmod mkdir open read_bytes read_text rename rmdir symlink_to touch unlink write_bytes write_text
+    """
+)
+FILE_MODULES = {"shutil", "tempfile", "fcntl", "mmap"}
+# Objects with methods of the same names that are the seam, or stand on it.
+SEAM_OBJECTS = {"files", "_files", "self", "objects", "_store", "lmdb"}
+
+MODULE_LINES_MAX = 450
+FUNCTION_LINES_MAX = 70
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One source file of the library."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        """The part of the name after ``layerstore``; empty for the front door."""
+        return self.name.split(".")[1] if "." in self.name else ""
+
+    def at(self, node: ast.AST) -> str:
+        """Say where *node* is."""
+        return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module."""
+
+    target: str
+    node: ast.stmt
+    is_lazy: bool
+    """Whether it stands inside a function."""
+
+
+def sources() -> Iterator[Path]:
+    """Yield every file of the library, cli and migrations under their real paths."""
+    for folder in (LIBRARY, *(ROOT / name for name in MAPPED)):
+        # rglob does not descend into the two links.
+        yield from sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def module_name(path: Path) -> str:
+    """Return the name that the file *path* is imported by once installed."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "layerstore" else ("layerstore", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def load() -> list[Module]:
+    """Parse the whole library."""
+    return [Module(module_name(path), path, ast.parse(path.read_bytes(), filename=str(path))) for path in sources()]
+
+
+MODULES = load()
+NAMES = {module.name for module in MODULES}
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    """Yield what *module* imports, relative imports resolved, with submodules told from names."""
+    lazy = {
+        id(inner)
+        for function in ast.walk(module.tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(function)
+    }
+    for node in ast.walk(module.tree):
+        is_lazy = id(node) in lazy
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node, is_lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield Import(full if full in NAMES else base, node, is_lazy)
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    is_package = module.path.name == "__init__.py"
+    parts = module.name.split(".")
+    parts = parts[: len(parts) - node.level + (1 if is_package else 0)]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def dynamic_imports_of(module: Module) -> Iterator[tuple[str, ast.Call]]:
+    """Yield modules that are named in ``import_module("…")`` or ``__import__("…")``."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                yield node.args[0].value, node
+
+
+def report(violations: Iterable[str], why: str) -> None:
+    """Fail with every violation and the reason of the rule they break."""
+    found = list(violations)
+    if found:
+        pytest.fail("\n  ".join([*found, f"WHY: {why}."]), pytrace=False)
+
+
+def room_of(target: str) -> str:
+    """Return the room that the module *target* of ours is in."""
+    return target.split(".")[1] if "." in target else ""
+
+
+def own_imports() -> Iterator[tuple[Module, Import]]:
+    """Yield every import of one module of ours by another."""
+    for module in MODULES:
+        for found in imports_of(module):
+            if found.target.split(".")[0] == "layerstore":
+                yield module, found
+
+
+def test_the_walk_sees_the_library() -> None:
+    """The walk finds the modules that it judges: an empty walk would pass every rule."""
+    assert {"layerstore", "layerstore.errors", "layerstore.tree", "layerstore.storage.files"} <= NAMES
+    assert {"layerstore.cli", "layerstore.migrations"} <= NAMES
+
+
+def test_every_room_has_a_floor() -> None:
+    """A new room is given its floor here before anybody moves in."""
+    known = FLOORS.keys() | {"testing"}
+
+    report(
+        (
+            f"{module.at(module.tree)}: room {module.room!r} is on no floor"
+            for module in MODULES
+            if module.room not in known
+        ),
+        "the plan of the house is drawn before it is built: design, section 7",
+    )
+
+
+def test_imports_go_down_only() -> None:
+    """No room imports from a higher floor, at module level or lazily."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if module.room != "testing"
+            and room_of(found.target) != "testing"
+            and FLOORS[module.room] < FLOORS[room_of(found.target)]
+        ),
+        WHY_DOWN,
+    )
+
+
+def test_rooms_of_one_floor_do_not_see_each_other() -> None:
+    """Storage, zero3 and policy are strangers, and so are live, export, remote and report."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if module.room != room_of(found.target)
+            and FLOORS.get(module.room, -1) == FLOORS.get(room_of(found.target), -2) >= 1
+            and (module.room, room_of(found.target)) != ("cli", "migrations")
+        ),
+        WHY_STRANGERS,
+    )
+
+
+def test_errors_and_limits_import_nothing_of_ours() -> None:
+    """Everything may use the errors and the limits, so these use nothing."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if module.name in {"layerstore.errors", "layerstore.limits"}
+        ),
+        "every room uses them: what they imported, every room would depend on",
+    )
+
+
+def test_there_are_no_import_cycles() -> None:
+    """Modules can be put in an order in which each imports only earlier ones."""
+    edges: dict[str, set[str]] = {module.name: set() for module in MODULES}
+    for module, found in own_imports():
+        if found.target in NAMES and found.target != module.name:
+            edges[module.name].add(found.target)
+
+    cycle = _find_cycle(edges)
+
+    report(
+        [" -> ".join(cycle)] if cycle else [],
+        "modules that import each other can only be understood, and only be changed, together",
+    )
+
+
+def _find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str] | None:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return None
+        for target in sorted(edges[name]):
+            found = visit(target, [*trail, name])
+            if found:
+                return found
+        done.add(name)
+        return None
+
+    return next((cycle for name in sorted(edges) if (cycle := visit(name, []))), None)
+
+
+def test_nothing_imports_the_doubles() -> None:
+    """The library runs without its ``testing`` room."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if room_of(found.target) == "testing" and module.room != "testing"
+        ),
+        WHY_DOUBLES,
+    )
+
+
+def test_nothing_imports_the_command_line() -> None:
+    """The library runs without its ``cli`` room."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if room_of(found.target) == "cli" and module.room != "cli"
+        ),
+        "whatever a command can do, a program must be able to do without it",
+    )
+
+
+def test_migrations_use_only_frozen_rooms() -> None:
+    """A migration uses format, storage and what lies below them; only the command line calls migrations."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if module.room == "migrations"
+            and room_of(found.target) not in MIGRATION_ROOMS
+            and FLOORS.get(room_of(found.target), 9) > 0
+        ),
+        WHY_MIGRATIONS,
+    )
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if room_of(found.target) == "migrations" and module.room not in {"migrations", "cli"}
+        ),
+        "opening an old store raises and names the command that helps; it never migrates by itself",
+    )
+
+
+def test_each_foreign_library_has_one_room() -> None:
+    """A foreign library is imported only where its errors are mapped and its options are passed."""
+    ours_or_standard = {"layerstore", "__future__", *sys.stdlib_module_names}
+    unknown: tuple[tuple[str, ...], str] = ((), "a new library is given its one room in this test first")
+    by_reason: dict[str, list[str]] = {}
+    for module in MODULES:
+        for found in imports_of(module):
+            library = found.target.split(".")[0]
+            if library in ours_or_standard or module.room == "testing":
+                continue
+            rooms, why = FOREIGN.get(library, unknown)
+            if not f"{module.name}.".startswith(rooms):
+                by_reason.setdefault(why, []).append(f"{module.at(found.node)}: {module.name} imports {found.target}")
+
+    report(
+        (f"{violation}: {why}" for why, violations in by_reason.items() for violation in violations),
+        "each foreign library has one importing room, where its errors are mapped and its options are passed",
+    )
+
+
+def test_heavy_libraries_are_imported_inside_functions() -> None:
+    """No module needs torch, deepspeed or the like for being imported."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target} at module level"
+            for module in MODULES
+            for found in imports_of(module)
+            if found.target.split(".")[0] in HEAVY and not found.is_lazy
+        ),
+        WHY_LAZY,
+    )
+
+
+def test_nothing_imports_pickle() -> None:
+    """No module can unpickle, by whatever name."""
+    report(
+        [
+            f"{module.at(node)}: {module.name} imports {target}"
+            for module in MODULES
+            for target, node in [
+                *((found.target, found.node) for found in imports_of(module)),
+                *dynamic_imports_of(module),
+            ]
+            if target.split(".")[0] in EXECUTING
+        ],
+        WHY_NO_PICKLE,
+    )
+
+
+def test_nothing_evaluates_code() -> None:
+    """No module calls eval, exec or compile."""
+    report(
+        (
+            f"{module.at(node)}: {node.func.id}(…)"
+            for module in MODULES
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in {"eval", "exec", "compile"}
+        ),
+        "sources and stores are other people's data; nothing in them may become code",
+    )
+
+
+def test_only_the_seam_touches_files() -> None:
+    """Opening and changing files is left to storage/files.py and the few that say here why they may."""
+    report(
+        (
+            f"{module.at(node)}: {module.name} calls {ast.unparse(node.func)}"
+            for module in MODULES
+            if module.name not in OWN_FILES and not f"{module.name}.".startswith(SEAM_EXEMPT)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Call) and _touches_files(node)
+        ),
+        WHY_SEAM,
+    )
+
+
+def _touches_files(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Name):
+        return call.func.id == "open"
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name, receiver = call.func.attr, call.func.value
+    owner = receiver.id if isinstance(receiver, ast.Name) else getattr(receiver, "attr", "")
+    if owner == "os":
+        return name in OS_CALLS
+    return owner in FILE_MODULES or (name in PATH_CALLS and owner not in SEAM_OBJECTS)
+
+
+def test_the_list_of_those_with_own_files_is_true() -> None:
+    """Nobody is excused who has no need of it."""
+    by_name = {module.name: module for module in MODULES}
+    for name in OWN_FILES:
+        looks = {"listdir", "lstat", "scandir", "pread", "preadv"} | OS_CALLS | PATH_CALLS
+        calls = {
+            node.func.attr
+            for node in ast.walk(by_name[name].tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        }
+
+        assert calls & looks, f"{name} does not touch files any more: remove it from OWN_FILES"
+
+
+def test_nobody_writes_the_short_form() -> None:
+    """No file of the repository, tests included, says ``import cli`` or ``import migrations``."""
+    files = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            found += [
+                f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: imports {name}"
+                for name in names
+                if name.split(".")[0] in MAPPED
+            ]
+
+    report(found, WHY_SHORT)
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_the_mapped_folders_are_linked(name: str) -> None:
+    """Static tools find layerstore.cli and layerstore.migrations through relative links to the real folders."""
+    link = LIBRARY / name
+
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+    assert (ROOT / name / "__init__.py").is_file()
+
+
+# -- tidiness ------------------------------------------------------------------------------------------------------
+
+
+def test_no_todo_without_an_issue() -> None:
+    """A TODO names the issue that will do it."""
+    sign = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b(?!.*(issue |#)\d+)")
+    files = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
+
+    report(
+        (
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+            for path in files
+            if path != Path(__file__)
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if sign.search(line)
+        ),
+        "what has no issue is never done, and its author is the only one who knows what was meant",
+    )
+
+
+def test_no_error_is_swallowed_blindly() -> None:
+    """No handler of everything does nothing."""
+    report(
+        (
+            f"{module.at(node)}: {ast.unparse(node.type) if node.type else 'everything'} is swallowed"
+            for module in MODULES
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.ExceptHandler)
+            and (node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"})
+            and all(
+                isinstance(statement, ast.Pass | ast.Continue)
+                or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+                for statement in node.body
+            )
+        ),
+        "an error that may be ignored is named, and a comment proves why",
+    )
+
+
+def test_functions_fit_a_screen() -> None:
+    """No function has more than 70 lines, its docstring included."""
+    report(
+        (
+            f"{module.at(node)}: {node.name} has {lines} lines"
+            for module in MODULES
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and (lines := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES_MAX
+        ),
+        f"a function of more than {FUNCTION_LINES_MAX} lines cannot be checked at one look: push ifs up and loops down",
+    )
+
+
+def test_modules_are_read_in_one_sitting() -> None:
+    """No module has more than 450 lines."""
+    report(
+        (
+            f"{module.at(module.tree)}: {lines} lines"
+            for module in MODULES
+            if (lines := len(module.path.read_text().splitlines())) > MODULE_LINES_MAX
+        ),
+        f"a module of more than {MODULE_LINES_MAX} lines holds more than one idea: give the second one its own file",
+    )

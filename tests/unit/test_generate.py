@@ -1,0 +1,232 @@
+"""Promises of the made-up checkpoints: to torch and to us they look like DeepSpeed's, and they can be repeated."""
+
+import hashlib
+import pickle
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+import torch
+
+import layerstore
+from layerstore.dtypes import by_code
+from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.slices import slice_length
+from tests.bench.generate import generate, generate_size
+from tests.bench.shapes import GROUPINGS, ModelShape, shape_of_size
+from tests.bench.trees import PRECISIONS, Precision
+
+ODD = ModelShape(layers=2, hidden=17, intermediate=23, vocab=29, world_size=3)
+"""Sizes that divide by nothing, so that every parameter has padding."""
+
+
+def generate_odd(folder: Path, **options: Any) -> Path:
+    """Write a tiny checkpoint of odd sizes into *folder*."""
+    sizes = {name: getattr(ODD, name) for name in ("layers", "hidden", "intermediate", "vocab", "world_size")}
+    return generate(folder, **sizes | options)
+
+
+class StandIn:
+    """Takes the place of DeepSpeed's classes: loading must not need DeepSpeed."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+
+class StandInUnpickler(pickle.Unpickler):
+    """Knows torch and nothing of DeepSpeed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a stand-in for what is DeepSpeed's."""
+        return StandIn if module.startswith("deepspeed.") else super().find_class(module, name)
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    """Return what torch finds in *path*."""
+    module = ModuleType("stand_in")
+    vars(module).update(vars(pickle), Unpickler=StandInUnpickler)
+    return cast("dict[str, Any]", torch.load(path, pickle_module=module, weights_only=False))
+
+
+def model_states(folder: Path, rank: int) -> dict[str, Any]:
+    """Return the model states of *rank*."""
+    return loaded(next(folder.glob(f"*/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")))
+
+
+def optim_states(folder: Path, rank: int) -> dict[str, Any]:
+    """Return the part of *rank*'s optim states that belongs to the ZeRO optimizer."""
+    tree = loaded(next(folder.glob(f"*/*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")))
+    return cast("dict[str, Any]", tree["optimizer_state_dict"])
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return a digest of every file below *folder*."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest() for path in files}
+
+
+def gathered_master(folder: Path, name: str) -> torch.Tensor:
+    """Return all elements of the parameter *name*, put together the way ``zero_to_fp32`` does it."""
+    shapes = model_states(folder, 0)["param_shapes"]
+    group = next(number for number, members in enumerate(shapes) if name in members)
+    world_size = len(list(folder.glob("*/*optim_states.pt")))
+    members = list(shapes[group])
+    lengths = [slice_length(shape.numel(), world_size) for shape in shapes[group].values()]
+    start = sum(lengths[: members.index(name)])
+    length = lengths[members.index(name)]
+    flats = [optim_states(folder, rank)["fp32_flat_groups"][group] for rank in range(world_size)]
+    whole = torch.cat([flat.detach()[start : start + length] for flat in flats])
+    return whole[: shapes[group][name].numel()]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("groups", GROUPINGS)
+def test_torch_reads_lengths_and_keys_as_deepspeed_saves_them(
+    tmp_path: Path, groups: Any, precision: Precision
+) -> None:
+    """Each sub-group's flat buffers have the elements that its parameters have on one rank, padding included."""
+    folder = generate_odd(tmp_path / "run", groups=groups, precision=precision, sub_group_size=200)
+
+    for rank in range(3):
+        model, optimizer = model_states(folder, rank), optim_states(folder, rank)
+        lengths = [
+            sum(slice_length(shape.numel(), 3) for shape in members.values()) for members in model["param_shapes"]
+        ]
+        state = optimizer["optimizer_state_dict"]["state"]
+        assert 3 == model["dp_world_size"] == optimizer["partition_count"]
+        assert lengths == [len(flat) for flat in optimizer["fp32_flat_groups"]]
+        assert [(length, length, ()) for length in lengths] == [
+            (len(adam["exp_avg"]), len(adam["exp_avg_sq"]), tuple(adam["step"].shape)) for adam in state.values()
+        ]
+        in_groups = [
+            number for group in optimizer["optimizer_state_dict"]["param_groups"] for number in group["params"]
+        ]
+        assert list(range(len(lengths))) == in_groups
+        assert 2 == model["global_steps"] == state[0]["step"]
+
+
+def test_padding_is_junk_in_masters_and_zero_in_moments(tmp_path: Path) -> None:
+    """What the engine leaves behind a slice must not be mistaken for data."""
+    folder = generate_odd(tmp_path / "run", groups="layerwise")
+
+    optimizer = optim_states(folder, 2)
+    # The first group is the embedding: 29 x 17 = 493 elements, 165 a rank, so that the last rank has two to spare.
+    assert optimizer["fp32_flat_groups"][0][-2:].isnan().all()
+    assert torch.equal(torch.zeros(2), optimizer["optimizer_state_dict"]["state"][0]["exp_avg"][-2:])
+    assert optimizer["fp32_flat_groups"][0][:-2].isfinite().all()
+
+
+def test_storages_lie_where_torch_puts_them(tmp_path: Path) -> None:
+    """No storage is aligned better than torch aligns it: the benchmark must not flatter us."""
+    folder = generate_odd(tmp_path / "run")
+
+    for path in folder.glob("*/*.pt"):
+        offsets = [getattr(storage.content, "offset_bytes") for storage in read_pt(path).storages if storage.elements]  # noqa: B009 - the content's type is open
+        assert all(offset % 64 == 0 for offset in offsets)
+
+
+def test_equal_arguments_give_equal_bytes_and_other_seeds_and_steps_give_others(tmp_path: Path) -> None:
+    """Whoever repeats a benchmark repeats it on the same bytes."""
+    first = digests(generate_odd(tmp_path / "a", layout="hf"))
+
+    assert first == digests(generate_odd(tmp_path / "b", layout="hf"))
+    others: list[dict[str, Any]] = [{"seed": 1}, {"step": 3, "tag": "global_step2"}]
+    for other in others:
+        found = digests(generate_odd(tmp_path / "c", layout="hf", **other))
+        assert first["model.safetensors"] != found["model.safetensors"]
+
+
+def test_numbers_do_not_depend_on_ranks_or_groups(tmp_path: Path) -> None:
+    """The same layers hold the same elements, however they are cut and grouped."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    one = generate_odd(tmp_path / "one", world_size=1)
+    three = generate_odd(tmp_path / "three", groups="layerwise_blocks_first", sub_group_size=1)
+
+    assert torch.equal(gathered_master(one, name), gathered_master(three, name))
+
+
+def test_ingest_derives_all_gathered_weights(tmp_path: Path) -> None:
+    """The gathered file is the masters, rounded: not a byte of it needs to be stored."""
+    for precision in PRECISIONS:
+        folder = generate_odd(tmp_path / precision / "checkpoint-2", layout="hf", precision=precision)
+        with layerstore.init(tmp_path / f"store-{precision}") as store:
+            ingested = store.ingest(folder)
+
+        elements = sum(parameter.elements for parameter in ODD.parameters())
+        item_bytes = by_code({"bf16": "BF16", "fp16": "F16", "fp32": "F32"}[precision]).bytes
+        assert elements * item_bytes == ingested.bytes_derived
+        assert (precision, 2, 5) == (ingested.run, ingested.step, len(ingested.layers))
+
+
+def test_two_groupings_share_every_object(tmp_path: Path) -> None:
+    """Only the ranks' states differ: layers are the same objects."""
+    with layerstore.init(tmp_path / "store") as store:
+        first = store.ingest(generate_odd(tmp_path / "a"), run="two")
+        for groups in ("layerwise", "layerwise_blocks_first"):
+            second = store.ingest(generate_odd(tmp_path / groups, groups=groups), run=groups)
+            assert first.objects_new - 3 == second.objects_reused
+            assert second.objects_new == 3
+
+
+def test_tied_and_frozen_parameters_are_where_deepspeed_puts_them(tmp_path: Path) -> None:
+    """Tied weights have one owner and an alias; frozen ones have fragments, and no optimizer state."""
+    frozen = ("model.layers.0", "model.norm.weight")
+    folder = generate_odd(tmp_path / "run" / "checkpoint-2", layout="hf", tied=True, frozen=frozen)
+
+    model = model_states(folder, 0)
+    trained = {name for members in model["param_shapes"] for name in members}
+    assert model["shared_params"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" in model["module"]
+    assert not trained & {"lm_head.weight", *model["frozen_param_shapes"]}
+    assert 10 == len(model["frozen_param_shapes"]) == len(model["frozen_param_fragments"])
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(folder)
+        assert (folder / "model.safetensors").read_bytes() == (
+            store.compose().write(tmp_path / "out").out / "model.safetensors"
+        ).read_bytes()
+
+
+def test_frozen_weights_stay_the_same_from_step_to_step(tmp_path: Path) -> None:
+    """A layer that is not trained has one version."""
+    with layerstore.init(tmp_path / "store") as store:
+        for step in (2, 4):
+            store.ingest(generate(tmp_path / "run", step=step, frozen=["model.layers.0"]), run="run")
+        first, second = (store.compose(f"run@{step}").layers for step in (2, 4))
+
+    assert first["model.layers.0"].version == second["model.layers.0"].version
+    assert first["model.layers.1"].version != second["model.layers.1"].version
+
+
+@pytest.mark.parametrize("layout", ["raw", "hf", "accelerate", "lightning"])
+def test_a_composite_of_every_layout_holds_the_same_files(tmp_path: Path, layout: Any) -> None:
+    """Nothing but the padding, and how the zip archives are laid out, differs from what was ingested."""
+    folder = generate_odd(tmp_path / "run.ckpt", layout=layout)
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(folder, run="run")
+        out = store.compose("run@2").write(tmp_path / "out").out
+
+    names = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    assert names == {path.relative_to(out) for path in out.rglob("*") if path.is_file()} - {Path("layerstore.json")}
+    for name in sorted(name for name in names if "_states.pt" not in name.name):
+        assert (folder / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_sizes_are_about_what_was_asked_for_and_fill_pages_or_none() -> None:
+    """The page-filling shapes do what the fast path needs; the odd ones never do."""
+    for gib in (0.5, 1.0, 2.0, 4.0):
+        for is_gathered in (False, True):
+            shape = shape_of_size(gib, is_gathered=is_gathered)
+            odd = shape_of_size(gib, is_gathered=is_gathered, is_odd=True)
+            elements = sum(parameter.elements for parameter in shape.parameters())
+            assert gib == pytest.approx(elements * (14 if is_gathered else 12) / 2**30, rel=0.03)
+            assert not any(parameter.elements * 4 % (2 * 4096) for parameter in shape.parameters() if parameter.decays)
+            assert all(parameter.elements * 4 % (3 * 4096) and parameter.elements % 3 for parameter in odd.parameters())
+
+
+def test_a_size_can_be_asked_for(tmp_path: Path) -> None:
+    """The whole checkpoint has about the size that was asked for."""
+    folder = generate_size(tmp_path / "run", 0.02, layout="hf")
+
+    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert pytest.approx(size_bytes, rel=0.1) == 0.02 * 2**30
