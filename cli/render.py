@@ -34,7 +34,8 @@ class Column:
 
     header: str
     align: Literal["left", "right"] = "left"
-    style: str = ""
+    folds: bool = False
+    """Whether its cells may go on in a next line where the terminal is narrow."""
 
 
 def shown(text: object) -> str:
@@ -60,12 +61,9 @@ def size(size_bytes: int) -> str:
     """
     if size_bytes < 1000:
         return f"{size_bytes} B"
-    value, unit = float(size_bytes), ""
-    for unit in ("kB", "MB", "GB", "TB", "PB"):
-        value /= 1000
-        if value < 999.95:
-            break
-    return f"{value:.1f} {unit}"
+    units = ("kB", "MB", "GB", "TB", "PB")
+    power = next((power for power in range(1, len(units)) if size_bytes / 1000**power < 999.95), len(units))
+    return f"{size_bytes / 1000**power:.1f} {units[power - 1]}"
 
 
 def age(time_ns: int, *, now_ns: int | None = None) -> str:
@@ -136,8 +134,7 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
     console = Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        text = column.align == "left"
-        table.add_column(column.header, justify=column.align, style=column.style, no_wrap=not text, overflow="fold")
+        table.add_column(column.header, justify=column.align, no_wrap=not column.folds, overflow="fold")
     for row in rows:
         table.add_row(*(Text(shown(cell)) for cell in row))
     if total is not None:

@@ -80,6 +80,10 @@ class Composite:
         """Every layer, in the model's order, and where it comes from."""
         return {entry.layer: _choice(entry) for entry in self._composition.layers}
 
+    def ls(self) -> list[LayerLine]:
+        """Return every layer with its sizes."""
+        return [queries.layer_line(self._rooms, entry) for entry in self._composition.layers]
+
     def write(
         self,
         out: StrPath,
@@ -170,6 +174,8 @@ class Store:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
+        if pin is not None:
+            pin_verb.check_pin_name(self._rooms, pin)
         plan = ingest_verb.plan_ingest(
             self._rooms,
             Path(checkpoint),

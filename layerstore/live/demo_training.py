@@ -2,7 +2,7 @@
 Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of the demo runs.
 
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.live.demo_training \\
-        --out DIR --steps 20 --save-every 5 [--resume CHECKPOINT]
+        --steps 20 [--out DIR --save-every 5] [--resume CHECKPOINT]
 
 What a batch holds depends on its step and rank alone, so equal steps see equal text, interrupted or not.
 The text is the Python standard library's own sources, read byte by byte: no download, no tokenizer.
@@ -38,9 +38,9 @@ Engine = Any  # deepspeed ships no types
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--save-every", type=int)
     parser.add_argument("--resume", type=Path)
     arguments = parser.parse_args()
 
@@ -56,7 +56,7 @@ def main() -> None:
     engine = build_engine()
     if arguments.resume is not None:
         load(engine, arguments.resume)
-    train(engine, out=arguments.out, steps=arguments.steps, save_every=arguments.save_every)
+    train(engine, steps=arguments.steps, out=arguments.out, save_every=arguments.save_every)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -111,8 +111,8 @@ def load(engine: Engine, checkpoint: Path) -> None:
         raise SystemExit(f"DeepSpeed loaded nothing from {checkpoint}")
 
 
-def train(engine: Engine, *, out: Path, steps: int, save_every: int) -> None:
-    """Train *engine* up to step *steps*; save to *out* after every *save_every* steps."""
+def train(engine: Engine, *, steps: int, out: Path | None, save_every: int | None) -> None:
+    """Train *engine* up to step *steps*; save to *out*, if given, after every *save_every* steps."""
     import torch
     import torch.distributed as dist
 
@@ -129,7 +129,7 @@ def train(engine: Engine, *, out: Path, steps: int, save_every: int) -> None:
         dist.all_reduce(mean)
         if rank == 0:
             tell("step", number=step, loss=float(mean.item() / ranks).hex())
-        if step % save_every == 0:
+        if out is not None and save_every is not None and step % save_every == 0:
             engine.save_checkpoint(str(out), tag=f"global_step{step}")
             if rank == 0:
                 tell("saved", number=step)

@@ -142,7 +142,9 @@ class Ranks:
     def _failed(self, status: int) -> LayerstoreError:
         reason = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
         return LayerstoreError(
-            f"the training on {self._count} ranks {reason}; its log is {self.log}", log=str(self.log), tail=_tail(self.log)
+            f"the training on {self._count} ranks {reason}; its log is {self.log}",
+            log=str(self.log),
+            tail=_tail(self.log),
         )
 
     def _silent(self) -> LayerstoreError:

@@ -116,7 +116,7 @@ def execute_compose(
 
 
 def _checked_target(rooms: Rooms, out: Path, *, force: bool) -> Path:
-    target = Path(os.path.abspath(out))  # not resolve: a link at the target itself must be seen
+    target = Path.cwd() / out  # not resolved: a link at the target itself must be seen
     real, store = target.resolve(), rooms.layout.root
     if real == store or store in real.parents:
         raise InvalidInput(f"{out} is inside the store {store}", hint="choose a folder elsewhere with -o")
@@ -124,11 +124,23 @@ def _checked_target(rooms: Rooms, out: Path, *, force: bool) -> Path:
         raise InvalidInput(f"{out} contains the store {store}", hint="choose a folder elsewhere with -o")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
-    if target.exists() and any(target.iterdir()) and not force:
-        raise AlreadyExists(
-            f"{out} exists and is not empty; nothing was changed", hint="choose another folder, or replace it with --force"
-        )
+    if target.exists() and any(target.iterdir()):
+        _check_replaceable(target, force=force)
     return target
+
+
+def _check_replaceable(target: Path, *, force: bool) -> None:
+    if not force:
+        raise AlreadyExists(
+            f"{target} exists and is not empty; nothing was changed",
+            hint="choose another folder with -o, or replace a checkpoint with --force",
+        )
+    # A slip of the pen must not cost a home folder.
+    if not (target / LATEST).is_file():
+        raise AlreadyExists(
+            f"{target} is not a checkpoint (it has no file {LATEST!r}), so it is not replaced; nothing was changed",
+            hint="choose another folder with -o, or remove it by hand",
+        )
 
 
 def _make_folders(rooms: Rooms, path: Path) -> None:

@@ -9,6 +9,13 @@ from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 
 
+def check_pin_name(rooms: Rooms, name: str) -> None:
+    """Raise InvalidInput or Conflict if *name* can never be a pin's."""
+    check_name(name, what="the pin's name")
+    if rooms.records.names(name):
+        raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
+
+
 def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
     """
     Give *resolved* the name *name*.
@@ -18,9 +25,7 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         Conflict: A run has this name.
     """
     rooms.prepare_writing()
-    check_name(name, what="the pin's name")
-    if rooms.records.names(name):
-        raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
+    check_pin_name(rooms, name)
     new = Pin(
         name=name,
         record=resolved.record,

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from layerstore.errors import NotFound
-from layerstore.model import Kind, LayerVersion, Pin
+from layerstore.model import Kind, LayerEntry, LayerVersion, Pin
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
@@ -143,25 +143,25 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
 
 def layer_lines(rooms: Rooms, resolved: Resolved, *, layer: str | None = None) -> list[LayerLine]:
     """Return the layers of one commit with their sizes, or only *layer*."""
-    lines = []
-    for entry in resolved.record.layers:
-        if layer in {None, entry.layer}:
-            version = rooms.version(entry.version)
-            lines.append(
-                LayerLine(
-                    layer=entry.layer,
-                    run=entry.origin.run,
-                    step=entry.origin.step,
-                    version=entry.version.id,
-                    parameters=sum(_elements(parameter.shape) for parameter in version.parameters),
-                    frozen=all(parameter.frozen for parameter in version.parameters),
-                    bytes_by_kind=_bytes_by_kind(version),
-                )
-            )
-    if layer is not None and not lines:
+    entries = [entry for entry in resolved.record.layers if layer in {None, entry.layer}]
+    if layer is not None and not entries:
         names = ", ".join(entry.layer for entry in resolved.record.layers[:10])
         raise NotFound(f"there is no layer {layer!r} in this commit", hint=f"layers: {names} …")
-    return lines
+    return [layer_line(rooms, entry) for entry in entries]
+
+
+def layer_line(rooms: Rooms, entry: LayerEntry) -> LayerLine:
+    """Return what is known of one layer's version."""
+    version = rooms.version(entry.version)
+    return LayerLine(
+        layer=entry.layer,
+        run=entry.origin.run,
+        step=entry.origin.step,
+        version=entry.version.id,
+        parameters=sum(_elements(parameter.shape) for parameter in version.parameters),
+        frozen=all(parameter.frozen for parameter in version.parameters),
+        bytes_by_kind=_bytes_by_kind(version),
+    )
 
 
 def _elements(shape: tuple[int, ...]) -> int:

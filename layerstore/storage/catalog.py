@@ -156,7 +156,7 @@ class Catalog:
                 return ask(self._opened())
             except ManifestUnusable as exc:
                 self.close()
-                self._replace(exc, is_last_try=is_last_try)
+                self._give_up_or_drop(exc, is_last_try=is_last_try)
         return None
 
     def _opened(self) -> Manifest:
@@ -164,24 +164,20 @@ class Catalog:
             self._manifest = Manifest(self._directory, store_id=self._store_id)
         return self._manifest
 
-    def _replace(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
+    def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
         """Drop a damaged index, so that the next look makes a new one; go on without if that is not possible."""
-        if not is_last_try:
-            try:
-                self._drop()
-            except OSError:
-                is_last_try = True  # a read-only store: its index stays as it is, unused
-        if is_last_try:
+        if is_last_try or not self._drop():
             self.index_problem = str(problem)
-        outcome = "going on without it, slower" if is_last_try else "rebuilding it from the commit records"
+        outcome = "going on without it, slower" if self.index_problem else "rebuilding it from the commit records"
         warnings.warn(f"{problem}; {outcome}; nothing is lost", IndexNotice, stacklevel=2)
 
-    def _drop(self) -> None:
-        """Remove the index. Renamed first: a process that has it open keeps a whole one."""
+    def _drop(self) -> bool:
+        """Remove the index, if there is one and it can be; renamed first, so that who has it open keeps a whole one."""
         aside = self._directory.with_name(f"{self._directory.name}.dropped-{secrets.token_hex(4)}")
         try:
             self._directory.rename(aside)
-        except FileNotFoundError:
-            return
+        except OSError:
+            return False  # nothing there, or a read-only store: its index stays as it is, unused
         # What resists stays behind under a name that nothing reads.
         shutil.rmtree(aside, ignore_errors=True)
+        return True

@@ -7,7 +7,6 @@ signals, limits, full disks. Whatever might kill an interpreter runs in a child 
 
 from __future__ import annotations
 
-import errno as errnos
 import hashlib
 import multiprocessing
 import os
@@ -15,12 +14,11 @@ import random
 import shutil
 import signal
 import stat
-import sys
 import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -142,23 +140,180 @@ class Killer(Recorder):
 
 
 class Refuser(Recorder):
-    """A hook that lets one call fail as the system would: the error is raised where the real one is mapped."""
+    """A hook that lets one call fail as the system would, or that one and all like it from then on."""
 
-    def __init__(self, call: Call, number: int) -> None:
+    # A full disk or a broken one still lets files go.
+    _ALWAYS_WORK = frozenset({"unlink", "rmtree"})
+
+    def __init__(self, call: Call, number: int, *, lasting: bool = False) -> None:
         super().__init__()
         self._call = call
         self._number = number
+        self._lasting = lasting
+        self.failed: list[Path] = []
 
     def __call__(self, operation: str, path: Path) -> None:
         """Raise, if this is the call."""
         super().__call__(operation, path)
-        if self.paths[-1][0] == self._call or (self._call, path) in self.paths[-8:]:
-            self._refuse(path)
+        with self._guard:
+            is_it = (operation, self._counts[operation]) == (self._call.operation, self._call.ordinal)
+            if not is_it and not (self._lasting and self.failed and operation not in self._ALWAYS_WORK):
+                return
+            self.failed.append(path)
+        raise StorageIO(f"cannot {operation} {path}: made up", errno=self._number, filename=str(path), hint="none")
 
-    def _refuse(self, path: Path) -> None:
-        if self._call in self.done:
-            return
-        self.done.add(self._call)
-        raise StorageIO(
-            f"cannot change {path}: {os.strerror(self._number)}", errno=self._number, filename=str(path), hint="a test"
-        )
+
+# -- children ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of a child, as far as it can travel."""
+
+    kind: str
+    exit_code: int
+    errno: int | None
+    message: str
+    hint: str | None
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a child ended."""
+
+    exit_code: int | None
+    """Negative for a signal; None where it had to be killed because it hung."""
+    value: Any = None
+    failure: Failure | None = None
+    notices: tuple[str, ...] = ()
+    """The warnings it gave, each with its class."""
+
+    def needed(self) -> Any:
+        """Return the value; raise if the child failed."""
+        assert self.exit_code == 0, self
+        assert self.failure is None, self.failure.trace
+        return self.value
+
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["layerstore.store", "tests.faults.harness"])
+
+
+def in_child(work: Callable[..., Any], *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> Outcome:
+    """Call *work* with *args* in a child process, forked where no store was ever open."""
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_child, args=(sender, work, args))
+    process.start()
+    sender.close()
+    outcome = Outcome(None)
+    with receiver:
+        if receiver.poll(timeout_seconds):
+            try:
+                outcome = receiver.recv()
+            except EOFError:
+                outcome = Outcome(-signal.SIGKILL)
+    process.join(5.0)
+    exit_code = process.exitcode
+    if exit_code is None:
+        process.kill()
+        process.join()
+    process.close()
+    return Outcome(exit_code, outcome.value, outcome.failure, outcome.notices)
+
+
+def _child(sender: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value, failure = None, None
+        try:
+            value = work(*args)
+        except BaseException as error:  # noqa: BLE001 - the parent judges it
+            failure = failure_of(error)
+    notices = tuple(f"{notice.category.__name__}: {notice.message}" for notice in caught)
+    sender.send(Outcome(0, value, failure, notices))
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what the command line would show of *error*."""
+    return Failure(
+        kind=type(error).__name__,
+        exit_code=error.exit_code if isinstance(error, LayerstoreError) else -1,
+        errno=error.errno if isinstance(error, OSError) else None,
+        message=str(error),
+        hint=getattr(error, "hint", None),
+        trace="".join(traceback.format_exception(error)),
+    )
+
+
+def attempt(work: Callable[[], Any]) -> Failure | None:
+    """Call *work*; return what it raised, if it did."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - the caller judges it
+        return failure_of(error)
+    return None
+
+
+def become_nobody() -> None:
+    """Give up root's rights, which would make every permission vanish."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+
+
+# -- what is left --------------------------------------------------------------------------------------------------
+
+
+def composed(store: Store, ref: str | None, scratch: Path) -> str:
+    """Return the fingerprint of *ref*, written below *scratch*."""
+    target = scratch / "composed"
+    shutil.rmtree(target, ignore_errors=True)
+    store.compose(ref).write(target, durable=False)
+    found = fingerprint(target)
+    shutil.rmtree(target)
+    return found
+
+
+def problems(path: Path, scratch: Path, composites: Mapping[str, str]) -> list[str]:
+    """
+    Return what is wrong with the store at *path*; there should be nothing.
+
+    *composites* are the references that must be there, each with the fingerprint of its composite.
+    """
+    found = []
+    with Store(path) as store:
+        verdict = store.verify(read_data=True)
+        found += [f"{damage.kind} {damage.path}: {damage.reason}" for damage in verdict.damaged]
+        known = {f"{entry.run}@{entry.step}" for entry in store.log()} | {pin.name for pin in store.pins()}
+        for ref, expected in composites.items():
+            if ref not in known:
+                found.append(f"{ref} is lost")
+            elif composed(store, ref, scratch) != expected:
+                found.append(f"{ref} composes to other bytes")
+    return found
+
+
+def leftovers(path: Path) -> list[str]:
+    """Return what lies in the store's ``tmp/``."""
+    return sorted(os.listdir(path / "tmp")) if (path / "tmp").is_dir() else []
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Copy the store *source* to *target*, replacing what is there."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, symlinks=True)
+    return target
+
+
+@contextmanager
+def tmpfs(folder: Path, size_bytes: int) -> Iterator[bool]:
+    """Mount a small filesystem on *folder*; yield whether that is allowed here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    is_mounted = os.getuid() == 0 and os.system(f"mount -t tmpfs -o size={size_bytes} tmpfs {folder} 2>/dev/null") == 0  # noqa: S605
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            os.system(f"umount -l {folder}")  # noqa: S605

@@ -1,0 +1,252 @@
+"""
+The command line's outermost shell: which commands there are, and which exit code an exception becomes.
+
+Nothing is imported here that ``--help`` would have to wait for; commands import the library when they run.
+The exit codes are those of docs/reference/cli.md.
+"""
+
+import contextlib
+import errno as errnos
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, TextIO
+
+import typer
+from typer.exceptions import TyperException
+
+import layerstore
+from layerstore.cli.compose import compose
+from layerstore.cli.ingest import ingest
+from layerstore.cli.init import init
+from layerstore.cli.log import log
+from layerstore.cli.ls import ls
+from layerstore.cli.options import AsJson
+from layerstore.cli.pin import pin
+from layerstore.cli.reindex import reindex
+from layerstore.cli.render import say, say_error, say_json, say_warning
+from layerstore.cli.show import show
+from layerstore.cli.verify import verify
+from layerstore.errors import Internal, LayerstoreError, StorageIO
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+EXIT_TERMINATED = 143
+
+# Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
+app = typer.Typer(
+    name="layerstore",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (init, ingest, log, show, ls, compose, pin, verify, reindex):
+    app.command()(_command)
+if find_spec("layerstore.cli.demo") is not None:
+    app.command()(import_module("layerstore.cli.demo").demo)
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived: unwinds like Ctrl-C, so that whoever has a temporary file removes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a command ended that did not succeed."""
+
+    kind: str
+    code: int
+    message: str
+    hint: str | None = None
+
+
+@app.callback(invoke_without_command=True)
+def layerstore_(
+    context: typer.Context,
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", envvar="LAYERSTORE_STORE", metavar="PATH", help="The store; ./.layerstore by default."),
+    ] = None,
+    as_json: AsJson = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """
+    Keep DeepSpeed ZeRO-3 checkpoints as versions of layers; compose checkpoints from them.
+
+    \b
+    Examples:
+      layerstore init
+      layerstore ingest out/checkpoint-200 --run sft
+      layerstore compose sft@200 -o resume
+    """
+    if version:
+        say_json({"version": layerstore.__version__}) if as_json else say(f"layerstore {layerstore.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        if as_json:
+            context.fail("Missing command.")
+        say(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+    shared = {"store": store, "as_json": as_json}
+    context.default_map = {context.invoked_subcommand: shared}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on *arguments*, the process's own by default; return the exit code."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    _tolerate_any_text()
+    with _unwound_by_sigterm(), _warnings_in_one_line():
+        try:
+            failure = _run(words)
+        except (BrokenPipeError, KeyboardInterrupt, Terminated) as exc:
+            failure = _stopped(exc)
+    if failure is None:
+        return 0
+    with contextlib.suppress(OSError):  # nobody is left who could be told
+        if failure.message:
+            say_error(
+                kind=failure.kind,
+                code=failure.code,
+                message=failure.message,
+                hint=failure.hint,
+                as_json=_asks_for_json(words),
+            )
+    _discard_output()
+    return failure.code
+
+
+def _run(words: list[str]) -> Failure | None:
+    """Run one command; every exception that is not a signal becomes a `Failure`."""
+    try:
+        code = typer.main.get_command(app).main(args=words, prog_name="layerstore", standalone_mode=False)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except TyperException as exc:
+        return Failure(kind="usage", code=exc.exit_code, message=_one_line(exc.format_message()), hint=_usage_hint(exc))
+    except LayerstoreError as exc:
+        _show_traceback(always=isinstance(exc, Internal))
+        return Failure(kind=exc.kind, code=exc.exit_code, message=str(exc), hint=exc.hint)
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        _show_traceback()
+        problem = StorageIO(str(exc), errno=exc.errno, filename=str(exc.filename))
+        return Failure(kind=problem.kind, code=problem.exit_code, message=str(problem))
+    except SystemExit as exc:
+        if _is_closed_pipe(exc.__context__):
+            raise BrokenPipeError from exc
+        raise
+    except Exception as exc:  # noqa: BLE001  # the last resort: whatever it is, it is our fault and must be reported
+        _show_traceback(always=True)
+        return Failure(
+            kind=Internal.kind,
+            code=Internal.exit_code,
+            message=f"unexpected {type(exc).__name__}: {exc}",
+            hint="this is a fault of layerstore; please report it with the lines above",
+        )
+    if code == EXIT_INTERRUPTED:  # typer's way to pass on Ctrl-C
+        raise KeyboardInterrupt
+    return Failure(kind="usage", code=code, message="") if code else None
+
+
+def _stopped(reason: BaseException) -> Failure:
+    """Return the failure that a signal, or a reader that went away, stands for."""
+    if isinstance(reason, BrokenPipeError):
+        return Failure(kind="closed_pipe", code=EXIT_CLOSED_PIPE, message="")
+    _show_traceback()
+    if isinstance(reason, Terminated):
+        return Failure(kind="terminated", code=EXIT_TERMINATED, message="terminated; nothing half-done is left behind")
+    return Failure(kind="interrupted", code=EXIT_INTERRUPTED, message="interrupted; nothing half-done is left behind")
+
+
+def _is_closed_pipe(exc: BaseException | None) -> bool:
+    # typer turns a closed pipe into SystemExit(1) before anybody else sees it.
+    return isinstance(exc, OSError) and exc.errno == errnos.EPIPE
+
+
+def _asks_for_json(words: list[str]) -> bool:
+    """Look at the words themselves: a usage error comes before any option was understood."""
+    options = words[: words.index("--")] if "--" in words else words
+    return "--json" in options
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _usage_hint(exc: TyperException) -> str | None:
+    context = getattr(exc, "ctx", None)
+    return None if context is None else f"{context.command_path} --help"
+
+
+def _show_traceback(*, always: bool = False) -> None:
+    if always or os.environ.get("LAYERSTORE_DEBUG", "0") not in {"", "0"}:
+        traceback.print_exc()
+
+
+# -- the process ---------------------------------------------------------------------------------------------------
+
+
+def _tolerate_any_text() -> None:
+    """Let names that are no valid Unicode, or not in the terminal's encoding, be printed escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # closed, or replaced by something simpler
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what else is suppressed
+
+
+@contextlib.contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Raise `Terminated` when SIGTERM comes; a second one stops hard."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    def show_one(  # noqa: PLR0917  # the standard library's signature
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        say_warning(str(message))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show_one
+        yield
+
+
+def _discard_output() -> None:
+    """Send what is still buffered nowhere, so that the interpreter's last flush cannot fail again."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)

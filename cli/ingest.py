@@ -1,0 +1,114 @@
+"""``layerstore ingest``: checkpoints on disk become commits."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.progress import shown_progress
+from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, say_warning, shown, size
+
+if TYPE_CHECKING:
+    from layerstore.ops.ingest import Ingested
+
+
+def ingest(
+    checkpoints: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")],
+    *,
+    run: Annotated[str | None, typer.Option(metavar="R", help="The run's name; else the save folder's.")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; else what `latest` names.")] = None,
+    pin: Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Hide what was saved for this step with other content.")
+    ] = False,
+    layer_pattern: Annotated[
+        str | None,
+        typer.Option(metavar="REGEX", help="Finds the layer in a parameter's name, where the built-in rule does not."),
+    ] = None,
+    allow_global: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Keep this class of a foreign pickle as an inert object; may be repeated."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Follow links to files inside the checkpoint.")] = False,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Save ZeRO-3 checkpoints in the store.
+
+    They may come from DeepSpeed itself, the HF Trainer, Accelerate or Lightning.
+    The same checkpoint a second time writes nothing.
+    Several are taken in the order of the numbers in their names.
+
+    \b
+    Examples:
+      layerstore ingest out/checkpoint-200 --run sft
+      layerstore ingest out/checkpoint-*
+      layerstore ingest run --tag global_step100 --pin best
+    """
+    from layerstore.errors import InvalidInput
+
+    if pin is not None and len(checkpoints) > 1:
+        raise InvalidInput(f"--pin {pin} was given with {len(checkpoints)} checkpoints: a pin means one commit")
+    saved: list[Ingested] = []
+    try:
+        with opened(store) as opened_store:
+            for checkpoint in sorted(checkpoints, key=_in_step_order):
+                with shown_progress(as_json=as_json) as progress:
+                    ingested = opened_store.ingest(
+                        checkpoint,
+                        run=run,
+                        tag=tag,
+                        replace=replace,
+                        layer_pattern=layer_pattern,
+                        allowed_globals=allow_global or (),
+                        follow=follow,
+                        pin=pin,
+                        progress=progress,
+                    )
+                saved.append(ingested)
+                _tell(ingested, as_json=as_json)
+    finally:
+        # Also where a later checkpoint fails: what was saved before it stays saved.
+        if as_json and saved:
+            fields = [_fields(ingested) for ingested in saved]
+            say_json(fields[0] if len(checkpoints) == 1 else {"commits": fields})
+
+
+def _in_step_order(path: Path) -> list[tuple[int, str]]:
+    """Order ``checkpoint-200`` before ``checkpoint-1000``, which a shell does not."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def _tell(ingested: "Ingested", *, as_json: bool) -> None:
+    for note in ingested.notes:
+        say_warning(note)
+    if as_json:
+        return
+    name = f"{shown(ingested.run)}@{ingested.step} (commit {ingested.commit[:SHORT_ID_DIGITS]})"
+    if not ingested.is_new:
+        say(f"already saved: {name}; nothing was written")
+        return
+    derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
+    say(
+        f"saved {name}: {counted(len(ingested.layers), 'layer')}, {size(ingested.bytes_new)} new, "
+        f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s"
+    )
+
+
+def _fields(ingested: "Ingested") -> dict[str, object]:
+    return {
+        "run": ingested.run,
+        "step": ingested.step,
+        "commit": ingested.commit,
+        "is_new": ingested.is_new,
+        "layers": len(ingested.layers),
+        "objects_new": ingested.objects_new,
+        "objects_reused": ingested.objects_reused,
+        "bytes_new": ingested.bytes_new,
+        "bytes_reused": ingested.bytes_reused,
+        "bytes_derived": ingested.bytes_derived,
+        "seconds": ingested.seconds,
+    }

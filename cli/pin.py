@@ -1,0 +1,81 @@
+"""``layerstore pin``: names for commits."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.render import SHORT_ID_DIGITS, Column, age, iso_time, say, say_json, say_table, shown
+
+if TYPE_CHECKING:
+    from layerstore import Store
+    from layerstore.model import Pin
+
+
+def pin(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The pin.", show_default=False)] = None,
+    ref: Annotated[
+        str | None, typer.Argument(metavar="REF", help="RUN@STEP, RUN, RUN~1 or another pin.", show_default=False)
+    ] = None,
+    *,
+    list_: Annotated[bool, typer.Option("--list", help="List all pins.")] = False,
+    delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this pin; its commit stays.")] = None,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Give a commit a name of its own.
+
+    A pin stays readable whatever happens to the commit that it was made from.
+
+    \b
+    Examples:
+      layerstore pin best sft@200
+      layerstore pin --list
+      layerstore pin --delete best
+    """
+    from layerstore.errors import InvalidInput
+
+    asked = [name is not None, list_, delete is not None]
+    if sum(asked) != 1 or (name is not None and ref is None):
+        raise InvalidInput("pin takes NAME and REF, or --list, or --delete NAME", hint="layerstore pin --help")
+    with opened(store) as opened_store:
+        if list_:
+            _say_pins(opened_store.pins(), as_json=as_json)
+        elif delete is not None:
+            opened_store.delete_pin(delete)
+            say_json({"deleted": delete}) if as_json else say(f"deleted the pin {shown(delete)}; its commit stays")
+        elif name is not None:
+            _make(opened_store, name, ref, as_json=as_json)
+
+
+def _make(store: "Store", name: str, ref: str | None, *, as_json: bool) -> None:
+    made = store.pin(name, ref)
+    if as_json:
+        say_json(_fields(made))
+    else:
+        say(f"{shown(made.name)} is {shown(made.record.run)}@{made.record.step} (commit {made.base[:SHORT_ID_DIGITS]})")
+
+
+def _say_pins(pins: list["Pin"], *, as_json: bool) -> None:
+    if as_json:
+        say_json({"pins": [_fields(pin) for pin in pins]})
+    elif pins:
+        columns = [Column("PIN", folds=True), Column("MEANS", folds=True), Column("COMMIT"), Column("PINNED")]
+        say_table(columns, (_row(pin) for pin in pins))
+    else:
+        say("no pins yet; next: layerstore pin NAME REF")
+
+
+def _row(pin: "Pin") -> list[str]:
+    return [pin.name, f"{pin.record.run}@{pin.record.step}", pin.base[:SHORT_ID_DIGITS], age(pin.observed.time_ns)]
+
+
+def _fields(pin: "Pin") -> dict[str, object]:
+    return {
+        "pin": pin.name,
+        "run": pin.record.run,
+        "step": pin.record.step,
+        "commit": pin.base,
+        "time": iso_time(pin.observed.time_ns),
+    }

@@ -1,0 +1,31 @@
+"""Where faults happen: in memory, because a killed process leaves the same behind there, and sooner."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 - only a place to put a private folder in
+
+
+@pytest.fixture
+def fast_path() -> Iterator[Path]:
+    """Yield a private folder, in memory where there is such a place."""
+    with _private_folder() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def fast_module_path() -> Iterator[Path]:
+    """Yield one such folder for all tests of a module."""
+    with _private_folder() as folder:
+        yield Path(folder)
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    is_usable = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
+    return tempfile.TemporaryDirectory(prefix="layerstore-faults-", dir=_MEMORY if is_usable else None)

@@ -1,0 +1,272 @@
+"""
+kill -9 at every step that writes: what was saved stays, and the same command then succeeds.
+
+A dry pass counts the calls of the seam, then the verb runs once per call in a child that kills itself there.
+Every end state is looked at twice, with the index as the crash left it and without any.
+LMDB's own writes do not pass the seam: strace and random kills cover those.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from layerstore.errors import AlreadyExists
+from layerstore.ops.setup import make_store
+from layerstore.storage.files import Files, Hook
+from layerstore.store import Store, init
+from tests.faults.harness import (
+    Call,
+    Killer,
+    Recorder,
+    composed,
+    copied,
+    fingerprint,
+    in_child,
+    problems,
+    seeded,
+    tiny_checkpoint,
+    truth,
+)
+
+SAMPLE = 40
+"""Crash points per verb in a usual run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A store with one commit and one pin, and what may happen to it."""
+
+    folder: Path
+    store: Path
+    """Holds ``run@2`` and the pin ``kept``."""
+    earlier: dict[str, str]
+    """What is in it, each with the fingerprint of its composite."""
+    later: dict[str, str]
+    """What the verbs add: ``run@4``, the replaced ``run@2``."""
+
+    @property
+    def second(self) -> Path:
+        """The checkpoint of step 4."""
+        return self.folder / "second"
+
+    @property
+    def other(self) -> Path:
+        """Another checkpoint of step 2."""
+        return self.folder / "other"
+
+
+@pytest.fixture(scope="module")
+def scene(fast_module_path: Path) -> Scene:
+    """Return the scene that every crash starts from; it is copied, never changed."""
+    folder = fast_module_path
+    first = tiny_checkpoint(folder / "first", step=2, layout="hf")
+    second = tiny_checkpoint(folder / "second", step=4, layout="hf")
+    other = tiny_checkpoint(folder / "other", step=2, seed=1, layout="hf")
+    with init(folder / "store") as store:
+        store.ingest(first, run="run", pin="kept")
+        digest = composed(store, "run@2", folder)
+    with init(folder / "later") as store:
+        store.ingest(second, run="run")
+        store.ingest(other, run="run")
+        later = {"run@4": composed(store, "run@4", folder), "other": composed(store, "run@2", folder)}
+    return Scene(folder, folder / "store", {"run@2": digest, "kept": digest}, later)
+
+
+# -- the verbs -----------------------------------------------------------------------------------------------------
+
+
+def do_init(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Make a store where there is none."""
+    make_store(folder / "new", Files(hook))
+
+
+def do_ingest(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Add a step."""
+    with Store(folder / "store", hook=hook) as store:
+        store.ingest(scene.second, run="run")
+
+
+def do_replace(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Put another commit in the place of one that is there."""
+    with Store(folder / "store", hook=hook) as store:
+        store.ingest(scene.other, run="run", replace=True)
+
+
+def do_repeat(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Ingest what is there already."""
+    with Store(folder / "store", hook=hook) as store:
+        store.ingest(scene.folder / "first", run="run")
+
+
+def do_pin(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Give a commit a name."""
+    with Store(folder / "store", hook=hook) as store:
+        store.pin("named", "run@2")
+
+
+def do_compose(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Write a checkpoint where nothing is."""
+    with Store(folder / "store", hook=hook) as store:
+        store.compose("run@2").write(folder / "deep" / "out")
+
+
+def do_overwrite(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Write a checkpoint over another folder."""
+    target = folder / "out"
+    if not target.exists() and not list(folder.glob("out.*")):
+        shutil.copytree(scene.other, target)
+    with Store(folder / "store", hook=hook) as store:
+        store.compose("run@2").write(target, force=True)
+
+
+def do_reindex(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Make the index afresh."""
+    with Store(folder / "store", hook=hook) as store:
+        assert store.reindex() == 1
+
+
+Verb = Callable[[Path, Scene, Hook], None]
+VERBS: list[Verb] = [do_init, do_ingest, do_replace, do_repeat, do_pin, do_compose, do_overwrite]
+
+
+def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -> list[str]:
+    """Return what is wrong after *verb* was interrupted, or *is_done*."""
+    store, scratch = folder / "store", folder / "scratch"
+    if verb is do_init:
+        return _init_problems(folder, is_done=is_done)
+    composites = dict(scene.earlier)
+    with Store(store) as opened:
+        known = {f"{entry.run}@{entry.step}" for entry in opened.log()} | {pin.name for pin in opened.pins()}
+    if verb is do_ingest and (is_done or "run@4" in known):
+        composites["run@4"] = scene.later["run@4"]
+    if verb is do_pin and (is_done or "named" in known):
+        composites["named"] = scene.earlier["run@2"]
+    if verb is do_replace:
+        composites.pop("run@2")
+    found = problems(store, scratch, composites)
+    if verb is do_replace:
+        with Store(store) as opened:
+            now = composed(opened, "run@2", scratch)
+        allowed = [scene.later["other"]] if is_done else [scene.later["other"], scene.earlier["run@2"]]
+        found += [] if now in allowed else ["run@2 is neither the old commit nor the new one"]
+    if verb in (do_compose, do_overwrite):
+        found += _target_problems(folder, scene, verb, is_done=is_done)
+    return found
+
+
+def _init_problems(folder: Path, *, is_done: bool) -> list[str]:
+    if not is_done and not (folder / "new" / "store.json").exists():
+        return []
+    with Store(folder / "new") as store:
+        return [] if store.verify(read_data=True).ok and store.log() == [] else ["the new store is not sound"]
+
+
+def _target_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -> list[str]:
+    target = folder / "deep" / "out" if verb is do_compose else folder / "out"
+    allowed = [scene.earlier["run@2"]]
+    if verb is do_overwrite and not is_done:
+        allowed.append(fingerprint(scene.other))
+    if not target.exists():
+        # Between the two renames of a replacement there is no target, but both folders are whole.
+        aside = [fingerprint(path) for path in folder.glob("out.*")]
+        is_lost = verb is do_overwrite and fingerprint(scene.other) not in aside
+        return ["the target is gone"] if is_done or is_lost else []
+    return [] if fingerprint(target) in allowed else ["the target is torn"]
+
+
+# -- at the seam ---------------------------------------------------------------------------------------------------
+
+
+def _crash(folder: Path, scene: Scene, verb: Verb, call: Call) -> None:
+    verb(folder, scene, Killer(call))
+
+
+def _aftermath(folder: Path, scene: Scene, verb: Verb) -> list[str]:
+    """Return what is wrong after a crash, and after the verb was repeated."""
+    found = outcome_problems(folder, scene, verb, is_done=False)
+    before = None if verb is do_init else truth(folder / "store")
+    try:
+        verb(folder, scene, Recorder())
+    except AlreadyExists as error:
+        # Killed after its last step but before it could say so: what it made is there, and is looked at below.
+        found += [] if verb in (do_init, do_compose) else [f"the verb does not succeed again: {error!r}"]
+    if before is not None:
+        now = truth(folder / "store")
+        found += [f"{name} is gone" for name in before if name not in now and not name.startswith("tmp/")]
+    return found + outcome_problems(folder, scene, verb, is_done=True)
+
+
+def _aftermaths(folder: Path, scene: Scene, verb: Verb) -> list[str]:
+    """Look at the crash's end state as it is, and at a copy that has lost its index."""
+    twin = folder.with_name(f"{folder.name}-without-index")
+    shutil.copytree(folder, twin, symlinks=True)
+    shutil.rmtree(twin / "store" / "manifest", ignore_errors=True)
+    shutil.rmtree(twin / "new" / "manifest", ignore_errors=True)
+    found = _aftermath(folder, scene, verb)
+    return found + [f"without the index: {problem}" for problem in _aftermath(twin, scene, verb)]
+
+
+def _dry_pass(folder: Path, scene: Scene, verb: Verb) -> list[Call]:
+    recorder = Recorder()
+    verb(folder, scene, recorder)
+    return recorder.calls
+
+
+def _fresh(fast_path: Path, scene: Scene, name: str) -> Path:
+    folder = fast_path / name
+    folder.mkdir()
+    copied(scene.store, folder / "store")
+    return folder
+
+
+def crash_points(calls: list[Call], chance: random.Random) -> list[Call]:
+    """Return a sample with the first and last call of each operation, and others at random."""
+    last = {call.operation: call for call in sorted(calls)}
+    certain = {call for call in calls if call.ordinal == 1} | set(last.values())
+    others = sorted(set(calls) - certain)
+    return sorted(certain | set(chance.sample(others, min(len(others), max(0, SAMPLE - len(certain))))))
+
+
+def _crash_everywhere(fast_path: Path, scene: Scene, verb: Verb, points: list[Call]) -> None:
+    for number, call in enumerate(points):
+        folder = _fresh(fast_path, scene, f"crash-{number}")
+
+        died = in_child(_crash, folder, scene, verb, call)
+        looked = in_child(_aftermaths, folder, scene, verb)
+
+        assert died.exit_code == -signal.SIGKILL, f"{call}: {died}"
+        assert looked.needed() == [], str(call)
+        shutil.rmtree(folder)
+        shutil.rmtree(folder.with_name(f"{folder.name}-without-index"))
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__[3:])
+def test_a_kill_at_any_step_loses_nothing(fast_path: Path, scene: Scene, verb: Verb) -> None:
+    """After a kill at a step of the sample, everything earlier is whole and the verb succeeds."""
+    calls = in_child(_dry_pass, _fresh(fast_path, scene, "dry"), scene, verb).needed()
+    points = crash_points(calls, seeded(verb.__name__))
+    print(f"{verb.__name__}: {len(points)} of {len(calls)} crash points")
+
+    _crash_everywhere(fast_path, scene, verb, points)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__[3:])
+def test_a_kill_at_every_step_loses_nothing(fast_path: Path, scene: Scene, verb: Verb) -> None:
+    """The same for every single step."""
+    calls = in_child(_dry_pass, _fresh(fast_path, scene, "dry"), scene, verb).needed()
+    print(f"{verb.__name__}: {len(calls)} crash points")
+
+    _crash_everywhere(fast_path, scene, verb, calls)
