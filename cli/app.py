@@ -15,8 +15,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, TextIO
@@ -26,6 +24,7 @@ from typer.exceptions import TyperException
 
 import layerstore
 from layerstore.cli.compose import compose
+from layerstore.cli.demo import demo
 from layerstore.cli.ingest import ingest
 from layerstore.cli.init import init
 from layerstore.cli.log import log
@@ -51,10 +50,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, ingest, log, show, ls, compose, pin, verify, reindex):
+for _command in (init, ingest, log, show, ls, compose, pin, verify, reindex, demo):
     app.command()(_command)
-if find_spec("layerstore.cli.demo") is not None:
-    app.command()(import_module("layerstore.cli.demo").demo)
 
 
 class Terminated(BaseException):
@@ -105,6 +102,7 @@ def layerstore_(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on *arguments*, the process's own by default; return the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    _occupy_standard_descriptors()
     _tolerate_any_text()
     with _unwound_by_sigterm(), _warnings_in_one_line():
         try:
@@ -142,7 +140,8 @@ def _run(words: list[str]) -> Failure | None:
         raise
     except OSError as exc:
         _show_traceback()
-        problem = StorageIO(str(exc), errno=exc.errno, filename=str(exc.filename))
+        where = "the output" if exc.filename is None else exc.filename
+        problem = StorageIO(f"{where}: {exc.strerror or exc}", errno=exc.errno, filename=str(where))
         return Failure(kind=problem.kind, code=problem.exit_code, message=str(problem))
     except SystemExit as exc:
         if _is_closed_pipe(exc.__context__):
@@ -197,6 +196,15 @@ def _show_traceback(*, always: bool = False) -> None:
 
 
 # -- the process ---------------------------------------------------------------------------------------------------
+
+
+def _occupy_standard_descriptors() -> None:
+    """Keep a closed stdin, stdout or stderr from becoming the descriptor of a file of the store."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _tolerate_any_text() -> None:

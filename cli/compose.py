@@ -1,7 +1,7 @@
 """``layerstore compose``: a ZeRO-3 checkpoint from stored layers."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,15 +13,12 @@ if TYPE_CHECKING:
     from layerstore import Composite
     from layerstore.ops.compose import Written
 
-# Checked against the library's own list by a test: importing that here would slow down ``--help``.
-Policy = Literal["exact", "latest"]
-
 
 def compose(
     ref: Reference = None,
     *,
     policy: Annotated[
-        Policy,
+        str,
         typer.Option(metavar="P", help="latest: each layer's newest version; exact: every layer from this very step."),
     ] = "latest",
     run: Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.")] = None,

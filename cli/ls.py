@@ -30,7 +30,7 @@ def ls(
     if as_json:
         say_json({"layers": [layer_fields(line) for line in lines]})
         return
-    kinds = list(lines[0].bytes_by_kind) if lines else []
+    kinds = [kind for kind in lines[0].bytes_by_kind if any(line.bytes_by_kind[kind] for line in lines)]
     columns = [
         Column("LAYER", folds=True),
         Column("STEP", "right"),
@@ -45,15 +45,15 @@ def ls(
         *(_size(sum(line.bytes_by_kind[kind] for line in lines)) for kind in kinds),
         size(sum(sum(line.bytes_by_kind.values()) for line in lines)),
     ]
-    say_table(columns, (_row(line) for line in lines), total=total if len(lines) > 1 else None)
+    say_table(columns, (_row(line, kinds) for line in lines), total=total if len(lines) > 1 else None)
 
 
-def _row(line: "LayerLine") -> list[str]:
+def _row(line: "LayerLine", kinds: list[str]) -> list[str]:
     return [
         f"{line.layer} (frozen)" if line.frozen else line.layer,
         str(line.step),
         f"{line.parameters:,}",
-        *(_size(size_bytes) for size_bytes in line.bytes_by_kind.values()),
+        *(_size(line.bytes_by_kind[kind]) for kind in kinds),
         size(sum(line.bytes_by_kind.values())),
     ]
 

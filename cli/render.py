@@ -21,6 +21,10 @@ SHORT_ID_DIGITS = 12
 # In a file or a pipe no table is cut or folded to a terminal that nobody looks at.
 _WIDTH_OF_A_PIPE = 100_000
 
+# Between two columns; and what a column that folds keeps at least.
+_GAP = 2
+_FOLDED_WIDTH_MIN = 20
+
 # Control characters, bidirectional overrides, lone surrogates, line and paragraph separators.
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
@@ -98,10 +102,11 @@ def counted(count: int, noun: str) -> str:
     """
     Return *count* with its noun.
 
-    >>> counted(1, "commit"), counted(1200, "object")
-    ('1 commit', '1,200 objects')
+    >>> counted(1, "commit"), counted(1200, "object"), counted(2, "loss")
+    ('1 commit', '1,200 objects', '2 losses')
     """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 # -- stdout --------------------------------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ def counted(count: int, noun: str) -> str:
 
 def say(text: str = "") -> None:
     """Print a line of data; what is foreign in it has been through `shown`."""
-    print(text, file=sys.stdout)  # noqa: T201  # this is the printing room
+    _print(text, sys.stdout)
 
 
 def say_json(fields: Mapping[str, object]) -> None:
@@ -130,19 +135,28 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
     from rich.table import Table
     from rich.text import Text
 
-    width = None if _is_terminal(sys.stdout) or "COLUMNS" in os.environ else _WIDTH_OF_A_PIPE
-    console = Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column.header, justify=column.align, no_wrap=not column.folds, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(shown(cell)) for cell in row))
-    if total is not None:
-        table.add_row(*(Text(shown(cell)) for cell in total), style="bold")
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    if not (_is_terminal(sys.stdout) or "COLUMNS" in os.environ):
+        console.width = _WIDTH_OF_A_PIPE
+    cells = [[Text(shown(cell)) for cell in row] for row in (*rows, *([] if total is None else [total]))]
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for index, column in enumerate(columns):
+        widest = max([len(column.header), *(line[index].cell_len for line in cells)])
+        table.add_column(
+            column.header,
+            justify=column.align,
+            no_wrap=not column.folds,
+            overflow="fold",
+            min_width=min(widest, _FOLDED_WIDTH_MIN) if column.folds else widest,
+        )
+    for line in cells:
+        table.add_row(*line, style="bold" if total is not None and line is cells[-1] else None)
+    # Rather lines that the terminal wraps than numbers that lack their ends.
+    console.width = max(console.width, sum((column.min_width or 0) + _GAP for column in table.columns))
     with console.capture() as capture:
         console.print(table)
-    for line in capture.get().splitlines():
-        say(line.rstrip())
+    for printed in capture.get().splitlines():
+        say(printed.rstrip())
 
 
 # -- stderr --------------------------------------------------------------------------------------------------------
@@ -157,7 +171,7 @@ def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: 
     """Print what went wrong: one or two lines for people, or one object for programs."""
     if as_json:
         error = {"kind": kind, "code": code, "message": message, "hint": hint}
-        print(json.dumps({"error": error}), file=sys.stderr)  # noqa: T201  # likewise
+        _print(json.dumps({"error": error}), sys.stderr)
         return
     _complain("error", message)
     if hint is not None:
@@ -167,10 +181,15 @@ def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: 
 def _complain(label: str, message: str) -> None:
     colour = {"error": "1;31", "warning": "1;33", "hint": "1;36"}[label]
     head = f"\x1b[{colour}m{label}:\x1b[0m" if _has_colour(sys.stderr) else f"{label}:"
-    print(f"{head} {shown(message)}", file=sys.stderr)  # noqa: T201  # likewise
+    _print(f"{head} {shown(message)}", sys.stderr)
 
 
-def _has_colour(stream: TextIO) -> bool:
+def _print(text: str, stream: TextIO | None) -> None:
+    if stream is not None:  # closed by whoever started us; print() would take the other one instead
+        print(text, file=stream)  # the one place that prints
+
+
+def _has_colour(stream: TextIO | None) -> bool:
     """Decide as rich does, without importing it: errors come fast."""
     if os.environ.get("NO_COLOR"):
         return False

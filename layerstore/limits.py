@@ -33,8 +33,8 @@ PICKLE_DEPTH_MAX = 200
 # A pickle may name one list many times; whoever writes the tree out writes it each time.
 PICKLE_EXPANDED_BYTES_MAX = 256 * MIB
 
-# The largest real integers are random seeds of 128 bits.
-PICKLE_INT_BYTES_MAX = 4 * KIB
+# The largest real integers are random seeds of 128 bits. Python itself writes no integer of more than 4300 digits.
+PICKLE_INT_BYTES_MAX = 1 * KIB
 
 # Module and name of a global; real ones stay below 100.
 PICKLE_NAME_BYTES_MAX = 1000

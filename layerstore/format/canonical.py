@@ -26,7 +26,7 @@ def pack(value: Plain) -> bytes:
     """
     try:
         data: bytes = msgpack.packb(_sorted(value), use_bin_type=True, strict_types=True)
-    except (TypeError, ValueError, OverflowError, UnicodeEncodeError) as exc:
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise InvalidInput(f"a value cannot be recorded: {exc}") from exc
     return data
 
@@ -48,6 +48,7 @@ def unpack(data: bytes, *, what: str) -> Plain:
             max_array_len=len(data),
             max_map_len=len(data),
             max_ext_len=0,
+            ext_hook=_refuse_extension,
         )
         again = msgpack.packb(_sorted(value), use_bin_type=True, strict_types=True)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as exc:
@@ -57,8 +58,15 @@ def unpack(data: bytes, *, what: str) -> Plain:
     return value
 
 
+def _refuse_extension(code: int, data: bytes) -> Plain:
+    # Without content they pass the limit on their length.
+    raise ValueError(f"it holds the extension type {code}")
+
+
 def _sorted(value: Plain) -> Plain:
     if isinstance(value, dict):
+        if any(type(key) is not str for key in value):
+            raise TypeError("a map has a key that is not text")
         return {key: _sorted(value[key]) for key in sorted(value)}
     if isinstance(value, list):
         return [_sorted(item) for item in value]

@@ -7,11 +7,13 @@ The tags are listed in docs/reference/format.md.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.format.canonical import Plain, pack
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+
+Value = TypeVar("Value")
 
 _INT64 = range(-(1 << 63), 1 << 64)
 
@@ -21,16 +23,18 @@ ContentFromPlain = Callable[[Plain, str], object]
 
 def encode(tree: Tree, *, content_to_plain: ContentToPlain) -> Plain:
     """Turn *tree* into ``[storages, root]``; *content_to_plain* says where a storage's bytes are."""
-    encoder = _Encoder(content_to_plain)
-    root = encoder.node(tree)
-    return [encoder.table, root]
+    return _Encoder(lambda storage: content_to_plain(storage.content)).image(tree)
 
 
 class _Encoder:
-    def __init__(self, content_to_plain: ContentToPlain) -> None:
-        self.table: list[Plain] = []
+    def __init__(self, content_of: Callable[[Storage], Plain]) -> None:
+        self._table: list[Plain] = []
         self._positions: dict[Storage, int] = {}
-        self._content_to_plain = content_to_plain
+        self._content_of = content_of
+
+    def image(self, tree: Tree) -> list[Plain]:
+        root = self.node(tree)
+        return [self._table, root]
 
     def node(self, tree: Tree) -> Plain:  # noqa: PLR0911  # one line per node type
         match tree:
@@ -74,9 +78,8 @@ class _Encoder:
 
     def _position(self, storage: Storage) -> int:
         if storage not in self._positions:
-            self._positions[storage] = len(self.table)
-            content = self._content_to_plain(storage.content)
-            self.table.append([storage.dtype, storage.elements, storage.device, content])
+            self._positions[storage] = len(self._table)
+            self._table.append([storage.dtype, storage.elements, storage.device, self._content_of(storage)])
         return self._positions[storage]
 
     def _inert(self, inert: Inert) -> Plain:
@@ -115,17 +118,25 @@ def decode(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> 
     """
     try:
         rows, root = cast("list[Plain]", value)
-        table = [_storage(cast("list[Plain]", row), content_from_plain, what) for row in cast("list[Plain]", rows)]
-        return _Decoder(table).node(root)
-    except (TypeError, ValueError, KeyError, IndexError, UnicodeDecodeError) as exc:
+        contents = {_storage(row, content_from_plain, what): row[3] for row in cast("list[list[Plain]]", rows)}
+        tree = _Decoder(list(contents)).node(root)
+        # As everywhere on reading: what is not exactly what we would write was not written by us.
+        is_canonical = pack(_Encoder(contents.__getitem__).image(tree)) == pack(value)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise IntegrityError(f"{what} is not a tree: {exc}") from exc
+    if not is_canonical:
+        raise IntegrityError(f"{what} is not a tree in canonical form")
+    return tree
 
 
 def _storage(row: list[Plain], content_from_plain: ContentFromPlain, what: str) -> Storage:
     dtype, elements, device, content = row
-    if not (isinstance(dtype, str) and isinstance(elements, int) and isinstance(device, str)):
-        raise TypeError("a storage has fields of the wrong types")
-    return Storage(dtype=dtype, elements=elements, device=device, content=content_from_plain(content, what))
+    return Storage(
+        dtype=_typed(str, dtype),
+        elements=_typed(int, elements),
+        device=_typed(str, device),
+        content=content_from_plain(content, what),
+    )
 
 
 class _Decoder:
@@ -138,19 +149,19 @@ class _Decoder:
                 raise TypeError("a map has no place in a tree")
             return value
         tag, *rest = value
-        return self._tagged(cast(str, tag), rest)
+        return self._tagged(_typed(str, tag), rest)
 
     def _tagged(self, tag: str, rest: list[Plain]) -> Tree:  # noqa: PLR0911  # one line per tag
         match tag:
             case "z":
-                return Size(cast("list[int]", rest))
+                return Size(_integers(rest))
             case "o":
-                attributes = None if rest[0] is None else cast("dict[Tree, Tree]", self.node(rest[0]))
+                attributes = None if rest[0] is None else _typed(dict, self.node(rest[0]))
                 return OrderedMap(self._pairs(rest[1:]), attributes)
             case "T":
                 return self._tensor(rest)
             case "g":
-                return Global(cast(str, rest[0]))
+                return Global(_typed(str, rest[0]))
             case "i":
                 return self._inert(rest)
             case "d":
@@ -162,9 +173,9 @@ class _Decoder:
             case "s":
                 return {self.node(item) for item in rest}
             case "u":
-                return cast(bytes, rest[0]).decode("utf-8", "surrogatepass")
+                return _typed(bytes, rest[0]).decode("utf-8", "surrogatepass")
             case "I":
-                return int(cast(str, rest[0]))
+                return int(_typed(str, rest[0]))
             case _:
                 raise ValueError(f"unknown tag {tag!r}")
 
@@ -174,24 +185,37 @@ class _Decoder:
 
     def _tensor(self, rest: list[Plain]) -> Tensor:
         position, offset, shape, stride, requires_grad, is_parameter, attributes = rest
+        if len(_integers(shape)) != len(_integers(stride)):
+            raise ValueError("a tensor has another number of strides than of dimensions")
         return Tensor(
-            storage=self._table[cast(int, position)],
-            offset=cast(int, offset),
-            shape=Size(cast("list[int]", shape)),
-            stride=tuple(cast("list[int]", stride)),
-            requires_grad=cast(bool, requires_grad),
-            is_parameter=cast(bool, is_parameter),
-            attributes=None if attributes is None else cast("dict[Tree, Tree]", self.node(attributes)),
+            storage=self._table[_typed(int, position)],
+            offset=_typed(int, offset),
+            shape=Size(_integers(shape)),
+            stride=tuple(_integers(stride)),
+            requires_grad=_typed(bool, requires_grad),
+            is_parameter=_typed(bool, is_parameter),
+            attributes=None if attributes is None else _typed(dict, self.node(attributes)),
         )
 
     def _inert(self, rest: list[Plain]) -> Inert:
         name, made_by_new, arguments, state, has_state, appended, items = rest
         return Inert(
-            name=cast(str, name),
-            made_by_new=cast(bool, made_by_new),
-            arguments=cast("tuple[Tree, ...]", self.node(arguments)),
+            name=_typed(str, name),
+            made_by_new=_typed(bool, made_by_new),
+            arguments=_typed(tuple, self.node(arguments)),
             state=self.node(state),
-            has_state=cast(bool, has_state),
-            appended=cast("list[Tree]", self.node(appended)),
-            items=cast("dict[Tree, Tree]", self.node(items)),
+            has_state=_typed(bool, has_state),
+            appended=_typed(list, self.node(appended)),
+            items=_typed(dict, self.node(items)),
         )
+
+
+def _typed(cls: type[Value], value: object) -> Value:
+    # Not isinstance: True is no int here, and a Size no tuple.
+    if type(value) is not cls:
+        raise TypeError(f"found {type(value).__name__} where {cls.__name__} belongs")
+    return value
+
+
+def _integers(values: Plain) -> list[int]:
+    return [_typed(int, value) for value in _typed(list, values)]

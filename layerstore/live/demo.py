@@ -34,7 +34,8 @@ MARKER = "layerstore-demo.txt"
 """Tells that a folder is a demo's own, so that ``force`` may clear it."""
 
 _MARKER_TEXT = "Made by `layerstore demo`; `layerstore demo --force` removes the folders beside this file.\n"
-_CHECKPOINTS, _STORE, _COMPOSITE, _LOGS = _FOLDERS = ("checkpoints", "store", "composite", "logs")
+_CHECKPOINTS, _STORE, _COMPOSITE = _RESULTS = ("checkpoints", "store", "composite")
+_LOGS = "logs"
 
 _MODULE = "layerstore.live.demo_training"
 
@@ -113,7 +114,7 @@ def run_demo(
 
     The store and the logs stay there. The checkpoints are removed as soon as they are ingested, and the composite once
     the losses proved identical, unless *keep*. With *force* what an earlier demo left in *folder* is removed first.
-    Whatever ends it, no process of it goes on.
+    Whatever ends it, no process of it goes on; an interrupt leaves the logs alone.
 
     Raises:
         Unsupported: Something that DeepSpeed needs is missing; nothing was changed.
@@ -127,7 +128,14 @@ def run_demo(
     check_needs()
     folder = folder.resolve()
     _prepare(folder, force=force)
-    return _Demo(folder, steps=steps, keep=keep, audience=audience or Nobody()).run()
+    try:
+        return _Demo(folder, steps=steps, keep=keep, audience=audience or Nobody()).run()
+    except Exception:
+        raise  # what a failure left is there to be looked at
+    except BaseException:
+        for name in _RESULTS:
+            _remove(folder / name)
+        raise
 
 
 def _prepare(folder: Path, *, force: bool) -> None:
@@ -136,18 +144,21 @@ def _prepare(folder: Path, *, force: bool) -> None:
         raise AlreadyExists(f"{folder} is there and is not a folder; nothing was changed", hint="choose another --dir")
     with mapped_errors(folder, doing="use"):
         if folder.exists() and any(folder.iterdir()):
-            is_ours = (folder / MARKER).exists()
-            if not is_ours:
-                hint = "choose another --dir"
-                raise AlreadyExists(f"{folder} is not empty and not a demo's folder; nothing was changed", hint=hint)
-            if not force:
-                hint = "choose another --dir, or replace it with --force"
-                raise AlreadyExists(f"{folder} holds an earlier demo; nothing was changed", hint=hint)
-            for name in _FOLDERS:
+            _check_replaceable(folder, force=force)
+            for name in (*_RESULTS, _LOGS):
                 _remove(folder / name)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).write_text(_MARKER_TEXT)
         (folder / _LOGS).mkdir()
+
+
+def _check_replaceable(folder: Path, *, force: bool) -> None:
+    if not (folder / MARKER).exists():
+        hint = "choose another --dir"
+        raise AlreadyExists(f"{folder} is not empty and not a demo's folder; nothing was changed", hint=hint)
+    if not force and any((folder / name).exists() for name in _RESULTS):
+        hint = "choose another --dir, or replace it with --force"
+        raise AlreadyExists(f"{folder} holds an earlier demo; nothing was changed", hint=hint)
 
 
 class _Demo:
@@ -201,9 +212,9 @@ class _Demo:
         with self._timed("ingest"), init(self._folder / _STORE) as store:
             for save in range(1, SAVES + 1):
                 ingested = store.ingest(checkpoints, run=RUN, tag=f"global_step{save * self._save_every}")
+                written = _megabytes(ingested.bytes_new)
                 self._audience.note(
-                    f"step {ingested.step}: {len(ingested.layers)} layers, {_megabytes(ingested.bytes_new)} written, "
-                    f"{_megabytes(ingested.bytes_derived)} of gathered weights not needed"
+                    f"step {ingested.step}: {len(ingested.layers)} layers, {written} of objects written"
                 )
         self._sizes["store"] = _size_bytes(self._folder / _STORE)
         if not self._keep:

@@ -202,7 +202,7 @@ class _Writer:
     def run(self) -> int:
         """Write all files, ``latest`` last; return their size."""
         rooms, base = self._rooms, self._base
-        self._progress.start("compose", 0)
+        self._progress.start("compose", self._slices.size_bytes)
         with ExitStack() as stack:
             ahead = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="verify"))
             syncs = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="fsync"))

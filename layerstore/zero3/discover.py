@@ -17,9 +17,7 @@ from layerstore.zero3.sourcefile import read_source_file
 
 LATEST = "latest"
 _LATEST_BYTES_MAX = 4096
-_SHARD = re.compile(
-    r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_(?P<what>model|optim)_states\.pt"
-)
+_SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_(?P<what>model|optim)_states\.pt")
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"
 
@@ -92,9 +90,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     flavour = _flavour(folder, tag)
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
     notes: list[str] = []
-    others = tuple(
-        sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards)
-    )
+    others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
     if any(file.name == _INCOMPLETE_SENTINEL for file in others):
         raise SourceCheckpoint(
             f"{folder} is not finished: it holds {_INCOMPLETE_SENTINEL}", hint="ingest an earlier checkpoint"
@@ -282,9 +278,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
             hint="copy the missing files from the node that wrote them, or ingest another checkpoint",
             missing=missing,
         )
-    return tuple(
-        RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks
-    )
+    return tuple(RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks)
 
 
 def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
@@ -308,9 +302,7 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
             path = current / name
             count += 1
             if count > SOURCE_FILES_MAX:
-                raise InvalidInput(
-                    f"{folder} holds more than {SOURCE_FILES_MAX} files; is it the right folder?"
-                )
+                raise InvalidInput(f"{folder} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
             if not _is_text(name):
                 notes.append(f"ignored {os.fsencode(path)!r}: its name is not UTF-8")
                 continue

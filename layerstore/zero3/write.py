@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.format.hashing import combine_crc32, crc32, crc32_of_zeros
-from layerstore.format.objects import frame
+from layerstore.format.objects import frame, slice_bytes
 from layerstore.model import (
     BlobRef,
     BufferContent,
@@ -108,6 +108,11 @@ class Slices:
             self._places[stored.kind, tensor.name, tensor.state, stored.shard] = place
             self._shards[stored.kind, tensor.name] = stored.shards
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of all slices."""
+        return sum(slice_bytes(place.tensor) for place in self._places.values())
+
     def find(self, kind: Kind, name: str, *, shard: int, state: str = "") -> _Place:
         """Return one slice; raises LayoutMismatch where the layer has none."""
         place = self._places.get((kind, name, state, shard))
@@ -201,9 +206,7 @@ def _filling(
             raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
 
 
-def _padded_slice(
-    slices: Slices, kind: Kind, name: str, *, state: str, rank: int, world_size: int
-) -> Iterator[_Part]:
+def _padded_slice(slices: Slices, kind: Kind, name: str, *, state: str, rank: int, world_size: int) -> Iterator[_Part]:
     elements = elements_of(slices.parameter(name).shape)
     valid = valid_elements(elements, world_size, rank)
     item_bytes = 0
@@ -326,9 +329,7 @@ def _tensor_pieces(tensor: GatheredTensor, slices: Slices, *, rank: int, offset:
         yield from _parameter_piece(tensor, slices, kind, rank=rank, offset=offset)
 
 
-def _parameter_piece(
-    tensor: GatheredTensor, slices: Slices, kind: Kind, *, rank: int, offset: int
-) -> Iterator[Piece]:
+def _parameter_piece(tensor: GatheredTensor, slices: Slices, kind: Kind, *, rank: int, offset: int) -> Iterator[Piece]:
     shards = slices.shards(kind, tensor.layer_name)
     if shards and (rank >= shards or not valid_elements(tensor.elements, shards, rank)):
         return

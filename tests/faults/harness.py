@@ -15,6 +15,7 @@ import shutil
 import signal
 import stat
 import threading
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,26 @@ def _child(sender: Connection, work: Callable[..., Any], args: tuple[Any, ...]) 
             failure = failure_of(error)
     notices = tuple(f"{notice.category.__name__}: {notice.message}" for notice in caught)
     sender.send(Outcome(0, value, failure, notices))
+
+
+@contextmanager
+def child(work: Callable[..., Any], *args: Any) -> Iterator[BaseProcess]:
+    """Run *work* in a child meanwhile; what it says is lost, and it is killed if it is still there."""
+    process = _CONTEXT.Process(target=work, args=args)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def wait_for(path: Path) -> None:
+    """Wait until *path* is there."""
+    give_up_at = time.monotonic() + TIMEOUT_SECONDS
+    while not path.exists():
+        assert time.monotonic() < give_up_at, f"{path} did not appear"
+        time.sleep(0.005)
 
 
 def failure_of(error: BaseException) -> Failure:

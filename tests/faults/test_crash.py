@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tests.faults.harness import (
     Call,
     Killer,
     Recorder,
+    child,
     composed,
     copied,
     fingerprint,
@@ -37,9 +39,10 @@ from tests.faults.harness import (
     seeded,
     tiny_checkpoint,
     truth,
+    wait_for,
 )
 
-SAMPLE = 40
+SAMPLE = 24
 """Crash points per verb in a usual run."""
 
 
@@ -239,8 +242,8 @@ def crash_points(calls: list[Call], chance: random.Random) -> list[Call]:
 
 
 def _crash_everywhere(fast_path: Path, scene: Scene, verb: Verb, points: list[Call]) -> None:
-    for number, call in enumerate(points):
-        folder = _fresh(fast_path, scene, f"crash-{number}")
+    def crash(call: Call) -> None:
+        folder = _fresh(fast_path, scene, str(call))
 
         died = in_child(_crash, folder, scene, verb, call)
         looked = in_child(_aftermaths, folder, scene, verb)
@@ -249,6 +252,9 @@ def _crash_everywhere(fast_path: Path, scene: Scene, verb: Verb, points: list[Ca
         assert looked.needed() == [], str(call)
         shutil.rmtree(folder)
         shutil.rmtree(folder.with_name(f"{folder.name}-without-index"))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(crash, points))
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__[3:])
@@ -270,3 +276,90 @@ def test_a_kill_at_every_step_loses_nothing(fast_path: Path, scene: Scene, verb:
     print(f"{verb.__name__}: {len(calls)} crash points")
 
     _crash_everywhere(fast_path, scene, verb, calls)
+
+
+# -- below the seam ------------------------------------------------------------------------------------------------
+
+_DRIVER = """
+import sys
+from pathlib import Path
+from tests.faults import test_crash
+from tests.faults.harness import Recorder
+folder, scene = Path(sys.argv[2]), Path(sys.argv[3])
+getattr(test_crash, sys.argv[1])(folder, test_crash.Scene(scene, scene / "store", {}, {}), Recorder())
+"""
+
+
+def _traced(folder: Path, scene: Scene, verb: Verb, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run *verb* under strace, whose report goes to a file beside the store."""
+    report = folder / "strace"
+    command = ["strace", "-f", "-qq", "-o", str(report), *options, sys.executable, "-c", _DRIVER]
+    return subprocess.run(
+        [*command, verb.__name__, str(folder), str(scene.folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.fixture
+def strace(fast_path: Path) -> None:
+    """Skip where strace is missing or may not trace."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    probe = subprocess.run(["strace", "-o", os.devnull, "true"], check=False, capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"strace may not trace here: {probe.stderr.strip()}")
+
+
+# What LMDB does to its files, and what the catalog does to their folder; strace counts each call for itself.
+_INDEX_CALLS = ("writev", "pwrite64", "fdatasync", "fallocate", "mkdir", "rename", "unlinkat", "rmdir")
+
+
+@pytest.mark.parametrize("verb", [do_ingest, do_reindex], ids=lambda verb: verb.__name__[3:])
+@pytest.mark.parametrize("call", _INDEX_CALLS)
+@pytest.mark.usefixtures("strace")
+def test_a_kill_inside_the_index_loses_nothing(fast_path: Path, scene: Scene, verb: Verb, call: str) -> None:
+    """LMDB's writes and syncs, and the swap of its folder, are survived like our own."""
+    count, is_over = 0, False
+    while not is_over:
+        count += 1
+        folder = _fresh(fast_path, scene, f"index-{count}")
+        manifest = folder / "store" / "manifest"
+        watched = [option for path in (manifest, *manifest.iterdir()) for option in ("-P", str(path))]
+
+        died = _traced(folder, scene, verb, *watched, "-e", f"inject={call}:signal=KILL:when={count}")
+        is_over = died.returncode == 0
+        looked = in_child(_aftermaths, folder, scene, verb)
+
+        assert is_over or died.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), died.stderr
+        assert looked.needed() == [], count
+    print(f"{verb.__name__}: {count - 1} kills at {call}")
+    assert count > 1 or call not in ("writev", "pwrite64", "fdatasync")
+
+
+def _ingest_for_ever(folder: Path, scene: Scene) -> None:
+    with Store(folder / "store") as store:
+        (folder / "started").touch()
+        while True:
+            for source in (scene.second, scene.other, scene.folder / "first"):
+                store.ingest(source, run="busy", replace=True)
+
+
+def test_a_kill_at_a_random_time_loses_nothing(fast_path: Path, scene: Scene) -> None:
+    """A process that ingests without end is killed at any moment, again and again on the same store."""
+    chance = seeded("random times")
+    folder = _fresh(fast_path, scene, "random")
+    for number in range(20):
+        with child(_ingest_for_ever, folder, scene) as busy:
+            wait_for(folder / "started")
+            time.sleep(chance.random() * 0.3)
+            busy.kill()
+        (folder / "started").unlink()
+
+        looked = in_child(problems, folder / "store", folder, scene.earlier)
+
+        assert looked.needed() == [], number
+    assert in_child(_aftermaths, folder, scene, do_ingest).needed() == []

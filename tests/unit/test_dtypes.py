@@ -28,6 +28,7 @@ def test_codes_are_those_of_safetensors(row: DType) -> None:
 
 
 @ROWS
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # the files still name these classes
 def test_storage_classes_are_torchs(row: DType) -> None:
     """The class that torch.save names for a storage exists and has this element type."""
     if row.storage_class is not None:

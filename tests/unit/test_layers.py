@@ -119,7 +119,7 @@ def test_a_pattern_overrides_the_rule_where_it_matches(pattern: str, layer: str)
 @pytest.mark.parametrize("pattern", ["()x*", "(?P<layer>)e", "(z)?encoder", "$"])
 def test_a_pattern_that_gives_no_name_is_refused(pattern: str) -> None:
     """A match that is empty would lump strangers together: it is refused, and the hint says what to write."""
-    with pytest.raises(InvalidInput, match="gives 'encoder.bias' no layer name") as caught:
+    with pytest.raises(InvalidInput, match=r"gives 'encoder\.bias' no layer name") as caught:
         layer_of("encoder.bias", pattern=re.compile(pattern))
 
     assert caught.value.hint

@@ -1,0 +1,110 @@
+"""How far the demo is: on a terminal a line that moves below those that stay, elsewhere plain lines; all on stderr."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from layerstore.cli.render import shown
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Live
+    from rich.progress import TaskID
+
+
+class DemoAudience(Protocol):
+    """A `layerstore.live.demo.Audience` that can also show what went wrong."""
+
+    def phase(self, text: str) -> None:
+        """Show that the next part begins."""
+
+    def note(self, text: str) -> None:
+        """Show a fact."""
+
+    def step(self, step: int, *, steps: int, loss: float) -> None:
+        """Show a step."""
+
+    def complain(self, line: str) -> None:
+        """Show a line of a log."""
+
+
+class _Quiet:
+    """For programs: only what went wrong."""
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def step(self, step: int, *, steps: int, loss: float) -> None:
+        pass
+
+    def complain(self, line: str) -> None:
+        print(f"  | {shown(line)}", file=sys.stderr)
+
+
+class _Lines(_Quiet):
+    """For logs and pipes: one line for each event."""
+
+    def phase(self, text: str) -> None:
+        print(shown(text), file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"  {shown(text)}", file=sys.stderr, flush=True)
+
+    def step(self, step: int, *, steps: int, loss: float) -> None:
+        self.note(_step_line(step, steps, loss))
+
+
+class _Terminal(_Quiet):
+    """For people: what is done stays, what goes on moves."""
+
+    def __init__(self, live: "Live", task: "TaskID") -> None:
+        self._live = live
+        self._task = task
+
+    def phase(self, text: str) -> None:
+        self._live.console.print(shown(text), style="bold")
+        self._live.reset(self._task, description="", total=None)
+
+    def note(self, text: str) -> None:
+        self._live.console.print(f"  {shown(text)}")
+
+    def step(self, step: int, *, steps: int, loss: float) -> None:
+        self._live.update(self._task, completed=step, total=steps, description=_step_line(step, steps, loss))
+
+    def complain(self, line: str) -> None:
+        self._live.console.print(f"  | {shown(line)}", style="dim")
+
+
+def _step_line(step: int, steps: int, loss: float) -> str:
+    return f"step {step} of {steps}, loss {loss:.4f}"
+
+
+@contextlib.contextmanager
+def shown_demo(*, as_json: bool) -> Iterator[DemoAudience]:
+    """Yield where the demo tells how far it is."""
+    if as_json:
+        yield _Quiet()
+    elif not sys.stderr.isatty() or os.environ.get("LAYERSTORE_NO_PROGRESS"):
+        yield _Lines()
+    else:
+        with _live() as live:
+            yield _Terminal(live, live.add_task("", total=None))
+
+
+def _live() -> "Live":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn(" "),
+        SpinnerColumn(),
+        TimeElapsedColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}", markup=False),
+        console=Console(stderr=True, highlight=False, markup=False, emoji=False),
+        transient=True,
+    )

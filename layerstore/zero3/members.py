@@ -1,0 +1,88 @@
+"""What the model consists of: its parameters and buffers, and how often the optimizer has updated them."""
+
+import math
+import struct
+
+from layerstore.errors import LayoutMismatch, SourceCheckpoint
+from layerstore.model import Buffer, Parameter
+from layerstore.tree import Located, Size, Tensor, Tree
+from layerstore.zero3.ranks import Groups, RankSource
+from layerstore.zero3.sourcefile import open_source
+from layerstore.zero3.trees import TreeView
+
+# How torch keeps a step counter, as struct knows it.
+_COUNTERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+
+
+def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
+    """Return all parameters that have bytes of their own, in the model's order."""
+    shapes: dict[str, Tree] = {name: shape for group in groups for name, shape in group.items()}
+    frozen = {str(name): shape for name, shape in _optional(rank.model, "frozen_param_shapes").items()}
+    fragments = _optional(rank.model, "frozen_param_fragments")
+    module = _optional(rank.model, "module")
+    aliases: dict[str, list[str]] = {}
+    for alias, name in _optional(rank.model, "shared_params").items():
+        aliases.setdefault(str(name), []).append(str(alias))
+    unknown = sorted((shapes.keys() | frozen.keys()) - module.keys())
+    if unknown:
+        raise LayoutMismatch(f"{rank.model.path}: param_shapes names {unknown[0]!r}, which the module does not have")
+    found = {}
+    for name, placeholder in module.items():
+        if not isinstance(name, str) or (name not in shapes and name not in frozen):
+            continue
+        holder = fragments.get(name, placeholder)
+        if not isinstance(holder, Tensor):
+            raise SourceCheckpoint(f"{rank.model.path}: parameter {name!r} is not a tensor")
+        shape = shapes[name] if name in shapes else frozen[name]
+        if not isinstance(shape, Size):
+            raise SourceCheckpoint(f"{rank.model.path}: the shape of parameter {name!r} is not a shape")
+        found[name] = Parameter(
+            name=name,
+            dtype=holder.storage.dtype,
+            shape=tuple(shape),
+            frozen=name in frozen,
+            aliases=tuple(sorted(aliases.get(name, ()))),
+        )
+    return found
+
+
+def _optional(view: TreeView, key: str) -> dict[Tree, Tree]:
+    part = view.get(key)
+    return {} if part is None else part.mapping()
+
+
+def buffers_of(rank: RankSource) -> dict[str, Buffer]:
+    """Return the persistent buffers, in the model's order."""
+    module = rank.model["module"].mapping()
+    names = rank.model.get("buffer_names")
+    found = {}
+    for name in names.sequence() if names is not None else ():
+        value = module.get(name)
+        # What is not a plain block of memory stays in the tree, where every tensor has its place.
+        if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
+            found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
+    return found
+
+
+def optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
+    """Return the optimizer's own counter for every sub-group."""
+    states = TreeView(rank.optimizer_file.tree, path=rank.optimizer_file.path)
+    states = states["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    found: list[int | None] = []
+    for group in range(groups):
+        state = states.get(group)
+        counter = None if state is None else state.get("step")
+        found.append(None if counter is None else _count(counter.value))
+    return found
+
+
+def _count(counter: Tree) -> int | None:
+    """Return a step counter as a number: an int in DeepSpeed's own optimizers, a scalar tensor in torch's."""
+    if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS:
+        located, layout = counter.storage.content, struct.Struct(_COUNTERS[counter.storage.dtype])
+        assert isinstance(located, Located), "trees that were just read point into their files"
+        with open_source(located.path) as file:
+            data = file.read_at(located.offset_bytes + counter.offset * layout.size, layout.size)
+        (value,) = layout.unpack(data)
+        return int(value) if math.isfinite(value) else None
+    return counter if isinstance(counter, int) and not isinstance(counter, bool) else None

@@ -1,0 +1,191 @@
+"""
+The ranks' files, read and held against each other.
+
+Ranks that disagree, a length that does not fit, or a setting that keeps state out of the files
+are errors that name what was found: the engine's own loader would take most of them in silence.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.limits import WORKERS_MAX
+from layerstore.tree import Located, Size, Tensor
+from layerstore.zero3.checkpoint import StorageCheck
+from layerstore.zero3.discover import RankFiles
+from layerstore.zero3.ptfile import PtFile, read_pt
+from layerstore.zero3.slices import elements_of, slice_length
+from layerstore.zero3.trees import TreeView, refuse_settings
+
+MASTER = "master"
+
+Agreed = TypeVar("Agreed")
+Groups = list[dict[str, Size]]
+"""The parameters of every sub-group with their shapes, in flat order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """One flat buffer of one rank: a sub-group's masters, or one of its optimizer states."""
+
+    state: str
+    group: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSource:
+    """One rank's two files, read."""
+
+    rank: int
+    model_file: PtFile
+    optimizer_file: PtFile
+    flats: tuple[Flat, ...]
+
+    @property
+    def model(self) -> TreeView:
+        """The tree of ``model_states``."""
+        return TreeView(self.model_file.tree, path=self.model_file.path)
+
+
+def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) -> list[RankSource]:
+    """Read every rank's pair of files; raises Unsupported where a setting kept state out of them."""
+
+    def read(pair: RankFiles) -> RankSource:
+        model_file = read_pt(pair.model, allowed_globals=allowed_globals)
+        optimizer_file = read_pt(pair.optimizer, allowed_globals=allowed_globals)
+        model = TreeView(model_file.tree, path=pair.model)
+        optimizer = TreeView(optimizer_file.tree, path=pair.optimizer)["optimizer_state_dict"]
+        refuse_settings(model, optimizer)
+        return RankSource(
+            rank=pair.rank,
+            model_file=model_file,
+            optimizer_file=optimizer_file,
+            flats=tuple(_flats(optimizer, model)),
+        )
+
+    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+        return list(pool.map(read, pairs))
+
+
+def world_size_of(ranks: list[RankSource]) -> int:
+    """Return how many ranks saved the checkpoint; raises unless exactly their files are here."""
+    world_size = agreed(ranks, "dp_world_size", lambda rank: rank.model["dp_world_size"].integer())
+    agreed(ranks, "partition_count", _partition_count, expected=world_size)
+    if len(ranks) < world_size:
+        lost = ", ".join(str(rank) for rank in range(len(ranks), world_size))
+        raise SourceCheckpoint(
+            f"{ranks[0].model.path.parent} is incomplete: it was saved by {world_size} ranks; missing: {lost}",
+            hint="copy the missing files from the nodes that wrote them, or ingest another checkpoint",
+        )
+    if len(ranks) > world_size:
+        raise LayoutMismatch(
+            f"{ranks[0].model.path.parent} holds files of {len(ranks)} ranks, but was saved by {world_size}",
+            hint="remove the files that an earlier save of another world size left behind",
+        )
+    return world_size
+
+
+def _partition_count(rank: RankSource) -> int:
+    tree = TreeView(rank.optimizer_file.tree, path=rank.optimizer_file.path)
+    return tree["optimizer_state_dict"]["partition_count"].integer()
+
+
+def agreed(
+    ranks: list[RankSource], what: str, look: Callable[[RankSource], Agreed], expected: Agreed | None = None
+) -> Agreed:
+    """Return what all ranks say of *what*; raise LayoutMismatch with the values where they differ."""
+    values = [look(rank) for rank in ranks]
+    first = values[0] if expected is None else expected
+    for rank, value in zip(ranks, values, strict=True):
+        if value != first:
+            detail = f": {_short(first)} and {_short(value)}"
+            raise LayoutMismatch(
+                f"the files of {ranks[0].model.path.parent} are mixed: {what} differs at rank {rank.rank}{detail}",
+                hint="ranks of one save belong together; ingest another checkpoint",
+            )
+    return first
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def param_shapes(rank: RankSource) -> Groups:
+    """Return the rank's ``param_shapes``: what lies in each flat buffer, in which order."""
+    groups = []
+    for _, group in rank.model["param_shapes"].children():
+        shapes: dict[str, Size] = {}
+        for name, shape in group.children():
+            if not isinstance(shape.value, Size) or not isinstance(name, str):
+                raise SourceCheckpoint(f"{rank.model.path}: param_shapes holds something else than names and shapes")
+            shapes[name] = shape.value
+        groups.append(shapes)
+    return groups
+
+
+def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
+    masters = optimizer["fp32_flat_groups"].children()
+    states = optimizer["optimizer_state_dict"]["state"]
+    _check_states_present(states, len(masters), model)
+    for group, (_, master) in enumerate(masters):
+        yield Flat(state=MASTER, group=group, tensor=master.tensor())
+        elements = master.tensor().elements
+        state = states.get(group)
+        for key, value in state.children() if state is not None else ():
+            if isinstance(value.value, Tensor) and len(value.value.shape) == 1 and value.value.shape[0] == elements:
+                if not isinstance(key, str):
+                    raise SourceCheckpoint(f"{optimizer.path}: an optimizer state is called {key!r}")
+                yield Flat(state=key, group=group, tensor=value.value)
+
+
+def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
+    """Refuse settings under which some moments live where no file holds them."""
+    present = {key for key, state in states.children() if state.mapping()}
+    has_stepped = model["global_steps"].integer() > model["skipped_steps"].integer()
+    if (present and len(present) < groups) or (not present and has_stepped and groups):
+        raise Unsupported(
+            f"{states.path} holds the optimizer state of {len(present)} of {groups} sub-groups: "
+            "the rest was never saved (Twin-Flow's offload ratio below 1, or SuperOffload)",
+            hint="save without offload_optimizer.ratio and super_offload",
+        )
+
+
+def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:
+    """Raise unless every flat buffer is exactly as long as its parameters' slices."""
+    agreed(ranks, "the optimizer's states", _kinds_of_flats)
+    expected = [sum(slice_length(elements_of(shape), world_size) for shape in group.values()) for group in groups]
+    for rank in ranks:
+        path = rank.optimizer_file.path
+        count = sum(flat.state == MASTER for flat in rank.flats)
+        if count != len(groups):
+            raise LayoutMismatch(f"{path} has {count} flat groups, param_shapes has {len(groups)}")
+        for flat in rank.flats:
+            found = flat.tensor.elements
+            if found == 0 and expected[flat.group]:
+                raise Unsupported(
+                    f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",
+                    hint="save with offload_optimizer.device 'cpu' or 'none'",
+                )
+            if found != expected[flat.group] or not flat.tensor.is_contiguous:
+                raise LayoutMismatch(
+                    f"{path}: {flat.state} of flat group {flat.group} has {found} elements, "
+                    f"its parameters need {expected[flat.group]} (first: {next(iter(groups[flat.group]), 'none')})"
+                )
+
+
+def _kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:
+    return [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats]
+
+
+def storage_checks(ranks: list[RankSource]) -> Iterator[StorageCheck]:
+    """Yield every record with bytes of every ``.pt`` file."""
+    for rank in ranks:
+        for file in (rank.model_file, rank.optimizer_file):
+            for number, storage in enumerate(file.storages):
+                assert isinstance(storage.content, Located)
+                if storage.content.size_bytes:
+                    yield StorageCheck(key=f"data/{number}", located=storage.content)

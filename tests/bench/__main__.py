@@ -1,0 +1,100 @@
+"""
+Compare ingest and compose with ``cp -r`` of the same bytes, in alternating runs inside one warm process.
+
+    python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5] [--profile]
+
+Prints one table for each verb: median and best time, the ratio of medians to both baselines, processor time,
+peak anonymous memory of this process, and how much of the processors others used.
+The whole command's time, interpreter's start included, stands beside it; its memory is another process's.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.bench.generate import generate, generate_size
+from tests.bench.machine import limits
+from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds
+from tests.bench.stacks import Stacks
+from tests.bench.verbs import BARS, COPY, DURABLE_COPY, VERBS, Workplace, warm_up
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("verb", choices=[*VERBS, "all"])
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint in GiB (default: 2)")
+    parser.add_argument("--layout", choices=["raw", "hf"], default="hf")
+    parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
+    parser.add_argument("--dir", type=Path, help="folder for the data, four times --gb (default: the system's)")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="say where the time goes, by one run more of each")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
+    try:
+        warm_up(folder / "tiny", lambda path: generate(path, layout=options.layout))
+        source = folder / f"run/checkpoint-{2}"
+        generate_size(source, options.gb, layout=options.layout, odd=options.odd)
+        os.sync()
+        place = Workplace(folder, source)
+        _print_setting(folder, place, layout=options.layout, odd=options.odd)
+        for verb in VERBS if options.verb == "all" else [options.verb]:
+            contenders = place.contenders(verb)
+            timings = alternate(contenders, rounds=options.runs, tell=lambda line: print(f"  {line}", flush=True))
+            print("\n".join(["", *_table(timings), ""]), flush=True)
+            if options.profile:
+                _print_profiles(contenders)
+        place.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _print_setting(folder: Path, place: Workplace, *, layout: str, odd: bool) -> None:
+    kind = "odd sizes, three ranks" if odd else "page-filling, two ranks"
+    print(f"{place.size_bytes / 2**30:.2f} GiB, {layout}, {kind}; {os.cpu_count()} processors, {platform.platform()}")
+    print("page cache warm; at best this machine does, in GB/s on one thread:")
+    print(", ".join(f"{what} {rate:.1f}" for what, rate in limits(folder)), flush=True)
+
+
+def _table(timings: dict[str, list[Timing]]) -> Iterator[str]:
+    medians = {name: median_seconds(runs) for name, runs in timings.items()}
+    best = {name: best_seconds(runs) for name, runs in timings.items()}
+    yield f"{'':<34}{'median':>8}{'best':>8}{'x cp':>7}{'x cp+sync':>11}{'cpu':>7}{'peak MB':>9}{'others':>8}  bar"
+    for name, runs in timings.items():
+        peak = max(run.anonymous_bytes for run in runs) / 1e6
+        cpu = sorted(run.cpu_seconds for run in runs)[len(runs) // 2]
+        others = sum(run.others_share for run in runs) / len(runs)
+        yield (
+            f"{name:<34}{medians[name]:>7.2f}s{best[name]:>7.2f}s{medians[name] / medians[COPY]:>7.2f}"
+            f"{medians[name] / medians[DURABLE_COPY]:>11.2f}{cpu:>6.2f}s{peak:>9.0f}{others:>8.0%}"
+            f"  {_verdict(name, medians, best)}"
+        )
+
+
+def _verdict(name: str, medians: dict[str, float], best: dict[str, float]) -> str:
+    for bar in BARS:
+        if bar.contender == name:
+            ratio, ratio_of_best = (found[name] / found[bar.baseline] for found in (medians, best))
+            kept = "kept" if ratio <= bar.ratio_max else "missed"
+            return f"{ratio:.2f} of {bar.baseline}, at most {bar.ratio_max}: {kept} (by best runs {ratio_of_best:.2f})"
+    return ""
+
+
+def _print_profiles(contenders: list[Contender]) -> None:
+    for contender in contenders:
+        if contender.name not in (COPY, DURABLE_COPY, "the whole command"):
+            contender.prepare()
+            os.sync()
+            with Stacks() as stacks:
+                contender.run()
+            print(f"{contender.name}: {stacks.report()}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

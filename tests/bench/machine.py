@@ -1,0 +1,62 @@
+"""What this machine can do at best, in the same minutes as the benchmark: its numbers mean little without."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from layerstore.format.hashing import ObjectHasher, crc32
+from layerstore.limits import IO_CHUNK_BYTES, MIB
+from layerstore.zero3.rounding import round_master
+
+_FILE_BYTES = 512 * MIB
+
+
+def limits(folder: Path) -> Iterator[tuple[str, float]]:
+    """Yield what was done with half a GiB in *folder*, and how many GB it did in a second."""
+    source, target = folder / "limits-source", folder / "limits-target"
+    chunk = np.random.default_rng(0).standard_normal(IO_CHUNK_BYTES // 4, dtype=np.float32).tobytes()
+    buffer = bytearray(IO_CHUNK_BYTES)
+    yield "write to the page cache", _rate(lambda: _write(source, chunk, durable=False))
+    source.unlink()
+    yield "write and fsync", _rate(lambda: _write(source, chunk, durable=True))
+    yield "read from the page cache", _rate(lambda: _read(source, buffer))
+    yield "copy_file_range", _rate(lambda: _copy(source, target))
+    target.unlink()
+    source.unlink()
+    hasher = ObjectHasher()
+    yield "xxh3_128 and xxh3_64", _rate(lambda: _repeat(lambda: hasher.update(chunk)))
+    yield "crc32", _rate(lambda: _repeat(lambda: crc32(chunk)))
+    yield "rounding to bf16", _rate(lambda: _repeat(lambda: round_master(chunk, master="F32", weights="BF16")))
+
+
+def _rate(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return _FILE_BYTES / (time.perf_counter() - started) / 1e9
+
+
+def _repeat(work: Callable[[], object]) -> None:
+    for _ in range(_FILE_BYTES // IO_CHUNK_BYTES):
+        work()
+
+
+def _write(path: Path, chunk: bytes, *, durable: bool) -> None:
+    with path.open("xb", buffering=0) as file:
+        _repeat(lambda: file.write(chunk))
+        if durable:
+            os.fsync(file.fileno())
+
+
+def _read(path: Path, buffer: bytearray) -> None:
+    with path.open("rb", buffering=0) as file:
+        _repeat(lambda: file.readinto(buffer))
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as reader, target.open("xb") as writer:
+        done = 0
+        while done < _FILE_BYTES:
+            done += os.copy_file_range(reader.fileno(), writer.fileno(), _FILE_BYTES - done)

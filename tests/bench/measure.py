@@ -1,0 +1,140 @@
+"""
+Time contenders against each other, in turns, on a machine that others use too.
+
+Everything is measured in one process that has done it all once before. The source is in memory for everybody
+(page cache warm); what a run has written is deleted and the disk is synced before the next one's clock starts.
+"""
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_QUIET_WAIT_SECONDS_MAX = 20.0
+_QUIET_SECONDS = 0.2
+_QUIET_BUSY_SHARE_MAX = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One thing that is measured."""
+
+    name: str
+    run: Callable[[], None]
+    prepare: Callable[[], None]
+    """Called before each run, outside the measured time: leaves everything as *run* wants to find it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One run."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of this process, its threads and its children."""
+    anonymous_bytes: int
+    """The most memory this process held in it, files that are mapped or cached aside."""
+    others_share: float
+    """How much of the machine's processors somebody else used meanwhile; the kernel's own flushing is in it."""
+
+
+class AnonymousPeak:
+    """
+    Watch how much anonymous memory this process holds.
+
+    Not ``ru_maxrss`` or VmHWM: those never fall again, and count every mapped page of every file.
+    A peak shorter than a few milliseconds can be missed.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.005):
+            self.size_bytes = max(self.size_bytes, anonymous_bytes())
+
+
+def anonymous_bytes() -> int:
+    """Return how much anonymous memory this process holds now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def alternate(contenders: Sequence[Contender], *, rounds: int, tell: Callable[[str], None]) -> dict[str, list[Timing]]:
+    """Run every contender once per round, each round beginning with another one; return all runs by name."""
+    found: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds):
+        start = number % len(contenders)
+        for contender in [*contenders[start:], *contenders[:start]]:
+            contender.prepare()
+            os.sync()
+            wait_for_quiet()
+            found[contender.name].append(measure(contender.run))
+        latest = (f"{name} {timings[-1].seconds:.2f}" for name, timings in found.items())
+        tell(f"round {number + 1}: {', '.join(latest)}")
+    return found
+
+
+def measure(run: Callable[[], None]) -> Timing:
+    """Return what *run* takes."""
+    with AnonymousPeak() as peak:
+        machine, own, started = _machine_busy_seconds(), _own_cpu_seconds(), time.perf_counter()
+        run()
+        seconds = time.perf_counter() - started
+        cpu_seconds = _own_cpu_seconds() - own
+        others_seconds = max(0.0, _machine_busy_seconds() - machine - cpu_seconds)
+    return Timing(
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        anonymous_bytes=peak.size_bytes,
+        others_share=others_seconds / seconds / (os.cpu_count() or 1),
+    )
+
+
+def wait_for_quiet() -> None:
+    """Wait until hardly anybody uses the processors, but not for ever."""
+    deadline = time.monotonic() + _QUIET_WAIT_SECONDS_MAX
+    while time.monotonic() < deadline:
+        before = _machine_busy_seconds()
+        time.sleep(_QUIET_SECONDS)
+        if _machine_busy_seconds() - before < _QUIET_BUSY_SHARE_MAX * _QUIET_SECONDS * (os.cpu_count() or 1):
+            return
+
+
+def median_seconds(timings: Sequence[Timing]) -> float:
+    """Return the median time."""
+    return statistics.median(timing.seconds for timing in timings)
+
+
+def best_seconds(timings: Sequence[Timing]) -> float:
+    """Return the shortest time: the run that others disturbed least."""
+    return min(timing.seconds for timing in timings)
+
+
+def _own_cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _machine_busy_seconds() -> float:
+    user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    busy = user + nice + system + interrupts + soft_interrupts + stolen
+    return busy / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,157 @@
+"""The benchmarks: what each verb is compared with, and which ratio it must keep to."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import layerstore
+from tests.bench.measure import Contender
+
+Verb = Literal["ingest", "reingest", "compose"]
+VERBS: tuple[Verb, ...] = ("ingest", "reingest", "compose")
+
+COPY = "cp -r"
+DURABLE_COPY = "cp -r + sync"
+
+RUN = "bench"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What a contender must keep to."""
+
+    contender: str
+    baseline: str
+    ratio_max: float
+
+
+BARS = (
+    Bar(contender="ingest", baseline=DURABLE_COPY, ratio_max=1.0),
+    Bar(contender="ingest again", baseline=COPY, ratio_max=0.5),
+    Bar(contender="compose", baseline=DURABLE_COPY, ratio_max=1.25),
+    Bar(contender="compose, not durable", baseline=COPY, ratio_max=1.25),
+    Bar(contender="compose, not durable or verified", baseline=COPY, ratio_max=1.05),
+)
+"""For shapes that fill pages; the odd ones are reported beside them."""
+
+
+class Workplace:
+    """A source checkpoint, and a folder where copies, stores and composites come and go."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self.source = source
+        self.size_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+        self._copy = folder / "copy"
+        self._out = folder / "out"
+        self._store_path = folder / "store"
+        self._store: layerstore.Store | None = None
+
+    def contenders(self, verb: Verb) -> list[Contender]:
+        """Return what takes turns in the benchmark of *verb*, and fetch the source into memory."""
+        self.close()
+        if verb != "ingest":
+            self._fresh_store().ingest(self.source, run=RUN)
+        for path in (*self.source.rglob("*"), *self._store_path.rglob("*")):
+            _read(path)
+        copies = [
+            Contender(COPY, self._run_copy, self._clear),
+            Contender(DURABLE_COPY, self._run_durable_copy, self._clear),
+        ]
+        return copies + {"ingest": self._ingests, "reingest": self._reingests, "compose": self._composes}[verb]()
+
+    def close(self) -> None:
+        """Remove everything but the source."""
+        self._clear()
+        self._drop_store()
+
+    # -- contenders ------------------------------------------------------------------------------------------------
+
+    def _ingests(self) -> list[Contender]:
+        def prepare() -> None:
+            self._clear()
+            self._fresh_store()
+
+        return [
+            Contender("ingest", self._ingest, prepare),
+            Contender("the whole command", lambda: self._command("ingest", str(self.source), "--run", RUN), prepare),
+        ]
+
+    def _reingests(self) -> list[Contender]:
+        return [
+            Contender("ingest again", self._ingest, self._clear),
+            Contender(
+                "the whole command", lambda: self._command("ingest", str(self.source), "--run", RUN), self._clear
+            ),
+        ]
+
+    def _composes(self) -> list[Contender]:
+        return [
+            Contender("compose", lambda: self._compose(verify=True, durable=True), self._clear),
+            Contender("compose, not durable", lambda: self._compose(verify=True, durable=False), self._clear),
+            Contender(
+                "compose, not durable or verified", lambda: self._compose(verify=False, durable=False), self._clear
+            ),
+            Contender("the whole command", lambda: self._command("compose", RUN, "-o", str(self._out)), self._clear),
+        ]
+
+    # -- what they do ----------------------------------------------------------------------------------------------
+
+    def _run_copy(self) -> None:
+        subprocess.run(["cp", "-r", self.source, self._copy], check=True)
+
+    def _run_durable_copy(self) -> None:
+        self._run_copy()
+        # The filesystem of the copy, not the machine: what others have written elsewhere is not waited for.
+        subprocess.run(["sync", "--file-system", self._copy], check=True)
+
+    def _ingest(self) -> None:
+        assert self._store is not None
+        self._store.ingest(self.source, run=RUN)
+
+    def _compose(self, *, verify: bool, durable: bool) -> None:
+        assert self._store is not None
+        self._store.compose(RUN).write(self._out, verify=verify, durable=durable)
+
+    def _command(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "layerstore.cli", *arguments, "--store", str(self._store_path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    # -- before and after ------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        for path in (self._copy, self._out):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _drop_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        shutil.rmtree(self._store_path, ignore_errors=True)
+
+    def _fresh_store(self) -> layerstore.Store:
+        self._drop_store()
+        self._store = layerstore.init(self._store_path)
+        return self._store
+
+
+def warm_up(folder: Path, make_source: Callable[[Path], Path]) -> None:
+    """Do everything once with a tiny checkpoint: imports, first calls and caches are no part of the times."""
+    tiny = Workplace(folder, make_source(folder / "source"))
+    for verb in VERBS:
+        for contender in tiny.contenders(verb):
+            contender.prepare()
+            contender.run()
+    tiny.close()
+    shutil.rmtree(folder)
+
+
+def _read(path: Path) -> None:
+    if path.is_file():
+        with path.open("rb", buffering=0) as file:
+            while os.read(file.fileno(), 1 << 20):
+                pass

@@ -1,0 +1,125 @@
+"""Promises of the canonical encoding: one value has one sequence of bytes, and nothing else is ever read."""
+
+import struct
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.format.canonical import Plain, pack, unpack
+
+PLAIN: st.SearchStrategy[Plain] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner),
+    max_leaves=30,
+)
+
+
+@given(PLAIN)
+def test_every_value_comes_back(value: Plain) -> None:
+    """What was packed is read back equal, types included."""
+    again = unpack(pack(value), what="it")
+
+    assert value == again
+    assert pack(value) == pack(again)
+
+
+@given(st.dictionaries(st.text("abc"), st.integers()).filter(bool))
+def test_the_order_of_keys_makes_no_difference(value: dict[str, int]) -> None:
+    """Equal maps have equal bytes, in whatever order they were made."""
+    turned: Plain = dict(reversed(value.items()))
+    kept: Plain = dict(value.items())
+    if any(number not in range(-(2**63), 2**64) for number in value.values()):
+        return
+
+    assert pack(kept) == pack(turned)
+
+
+@given(st.binary(min_size=8, max_size=8))
+def test_every_double_keeps_its_bits(bits: bytes) -> None:
+    """Floats come back bit for bit, NaN payloads and minus zero included."""
+    (value,) = struct.unpack(">d", bits)
+    data = pack(value)
+
+    again = unpack(data, what="it")
+
+    assert isinstance(again, float)
+    assert struct.pack(">d", again) == struct.pack(">d", value)
+    assert data == pack(again)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**64, -(2**63) - 1, "\ud800", {"\ud800": 1}, {1: 2}, (1, 2), {3}, object(), {"a": 1, 2: 3}],
+    ids=repr,
+)
+def test_what_cannot_be_said_is_refused(value: Plain) -> None:
+    """Nothing is silently turned into something else: not tuples into lists, not odd text into other text."""
+    with pytest.raises(InvalidInput, match="cannot be recorded"):
+        pack(value)
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "nothing"),
+        (b"\xc1", "the code that msgpack never uses"),
+        (b"\x01\x01", "a second value behind the first"),
+        (b"\xc0\x00", "a trailing byte"),
+        (b"\x92\x01", "a list that is cut short"),
+        (b"\xa5abc", "text that is cut short"),
+        (b"\x82\xa1a\x01\xa1a\x02", "one key twice"),
+        (b"\x82\xa1b\x01\xa1a\x02", "keys out of order"),
+        (b"\x81\x01\x02", "a key that is no text"),
+        (b"\x81\xc4\x01a\x02", "a key of bytes"),
+        (b"\xcc\x01", "a small number, written large"),
+        (b"\xd9\x01a", "a short text, written long"),
+        (b"\xdc\x00\x01\x01", "a short list, written long"),
+        (b"\xde\x00\x01\xa1a\x01", "a small map, written long"),
+        (b"\xca\x3f\x80\x00\x00", "a single-precision float"),
+        (b"\xa1\xff", "text that is not UTF-8"),
+        (b"\xa3\xed\xa0\x80", "a lone surrogate"),
+        (b"\xd4\x05\x00", "an extension type"),
+        (b"\xc7\x00\x05", "an extension type without content"),
+        (b"\xd6\xff\x00\x00\x00\x00", "a timestamp"),
+        (b"\xdd\xff\xff\xff\xff", "a list of four billion"),
+        (b"\xdf\xff\xff\xff\xff", "a map of four billion"),
+        (b"\xdb\xff\xff\xff\xff", "a text of four gigabytes"),
+        (b"\xc6\xff\xff\xff\xff", "four gigabytes"),
+        (b"\xc9\xff\xff\xff\xff\x05", "an extension of four gigabytes"),
+        (b"\x91" * DEEP + b"\xc0", "lists in lists in lists"),
+        (b"\x81\xa1a" * DEEP + b"\xc0", "maps in maps in maps"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_canonical_is_damage(data: bytes, why: str) -> None:
+    """Every other spelling is refused as damage, whether or not msgpack itself would take it."""
+    with pytest.raises(IntegrityError, match=r"^the record"):
+        unpack(data, what="the record")
+
+
+@given(st.binary(max_size=60))
+def test_whatever_is_read_is_written_the_same(data: bytes) -> None:
+    """Random bytes are damage, or else exactly what packing their value gives."""
+    try:
+        value = unpack(data, what="it")
+    except IntegrityError:
+        return
+
+    assert data == pack(value)
+
+
+@given(PLAIN)
+def test_any_msgpack_reader_understands_it(value: Plain) -> None:
+    """The encoding is msgpack that other libraries read without options."""
+    assert value == msgpack.unpackb(pack(value))

@@ -1,0 +1,268 @@
+"""Promises of the tree encoding: every tree comes back with its types, its order and its shared memory."""
+
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.format.canonical import Plain, pack, unpack
+from layerstore.format.treecodec import decode, encode
+from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
+from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+from tests.unit import samples
+from tests.unit.ptfiles import fingerprint
+
+
+def held_to_plain(content: object) -> Plain:
+    """Encode contents that are bytes."""
+    return cast(bytes, content)
+
+
+def held_from_plain(value: Plain, what: str) -> object:
+    """Decode contents that are bytes."""
+    if not isinstance(value, bytes):
+        raise IntegrityError(f"{what} is not bytes")
+    return value
+
+
+def there_and_back(tree: Tree) -> Tree:
+    """Encode *tree* to bytes and read it again."""
+    data = pack(encode(tree, content_to_plain=held_to_plain))
+    return decode(unpack(data, what="it"), content_from_plain=held_from_plain, what="it")
+
+
+TEXT = st.text(max_size=5)  # lone surrogates included
+KEYS: st.SearchStrategy[Tree] = (
+    TEXT | st.integers() | st.booleans() | st.none() | st.binary(max_size=3) | st.tuples(TEXT, st.integers())
+)
+LEAVES: st.SearchStrategy[Tree] = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | TEXT
+    | st.binary(max_size=5)
+    | st.lists(st.integers(0, 100), max_size=4).map(Size)
+    | TEXT.map(Global)
+    | st.sets(st.integers(0, 9), max_size=4)
+)
+STORAGES = st.builds(
+    lambda data: Storage(dtype="U8", elements=len(data), device="cpu", content=data), st.binary(max_size=8)
+)
+# Two storages in all, so that tensors of one tree share them often.
+SHARED = st.shared(st.tuples(STORAGES, STORAGES), key="storages")
+
+
+def tensors(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    """Return tensors over one of two storages."""
+    attributes = st.none() | st.dictionaries(KEYS, inner, max_size=2)
+    return st.builds(
+        lambda pair, second, offset, grad, parameter, attributes: Tensor(
+            storage=pair[second],
+            offset=offset,
+            shape=Size((2, 3)),
+            stride=(3, 1),
+            requires_grad=grad,
+            is_parameter=parameter,
+            attributes=attributes,
+        ),
+        SHARED,
+        st.booleans(),
+        st.integers(0, 9),
+        st.booleans(),
+        st.booleans(),
+        attributes,
+    )
+
+
+def inerts(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    """Return objects kept by name."""
+    return st.builds(
+        Inert,
+        name=TEXT,
+        arguments=st.lists(inner, max_size=2).map(tuple),
+        made_by_new=st.booleans(),
+        state=inner,
+        has_state=st.booleans(),
+        appended=st.lists(inner, max_size=2),
+        items=st.dictionaries(KEYS, inner, max_size=2),
+    )
+
+
+def containers(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    """Return trees that hold *inner* ones."""
+    maps = st.dictionaries(KEYS, inner, max_size=4)
+    ordered = st.builds(OrderedMap, maps, st.none() | st.dictionaries(TEXT, inner, max_size=2))
+    lists = st.lists(inner, max_size=4)
+    return maps | ordered | lists | lists.map(tuple) | tensors(inner) | inerts(inner)
+
+
+TREES: st.SearchStrategy[Tree] = st.recursive(LEAVES, containers, max_leaves=20)
+
+
+@given(TREES)
+def test_every_tree_comes_back(tree: Tree) -> None:
+    """Types, order of keys, bits of floats, odd text and shared storages are all as they were."""
+    assert fingerprint(tree) == fingerprint(there_and_back(tree))
+
+
+@given(TREES)
+def test_one_tree_has_one_encoding(tree: Tree) -> None:
+    """A tree that went there and back has the same bytes: its state blob keeps its name."""
+    encoded = pack(encode(tree, content_to_plain=held_to_plain))
+
+    assert encoded == pack(encode(there_and_back(tree), content_to_plain=held_to_plain))
+
+
+def test_the_order_of_maps_is_kept() -> None:
+    """Maps are not sorted: a state_dict's order is the model's."""
+    tree: Tree = {"b": 1, "a": 2, 0: OrderedMap({"z": 1, "y": 2})}
+
+    again = there_and_back(tree)
+
+    assert isinstance(again, dict)
+    assert list(again) == ["b", "a", 0]
+    assert list(cast(OrderedMap, again[0])) == ["z", "y"]
+
+
+def test_sets_have_one_encoding() -> None:
+    """The order in which a set was filled makes no difference."""
+    first: Tree = {"s": set(range(50))}
+    second: Tree = {"s": {49 - number for number in range(50)}}
+
+    assert encode(first, content_to_plain=held_to_plain) == encode(second, content_to_plain=held_to_plain)
+
+
+def test_shared_memory_is_still_shared() -> None:
+    """Two views of one storage are two views of one storage again, and equal storages stay two."""
+    shared, twin = samples.storage(b"1234"), samples.storage(b"1234")
+    tree: Tree = [
+        Tensor(storage=storage, offset=offset, shape=Size((1,)), stride=(1,))
+        for storage, offset in ((shared, 0), (shared, 1), (twin, 0))
+    ]
+
+    again = cast("list[Tensor]", there_and_back(tree))
+
+    assert again[0].storage is again[1].storage
+    assert again[0].storage is not again[2].storage
+
+
+@pytest.mark.parametrize("value", [object(), 1j, bytearray(b"x"), range(3), frozenset({1})], ids=repr)
+def test_what_is_no_tree_is_refused(value: object) -> None:
+    """An object of a type that trees do not have is refused, not guessed at."""
+    with pytest.raises(InvalidInput, match="cannot be part of a tree"):
+        encode(cast(Tree, [value]), content_to_plain=held_to_plain)
+
+
+NO_TREES: list[Plain] = [
+    None,
+    7,
+    "text",
+    b"bytes",
+    {},
+    [],
+    [[]],
+    [[], None, None],
+    [None, None],
+    [[], {"a": 1}],
+    [[], []],
+    [[], ["?"]],
+    [[], [7]],
+    [[], [None]],
+    [[], [["l"]]],
+    [[], ["l", {}]],
+    [[], ["d", "key without a value"]],
+    [[], ["d", ["l"], "a list as a key"]],
+    [[], ["s", ["l"]]],
+    [[], ["o"]],
+    [[], ["o", 7]],
+    [[], ["o", ["l"]]],
+    [[], ["z", "text"]],
+    [[], ["z", None]],
+    [[], ["g"]],
+    [[], ["g", 7]],
+    [[], ["u", "text"]],
+    [[], ["u", b"\xff"]],
+    [[], ["I", "seven"]],
+    [[], ["I", 7]],
+    [[], ["i", "name"]],
+    [[], ["i", 7, False, ["t"], None, False, ["l"], ["d"]]],
+    [[], ["i", "name", 1, ["t"], None, False, ["l"], ["d"]]],
+    [[], ["i", "name", False, ["l"], None, False, ["l"], ["d"]]],
+    [[], ["i", "name", False, ["t"], None, False, ["t"], ["d"]]],
+    [[], ["i", "name", False, ["t"], None, False, ["l"], ["l"]]],
+    [[], ["T", 0, 0, [1], [1], False, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 1, 0, [1], [1], False, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", -1, 0, [1], [1], False, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 0, "0", [1], [1], False, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, ["1"], [1], False, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], ["1"], False, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1, 1], False, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1], 0, False, None]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1], False, False, ["l"]]],
+    [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1], False, False]],
+    [[["U8", 1, "cpu"]], None],
+    [[[8, 1, "cpu", b"x"]], None],
+    [[["U8", "1", "cpu", b"x"]], None],
+    [[["U8", True, "cpu", b"x"]], None],
+    [[["U8", 1, None, b"x"]], None],
+    [[["U8", 1, "cpu", 7]], None],
+    [[7], None],
+]
+
+
+@pytest.mark.parametrize("value", NO_TREES, ids=repr)
+def test_what_is_not_the_image_of_a_tree_is_damage(value: Plain) -> None:
+    """A value with a wrong tag, length, type or position is refused as damage."""
+    with pytest.raises(IntegrityError):
+        decode(value, content_from_plain=held_from_plain, what="the blob")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[], ["d", "a", 1, "a", 2]],
+        [[], ["s", 2, 1]],
+        [[], ["s", 1, 1]],
+        [[], ["g", "torch.float32", "more"]],
+        [[], ["I", "7"]],
+        [[], ["I", " 18446744073709551616"]],
+        [[], ["u", b"plain text"]],
+        [[["U8", 1, "cpu", b"x"]], None],
+        [[["U8", 1, "cpu", b"x"], ["U8", 1, "cpu", b"y"]], ["T", 1, 0, [1], [1], False, False, None]],
+    ],
+    ids=repr,
+)
+def test_a_second_spelling_of_a_tree_is_damage(value: Plain) -> None:
+    """What decodes to a tree but is not what encoding it gives was not written by us."""
+    with pytest.raises(IntegrityError, match="canonical form"):
+        decode(value, content_from_plain=held_from_plain, what="the blob")
+
+
+def test_the_largest_integers_come_back() -> None:
+    """An integer at the limit that the reader of pickles sets can be recorded, either sign."""
+    largest = (1 << (8 * PICKLE_INT_BYTES_MAX - 1)) - 1
+
+    assert [largest, -largest] == there_and_back([largest, -largest])
+
+
+@pytest.mark.parametrize("depth", [1000, 5000])
+def test_a_bomb_of_depth_is_damage(depth: int) -> None:
+    """Nesting that no stack holds is an error like any other, not a crash."""
+    value: Plain = None
+    for _ in range(depth):
+        value = ["l", value]
+
+    with pytest.raises(IntegrityError, match="the blob"):
+        decode([[], value], content_from_plain=held_from_plain, what="the blob")
+
+
+def test_the_deepest_tree_comes_back() -> None:
+    """Nesting at the limit that the reader of pickles sets can be recorded and read."""
+    tree: Tree = None
+    for _ in range(PICKLE_DEPTH_MAX):
+        tree = {"inner": tree}
+
+    assert tree == there_and_back(tree)
