@@ -7,7 +7,7 @@ import typer
 
 from layerstore.cli.demo_progress import shown_demo
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, size
+from layerstore.cli.render import Column, say, say_json, say_table, shown, size
 
 if TYPE_CHECKING:
     from layerstore.live.demo import DemoResult
@@ -29,7 +29,8 @@ def demo(
 
     Trains a tiny Llama with ZeRO-3 on two CPU ranks; needs the extra `demo` and a C++ compiler.
     Takes a minute; the first time, while DeepSpeed compiles its operator, two.
-    The exit code is 0 only if every loss after the resume is the uninterrupted run's, bit for bit.
+    The exit code is 0 only if every loss after the resume, and all weights and moments at the end, are the
+    uninterrupted run's, bit for bit.
 
     \b
     Examples:
@@ -52,9 +53,11 @@ def demo(
     else:
         _say_result(result)
     if not result.identical:
-        differing = sum(not loss.identical for loss in result.losses)
+        losses = sum(not loss.identical for loss in result.losses)
+        layers = sum(not is_same for is_same in result.layers.values())
         raise LayerstoreError(
-            f"{differing} of {counted(len(result.losses), 'later loss')} differ from the uninterrupted run's",
+            f"{losses} of {len(result.losses)} losses and {layers} of {len(result.layers)} layers after the resume "
+            "are not the uninterrupted run's",
             hint=f"the logs and the composite are in {result.folder}",
         )
     if not as_json:
@@ -82,8 +85,8 @@ def _say_result(result: "DemoResult") -> None:
 
 def _verdict(result: "DemoResult") -> str:
     return (
-        f"All {len(result.losses)} losses after step {result.resumed_from} are identical, bit for bit, "
-        "to those of the uninterrupted run."
+        f"All {len(result.losses)} losses after step {result.resumed_from} and all {len(result.layers)} layers saved "
+        f"at step {result.losses[-1].step} are identical, bit for bit, to those of the uninterrupted run."
     )
 
 
@@ -100,6 +103,7 @@ def _fields(result: "DemoResult") -> dict[str, object]:
             }
             for loss in result.losses
         ],
+        "layers": result.layers,
         "seconds": result.seconds["total"],
         "seconds_by_part": {part: spent for part, spent in result.seconds.items() if part != "total"},
         "sizes": result.sizes,

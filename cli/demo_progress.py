@@ -66,8 +66,8 @@ class _Terminal(_Quiet):
         self._task = task
 
     def phase(self, text: str) -> None:
-        self._live.console.print(shown(text), style="bold")
         self._live.reset(self._task, description="", total=None)
+        self._live.console.print(shown(text), style="bold")
 
     def note(self, text: str) -> None:
         self._live.console.print(f"  {shown(text)}")

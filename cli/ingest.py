@@ -89,7 +89,8 @@ def _tell(ingested: "Ingested", *, as_json: bool) -> None:
         return
     name = f"{shown(ingested.run)}@{ingested.step} (commit {ingested.commit[:SHORT_ID_DIGITS]})"
     if not ingested.is_new:
-        say(f"already saved: {name}; nothing was written")
+        healed = f"{counted(ingested.objects_new, 'missing object')} written again" if ingested.objects_new else ""
+        say(f"already saved: {name}; {healed or 'nothing was written'}")
         return
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
     say(

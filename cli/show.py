@@ -4,7 +4,17 @@ from typing import TYPE_CHECKING
 
 from layerstore.cli.ls import layer_fields
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, Column, say, say_facts, say_json, say_table, size
+from layerstore.cli.render import (
+    SHORT_ID_DIGITS,
+    Column,
+    age,
+    iso_time,
+    say,
+    say_facts,
+    say_json,
+    say_table,
+    size,
+)
 
 if TYPE_CHECKING:
     from layerstore.ops.queries import CommitView, LayerLine
@@ -44,6 +54,7 @@ def _facts(view: "CommitView") -> dict[str, str]:
         "run": f"{view.run}@{view.step}",
         "attempt": f"{view.attempt}, forked from {view.fork}" if view.fork else str(view.attempt),
         "pin": view.pin or "",
+        "saved": f"{age(view.time_ns)} ({iso_time(view.time_ns)})",
         "world size": str(view.world_size),
         "layout": f"{view.flavour}, tag {view.tag}",
         "policy": f"{view.policy}, save {view.save_number}",
@@ -80,6 +91,7 @@ def _fields(view: "CommitView") -> dict[str, object]:
         "save_number": view.save_number,
         "commit": view.commit,
         "pin": view.pin,
+        "time": iso_time(view.time_ns),
         "world_size": view.world_size,
         "flavour": view.flavour,
         "tag": view.tag,

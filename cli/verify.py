@@ -51,7 +51,7 @@ def _hint(ref: str | None) -> str:
 def _damage_in_words(verdict: "Verdict") -> str:
     needed_by = sorted({name for damage in verdict.damaged for name in damage.needed_by})
     affected = f"; it affects {', '.join(needed_by[:5])}{' …' if len(needed_by) > 5 else ''}" if needed_by else ""
-    return f"found {counted(len(verdict.damaged), 'damaged thing')} in the store{affected}; nothing was changed"
+    return f"damage found in {counted(len(verdict.damaged), 'place')}{affected}; nothing was changed"
 
 
 def _say_verdict(verdict: "Verdict", *, read_data: bool) -> None:

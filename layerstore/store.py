@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from layerstore.limits import LOCK_DEADLINE_SECONDS
 from layerstore.model import LayerEntry, Pin
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import ingest as ingest_verb
@@ -28,7 +27,6 @@ from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
 from layerstore.ops.verify import Verdict
 from layerstore.storage.files import Files, Hook, no_hook
-from layerstore.storage.locks import lock
 
 StrPath = str | os.PathLike[str]
 
@@ -230,7 +228,7 @@ class Store:
         """Make the index afresh from the commit records; return how many it covers."""
         rooms = self._rooms
         rooms.prepare_writing()
-        with lock(rooms.layout.locks / "index.lock", what="the index", deadline_seconds=LOCK_DEADLINE_SECONDS):
+        with rooms.lock_index():
             return rooms.catalog.rebuild()
 
 

@@ -40,12 +40,12 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
         IntegrityError: It is damaged, misplaced, or not what its name says.
         Unsupported: It needs a newer layerstore.
     """
-    payload = _payload(data, name, store_id)
-    body = payload.get("body")
+    payload = _payload(data, name, store_id, parts={"body", "observed"})
+    body = payload["body"]
     commit = Commit(
         id=CommitId(digest(pack(body)).hex()),
         record=from_plain(CommitRecord, body, what=name),
-        observed=from_plain(Observed, payload.get("observed"), what=name),
+        observed=from_plain(Observed, payload["observed"], what=name),
     )
     _check_flags(commit.record, name)
     return commit
@@ -58,15 +58,15 @@ def seal_pin(pin: Pin, *, name: str, store_id: str) -> bytes:
 
 def unseal_pin(data: bytes, *, name: str, store_id: str) -> Pin:
     """Read the pin whose file is called *name*; raises as ``unseal_commit`` does."""
-    pin = from_plain(Pin, _payload(data, name, store_id).get("pin"), what=name)
+    pin = from_plain(Pin, _payload(data, name, store_id, parts={"pin"})["pin"], what=name)
     _check_flags(pin.record, name)
     return pin
 
 
-def _payload(data: bytes, name: str, store_id: str) -> dict[str, Plain]:
+def _payload(data: bytes, name: str, store_id: str, *, parts: set[str]) -> dict[str, Plain]:
     payload = unpack(unseal(data, name=name, store_id=store_id).payload, what=name)
-    if not isinstance(payload, dict):
-        raise IntegrityError(f"{name} does not hold a map", path=name)
+    if not isinstance(payload, dict) or payload.keys() != parts:
+        raise IntegrityError(f"{name} does not hold {' and '.join(sorted(parts))}", path=name)
     return payload
 
 

@@ -3,6 +3,8 @@ The demo: real DeepSpeed ZeRO-3 training goes through a store, and comes out the
 
 A tiny Llama is trained on two CPU ranks and saved on the way. Its checkpoints are ingested, one is composed from
 the store, DeepSpeed resumes from that, and every later loss is compared with the uninterrupted run's, bit by bit.
+A loss can be blind (nobody sees the embedding of a byte that the text lacks), so what both runs save at the last step
+is compared, too: layers have the same version only where all their weights and moments are the same bytes.
 All numbers are measured in the run at hand. torch and DeepSpeed are loaded by the ranks alone.
 """
 
@@ -18,6 +20,7 @@ from typing import Protocol
 
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError
 from layerstore.live.demo_needs import check_needs
+from layerstore.live.demo_training import tag_of
 from layerstore.live.ranks import Event, Ranks
 from layerstore.storage.files import mapped_errors
 from layerstore.store import init, open_store
@@ -25,7 +28,9 @@ from layerstore.store import init, open_store
 RANKS = 2
 RUN = "demo"
 SAVES = 4
-"""Saves of the uninterrupted run; the composite is made from the second."""
+"""Saves of the uninterrupted run, the last at its last step; the composite is made from the second."""
+
+RESUMED_RUN = "resumed"
 
 STEPS = 20
 STEPS_MIN = SAVES
@@ -34,7 +39,7 @@ MARKER = "layerstore-demo.txt"
 """Tells that a folder is a demo's own, so that ``force`` may clear it."""
 
 _MARKER_TEXT = "Made by `layerstore demo`; `layerstore demo --force` removes the folders beside this file.\n"
-_CHECKPOINTS, _STORE, _COMPOSITE = _RESULTS = ("checkpoints", "store", "composite")
+_CHECKPOINTS, _STORE, _COMPOSITE, _RESUMED = _RESULTS = ("checkpoints", "store", "composite", "resumed")
 _LOGS = "logs"
 
 _MODULE = "layerstore.live.demo_training"
@@ -90,6 +95,8 @@ class DemoResult:
     """The step of the composite."""
     losses: tuple[StepLoss, ...]
     """Of every later step."""
+    layers: dict[str, bool]
+    """Whether both runs saved the same version of a layer at the last step."""
     seconds: dict[str, float]
     """Of each part, and ``total``."""
     sizes: dict[str, int]
@@ -97,8 +104,8 @@ class DemoResult:
 
     @property
     def identical(self) -> bool:
-        """Whether every later loss is the same in both runs."""
-        return all(loss.identical for loss in self.losses)
+        """Whether every later loss is the same in both runs, and every layer that they saved at the last step."""
+        return all(loss.identical for loss in self.losses) and all(self.layers.values())
 
 
 def run_demo(
@@ -113,7 +120,7 @@ def run_demo(
     Train, ingest, compose, resume and compare, all below *folder*.
 
     The store and the logs stay there. The checkpoints are removed as soon as they are ingested, and the composite once
-    the losses proved identical, unless *keep*. With *force* what an earlier demo left in *folder* is removed first.
+    all proved identical, unless *keep*. With *force* what an earlier demo left in *folder* is removed first.
     Whatever ends it, no process of it goes on; an interrupt leaves the logs alone.
 
     Raises:
@@ -169,8 +176,8 @@ class _Demo:
         self._steps = steps
         self._keep = keep
         self._audience = audience
-        self._save_every = steps // SAVES
-        self._resume_from = self._save_every * SAVES // 2
+        self._saves = [steps * save // SAVES for save in range(1, SAVES + 1)]
+        self._resume_from = self._saves[1]
         self._seconds: dict[str, float] = {}
         self._sizes: dict[str, int] = {}
 
@@ -181,6 +188,7 @@ class _Demo:
             self._ingest()
             self._compose()
             resumed = self._resume()
+            layers = self._compare_layers()
         losses = tuple(
             StepLoss(step=step, uninterrupted=uninterrupted[step], resumed=resumed[step])
             for step in range(self._resume_from + 1, self._steps + 1)
@@ -190,6 +198,7 @@ class _Demo:
             store=self._folder / _STORE,
             resumed_from=self._resume_from,
             losses=losses,
+            layers=layers,
             seconds=self._seconds,
             sizes=self._sizes,
         )
@@ -201,8 +210,7 @@ class _Demo:
         checkpoints = self._folder / _CHECKPOINTS
         self._audience.phase(f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps")
         with self._timed("training"):
-            arguments = ["--out", str(checkpoints), "--save-every", str(self._save_every)]
-            losses = self._trained("training", first=1, arguments=arguments)
+            losses = self._trained("training", first=1, out=checkpoints, saves=self._saves)
         self._sizes["checkpoints"] = _size_bytes(checkpoints)
         return losses
 
@@ -210,12 +218,9 @@ class _Demo:
         checkpoints = self._folder / _CHECKPOINTS
         self._audience.phase(f"ingesting {SAVES} checkpoints")
         with self._timed("ingest"), init(self._folder / _STORE) as store:
-            for save in range(1, SAVES + 1):
-                ingested = store.ingest(checkpoints, run=RUN, tag=f"global_step{save * self._save_every}")
-                written = _megabytes(ingested.bytes_new)
-                self._audience.note(
-                    f"step {ingested.step}: {len(ingested.layers)} layers, {written} of objects written"
-                )
+            for step in self._saves:
+                ingested = store.ingest(checkpoints, run=RUN, tag=tag_of(step))
+                self._audience.note(f"step {step}: {len(ingested.layers)} layers, {_megabytes(ingested.bytes_new)} new")
         self._sizes["store"] = _size_bytes(self._folder / _STORE)
         if not self._keep:
             _remove(checkpoints)
@@ -231,15 +236,39 @@ class _Demo:
 
     def _resume(self) -> dict[int, float]:
         self._audience.phase(f"resuming from the composite: a new DeepSpeed run from step {self._resume_from}")
-        arguments = ["--resume", str(self._folder / _COMPOSITE)]
         with self._timed("resume"):
-            return self._trained("resumed", first=self._resume_from + 1, arguments=arguments)
+            return self._trained(
+                "resumed",
+                first=self._resume_from + 1,
+                out=self._folder / _RESUMED,
+                saves=[self._steps],
+                resume=self._folder / _COMPOSITE,
+            )
 
-    def _trained(self, name: str, *, first: int, arguments: list[str]) -> dict[int, float]:
+    def _compare_layers(self) -> dict[str, bool]:
+        self._audience.phase(f"ingesting what the resumed run saved at step {self._steps}")
+        with self._timed("compare"), open_store(self._folder / _STORE) as store:
+            ingested = store.ingest(self._folder / _RESUMED, run=RESUMED_RUN)
+            expected = store.compose(f"{RUN}@{self._steps}").layers
+            actual = store.compose(f"{RESUMED_RUN}@{self._steps}").layers
+        same = {
+            layer: layer in actual and actual[layer].version == choice.version for layer, choice in expected.items()
+        }
+        self._audience.note(
+            f"{sum(same.values())} of {len(same)} layers are stored already, {_megabytes(ingested.bytes_new)} new"
+        )
+        if not self._keep:
+            _remove(self._folder / _RESUMED)
+        return same
+
+    def _trained(
+        self, name: str, *, first: int, out: Path, saves: list[int], resume: Path | None = None
+    ) -> dict[int, float]:
         """Run the training program; return the loss of every step from *first* to the last."""
         log = self._folder / _LOGS / f"{name}.log"
         losses: dict[int, float] = {}
-        arguments = ["--steps", str(self._steps), *arguments]
+        arguments = ["--steps", str(self._steps), "--out", str(out), "--save-at", *map(str, saves)]
+        arguments += [] if resume is None else ["--resume", str(resume)]
         with Ranks(_MODULE, arguments, count=RANKS, folder=self._folder, log=log) as ranks:
             self._audience.note(f"two processes load torch and DeepSpeed; their log is {log}")
             for event in ranks.events():

@@ -2,7 +2,7 @@
 Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of the demo runs.
 
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.live.demo_training \\
-        --steps 20 [--out DIR --save-every 5] [--resume CHECKPOINT]
+        --steps 20 --out DIR --save-at 5 10 15 20 [--resume CHECKPOINT]
 
 What a batch holds depends on its step and rank alone, so equal steps see equal text, interrupted or not.
 The text is the Python standard library's own sources, read byte by byte: no download, no tokenizer.
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import sysconfig
+from collections.abc import Container
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,8 +42,8 @@ def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--save-every", type=int)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--save-at", type=int, nargs="+", required=True)
     parser.add_argument("--resume", type=Path)
     arguments = parser.parse_args()
 
@@ -58,7 +59,7 @@ def main() -> None:
     engine = build_engine()
     if arguments.resume is not None:
         load(engine, arguments.resume)
-    train(engine, steps=arguments.steps, out=arguments.out, save_every=arguments.save_every)
+    train(engine, steps=arguments.steps, out=arguments.out, saves=arguments.save_at)
     dist.barrier()
     sys.stdout.flush()
     # Everything is written and told. What would follow is taking down threads of torch and gloo, which now and then
@@ -116,8 +117,8 @@ def load(engine: Engine, checkpoint: Path) -> None:
         raise SystemExit(f"DeepSpeed loaded nothing from {checkpoint}")
 
 
-def train(engine: Engine, *, steps: int, out: Path | None, save_every: int | None) -> None:
-    """Train *engine* up to step *steps*; save to *out*, if given, after every *save_every* steps."""
+def train(engine: Engine, *, steps: int, out: Path, saves: Container[int]) -> None:
+    """Train *engine* up to step *steps*; save to *out* at the steps *saves*."""
     import torch
     import torch.distributed as dist
 
@@ -134,10 +135,15 @@ def train(engine: Engine, *, steps: int, out: Path | None, save_every: int | Non
         dist.all_reduce(mean)
         if rank == 0:
             tell("step", number=step, loss=float(mean.item() / ranks).hex())
-        if out is not None and save_every is not None and step % save_every == 0:
-            engine.save_checkpoint(str(out), tag=f"global_step{step}")
+        if step in saves:
+            engine.save_checkpoint(str(out), tag=tag_of(step))
             if rank == 0:
                 tell("saved", number=step)
+
+
+def tag_of(step: int) -> str:
+    """Return DeepSpeed's tag for the save at *step*: the one it would choose itself."""
+    return f"global_step{step}"
 
 
 def corpus() -> bytes:

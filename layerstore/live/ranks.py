@@ -88,18 +88,27 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
-        if self._process.poll() is not None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS_MAX)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            # torchrun makes every rank the leader of a process group, which its compilers belong to.
-            for pid in self._pids:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            self._process.kill()
-            self._process.wait()
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_SECONDS_MAX)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._signal_sessions(signal.SIGKILL)
+                self._process.kill()
+                self._process.wait()
+        if self._process.returncode != 0:
+            # Compilers outlive the ninja that started them; asked to end, they remove their temporary files.
+            self._signal_sessions(signal.SIGTERM)
+
+    def _signal_sessions(self, number: signal.Signals) -> None:
+        """Send *number* to all ranks and what they started: torchrun makes every rank the leader of a session."""
+        # From the log, not from what was heard so far: a rank may have told of itself since.
+        events = filter(None, map(_parse, self.log.read_bytes().split(b"\n")))
+        leaders = {event.number for event in events if event.kind == "rank"}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError, PermissionError):  # it has ended, or it is not ours
+                if os.getsid(int(process.name)) in leaders:
+                    os.kill(int(process.name), number)
 
     def events(self) -> Iterator[Event]:
         """

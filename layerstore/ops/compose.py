@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import AlreadyExists, InvalidInput
+from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, CommitRecord, GatheredFile, LayerEntry, RankState
 from layerstore.ops.progress import Progress
@@ -156,10 +156,23 @@ def _move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:
     if target.exists():
         aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
         files.rename(target, aside)
-    files.rename(partial, target)
-    files.sync_directory(target.parent)
+    try:
+        files.rename(partial, target)
+        files.sync_directory(target.parent)
+    except BaseException:
+        _move_back(rooms, partial, target, aside)
+        raise
     if aside is not None:
         files.remove_tree(aside)
+
+
+def _move_back(rooms: Rooms, partial: Path, target: Path, aside: Path | None) -> None:
+    """Put back what was there; where even that fails it stays whole, under the name of *aside*."""
+    with suppress(StorageIO):
+        if not partial.exists():
+            rooms.files.rename(target, partial)
+        if aside is not None:
+            rooms.files.rename(aside, target)
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Ingested:
     attempt: int
     commit: CommitId
     is_new: bool
-    """False where this very content was saved before: then nothing was written."""
+    """False where this very content was saved before: then nothing was written, unless the store had lost some of it."""
     layers: tuple[str, ...]
     objects_new: int
     objects_reused: int
@@ -122,9 +122,9 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         commit=commit.id,
         is_new=is_new,
         layers=tuple(entry.layer for entry in commit.record.layers),
-        objects_new=writer.count_new if is_new else 0,
+        objects_new=writer.count_new,
         objects_reused=writer.count_reused,
-        bytes_new=writer.bytes_new if is_new else 0,
+        bytes_new=writer.bytes_new,
         bytes_reused=writer.bytes_reused,
         bytes_derived=content.bytes_derived,
         seconds=time.monotonic() - started,
@@ -169,6 +169,8 @@ def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWrit
             attempt=rival.attempt, fork=rival.fork, save_number=rival.save_number, supersedes=rival.supersedes
         )
         if commit_id(_record(plan, content, numbers)) == existing.id:
+            if writer.count_new:  # objects that the store had lost: this heals it
+                writer.publish()
             rooms.records.confirm(rival.name)
             return existing, False
     if rivals and not plan.replace:

@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from layerstore.errors import NotFound
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.model import Kind, LayerEntry, LayerVersion, Pin
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
+from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 
 
@@ -53,6 +54,8 @@ class CommitView:
     save_number: int
     commit: str
     pin: str | None
+    time_ns: int
+    """When it was written, by its writer's clock."""
     world_size: int
     flavour: str
     tag: str
@@ -81,26 +84,29 @@ def _log_of(rooms: Rooms, run: str, pins: Iterable[Pin]) -> list[LogEntry]:
     for pin in pins:
         pinned.setdefault(pin.base, []).append(pin.name)
     entries = [_entry(rooms, row, pinned.get(row.id, [])) for row in reversed(view.visible)]
-    for name, problem in view.damaged.items():
-        entries.append(
-            LogEntry(
-                run=run,
-                attempt=0,
-                step=name.step,
-                commit=name.id,
-                time_ns=0,
-                layers_saved=0,
-                layers=0,
-                bytes_new=0,
-                pins=(),
-                damage=str(problem),
-            )
-        )
-    return entries
+    return entries + [_damaged_entry(name, problem) for name, problem in view.damaged.items()]
+
+
+def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:
+    return LogEntry(
+        run=name.run,
+        attempt=0,
+        step=name.step,
+        commit=name.id,
+        time_ns=0,
+        layers_saved=0,
+        layers=0,
+        bytes_new=0,
+        pins=(),
+        damage=str(problem),
+    )
 
 
 def _entry(rooms: Rooms, row: RecordRow, pins: list[str]) -> LogEntry:
-    commit = rooms.catalog.commit(row.name)
+    try:
+        commit = rooms.catalog.commit(row.name)
+    except IntegrityError as exc:  # the index still remembers what its record has lost
+        return _damaged_entry(row.name, exc)
     record = commit.record
     return LogEntry(
         run=record.run,
@@ -132,6 +138,7 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
         save_number=record.save_number,
         commit=resolved.commit,
         pin=resolved.pin,
+        time_ns=resolved.time_ns,
         world_size=record.world_size,
         flavour=record.layout.flavour,
         tag=record.layout.tag,

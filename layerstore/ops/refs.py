@@ -36,6 +36,8 @@ class Resolved:
     """The id of the commit, or of a pin's base."""
     pin: str | None
     """The pin's name, if it was one."""
+    time_ns: int
+    """When the commit or the pin was written, by its writer's clock."""
 
 
 def parse_reference(text: str) -> Reference:
@@ -83,10 +85,10 @@ def resolve(rooms: Rooms, text: str | None) -> Resolved:
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
         pin = rooms.records.read_pin(reference.name)
-        return Resolved(record=pin.record, commit=pin.base, pin=pin.name)
+        return Resolved(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
     row = find_row(rooms.catalog.view(reference.name), reference)
     commit = rooms.catalog.commit(row.name)
-    return Resolved(record=commit.record, commit=commit.id, pin=None)
+    return Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
 
 
 def find_row(view: RunView, reference: Reference) -> RecordRow:

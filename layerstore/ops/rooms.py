@@ -48,6 +48,10 @@ class Rooms:
             deadline_seconds=_deadline_seconds(),
         )
 
+    def lock_index(self) -> AbstractContextManager[None]:
+        """Hold the courtesy lock of the index."""
+        return lock(self.layout.locks / "index.lock", what="the index", deadline_seconds=_deadline_seconds())
+
     def prepare_writing(self) -> None:
         """
         Make the folders that a copy of the store may have lost because they were empty.

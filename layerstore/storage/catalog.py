@@ -100,7 +100,7 @@ class Catalog:
                 else:
                     unseen.append((commit, data))
                     rows[name.id] = row_of(commit)
-        self._catch_up(unseen, [name for name in indexed if name not in set(names)])
+        self._catch_up(unseen, indexed.keys() - set(names))
         return RunView(run=run, rows=rows, damaged=damaged)
 
     def commit(self, name: RecordName) -> Commit:

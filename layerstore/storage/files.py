@@ -263,6 +263,7 @@ class Files:
         Make the folder *path*; return whether it was new.
 
         Unless *durable* is False its parent is synced, else whoever makes many does that once.
+        Also when it was there: whoever made it may have died before its own fsync.
         """
         self._hook("mkdir", path)
         with mapped_errors(path, doing="make the folder"):
@@ -271,10 +272,12 @@ class Files:
             except FileExistsError:
                 if not self.is_directory(path):
                     raise _not_directory(path) from None
-                return False
+                is_new = False
+            else:
+                is_new = True
         if durable:
             self.sync_directory(path.parent)
-        return True
+        return is_new
 
     def create(self, path: Path) -> NewFile:
         """Create the file *path*, which must not be there."""

@@ -205,10 +205,11 @@ class ObjectWriter:
         Once this returns, a power cut cannot lose any of it. If it raises, the store has some more objects
         that nothing names.
         """
-        # Reused objects too: their writer may have died before its own fsync of the folder.
+        # Reused objects and folders that were there too: their writer may have died before its own fsync.
         folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})
-        if any([self._files.make_directory(folder, durable=False) for folder in folders]):
-            self._files.sync_directory(self._layout.objects)
+        for folder in folders:
+            self._files.make_directory(folder, durable=False)
+        self._files.sync_directory(self._layout.objects)
         for staged in self._staged.values():
             self._link(staged.path, staged.ref)
         for folder in folders:

@@ -27,7 +27,7 @@ def cut_layers(
     buffers: Mapping[str, Buffer],
     pattern: re.Pattern[str] | None,
 ) -> tuple[LayerSource, ...]:
-    """Return every layer, in the model's order, with the slices of its objects; *pattern* overrides how they are named."""
+    """Return every layer, in the model's order, with its slices; *pattern* overrides how layers are named."""
 
     def layer(name: str) -> str:
         return layer_of(name, pattern=pattern)

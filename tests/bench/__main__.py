@@ -13,12 +13,13 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from tests.bench.generate import generate, generate_size
 from tests.bench.machine import limits
-from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds
+from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, touch_memory
 from tests.bench.stacks import Stacks
 from tests.bench.verbs import BARS, COPY, DURABLE_COPY, VERBS, Workplace, warm_up
 
@@ -39,20 +40,25 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     try:
         warm_up(folder / "tiny", lambda path: generate(path, layout=options.layout))
-        source = folder / f"run/checkpoint-{2}"
+        source = folder / "run/checkpoint-2"
         generate_size(source, options.gb, layout=options.layout, odd=options.odd)
         os.sync()
         place = Workplace(folder, source)
+        touch = partial(touch_memory, folder, place.size_bytes)
         _print_setting(folder, place, layout=options.layout, odd=options.odd)
         for verb in VERBS if options.verb == "all" else [options.verb]:
             contenders = place.contenders(verb)
-            timings = alternate(contenders, rounds=options.runs, tell=lambda line: print(f"  {line}", flush=True))
+            timings = alternate(contenders, rounds=options.runs, touch=touch, tell=_tell)
             print("\n".join(["", *_table(timings), ""]), flush=True)
             if options.profile:
-                _print_profiles(contenders)
+                _print_profiles(contenders, touch)
         place.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell(line: str) -> None:
+    print(f"  {line}", flush=True)
 
 
 def _print_setting(folder: Path, place: Workplace, *, layout: str, odd: bool) -> None:
@@ -86,11 +92,12 @@ def _verdict(name: str, medians: dict[str, float], best: dict[str, float]) -> st
     return ""
 
 
-def _print_profiles(contenders: list[Contender]) -> None:
+def _print_profiles(contenders: list[Contender], touch: Callable[[], None]) -> None:
     for contender in contenders:
         if contender.name not in (COPY, DURABLE_COPY, "the whole command"):
             contender.prepare()
             os.sync()
+            touch()
             with Stacks() as stacks:
                 contender.run()
             print(f"{contender.name}: {stacks.report()}\n", flush=True)

@@ -2,7 +2,9 @@
 Time contenders against each other, in turns, on a machine that others use too.
 
 Everything is measured in one process that has done it all once before. The source is in memory for everybody
-(page cache warm); what a run has written is deleted and the disk is synced before the next one's clock starts.
+(page cache warm). Before a run's clock starts, what the run before has written is deleted, the disk is synced,
+and as much memory is touched as the run will fill: a virtual machine may have given unused memory back to its
+host, and getting it again costs more than the copy.
 """
 
 import os
@@ -14,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-_QUIET_WAIT_SECONDS_MAX = 20.0
+_CHUNK_BYTES = 1 << 20
+
+_QUIET_WAIT_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 0.2
 _QUIET_BUSY_SHARE_MAX = 0.1
 
@@ -76,8 +80,14 @@ def anonymous_bytes() -> int:
     return 0
 
 
-def alternate(contenders: Sequence[Contender], *, rounds: int, tell: Callable[[str], None]) -> dict[str, list[Timing]]:
-    """Run every contender once per round, each round beginning with another one; return all runs by name."""
+def alternate(
+    contenders: Sequence[Contender], *, rounds: int, touch: Callable[[], None], tell: Callable[[str], None]
+) -> dict[str, list[Timing]]:
+    """
+    Run every contender once per round, each round beginning with another one; return all runs by name.
+
+    *touch* makes sure that there is memory; it is the last thing before the clock starts.
+    """
     found: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
         start = number % len(contenders)
@@ -85,6 +95,7 @@ def alternate(contenders: Sequence[Contender], *, rounds: int, tell: Callable[[s
             contender.prepare()
             os.sync()
             wait_for_quiet()
+            touch()
             found[contender.name].append(measure(contender.run))
         latest = (f"{name} {timings[-1].seconds:.2f}" for name, timings in found.items())
         tell(f"round {number + 1}: {', '.join(latest)}")
@@ -115,6 +126,15 @@ def wait_for_quiet() -> None:
         time.sleep(_QUIET_SECONDS)
         if _machine_busy_seconds() - before < _QUIET_BUSY_SHARE_MAX * _QUIET_SECONDS * (os.cpu_count() or 1):
             return
+
+
+def touch_memory(folder: Path, size_bytes: int) -> None:
+    """Fill *size_bytes* of the page cache by way of a file in *folder*, and empty it again at once."""
+    path, chunk = folder / "touch", bytes(_CHUNK_BYTES)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(-(-size_bytes // _CHUNK_BYTES)):
+            file.write(chunk)
+    path.unlink()
 
 
 def median_seconds(timings: Sequence[Timing]) -> float:

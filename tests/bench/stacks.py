@@ -62,6 +62,6 @@ def _where(frame: FrameType) -> str:
     while at is not None and len(places) < 3:
         code = at.f_code
         if "layerstore" in code.co_filename:
-            places.append(f"{code.co_filename.rpartition('layerstore/')[2]}:{at.f_lineno} {code.co_name}")
+            places.append(f"{code.co_filename.rpartition('layerstore/')[2]}:{code.co_name}")
         at = at.f_back
     return " > ".join(reversed(places)) or f"{frame.f_code.co_name} (not ours)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,3 +31,13 @@ def fast_module_path() -> Iterator[Path]:
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
     is_usable = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
     return tempfile.TemporaryDirectory(prefix="layerstore-faults-", dir=_MEMORY if is_usable else None)
+
+
+@pytest.fixture(scope="session")
+def strace() -> None:
+    """Skip where strace is missing or may not trace."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    probe = subprocess.run(["strace", "-o", os.devnull, "true"], check=False, capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"strace may not trace here: {probe.stderr.strip()}")

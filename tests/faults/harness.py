@@ -14,12 +14,14 @@ import random
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -208,20 +210,22 @@ def in_child(work: Callable[..., Any], *args: Any, timeout_seconds: float = TIME
     process = _CONTEXT.Process(target=_child, args=(sender, work, args))
     process.start()
     sender.close()
-    outcome = Outcome(None)
     with receiver:
-        if receiver.poll(timeout_seconds):
-            try:
-                outcome = receiver.recv()
-            except EOFError:
-                outcome = Outcome(-signal.SIGKILL)
-    process.join(5.0)
-    exit_code = process.exitcode
-    if exit_code is None:
-        process.kill()
-        process.join()
+        try:
+            outcome: Outcome | None = receiver.recv() if receiver.poll(timeout_seconds) else None
+        except EOFError:
+            outcome = Outcome(_signal_of(process))
+    process.kill()
+    process.join()
     process.close()
-    return Outcome(exit_code, outcome.value, outcome.failure, outcome.notices)
+    return outcome or Outcome(None)
+
+
+def _signal_of(process: BaseProcess) -> int:
+    """Return how *process*, which ended without a word, ended."""
+    process.join()
+    # The fork server does not always know.
+    return process.exitcode if process.exitcode in (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT) else -signal.SIGKILL
 
 
 def _child(sender: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -246,6 +250,15 @@ def child(work: Callable[..., Any], *args: Any) -> Iterator[BaseProcess]:
     finally:
         process.kill()
         process.join()
+
+
+def traced(options: Sequence[str], program: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run the Python *program* with *args* under strace, which injects what *options* say."""
+    command = ["strace", "-f", "-qq", "-o", os.devnull, *options, sys.executable, "-c", program, *map(str, args)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=os.environ | {"PYTHONPATH": paths}
+    )
 
 
 def wait_for(path: Path) -> None:

@@ -1,0 +1,355 @@
+"""Each command does its work, and says what it did to people and to programs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.bench.generate import generate
+from tests.cli.conftest import Run
+
+LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+INGEST_FIELDS = [
+    "run",
+    "step",
+    "commit",
+    "is_new",
+    "layers",
+    "objects_new",
+    "objects_reused",
+    "bytes_new",
+    "bytes_reused",
+    "bytes_derived",
+    "seconds",
+]
+
+
+def test_init_makes_the_default_store(run: Run, tmp_path: Path) -> None:
+    """Without a path, init makes ./.layerstore, and says what to do next."""
+    outcome = run("init")
+
+    assert outcome.code == 0
+    assert (tmp_path / ".layerstore" / "store.json").is_file()
+    assert "layerstore ingest" in outcome.out
+
+
+def test_init_tells_programs_path_and_id(run: Run, tmp_path: Path) -> None:
+    """The path is absolute, the id is the store's."""
+    fields = run("init", "here", "--json").fields
+
+    assert list(fields) == ["schema", "path", "id"]
+    assert str(tmp_path / "here") == fields["path"]
+
+
+def test_ingest_says_what_it_saved_and_that_it_was_saved_already(run: Run, checkpoints: Path) -> None:
+    """The second time nothing is written, which is no error."""
+    run("init")
+
+    first, second = (run("ingest", checkpoints, "--tag", "global_step2") for _ in range(2))
+
+    assert (first.code, second.code) == (0, 0)
+    assert first.out.startswith("saved sft@2 (commit ")
+    assert "5 layers" in first.out
+    assert second.out.startswith("already saved: sft@2 (commit ")
+
+
+def test_ingest_tells_programs_all_counts(run: Run, checkpoints: Path) -> None:
+    """The fields are those of the documentation, in its order."""
+    run("init")
+
+    fields = run("ingest", checkpoints / "global_step2", "--json", "--run", "other").fields
+
+    assert ["schema", *INGEST_FIELDS] == list(fields)
+    assert (fields["run"], fields["step"], fields["is_new"], fields["layers"]) == ("other", 2, True, 5)
+    assert fields["objects_new"] > 0
+    assert fields["bytes_new"] > 0
+
+
+def test_ingest_takes_several_in_the_order_of_their_numbers(run: Run, tmp_path: Path) -> None:
+    """A shell lists checkpoint-10 before checkpoint-9; saves are counted in the order of training."""
+    folders = [generate(tmp_path / "run" / f"checkpoint-{step}", hidden=16, vocab=32, step=step) for step in (10, 9)]
+    run("init")
+
+    fields = run("ingest", *folders, "--json").fields
+
+    assert [commit["step"] for commit in fields["commits"]] == [9, 10]
+    assert list(fields["commits"][0]) == INGEST_FIELDS
+    assert [commit["run"] for commit in fields["commits"]] == ["run", "run"]
+
+
+def test_ingest_reports_what_was_saved_before_a_failure(run: Run, checkpoints: Path) -> None:
+    """A later checkpoint's failure does not hide, nor undo, what came before."""
+    run("init")
+
+    outcome = run("ingest", checkpoints / "global_step2", checkpoints / "global_step99", "--json")
+
+    assert outcome.code == 21
+    assert [commit["step"] for commit in outcome.fields["commits"]] == [2]
+    assert outcome.error["kind"] == "source_checkpoint"
+    assert [commit["step"] for commit in run("log", "--json").fields["commits"]] == [2]
+
+
+def test_ingest_pins_a_single_commit_only(run: Run, checkpoints: Path) -> None:
+    """A pin means one commit: with two checkpoints nothing is begun."""
+    run("init")
+
+    pinned = run("ingest", checkpoints / "global_step2", "--pin", "best")
+    refused = run("ingest", checkpoints / "global_step2", checkpoints / "global_step4", "--pin", "worst")
+
+    assert (pinned.code, refused.code) == (0, 2)
+    assert [commit["pins"] for commit in run("log", "--json").fields["commits"]] == [["best"]]
+
+
+def test_ingest_replaces_only_when_asked(run: Run, store: Path, tmp_path: Path) -> None:
+    """Other content for a saved step is a conflict, whose hint is the option that overrides it."""
+    other = generate(tmp_path / "sft", hidden=16, vocab=32, step=2, seed=1)
+
+    refused = run("ingest", other, "--store", store)
+    replaced = run("ingest", other, "--store", store, "--replace")
+
+    assert (refused.code, replaced.code) == (15, 0)
+    assert "--replace" in refused.err
+
+
+def test_ingest_names_layers_by_the_users_pattern(run: Run, checkpoints: Path) -> None:
+    """The pattern's match is the layer's name."""
+    run("init")
+
+    run("ingest", checkpoints / "global_step2", "--layer-pattern", r"^model\.layers")
+
+    assert "model.layers" in [layer["layer"] for layer in run("ls", "--json").fields["layers"]]
+
+
+def test_log_lists_commits_newest_first(run: Run, store: Path) -> None:
+    """One line per commit, under a heading; the attempt is only shown where there are several."""
+    outcome = run("log", "--store", store)
+    lines = [line.split() for line in outcome.out.splitlines()]
+
+    assert outcome.code == 0
+    assert lines[0] == ["RUN", "STEP", "COMMIT", "SAVED", "LAYERS", "NEW", "PINS"]
+    assert [(line[0], line[1]) for line in lines[1:]] == [("sft", "4"), ("sft", "2")]
+    assert lines[2][-1] == "best"
+
+
+def test_log_tells_programs_all_fields(run: Run, store: Path) -> None:
+    """The fields are those of the documentation, in its order."""
+    commits = run("log", "sft", "--store", store, "--json").fields["commits"]
+
+    assert list(commits[0]) == ["run", "attempt", "step", "commit", "time", "layers_saved", "bytes_new", "pins"]
+    assert commits[1]["pins"] == ["best"]
+    assert len(commits[0]["commit"]) == 32
+
+
+def test_log_of_an_empty_store_says_what_to_do_next(run: Run) -> None:
+    """An empty answer is no failure."""
+    run("init")
+
+    assert "layerstore ingest" in run("log").out
+    assert run("log", "--json").fields["commits"] == []
+
+
+def test_log_warns_of_a_damaged_record(run: Run, store: Path) -> None:
+    """The others are listed; the damaged one is named on stderr and, for programs, apart from them."""
+    record = next((store / "commits" / "sft").glob("2.*"))
+    record.write_bytes(b"damaged")
+
+    outcome = run("log", "--store", store, "--json")
+
+    assert outcome.code == 0
+    assert [commit["step"] for commit in outcome.fields["commits"]] == [4]
+    assert [(entry["run"], entry["step"]) for entry in outcome.fields["damaged"]] == [("sft", 2)]
+    assert outcome.err.startswith("warning: sft@2 is left out")
+
+
+def test_a_lost_index_is_one_warning(run: Run, store: Path) -> None:
+    """A damaged index is rebuilt, said in one line, and answers are the same."""
+    before = run("log", "--store", store, "--json").fields
+    (store / "manifest" / "data.mdb").write_bytes(b"damaged" * 1000)
+
+    after = run("log", "--store", store, "--json")
+
+    assert before == after.fields
+    assert [line.startswith("warning: ") for line in after.err.splitlines()] == [True]
+
+
+def test_show_tells_everything_about_one_commit(run: Run, store: Path) -> None:
+    """A summary, then where each layer was saved."""
+    outcome = run("show", "best", "--store", store)
+    lines = outcome.out.splitlines()
+
+    assert lines[0].startswith("commit ")
+    assert "sft@2" in lines[1]
+    assert [line.split()[0] for line in lines[lines.index("") + 2 :]] == LAYERS
+
+
+def test_show_tells_programs_all_fields(run: Run, store: Path) -> None:
+    """A pin shows as the commit that it was made from."""
+    fields = run("show", "best", "--store", store, "--json").fields
+
+    assert tuple(fields[key] for key in ("run", "step", "attempt", "pin", "world_size")) == ("sft", 2, 1, "best", 2)
+    assert [layer["layer"] for layer in fields["layers"]] == LAYERS
+
+
+def test_ls_adds_up_the_kinds(run: Run, store: Path) -> None:
+    """Each layer's sizes by kind, and a total; kinds that nothing has are left out."""
+    lines = run("ls", "sft@4", "--store", store).out.splitlines()
+
+    assert lines[0].split() == ["LAYER", "STEP", "PARAMETERS", "MASTER", "OPTIMIZER", "SIZE"]
+    assert [*LAYERS, "total"] == [line.split()[0] for line in lines[1:]]
+
+
+def test_ls_of_one_layer(run: Run, store: Path) -> None:
+    """A layer's name limits the answer to it."""
+    layers = run("ls", "sft", "model.norm", "--store", store, "--json").fields["layers"]
+
+    assert [(layer["layer"], layer["run"], layer["step"], layer["parameters"]) for layer in layers] == [
+        ("model.norm", "sft", 4, 16)
+    ]
+    assert {"weights", "master", "optimizer", "buffers"} == layers[0]["bytes"].keys()
+
+
+def test_compose_writes_a_checkpoint(run: Run, store: Path, tmp_path: Path) -> None:
+    """The output has DeepSpeed's files, and is only replaced by force."""
+    first = run("compose", "sft@2", "-o", "out", "--store", store)
+    second = run("compose", "sft@2", "-o", "out", "--store", store)
+    third = run("compose", "sft@4", "-o", "out", "--store", store, "--force", "--no-verify", "--policy", "exact")
+
+    assert (first.code, second.code, third.code) == (0, 14, 0)
+    assert first.out.startswith(f"wrote {tmp_path / 'out'}: sft@2, policy latest, 5 layers, 2 ranks, ")
+    assert (tmp_path / "out" / "latest").read_text() == "global_step4"
+
+
+def test_compose_tells_programs_all_fields(run: Run, store: Path, tmp_path: Path) -> None:
+    """The fields are those of the documentation, in its order."""
+    fields = run("compose", "sft@2", "-o", "out", "--store", store, "--json").fields
+
+    assert list(fields) == [
+        "schema",
+        "run",
+        "step",
+        "policy",
+        "world_size",
+        "out",
+        "layers",
+        "bytes_written",
+        "seconds",
+    ]
+    assert {name: {"run": "sft", "step": 2} for name in LAYERS} == fields["layers"]
+    assert (
+        sum(file.stat().st_size for file in (tmp_path / "out").rglob("*") if file.is_file()) == fields["bytes_written"]
+    )
+
+
+def test_compose_dry_run_prints_the_plan_and_writes_nothing(run: Run, store: Path, tmp_path: Path) -> None:
+    """No -o is needed; each layer is listed with the save that it comes from."""
+    before = sorted(tmp_path.iterdir())
+
+    outcome = run("compose", "--step", "2", "--dry-run", "--store", store)
+
+    rows = [line.split() for line in outcome.out.splitlines()]
+    assert rows[0] == ["LAYER", "FROM", "SIZE"]
+    assert [[name, "sft@2"] for name in LAYERS] == [row[:2] for row in rows[1:6]]
+    assert before == sorted(tmp_path.iterdir())
+    assert run("compose", "--dry-run", "--store", store, "--json").fields["dry_run"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [((), 4), (("sft",), 4), (("best",), 2), (("--run", "sft"), 4), (("--run", "sft", "--step", "2"), 2)],
+)
+def test_compose_finds_the_base(run: Run, store: Path, words: tuple[str, ...], step: int) -> None:
+    """REF, --run and --step, or nothing at all for the only run's newest step."""
+    assert step == run("compose", *words, "--dry-run", "--json", "--store", store).fields["step"]
+
+
+def test_compose_refuses_two_answers_to_one_question(run: Run, store: Path) -> None:
+    """REF and --run or --step are alternatives."""
+    outcome = run("compose", "sft", "--step", "2", "--dry-run", "--store", store)
+
+    assert outcome.code == 2
+    assert "both" in outcome.err
+
+
+def test_compose_asks_whose_step_is_meant(run: Run, store: Path, checkpoints: Path) -> None:
+    """With two runs, --step alone is not enough."""
+    run("ingest", checkpoints / "global_step2", "--run", "other", "--store", store)
+
+    outcome = run("compose", "--step", "2", "--dry-run", "--store", store)
+
+    assert outcome.code == 2
+    assert "--run" in outcome.err
+
+
+def test_pins_are_made_listed_and_deleted(run: Run, store: Path) -> None:
+    """Deleting a pin leaves its commit."""
+    made = run("pin", "newest", "sft", "--store", store, "--json").fields
+    listed = run("pin", "--list", "--store", store, "--json").fields["pins"]
+    deleted = run("pin", "--delete", "best", "--store", store, "--json").fields
+
+    assert list(made) == ["schema", "pin", "run", "step", "commit", "time"]
+    assert [(pin["pin"], pin["step"]) for pin in listed] == [("best", 2), ("newest", 4)]
+    assert deleted["deleted"] == "best"
+    assert [line.split()[0] for line in run("pin", "--list", "--store", store).out.splitlines()] == ["PIN", "newest"]
+    assert len(run("log", "--store", store, "--json").fields["commits"]) == 2
+
+
+@pytest.mark.parametrize("words", [(), ("best",), ("--list", "--delete", "best"), ("best", "sft", "--list")])
+def test_pin_wants_exactly_one_deed(run: Run, store: Path, words: tuple[str, ...]) -> None:
+    """Half an order is refused, and so are two."""
+    assert run("pin", *words, "--store", store).code == 2
+
+
+def test_verify_of_a_sound_store(run: Run, store: Path) -> None:
+    """Quick or thorough, for people and for programs; orphans are counted and harm nothing."""
+    quick = run("verify", "--store", store)
+    thorough = run("verify", "sft@2", "--read-data", "--store", store, "--json")
+
+    assert (quick.code, thorough.code) == (0, 0)
+    assert "no damage" in quick.out
+    assert tuple(thorough.fields[key] for key in ("ok", "damaged", "orphans")) == (True, [], 0)
+    assert thorough.fields["bytes_read"] > 0
+
+
+def test_verify_tells_what_is_damaged_and_who_needs_it(run: Run, store: Path) -> None:
+    """Damage is on stdout, in full; the exit code and the last line of stderr say that there is some."""
+    damaged = _largest_object(store)
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.chmod(0o644)
+    damaged.write_bytes(data)
+
+    unread = run("verify", "--store", store)
+    people = run("verify", "--read-data", "--store", store)
+    programs = run("verify", "--read-data", "--store", store, "--json")
+
+    assert (unread.code, people.code, programs.code) == (0, 20, 20)
+    assert "1 damaged" in people.out
+    assert people.err.startswith("error: ")
+    assert programs.fields["ok"] is False
+    assert list(programs.fields["damaged"][0]) == ["kind", "id", "path", "needed_by", "reason"]
+    assert damaged.name == programs.fields["damaged"][0]["id"]
+    assert programs.fields["damaged"][0]["needed_by"]
+    assert (programs.error["kind"], programs.error["code"]) == ("damaged", 20)
+
+
+def _largest_object(store: Path) -> Path:
+    return max(
+        (path for path in (store / "objects").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+
+
+def test_reindex_replaces_a_lost_index(run: Run, store: Path) -> None:
+    """The index is made of the records, nothing else."""
+    before = run("log", "--store", store, "--json").fields
+    shutil.rmtree(store / "manifest")
+
+    outcome = run("reindex", "--store", store, "--json")
+
+    assert (outcome.code, outcome.fields["commits"]) == (0, 2)
+    assert before == run("log", "--store", store, "--json").fields
+
+
+def test_version(run: Run) -> None:
+    """For people and for programs."""
+    assert run("--version").out == "layerstore 0.1.0\n"
+    assert run("--version", "--json").fields == {"schema": 1, "version": "0.1.0"}

@@ -1,0 +1,202 @@
+"""What goes wrong is said in one line, with the exit code that the documentation lists."""
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+
+from layerstore import errors
+from layerstore.cli import app as cli
+from tests.cli.conftest import Run
+
+CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+
+COMMANDS = {
+    "init": ["init"],
+    "ingest": ["ingest", "checkpoint"],
+    "log": ["log"],
+    "show": ["show"],
+    "ls": ["ls"],
+    "compose": ["compose", "--dry-run"],
+    "pin": ["pin", "--list"],
+    "verify": ["verify"],
+    "reindex": ["reindex"],
+}
+IN_A_STORE = [words for name, words in COMMANDS.items() if name != "init"]
+
+
+def _registered() -> list[str]:
+    group = typer.main.get_command(cli.app)
+    return [name for name in group.list_commands(typer.Context(group)) if name != "demo"]  # type: ignore[attr-defined]
+
+
+def test_every_command_is_tested_here() -> None:
+    """A new command has to be added to the tests below."""
+    assert list(COMMANDS) == _registered()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(run: Run, command: str) -> None:
+    """Each command's help shows one to three commands that work by being typed."""
+    outcome = run(command, "--help")
+    examples = re.findall(rf"^    layerstore {command}\b.*$", outcome.out, re.MULTILINE)
+
+    assert outcome.code == 0
+    assert "--json" in outcome.out
+    assert 1 <= len(examples) <= 3
+
+
+def test_without_a_command_there_is_help(run: Run) -> None:
+    """It is wrong use all the same: a script with an empty variable must notice."""
+    outcome = run()
+
+    assert outcome.code == 2
+    assert "Commands:" in outcome.out
+    assert run("--json").error["kind"] == "usage"
+
+
+@pytest.mark.parametrize("words", IN_A_STORE, ids=lambda words: words[0])
+def test_without_a_store_there_is_the_line_that_makes_one(run: Run, words: list[str]) -> None:
+    """Exit code 10, and the hint is the command to type."""
+    people = run(*words)
+    programs = run(*words, "--json")
+
+    assert (people.code, programs.code) == (10, 10)
+    assert people.err.splitlines() == ["error: there is no store at .layerstore", "hint: layerstore init .layerstore"]
+    assert programs.error == {
+        "kind": "no_store",
+        "code": 10,
+        "message": "there is no store at .layerstore",
+        "hint": "layerstore init .layerstore",
+    }
+    assert programs.out == ""
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=lambda words: words[0])
+def test_wrong_use_exits_2(run: Run, words: list[str]) -> None:
+    """An unknown option is named, with the command whose help lists the real ones."""
+    people = run(*words, "--no-such-option")
+    programs = run(*words, "--no-such-option", "--json")
+
+    assert (people.code, programs.code) == (2, 2)
+    assert "--no-such-option" in people.err
+    assert people.err.splitlines()[-1] == f"hint: layerstore {words[0]} --help"
+    assert (programs.error["kind"], programs.error["code"]) == ("usage", 2)
+
+
+def test_a_mistyped_command_is_answered_with_the_right_one(run: Run) -> None:
+    """The nearest command is suggested."""
+    outcome = run("compsoe")
+
+    assert outcome.code == 2
+    assert "Did you mean 'compose'?" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["log", "nope"], 13),
+        (["show", "sft@3"], 13),
+        (["ls", "sft", "nope"], 13),
+        (["compose", "nope", "--dry-run"], 13),
+        (["pin", "--delete", "nope"], 13),
+        (["pin", "best", "sft@4"], 14),
+        (["pin", "sft", "sft@4"], 15),
+        (["show", "a@b@c"], 2),
+        (["compose"], 2),
+        (["compose", "--policy", "nope", "--dry-run"], 2),
+        (["compose", "--step", "-1", "--dry-run"], 2),
+        (["compose", "-o", "store/inside"], 2),
+        (["ingest", "nope"], 21),
+    ],
+    ids=str,
+)
+def test_each_mistake_has_its_code_and_one_line(run: Run, store: Path, words: list[str], code: int) -> None:
+    """People get one error line and perhaps one hint; programs get the same text."""
+    people = run(*words, "--store", store)
+    programs = run(*words, "--store", store, "--json")
+
+    assert (code, code, code) == (people.code, programs.code, programs.error["code"])
+    assert ["error: " + programs.error["message"]] == [line for line in people.err.splitlines() if line[:5] == "error"]
+    assert len(people.err.splitlines()) == (1 if programs.error["hint"] is None else 2)
+    assert "" == people.out == programs.out
+
+
+def test_the_store_may_be_named_in_four_places(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the command wins over in front of it, that over the environment, that over the default."""
+    behind = run("--store", "nowhere", "log", "--store", store)
+    before = run("--store", store, "log")
+    monkeypatch.setenv("LAYERSTORE_STORE", "nowhere")
+    over_environment = run("--store", store, "log")
+    only_environment = run("log")
+    monkeypatch.delenv("LAYERSTORE_STORE")
+    shutil.move(store, ".layerstore")
+    default = run("log")
+
+    assert [outcome.code for outcome in (behind, before, over_environment, only_environment, default)] == [
+        0,
+        0,
+        0,
+        10,
+        0,
+    ]
+
+
+def test_json_may_stand_in_front(run: Run, store: Path) -> None:
+    """Both places mean the same."""
+    assert run("--json", "log", "--store", store).fields == run("log", "--store", store, "--json").fields
+
+
+def test_a_damaged_store_has_its_own_code(run: Run, store: Path) -> None:
+    """A store whose identity is damaged is damage, not a missing store."""
+    (store / "store.json").write_text("{}")
+
+    assert run("log", "--store", store).code == 20
+
+
+def test_another_writer_is_named(run: Run, store: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held lock is waited for until the deadline; then the code is 11."""
+    from layerstore.storage.locks import lock
+
+    monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
+    with lock(store / "locks" / "run-sft.lock", what="run 'sft'", deadline_seconds=0):
+        outcome = run("ingest", checkpoints / "global_step2", "--store", store)
+
+    assert outcome.code == 11
+    assert f"pid {os.getpid()}" in outcome.err
+
+
+def test_a_forbidden_folder_is_a_matter_of_permission(run: Run) -> None:
+    """Exit code 12; nobody, root included, may make folders in /sys."""
+    assert run("init", "/sys/layerstore").code == 12
+
+
+# -- the documented table ------------------------------------------------------------------------------------------
+
+
+def _documented() -> set[tuple[int, str, str]]:
+    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)`)? ?\| (?:`(\w+)`)? ?\|", CLI_PAGE.read_text(), re.MULTILINE)
+    return {(int(code), kind, name) for code, kind, name in rows}
+
+
+def _defined() -> set[tuple[int, str, str]]:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    of_disk = [errors.StorageIO("", errno=number, filename="") for number in (errno.EIO, errno.EACCES, errno.ENOSPC)]
+    return {
+        (0, "", ""),
+        *((error.exit_code, error.kind, "StorageIO") for error in of_disk),
+        *((kind.exit_code, kind.kind, kind.__name__) for kind in classes if issubclass(kind, errors.LayerstoreError)),
+        (cli.EXIT_USAGE, "usage", ""),
+        (cli.EXIT_INTERRUPTED, "interrupted", ""),
+        (cli.EXIT_CLOSED_PIPE, "closed_pipe", ""),
+        (cli.EXIT_TERMINATED, "terminated", ""),
+    }
+
+
+def test_the_documented_exit_codes_are_the_real_ones() -> None:
+    """Every class, kind and code stands in the table of the command line's page, and nothing else does."""
+    assert _defined() == _documented()

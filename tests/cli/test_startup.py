@@ -1,0 +1,91 @@
+"""The command line starts fast, because it loads nothing that it does not need."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HELP_SECONDS_MAX = 0.3
+
+# Runs one command, then tells which of the heavy modules it has loaded.
+DRIVER = """
+import json, sys
+heavy, words = json.loads(sys.argv[1]), sys.argv[2:]
+if words:
+    from layerstore.cli.app import main
+    code = main(words)
+else:
+    import layerstore
+    layerstore.open, layerstore.Store
+    code = 0
+print(json.dumps({"code": code, "loaded": [name for name in heavy if name in sys.modules]}))
+"""
+
+
+def _loaded(heavy: list[str], *words: object, cwd: Path) -> list[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERSTORE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(heavy), *map(str, words)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["code"] == 0, done.stderr
+    loaded: list[str] = told["loaded"]
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["init", "new"],
+        ["ingest", "{source}", "--store", "store", "--run", "again", "--tag", "global_step2"],
+        ["log", "--store", "store"],
+        ["show", "--store", "store"],
+        ["ls", "--store", "store"],
+        ["compose", "-o", "out", "--store", "store"],
+        ["pin", "newest", "sft", "--store", "store"],
+        ["verify", "--read-data", "--store", "store"],
+        ["reindex", "--store", "store"],
+        ["demo", "--help"],
+    ],
+    ids=lambda words: words[0] if words else "import layerstore",
+)
+def test_nothing_loads_torch(words: list[str], store: Path, checkpoints: Path) -> None:
+    """Neither the library nor a command's real work loads torch or deepspeed."""
+    words = [word.format(source=checkpoints) for word in words]
+
+    assert _loaded(["torch", "deepspeed"], *words, cwd=store.parent) == []
+
+
+def test_help_loads_no_library_at_all(tmp_path: Path) -> None:
+    """What the help does not need is not loaded: that is what makes it fast."""
+    heavy = ["torch", "deepspeed", "numpy", "lmdb", "msgpack", "xxhash", "rich", "pydantic", "layerstore.store"]
+
+    assert _loaded(heavy, "--help", cwd=tmp_path) == []
+
+
+def test_programs_do_not_load_what_draws_tables(store: Path) -> None:
+    """With --json nothing is drawn."""
+    assert _loaded(["rich"], "log", "--json", "--store", "store", cwd=store.parent) == []
+
+
+def test_help_takes_less_than_300_ms(tmp_path: Path) -> None:
+    """The best of several starts, since other work on the machine only ever adds."""
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "layerstore.cli", "--help"], cwd=tmp_path, check=True, capture_output=True
+        )
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(7)) < HELP_SECONDS_MAX

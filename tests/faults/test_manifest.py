@@ -1,0 +1,380 @@
+"""
+The index is damaged in every way there is: noticed or without effect, nothing lost, and never a wrong answer.
+
+Everything happens in children, because what LMDB maps can kill: that counts as a failure too, with the place.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from layerstore.model import CommitId
+from layerstore.storage.commits import RecordName
+from layerstore.store import Store, init
+from tests.faults.harness import (
+    composed,
+    copied,
+    in_child,
+    problems,
+    seeded,
+    tiny_checkpoint,
+    truth,
+)
+
+PAGE = 4096
+FLIPS = 600
+"""Bits flipped in a usual run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A store with two commits and two runs, and what it answers."""
+
+    folder: Path
+    answers: str
+    composites: dict[str, str]
+
+    @property
+    def store(self) -> Path:
+        """Where it is."""
+        return self.folder / "store"
+
+    @property
+    def data(self) -> bytes:
+        """Its sound index."""
+        return (self.store / "manifest" / "data.mdb").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def scene(fast_module_path: Path) -> Scene:
+    """Return a store to copy."""
+    folder = fast_module_path
+    with init(folder / "store") as store:
+        for step in (2, 4):
+            store.ingest(tiny_checkpoint(folder / f"step{step}", step=step), run="run")
+        store.ingest(folder / "step4", run="other", pin="kept")
+        composites = {ref: composed(store, ref, folder) for ref in ("run@2", "run@4", "other@4", "kept")}
+        return Scene(folder, answers(store), composites)
+
+
+def answers(store: Store) -> str:
+    """Return what *store* answers to every question that its index has a part in."""
+    plans = [(ref, store.compose(ref).layers) for ref in ("run", "run@2", "run@4", "other", "kept")]
+    return repr((store.runs, store.log(), store.log("run"), store.show("run@2"), store.ls("run@4"), plans))
+
+
+def ask(path: Path) -> tuple[str, list[str]]:
+    """Return what the store at *path* answers, also after a write to its index, and the notices it gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Store(path) as store:
+            first = answers(store)
+            rooms = store._rooms
+            names = [name for run in store.runs for name in rooms.records.names(run)]
+            for name in names:
+                rooms.catalog.add(rooms.records.read(name))
+            second = answers(store)
+    assert first == second
+    return first, [f"{notice.category.__name__}: {notice.message}" for notice in caught]
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A change of the index's bytes."""
+
+    what: str
+    start: int
+    data: bytes | None
+    """What to write at *start*; None to cut the file there."""
+
+    def apply(self, path: Path) -> None:
+        """Change the file *path*."""
+        with path.open("r+b") as file:
+            if self.data is None:
+                file.truncate(self.start)
+            else:
+                file.seek(self.start)
+                file.write(self.data)
+
+
+def flips(data: bytes, places: Sequence[int], chance: random.Random) -> list[Edit]:
+    """Return one flip of a random bit for each of *places*."""
+    chosen = [(place, 1 << chance.randrange(8)) for place in places]
+    return [Edit(f"bit {bit:#04x} of byte {place}", place, bytes([data[place] ^ bit])) for place, bit in chosen]
+
+
+def _try_edits(scene: Scene, folder: Path, edits: list[Edit], progress: Path) -> list[str]:
+    """Apply each of *edits* to a copy of the index, and return what was answered wrongly."""
+    path = copied(scene.store, folder / "edited")
+    found, noticed = [], 0
+    for number, edit in enumerate(edits):
+        progress.write_text(str(number))
+        shutil.rmtree(path / "manifest", ignore_errors=True)
+        shutil.copytree(scene.store / "manifest", path / "manifest")
+        edit.apply(path / "manifest" / "data.mdb")
+        try:
+            answer, notices = ask(path)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the index must not cause it
+            found.append(f"{edit.what}: {error!r}")
+            continue
+        noticed += bool(notices)
+        found += [f"{edit.what}: other answers"] if answer != scene.answers else []
+        found += [f"{edit.what}: {notice}" for notice in notices if not notice.startswith("IndexNotice")]
+    with (folder / "noticed").open("a") as file:
+        file.write(f"{noticed}\n")
+    return found
+
+
+def _all_edits(scene: Scene, folder: Path, edits: list[Edit]) -> list[str]:
+    """Try *edits* in as few children as survive; return what went wrong."""
+    found, progress = [], folder / "progress"
+    pending = list(edits)
+    while pending:
+        outcome = in_child(_try_edits, scene, folder, pending, progress, timeout_seconds=240.0)
+        if outcome.exit_code == 0:
+            found += outcome.needed()
+            break
+        place = int(progress.read_text())
+        name = "hang" if outcome.exit_code is None else signal.Signals(-outcome.exit_code).name
+        found.append(f"{pending[place].what}: {name}")
+        pending = pending[place + 1 :]
+    noticed = sum(map(int, (folder / "noticed").read_text().split()))
+    print(f"{len(edits)} changes, {noticed} noticed, {len(found)} wrong")
+    return found
+
+
+def test_a_flipped_bit_is_noticed_or_without_effect(scene: Scene, fast_path: Path) -> None:
+    """Keys, pages and rows: a flip costs at most a rebuild."""
+    chance = seeded("index flips")
+    data = scene.data
+
+    assert _all_edits(scene, fast_path, flips(data, sorted(chance.sample(range(len(data)), FLIPS)), chance)) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_no_flipped_bit_anywhere_has_an_effect(scene: Scene, fast_path: Path) -> None:
+    """The same for every byte of the file."""
+    chance = seeded("all index flips")
+    data = scene.data
+
+    assert _all_edits(scene, fast_path, flips(data, range(len(data)), chance)) == []
+
+
+def test_a_cut_index_is_rebuilt(scene: Scene, fast_path: Path) -> None:
+    """A file cut at a page's end, or anywhere, kills nobody."""
+    chance, data = seeded("cuts"), scene.data
+    places = [*range(0, len(data), PAGE), *chance.sample(range(len(data)), 40)]
+
+    assert _all_edits(scene, fast_path, [Edit(f"cut at {place}", place, None) for place in places]) == []
+
+
+def test_zeros_and_noise_are_rebuilt(scene: Scene, fast_path: Path) -> None:
+    """Whole pages of zeros or noise, meta pages above all."""
+    chance, data = seeded("noise"), scene.data
+    edits = []
+    for start in range(0, len(data), PAGE):
+        edits.append(Edit(f"zeros on page {start // PAGE}", start, bytes(PAGE)))
+        edits.append(Edit(f"noise on page {start // PAGE}", start, chance.randbytes(PAGE)))
+        other = chance.randrange(0, len(data), PAGE)
+        edits.append(Edit(f"page {other // PAGE} on page {start // PAGE}", start, data[other : other + PAGE]))
+    edits.append(Edit("zeros for both meta pages", 0, bytes(2 * PAGE)))
+    edits.append(Edit("noise everywhere", 0, chance.randbytes(len(data))))
+    edits.append(Edit("more noise than there was", len(data), chance.randbytes(2 * PAGE)))
+    for length in (1, 2, 4, 8):
+        places = chance.sample(range(len(data) - length), 40)
+        edits += [Edit(f"{length} wild bytes at {place}", place, chance.randbytes(length)) for place in places]
+
+    assert _all_edits(scene, fast_path, edits) == []
+
+
+# -- whole files ---------------------------------------------------------------------------------------------------
+
+
+def _unlink_all(manifest: Path) -> None:
+    shutil.rmtree(manifest)
+
+
+def _empty(manifest: Path) -> None:
+    (manifest / "data.mdb").write_bytes(b"")
+
+
+def _no_data(manifest: Path) -> None:
+    (manifest / "data.mdb").unlink()
+
+
+def _no_lock(manifest: Path) -> None:
+    (manifest / "lock.mdb").unlink()
+
+
+def _noisy_lock(manifest: Path) -> None:
+    (manifest / "lock.mdb").write_bytes(os.urandom(8192))
+
+
+def _long_noisy_lock(manifest: Path) -> None:
+    (manifest / "lock.mdb").write_bytes(os.urandom(100_000))
+
+
+def _short_lock(manifest: Path) -> None:
+    (manifest / "lock.mdb").write_bytes(b"x")
+
+
+def _file_for_folder(manifest: Path) -> None:
+    shutil.rmtree(manifest)
+    manifest.write_bytes(b"x")
+
+
+def _folder_for_data(manifest: Path) -> None:
+    (manifest / "data.mdb").unlink()
+    (manifest / "data.mdb").mkdir()
+
+
+def _fifo_for_data(manifest: Path) -> None:
+    (manifest / "data.mdb").unlink()
+    os.mkfifo(manifest / "data.mdb")
+
+
+def _fifo_for_lock(manifest: Path) -> None:
+    (manifest / "lock.mdb").unlink()
+    os.mkfifo(manifest / "lock.mdb")
+
+
+def _link_for_data(manifest: Path) -> None:
+    (manifest / "data.mdb").rename(manifest.parent.parent / "elsewhere.mdb")
+    (manifest / "data.mdb").symlink_to(manifest.parent.parent / "elsewhere.mdb")
+
+
+def _link_for_lock(manifest: Path) -> None:
+    (manifest / "lock.mdb").unlink()
+    (manifest / "lock.mdb").symlink_to(manifest.parent.parent / "planted")
+
+
+def _newer_engine(manifest: Path) -> None:
+    shutil.rmtree(manifest)
+    manifest.mkdir()
+    lmdb.open(str(manifest), lib_version=1).close()
+
+
+def _rows_gone(manifest: Path) -> None:
+    with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        for key in [key for key, _ in transaction.cursor()][1::2]:
+            transaction.delete(key)
+
+
+def _all_rows_gone(manifest: Path) -> None:
+    with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        for key in [key for key, _ in transaction.cursor() if key != b"header"]:
+            transaction.delete(key)
+
+
+def _header_gone(manifest: Path) -> None:
+    with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        transaction.delete(b"header")
+
+
+def _rows_swapped(manifest: Path) -> None:
+    with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        rows = [(key, value) for key, value in transaction.cursor() if key.startswith(b"r")]
+        for (key, _), (_, value) in zip(rows, [*rows[1:], rows[0]], strict=True):
+            transaction.put(key, value)
+
+
+def _strange_rows(manifest: Path) -> None:
+    with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"r", b"")
+        transaction.put(b"r" + bytes(40), os.urandom(100))
+        transaction.put(b"zzz", b"x")
+
+
+DAMAGE: list[Callable[[Path], None]] = [
+    _unlink_all,
+    _empty,
+    _no_data,
+    _no_lock,
+    _noisy_lock,
+    _long_noisy_lock,
+    _short_lock,
+    _file_for_folder,
+    _folder_for_data,
+    _fifo_for_data,
+    _fifo_for_lock,
+    _link_for_data,
+    _link_for_lock,
+    _newer_engine,
+    _rows_gone,
+    _all_rows_gone,
+    _header_gone,
+    _rows_swapped,
+    _strange_rows,
+]
+
+
+@pytest.mark.parametrize("harm", DAMAGE, ids=lambda harm: harm.__name__[1:])
+def test_a_strange_index_is_rebuilt(scene: Scene, fast_path: Path, harm: Callable[[Path], None]) -> None:
+    """Whatever lies in the place of the index, the answers are those of a fresh one, and nothing hangs."""
+    path = copied(scene.store, fast_path / "store")
+    in_child(harm, path / "manifest").needed()
+    before = truth(path)
+
+    answer, _ = in_child(ask, path, timeout_seconds=20.0).needed()
+
+    assert answer == scene.answers
+    assert in_child(problems, path, fast_path, scene.composites).needed() == []
+    assert truth(path) == before
+    assert not (fast_path / "planted").exists()
+
+
+def test_a_missing_index_is_no_news(scene: Scene, fast_path: Path) -> None:
+    """Nobody is warned of an index that was simply not there yet."""
+    path = copied(scene.store, fast_path / "store")
+    shutil.rmtree(path / "manifest")
+
+    assert in_child(ask, path).needed() == (scene.answers, [])
+
+
+def test_the_index_of_another_store_is_not_believed(scene: Scene, fast_path: Path) -> None:
+    """A copied index names another store, so it is replaced."""
+    path = copied(scene.store, fast_path / "store")
+    with init(fast_path / "foreign") as store:
+        store.ingest(scene.folder / "step2", run="run")
+        assert len(store.log()) == 1
+    shutil.rmtree(path / "manifest")
+    shutil.copytree(fast_path / "foreign" / "manifest", path / "manifest")
+
+    answer, notices = in_child(ask, path).needed()
+
+    assert answer == scene.answers
+    assert [notice.split(":")[0] for notice in notices] == ["IndexNotice"]
+
+
+def test_an_old_copy_of_the_index_catches_up(scene: Scene, fast_path: Path) -> None:
+    """A restored index is behind, and that is all it is."""
+    path = copied(scene.store, fast_path / "store")
+    in_child(_with_old_index, scene, path).needed()
+
+    assert in_child(ask, path).needed() == (scene.answers, [])
+
+
+def _with_old_index(scene: Scene, path: Path) -> None:
+    with init(path.parent / "young") as store:
+        store.ingest(scene.folder / "step2", run="run")
+    shutil.rmtree(path)
+    shutil.move(path.parent / "young", path)
+    shutil.copytree(path / "manifest", path.parent / "old")
+    with Store(path) as store:
+        store.ingest(scene.folder / "step4", run="run")
+    shutil.rmtree(path / "manifest")
+    shutil.move(path.parent / "old", path / "manifest")

@@ -1,0 +1,485 @@
+"""Promises of the index: it makes answers fast and never changes them, whatever happens to its files."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound
+from layerstore.limits import PAGE_BYTES
+from layerstore.model import Commit
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.setup import open_rooms
+from layerstore.storage import placement
+from layerstore.storage.catalog import IndexNotice, RunView
+from layerstore.storage.files import Files
+from layerstore.storage.layout import Layout
+from layerstore.storage.manifest import Manifest, ManifestUnusable, row_of
+from layerstore.storage.placement import manifest_directory, network_filesystem
+from tests.unit import samples
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Iterator[Rooms]:
+    """Return the rooms of a store with three commits, all indexed."""
+    made = samples.rooms(tmp_path / "store")
+    for step in (2, 4, 6):
+        publish(made, samples.commit(samples.record(step=step)))
+    made.catalog.view("sft")
+    yield made
+    made.catalog.close()
+
+
+def publish(rooms: Rooms, commit: Commit) -> Commit:
+    """Publish *commit* and tell the index."""
+    rooms.records.publish(commit)
+    rooms.catalog.add(commit)
+    return commit
+
+
+@contextlib.contextmanager
+def reopened(rooms: Rooms) -> Iterator[Rooms]:
+    """Open the store afresh, as another process would."""
+    rooms.catalog.close()
+    again = open_rooms(rooms.layout.root, Files())
+    try:
+        yield again
+    finally:
+        again.catalog.close()
+
+
+def steps(view: RunView) -> list[int]:
+    """Return the visible steps."""
+    return [row.step for row in view.visible]
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_index_says_what_the_records_say(rooms: Rooms) -> None:
+    """Every row follows from its record."""
+    view = rooms.catalog.view("sft")
+
+    assert steps(view) == [2, 4, 6]
+    assert rooms.catalog.differences("sft") == []
+    for row in view.rows.values():
+        assert row == row_of(rooms.catalog.commit(row.name))
+
+
+def test_a_commit_that_the_index_does_not_know_is_found(rooms: Rooms) -> None:
+    """An index that is behind, on another node or after a crash, is caught up from the listing."""
+    rooms.records.publish(samples.commit(samples.record(step=8)))
+
+    assert steps(rooms.catalog.view("sft")) == [2, 4, 6, 8]
+    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+        assert len(manifest.rows("sft")) == 4
+
+
+def test_a_commit_that_is_gone_is_not_answered(rooms: Rooms) -> None:
+    """An index that is ahead loses the rows of records that are not there."""
+    row = rooms.catalog.view("sft").visible[-1]
+    rooms.layout.record(row.run, row.step, row.name.id).unlink()
+
+    assert steps(rooms.catalog.view("sft")) == [2, 4]
+    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+        assert len(manifest.rows("sft")) == 2
+
+
+def test_superseded_commits_are_hidden(rooms: Rooms) -> None:
+    """A commit that another one supersedes is there and not visible."""
+    old = rooms.catalog.view("sft").visible[1]
+    publish(rooms, samples.commit(samples.record(step=4, tag="again", supersedes=[old.name.id])))
+
+    view = rooms.catalog.view("sft")
+
+    assert steps(view) == [2, 4, 6]
+    assert old.id not in {row.id for row in view.visible}
+    assert len(view.rows) == 4
+
+
+def test_a_damaged_record_is_told_beside_the_others(rooms: Rooms) -> None:
+    """One record that cannot be read hides no other, whether or not the index knew it."""
+    with reopened(rooms) as again:
+        commit = samples.commit(samples.record(step=8))
+        again.records.publish(commit)
+        path = again.layout.record("sft", 8, commit.id)
+        path.write_bytes(path.read_bytes()[:-1])
+
+        view = again.catalog.view("sft")
+
+        assert steps(view) == [2, 4, 6]
+        ((name, problem),) = view.damaged.items()
+        assert name.step == 8
+        assert isinstance(problem, IntegrityError)
+
+
+def test_an_unknown_run_says_which_there_are(rooms: Rooms) -> None:
+    """A run that is not there is not found, and the hint lists what is."""
+    with pytest.raises(NotFound, match="no run 'other'") as caught:
+        rooms.catalog.view("other")
+
+    assert caught.value.hint == "runs here: sft"
+
+
+def test_runs_without_commits_are_none(rooms: Rooms) -> None:
+    """An empty folder, left by a crash before the link, is no run."""
+    rooms.layout.run("empty").mkdir()
+
+    assert rooms.catalog.runs() == ["sft"]
+
+
+# -- damage to the index -------------------------------------------------------------------------------------------
+
+
+def drop_all(folder: Path) -> None:
+    """Remove the whole index."""
+    shutil.rmtree(folder)
+
+
+def drop_data(folder: Path) -> None:
+    """Remove the data file."""
+    (folder / "data.mdb").unlink()
+
+
+def drop_lock(folder: Path) -> None:
+    """Remove the lock file."""
+    (folder / "lock.mdb").unlink()
+
+
+def empty_data(folder: Path) -> None:
+    """Leave an empty data file."""
+    os.truncate(folder / "data.mdb", 0)
+
+
+def one_page(folder: Path) -> None:
+    """Leave the first meta page."""
+    os.truncate(folder / "data.mdb", PAGE_BYTES)
+
+
+def two_pages(folder: Path) -> None:
+    """Leave the meta pages alone."""
+    os.truncate(folder / "data.mdb", 2 * PAGE_BYTES)
+
+
+def odd_length(folder: Path) -> None:
+    """Cut the data file inside its last page."""
+    os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size - 100)
+
+
+def noise(folder: Path) -> None:
+    """Write noise over the data file."""
+    (folder / "data.mdb").write_bytes(b"noise" * 20_000)
+
+
+def zero_metas(folder: Path) -> None:
+    """Zero both meta pages."""
+    data = (folder / "data.mdb").read_bytes()
+    (folder / "data.mdb").write_bytes(bytes(2 * PAGE_BYTES) + data[2 * PAGE_BYTES :])
+
+
+def noisy_lock(folder: Path) -> None:
+    """Write noise over the lock file."""
+    (folder / "lock.mdb").write_bytes(b"noise" * 2000)
+
+
+@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+@pytest.mark.parametrize(
+    "harm",
+    [drop_all, drop_data, drop_lock, empty_data, one_page, two_pages, odd_length, noise, zero_metas, noisy_lock],
+)
+def test_a_damaged_index_changes_no_answer(rooms: Rooms, harm: Callable[[Path], None]) -> None:
+    """Missing, cut, overwritten: the index is replaced, nothing is lost and no process dies."""
+    rooms.catalog.close()
+    harm(rooms.layout.manifest)
+    with reopened(rooms) as again:
+        assert steps(again.catalog.view("sft")) == [2, 4, 6]
+        publish(again, samples.commit(samples.record(step=8)))
+        assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
+    with reopened(rooms) as again:
+        assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
+        assert again.catalog.differences("sft") == []
+
+
+def test_a_rebuild_is_told(rooms: Rooms) -> None:
+    """Replacing a damaged index is one line of notice that says nothing is lost."""
+    rooms.catalog.close()
+    noise(rooms.layout.manifest)
+    with (
+        reopened(rooms) as again,
+        pytest.warns(IndexNotice, match="rebuilding it from the commit records; nothing is lost"),
+    ):
+        assert steps(again.catalog.view("sft")) == [2, 4, 6]
+
+
+def flipped_answers(root: Path, position: int) -> subprocess.CompletedProcess[str]:
+    """Ask for the steps in a process of its own, after one byte of the index was flipped."""
+    path = root / "manifest" / "data.mdb"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(data)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ASK, str(root)], capture_output=True, text=True, check=False
+    )
+
+
+ASK = """
+import sys
+from pathlib import Path
+from layerstore.ops.setup import open_rooms
+from layerstore.storage.files import Files
+rooms = open_rooms(Path(sys.argv[1]), Files())
+print([row.step for row in rooms.catalog.view("sft").visible])
+"""
+
+
+@pytest.mark.parametrize("page", [0, 1, 2, 3, 4, 5])
+def test_a_flipped_byte_in_a_page_changes_no_answer(rooms: Rooms, page: int, tmp_path: Path) -> None:
+    """The head of every page, where a flip does the most harm: the answer stays, in a process that could die."""
+    rooms.catalog.close()
+    size_bytes = (rooms.layout.manifest / "data.mdb").stat().st_size
+    if page * PAGE_BYTES >= size_bytes:
+        pytest.skip("the index has fewer pages")
+    for offset in (16, 20):
+        copy = tmp_path / f"copy-{offset}"
+        shutil.copytree(rooms.layout.root, copy)
+        asked = flipped_answers(copy, page * PAGE_BYTES + offset)
+        assert (asked.returncode, asked.stdout) == (0, "[2, 4, 6]\n"), asked.stderr
+
+
+def test_every_flipped_value_is_found(rooms: Rooms) -> None:
+    """Whichever byte of a row's value changes, the row is refused; none is answered from."""
+    directory, store_id = rooms.layout.manifest, rooms.identity.store_id
+    rooms.catalog.close()
+
+    def rewrite(key: bytes, value: bytes) -> None:
+        with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
+            transaction.put(key, value)
+
+    with lmdb.open(str(directory), lib_version=0) as environment, environment.begin() as transaction:
+        key, data = next((bytes(key), bytes(value)) for key, value in transaction.cursor() if key[:1] == b"r")
+    for position in range(0, len(data), 7):
+        rewrite(key, data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
+        with contextlib.closing(Manifest(directory, store_id=store_id)) as manifest, pytest.raises(ManifestUnusable):
+            manifest.rows("sft")
+    rewrite(key, data)
+    with contextlib.closing(Manifest(directory, store_id=store_id)) as manifest:
+        assert len(manifest.rows("sft")) == 3
+
+
+def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
+    """A whole row that a damaged page shows under another key is refused."""
+    directory = rooms.layout.manifest
+    rooms.catalog.close()
+    with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        first, second = [bytes(key) for key, _ in transaction.cursor() if key[:1] == b"r"][:2]
+        transaction.put(first, transaction.get(second))
+    with (
+        contextlib.closing(Manifest(directory, store_id=rooms.identity.store_id)) as manifest,
+        pytest.raises(ManifestUnusable),
+    ):
+        manifest.rows("sft")
+
+
+@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+def test_an_index_of_another_store_is_not_used(rooms: Rooms, tmp_path: Path) -> None:
+    """A foreign index, put in the place of ours, is replaced; its rows are never answered."""
+    other = samples.rooms(tmp_path / "other")
+    publish(other, samples.commit(samples.record(step=99)))
+    other.catalog.close()
+    rooms.catalog.close()
+    shutil.rmtree(rooms.layout.manifest)
+    shutil.copytree(other.layout.manifest, rooms.layout.manifest)
+    with reopened(rooms) as again:
+        assert steps(again.catalog.view("sft")) == [2, 4, 6]
+        assert again.catalog.differences("sft") == []
+
+
+def test_an_old_copy_of_the_index_catches_up(rooms: Rooms, tmp_path: Path) -> None:
+    """An index that was rolled back answers as a fresh one does."""
+    rooms.catalog.close()
+    shutil.copytree(rooms.layout.manifest, tmp_path / "old")
+    with reopened(rooms) as again:
+        publish(again, samples.commit(samples.record(step=8)))
+    shutil.rmtree(rooms.layout.manifest)
+    shutil.copytree(tmp_path / "old", rooms.layout.manifest)
+    with reopened(rooms) as again:
+        assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
+
+
+def test_no_index_at_all_is_only_slower(rooms: Rooms) -> None:
+    """Where the index cannot be made every answer comes from the records, with a notice."""
+    rooms.catalog.close()
+    shutil.rmtree(rooms.layout.manifest)
+    rooms.layout.manifest.symlink_to("/dev/null")
+    again = open_rooms(rooms.layout.root, Files())
+    with pytest.warns(IndexNotice, match="slower; nothing is lost"):
+        view = again.catalog.view("sft")
+
+    assert steps(view) == [2, 4, 6]
+    assert again.catalog.index_problem
+
+
+def test_a_rebuild_equals_the_original(rooms: Rooms) -> None:
+    """Reindexing gives the same rows, and tells how many records it covers."""
+    before = rooms.catalog.view("sft")
+
+    assert rooms.catalog.rebuild() == 3
+    assert rooms.catalog.view("sft") == before
+
+
+# -- LMDB's own traps ----------------------------------------------------------------------------------------------
+
+
+def test_one_process_opens_the_index_once(rooms: Rooms) -> None:
+    """Two stores of one process share the environment, and closing one does not break the other."""
+    first = open_rooms(rooms.layout.root, Files())
+    second = open_rooms(rooms.layout.root, Files())
+    first.catalog.view("sft")
+    second.catalog.view("sft")
+    first.catalog.close()
+    first.catalog.close()
+
+    assert steps(second.catalog.view("sft")) == [2, 4, 6]
+    second.catalog.close()
+
+
+def test_a_child_may_not_use_its_parents_index(rooms: Rooms) -> None:
+    """After a fork, use in the child raises, names both processes, and leaves the parent unharmed."""
+    manifest = Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            manifest.rows("sft")
+            os.write(writing, b"no error")
+        except Internal as exc:
+            os.write(writing, str(exc).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+
+    assert f"opened in process {os.getpid()} and is used in its child {child}" in said
+    assert len(manifest.rows("sft")) == 3
+    manifest.close()
+
+
+def test_a_closed_index_is_not_used(rooms: Rooms) -> None:
+    """Use after close is our own fault and says so."""
+    manifest = Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)
+    manifest.close()
+    with pytest.raises(Internal, match="used after it was closed"):
+        manifest.rows("sft")
+
+
+def test_the_index_grows_when_it_is_full(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full map is doubled and the write repeated, unseen by whoever asked."""
+    rooms.catalog.close()
+    shutil.rmtree(rooms.layout.manifest)
+    monkeypatch.setattr("layerstore.storage.manifest.MANIFEST_MAP_BYTES", 64 * 1024)
+    commits = [samples.commit(samples.record(step=step, tag="x" * 2000)) for step in range(40)]
+    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+        for commit in commits:
+            manifest.update(add=[(commit, b"y" * 3000)])
+
+        assert len(manifest.rows("sft")) == 40
+        name = row_of(commits[7]).name
+        assert manifest.copy(name) == b"y" * 3000
+
+
+def test_a_row_keeps_its_verbatim_copy(rooms: Rooms) -> None:
+    """The index keeps each record's bytes, for repair alone."""
+    name = rooms.catalog.view("sft").visible[0].name
+    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+        assert manifest.copy(name) == rooms.records.read_bytes(name)
+        manifest.update(drop=[name])
+        assert manifest.copy(name) is None
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_engine_does_not_follow_the_environment(rooms: Rooms, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """A variable that silently changes LMDB's file format changes nothing here."""
+    rooms.catalog.close()
+    shutil.rmtree(rooms.layout.manifest)
+    monkeypatch.setenv("LMDB_DEFAULT_LIB_VERSION", value)
+    with reopened(rooms) as again:
+        assert steps(again.catalog.view("sft")) == [2, 4, 6]
+    monkeypatch.delenv("LMDB_DEFAULT_LIB_VERSION")
+    with reopened(rooms) as again:
+        assert steps(again.catalog.view("sft")) == [2, 4, 6]
+
+
+# -- where the index lives -----------------------------------------------------------------------------------------
+
+MOUNTS = """
+22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /data rw shared:2 - nfs4 server:/data rw
+31 30 8:2 / /data/local rw shared:3 - xfs /dev/sdb1 rw
+32 22 0:41 / /mnt/with\\040space rw - fuse.sshfs host: rw
+33 22 0:42 / /scratch rw master:7 - lustre mds:/scratch rw
+""".lstrip()
+
+
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system's list of mounts be the one above."""
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "mountinfo")
+
+
+@pytest.mark.usefixtures("mounts")
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/u/store", None),
+        ("/data/store", "nfs4"),
+        ("/data/local/store", None),
+        ("/dataset/store", None),
+        ("/mnt/with space/store", "fuse.sshfs"),
+        ("/scratch", "lustre"),
+    ],
+)
+def test_network_filesystems_are_recognised(path: str, kind: str | None) -> None:
+    """The innermost mount decides, and names that only begin alike do not."""
+    assert kind == network_filesystem(Path(path))
+
+
+@pytest.mark.usefixtures("mounts")
+def test_the_index_is_kept_off_network_filesystems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a local store; for one on the network in a folder of this node, under the store's id."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/u/.cache")
+    store_id = samples.STORE_ID
+
+    assert manifest_directory(Layout(Path("/home/u/store")), store_id=store_id) == Path("/home/u/store/manifest")
+    cached = manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
+    assert cached == Path("/home/u/.cache/layerstore/manifests") / store_id
+
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/fast")
+    assert manifest_directory(Layout(Path("/scratch/store")), store_id=store_id) == Path("/fast") / store_id
+
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/data/index")
+    with pytest.raises(InvalidInput, match="is on nfs4: an LMDB index must be on a local disk"):
+        manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
+
+
+def test_a_full_disk_does_not_kill_the_process(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the lock file cannot get its blocks the index is left alone, with a notice, and answers stay."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rooms.catalog.close()
+    shutil.rmtree(rooms.layout.manifest)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    again = open_rooms(rooms.layout.root, Files())
+    with pytest.warns(IndexNotice):
+        assert steps(again.catalog.view("sft")) == [2, 4, 6]

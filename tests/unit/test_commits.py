@@ -1,0 +1,213 @@
+"""Promises of commit records and pins on disk: the truth of the store, checked on every look."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from layerstore.errors import IntegrityError, NotFound, StorageIO
+from layerstore.model import Commit
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.setup import open_rooms
+from layerstore.storage.files import Files
+from tests.unit import samples
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Rooms:
+    """Return the rooms of a new store."""
+    return samples.rooms(tmp_path / "store")
+
+
+def path_of(rooms: Rooms, commit: Commit) -> Path:
+    """Return where *commit* is."""
+    return rooms.layout.record(commit.record.run, commit.record.step, commit.id)
+
+
+def test_a_published_commit_is_read_back(rooms: Rooms) -> None:
+    """Once published, the record is listed by run and step and reads as it was."""
+    commit = samples.commit()
+
+    assert rooms.records.publish(commit)
+    (name,) = rooms.records.names("sft")
+    assert rooms.records.runs() == ["sft"]
+    assert rooms.records.read(name) == commit
+    assert rooms.files.names(rooms.layout.tmp) == []
+
+
+def test_publishing_twice_is_one_commit(rooms: Rooms) -> None:
+    """The same content again is told to be there, and the first record stays, with its own time."""
+    first, again = samples.commit(time_ns=1), samples.commit(time_ns=2)
+
+    assert rooms.records.publish(first)
+    assert not rooms.records.publish(again)
+    assert rooms.records.read(rooms.records.name_of(first)) == first
+
+
+def test_records_are_listed_by_step(rooms: Rooms) -> None:
+    """The listing is in order of steps as numbers, not as text."""
+    for step in (100, 20, 3):
+        rooms.records.publish(samples.commit(samples.record(step=step)))
+
+    steps = [name.step for name in rooms.records.names("sft")]
+
+    assert steps == [3, 20, 100]
+
+
+@pytest.mark.parametrize("run", ["sft", "50%", "a:b", "日本"])
+def test_runs_keep_their_names(rooms: Rooms, run: str) -> None:
+    """A run's name survives its way through a folder's name."""
+    rooms.records.publish(samples.commit(samples.record(run=run)))
+
+    assert [run] == rooms.records.runs()
+
+
+def test_every_flipped_byte_of_a_record_is_found(rooms: Rooms) -> None:
+    """No byte of a record's file changes unseen."""
+    commit = samples.commit()
+    rooms.records.publish(commit)
+    path, name = path_of(rooms, commit), rooms.records.name_of(commit)
+    data = path.read_bytes()
+    for position in range(len(data)):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(IntegrityError):
+            rooms.records.read(name)
+    for end in (0, 1, len(data) - 1):
+        path.write_bytes(data[:end])
+        with pytest.raises(IntegrityError):
+            rooms.records.read(name)
+
+
+def test_a_record_under_another_name_is_found(rooms: Rooms) -> None:
+    """Copied to another step, run or id, a whole record is damage."""
+    commit = samples.commit()
+    rooms.records.publish(commit)
+    path = path_of(rooms, commit)
+    (rooms.layout.commits / "other").mkdir()
+    copies = [
+        path.with_name(f"5.{commit.id}"),
+        path.with_name(f"4.{'0' * 32}"),
+        rooms.layout.commits / "other" / path.name,
+    ]
+    for copy in copies:
+        copy.write_bytes(path.read_bytes())
+
+    for run in ("sft", "other"):
+        for name in rooms.records.names(run):
+            if rooms.layout.record(name.run, name.step, name.id) != path:
+                with pytest.raises(IntegrityError, match="moved or renamed"):
+                    rooms.records.read(name)
+
+
+def test_a_record_of_another_store_is_found(rooms: Rooms, tmp_path: Path) -> None:
+    """A record that was copied over from another store is damage."""
+    other = samples.rooms(tmp_path / "other")
+    commit = samples.commit()
+    other.records.publish(commit)
+    rooms.layout.run("sft").mkdir()
+    path_of(rooms, commit).write_bytes(path_of(other, commit).read_bytes())
+
+    with pytest.raises(IntegrityError, match="belongs to another store"):
+        rooms.records.read(rooms.records.name_of(commit))
+
+
+def test_a_record_that_vanished_is_damage(rooms: Rooms) -> None:
+    """A record that was listed and is gone is reported by its place."""
+    with pytest.raises(IntegrityError, match=r"commits/sft/4\.[0-9a-f]{32} is gone"):
+        rooms.records.read(rooms.records.name_of(samples.commit()))
+
+
+def test_a_missing_folder_of_commits_is_damage_not_emptiness(rooms: Rooms) -> None:
+    """Where commits/ is gone nobody answers that there are none."""
+    rooms.layout.commits.rmdir()
+
+    with pytest.raises(IntegrityError, match="is missing although this is a store"):
+        rooms.records.runs()
+
+
+def test_strangers_are_told(rooms: Rooms) -> None:
+    """Whatever lies among the records and is none is named for verify, and never taken for one."""
+    rooms.records.publish(samples.commit())
+    strangers = ["notes.txt", "04." + "a" * 32, "4." + "A" * 32, "-1." + "a" * 32, "4." + "a" * 31]
+    for name in strangers:
+        (rooms.layout.run("sft") / name).write_bytes(b"")
+    (rooms.layout.commits / "README").write_bytes(b"")
+
+    assert {*strangers, "README"} == {path.name for path in rooms.records.strangers()}
+    assert len(rooms.records.names("sft")) == 1
+
+
+def test_the_folder_is_synced_after_the_link(tmp_path: Path) -> None:
+    """The record's bytes are synced, then linked, then its folder is synced: the commit point."""
+    calls: list[tuple[str, str]] = []
+    rooms = samples.rooms(tmp_path / "store", hook=lambda operation, path: calls.append((operation, path.name)))
+    calls.clear()
+    commit = samples.commit()
+    rooms.records.publish(commit)
+
+    link = calls.index(("link", f"4.{commit.id}"))
+    assert [operation for operation, _ in calls[:link]] == ["mkdir", "fsync", "create", "write", "fsync"]
+    assert ("fsync", "sft") in calls[link:]
+
+
+def test_a_failed_last_sync_is_not_success(tmp_path: Path) -> None:
+    """The record stays, success is not reported, and a repeat confirms it."""
+    failing = True
+
+    def refuse(operation: str, path: Path) -> None:
+        if failing and operation == "fsync" and path.name == "sft":
+            raise StorageIO("planted", errno=errno.EIO, filename=str(path))
+
+    rooms = samples.rooms(tmp_path / "store", hook=refuse)
+    commit = samples.commit()
+    with pytest.raises(StorageIO, match="is published, but its durability is not confirmed") as caught:
+        rooms.records.publish(commit)
+
+    assert (caught.value.errno, caught.value.hint) == (errno.EIO, "repeat the command once the disk is well")
+    assert rooms.records.read(rooms.records.name_of(commit)) == commit
+    failing = False
+    assert not rooms.records.publish(commit)
+
+
+# -- pins ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_is_written_read_replaced_and_deleted(rooms: Rooms) -> None:
+    """A pin is whole at any time, and gone once deleted."""
+    first, second = samples.pin(), samples.pin(of=samples.record(step=5))
+    rooms.records.write_pin(first)
+    assert rooms.records.read_pin("best") == first
+
+    rooms.records.write_pin(second)
+    assert rooms.records.read_pin("best") == second
+    assert rooms.records.pin_names() == ["best"]
+
+    rooms.records.delete_pin("best")
+    assert rooms.records.pin_names() == []
+    for ask in (rooms.records.read_pin, rooms.records.delete_pin):
+        with pytest.raises(NotFound, match="there is no pin 'best'"):
+            ask("best")
+
+
+def test_a_damaged_pin_is_found_and_can_be_deleted(rooms: Rooms) -> None:
+    """A torn or renamed pin is damage by name; the others are still read, and it can be deleted unread."""
+    rooms.records.write_pin(samples.pin("best"))
+    rooms.records.write_pin(samples.pin("good"))
+    path = rooms.layout.pin("best")
+    data = path.read_bytes()
+    for hurt in (b"", data[:-1], bytes([data[0] ^ 1]) + data[1:], rooms.layout.pin("good").read_bytes()):
+        path.write_bytes(hurt)
+        with pytest.raises(IntegrityError):
+            rooms.records.read_pin("best")
+        assert [pin.name for pin in rooms.records.readable_pins()] == ["good"]
+
+    rooms.records.delete_pin("best")
+    assert rooms.records.pin_names() == ["good"]
+
+
+def test_a_store_is_opened_without_writing(rooms: Rooms) -> None:
+    """Opening makes no file and no index: a read-only store stays as it is."""
+    before = sorted(rooms.layout.root.rglob("*"))
+    open_rooms(rooms.layout.root, Files())
+
+    assert before == sorted(rooms.layout.root.rglob("*"))

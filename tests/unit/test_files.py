@@ -1,0 +1,476 @@
+"""Promises of the one module that changes the disk, on a real filesystem."""
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import stat
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from layerstore.errors import IntegrityError, StorageIO
+from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.storage.files import Files, WeakDurability
+
+
+class Recorder:
+    """A hook that remembers its calls, and raises at one of them if told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.fail_on: str | None = None
+
+    def __call__(self, operation: str, path: Path) -> None:
+        """Remember the call."""
+        self.calls.append((operation, path.name))
+        if operation == self.fail_on:
+            raise StorageIO("planted", errno=errno.EIO, filename=str(path))
+
+    @property
+    def operations(self) -> list[str]:
+        """The names of the operations, in order."""
+        return [operation for operation, _ in self.calls]
+
+
+@contextlib.contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """Have the kernel refuse to let any file of ours grow beyond *size_bytes*."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """Bytes of any buffer type land where they were sent, in any order."""
+    files = Files()
+    with files.create(tmp_path / "f") as file:
+        file.write_at(6, memoryview(b"store"))
+        file.write_at(0, bytearray(b"layer"))
+        file.write_at(5, b" ")
+        file.sync()
+
+    assert files.read(tmp_path / "f", size_bytes_max=100) == b"layer store"
+
+
+def test_wide_buffers_are_written_whole(tmp_path: Path) -> None:
+    """A view of items larger than a byte is written by bytes."""
+    with Files().create(tmp_path / "f") as file:
+        file.write_at(0, memoryview(b"12345678").cast("I"))
+
+    assert (tmp_path / "f").read_bytes() == b"12345678"
+
+
+def test_a_short_write_is_continued_until_the_disk_refuses(tmp_path: Path) -> None:
+    """The kernel takes a part first and refuses the rest then: the error names the file, and what fitted is there."""
+    with Files().create(tmp_path / "f") as file, file_size_limit(5000), pytest.raises(StorageIO) as caught:
+        file.write_at(0, b"x" * 8000)
+
+    assert (caught.value.errno, caught.value.kind, caught.value.exit_code) == (errno.EFBIG, "no_space", 23)
+    assert str(tmp_path / "f") in str(caught.value)
+    assert caught.value.hint
+    assert (tmp_path / "f").stat().st_size == 5000
+
+
+def test_create_never_takes_over_a_file(tmp_path: Path) -> None:
+    """What is there already is never opened for writing, a dangling link included."""
+    files = Files()
+    (tmp_path / "f").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("f", "link"):
+        with pytest.raises(StorageIO) as caught:
+            files.create(tmp_path / name)
+        assert caught.value.errno == errno.EEXIST
+
+    assert (tmp_path / "f").read_bytes() == b"old"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    """Files get what the user's umask leaves of 0666; executable ones may be run by whoever may read them."""
+    old = os.umask(0o027)
+    try:
+        with Files().create(tmp_path / "plain"), Files().create(tmp_path / "script") as script:
+            script.make_executable()
+    finally:
+        os.umask(old)
+
+    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "script").stat().st_mode) == 0o750
+
+
+def test_what_is_not_written_reads_as_zeros(tmp_path: Path) -> None:
+    """A file has its length at once; holes are zeros."""
+    files = Files()
+    with files.create(tmp_path / "f") as file:
+        file.set_size(10)
+        file.write_at(4, b"xy")
+
+    assert files.read(tmp_path / "f", size_bytes_max=10) == b"\0\0\0\0xy\0\0\0\0"
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 4096, IO_CHUNK_BYTES + 13])
+def test_the_kernel_copies_between_files(tmp_path: Path, size_bytes: int) -> None:
+    """Any range of any length arrives where it should."""
+    files = Files()
+    data = os.urandom(size_bytes + 10)
+    (tmp_path / "source").write_bytes(data)
+    with files.open(tmp_path / "source") as source, files.create(tmp_path / "target") as target:
+        target.copy_from(source, 3, 7, size_bytes)
+
+    found = (tmp_path / "target").read_bytes()
+    assert found == (b"\0" * 7 + data[3 : 3 + size_bytes] if size_bytes else b"")
+
+
+def test_copies_between_filesystems_go_through_a_buffer(tmp_path: Path) -> None:
+    """Where the kernel cannot copy by itself the bytes arrive all the same."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev or not os.access(memory, os.W_OK):
+        pytest.skip("no second filesystem to copy from")
+    data = os.urandom(IO_CHUNK_BYTES * 2 + 5)
+    files = Files()
+    with files.temporary(memory) as first:
+        first.write_at(0, data)
+        with files.open(first.path) as source, files.create(tmp_path / "target") as target:
+            target.copy_from(source, 0, 0, len(data))
+
+    assert (tmp_path / "target").read_bytes() == data
+
+
+def test_a_source_that_is_cut_short_is_noticed_while_copying(tmp_path: Path) -> None:
+    """A copy of more than there is raises instead of leaving a hole."""
+    files = Files()
+    (tmp_path / "source").write_bytes(b"12345")
+    with (
+        files.open(tmp_path / "source") as source,
+        files.create(tmp_path / "target") as target,
+        pytest.raises(IntegrityError, match="cut short: expected at least 10 bytes, found 5"),
+    ):
+        target.copy_from(source, 0, 0, 10)
+
+
+def test_a_temporary_file_is_gone_afterwards(tmp_path: Path) -> None:
+    """Success and failure alike leave nothing behind, unless it was linked."""
+    files = Files()
+    with files.temporary(tmp_path) as file:
+        file.write_at(0, b"x")
+        files.link_exclusive(file.path, tmp_path / "kept")
+
+    def fail() -> None:
+        with files.temporary(tmp_path):
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").stat().st_nlink == 1
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    """Whoever closes in two places closes once."""
+    files = Files()
+    file = files.create(tmp_path / "f")
+    file.close()
+    file.close()
+    with files.open(tmp_path / "f") as opened:
+        opened.close()
+
+    assert (file.fd, opened.fd) == (-1, -1)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_links_are_exclusive(tmp_path: Path) -> None:
+    """A name that is taken is not replaced, and that it was taken is told."""
+    files = Files()
+    (tmp_path / "one").write_bytes(b"1")
+    (tmp_path / "two").write_bytes(b"2")
+
+    assert files.link_exclusive(tmp_path / "one", tmp_path / "name")
+    assert not files.link_exclusive(tmp_path / "two", tmp_path / "name")
+    assert (tmp_path / "name").read_bytes() == b"1"
+
+
+def test_a_link_that_worked_although_it_failed_counts(tmp_path: Path) -> None:
+    """When the reply was lost, name and source are one file: that is success."""
+    files = Files()
+    (tmp_path / "one").write_bytes(b"1")
+    (tmp_path / "name").hardlink_to(tmp_path / "one")
+
+    assert files.link_exclusive(tmp_path / "one", tmp_path / "name")
+
+
+def test_only_one_of_many_links_wins(tmp_path: Path) -> None:
+    """Of many writers that link at once exactly one is told that the name was free."""
+    files = Files()
+    sources = [tmp_path / f"source-{number}" for number in range(16)]
+    for source in sources:
+        source.write_bytes(source.name.encode())
+    barrier = threading.Barrier(len(sources))
+    won: list[str] = []
+
+    def race(source: Path) -> None:
+        barrier.wait()
+        if files.link_exclusive(source, tmp_path / "name"):
+            won.append(source.name)
+
+    threads = [threading.Thread(target=race, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [(tmp_path / "name").read_text()] == won
+
+
+def test_rename_replaces_atomically(tmp_path: Path) -> None:
+    """Pins are replaced in one step."""
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "new").write_bytes(b"new")
+    Files().rename(tmp_path / "new", tmp_path / "old")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_bytes() == b"new"
+
+
+def test_folders_are_made_once(tmp_path: Path) -> None:
+    """A folder that is there is fine; anything else under its name is not."""
+    files = Files()
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path)
+
+    assert files.make_directory(tmp_path / "folder")
+    assert not files.make_directory(tmp_path / "folder")
+    for name in ("file", "link"):
+        with pytest.raises(IntegrityError, match="is not a folder"):
+            files.make_directory(tmp_path / name)
+
+
+def test_a_folder_that_was_there_is_made_durable_too(tmp_path: Path) -> None:
+    """Whoever made the folder may have died before its own fsync: the parent is synced in any case."""
+    recorder = Recorder()
+    files = Files(recorder)
+    (tmp_path / "folder").mkdir()
+    files.make_directory(tmp_path / "folder")
+
+    assert recorder.calls == [("mkdir", "folder"), ("fsync", tmp_path.name)]
+
+
+def test_removing_what_is_gone_is_fine(tmp_path: Path) -> None:
+    """Removing twice, removing trees that are not there and refreshing what is gone raise nothing."""
+    files = Files()
+    files.unlink(tmp_path / "gone")
+    files.discard(tmp_path / "gone")
+    files.remove_tree(tmp_path / "gone")
+
+    assert not files.touch(tmp_path / "gone")
+
+
+def test_remove_tree_does_not_follow_links(tmp_path: Path) -> None:
+    """A link inside a tree is removed, what it points to is not."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"x")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "precious")
+    Files().remove_tree(tmp_path / "tree")
+
+    assert not (tmp_path / "tree").exists()
+    assert (tmp_path / "precious" / "file").exists()
+
+
+def test_touch_refreshes_the_time(tmp_path: Path) -> None:
+    """An object that is used again is young again."""
+    path = tmp_path / "object"
+    path.write_bytes(b"x")
+    os.utime(path, (0, 0))
+
+    assert Files().touch(path)
+    assert path.stat().st_mtime > 0
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def make_odd(kind: str, path: Path) -> None:
+    """Make something at *path* that is no regular file."""
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(path.with_name("target"))
+            path.with_name("target").write_bytes(b"secret")
+        case _:
+            path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link", "device"])
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    """A folder, pipe, link or device under an object's name is damage; it is not followed and does not block."""
+    path = tmp_path / "object"
+    make_odd(kind, path)
+    files = Files()
+
+    with pytest.raises(IntegrityError, match="is not a regular file"):
+        files.open(path)
+    with pytest.raises(IntegrityError, match="is not a regular file"):
+        files.size(path)
+
+
+def test_reading_tells_too_large_and_cut_short(tmp_path: Path) -> None:
+    """A small file has a limit, and a file that ends early says how much there is."""
+    files = Files()
+    path = tmp_path / "f"
+    path.write_bytes(b"12345")
+
+    with pytest.raises(IntegrityError, match="has 5 bytes, at most 4"):
+        files.read(path, size_bytes_max=4)
+    with files.open(path) as file, pytest.raises(IntegrityError, match="expected at least 7 bytes, found 5"):
+        file.read_at(2, 5)
+    with files.open(path) as file:
+        assert (file.size_bytes, file.read_at(1, 3), file.read_at(5, 0)) == (5, b"234", b"")
+
+
+def test_what_is_not_there_is_told_plainly(tmp_path: Path) -> None:
+    """Questions about nothing are answered; opening it keeps errno and path."""
+    files = Files()
+    path = tmp_path / "gone"
+
+    assert files.size(path) is None
+    assert files.names(path) == []
+    assert not files.exists(path)
+    assert not files.is_directory(path)
+    with pytest.raises(StorageIO) as caught:
+        files.open(path)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(path))
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_names_are_sorted(tmp_path: Path) -> None:
+    """A listing has one order, whatever the filesystem's."""
+    for name in ("b", "a", "C"):
+        (tmp_path / name).touch()
+
+    assert Files().names(tmp_path) == ["C", "a", "b"]
+
+
+def test_a_dangling_link_is_something(tmp_path: Path) -> None:
+    """A link counts as being there, and is no folder even if it points to one."""
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "link").symlink_to(tmp_path)
+
+    assert Files().exists(tmp_path / "dangling")
+    assert not Files().is_directory(tmp_path / "link")
+
+
+# -- the hook ------------------------------------------------------------------------------------------------------
+
+
+def test_the_hook_sees_every_change_in_order(tmp_path: Path) -> None:
+    """Each change is announced before it happens, by name, so that tests can put a fault at any of them."""
+    recorder = Recorder()
+    files = Files(recorder)
+    (tmp_path / "source").write_bytes(b"12345678")
+    with files.create(tmp_path / "f") as file, files.open(tmp_path / "source") as source:
+        file.set_size(8)
+        file.write_at(0, b"x")
+        file.copy_from(source, 0, 0, 8)
+        file.sync()
+    files.link_exclusive(tmp_path / "f", tmp_path / "g")
+    files.rename(tmp_path / "g", tmp_path / "h")
+    files.touch(tmp_path / "h")
+    files.unlink(tmp_path / "h")
+    files.make_directory(tmp_path / "d")
+    files.remove_tree(tmp_path / "d")
+
+    assert recorder.calls == [
+        ("create", "f"),
+        ("truncate", "f"),
+        ("write", "f"),
+        ("copy", "f"),
+        ("fsync", "f"),
+        ("link", "g"),
+        ("rename", "h"),
+        ("touch", "h"),
+        ("unlink", "h"),
+        ("mkdir", "d"),
+        ("fsync", tmp_path.name),
+        ("rmtree", "d"),
+    ]
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "truncate", "fsync", "link", "rename", "unlink", "mkdir"])
+def test_a_fault_at_the_hook_comes_before_the_change(tmp_path: Path, operation: str) -> None:
+    """When the hook raises, the change has not been made."""
+    recorder = Recorder()
+    files = Files(recorder)
+    (tmp_path / "there").write_bytes(b"old")
+    file = files.create(tmp_path / "new")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    recorder.fail_on = operation
+    attempts: dict[str, Callable[[], object]] = {
+        "create": lambda: files.create(tmp_path / "x"),
+        "write": lambda: file.write_at(0, b"data"),
+        "truncate": lambda: file.set_size(10),
+        "fsync": file.sync,
+        "link": lambda: files.link_exclusive(tmp_path / "there", tmp_path / "x"),
+        "rename": lambda: files.rename(tmp_path / "there", tmp_path / "x"),
+        "unlink": lambda: files.unlink(tmp_path / "there"),
+        "mkdir": lambda: files.make_directory(tmp_path / "x"),
+    }
+
+    with file, pytest.raises(StorageIO, match="planted"):
+        attempts[operation]()
+    assert before == sorted(path.name for path in tmp_path.iterdir())
+    assert ((tmp_path / "there").read_bytes(), (tmp_path / "new").read_bytes()) == (b"old", b"")
+
+
+def test_reading_calls_no_hook(tmp_path: Path) -> None:
+    """Questions change nothing, and so announce nothing."""
+    recorder = Recorder()
+    files = Files(recorder)
+    (tmp_path / "f").write_bytes(b"x")
+    files.read(tmp_path / "f", size_bytes_max=1)
+    files.names(tmp_path)
+    files.size(tmp_path / "f")
+    files.exists(tmp_path / "f")
+    files.free_bytes(tmp_path)
+    files.device(tmp_path)
+
+    assert recorder.calls == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_permissions_are_told_apart(tmp_path: Path) -> None:
+    """A folder that may not be written gives the exit code of permissions."""
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(StorageIO) as caught:
+            Files().create(tmp_path / "f")
+    finally:
+        tmp_path.chmod(0o755)
+
+    assert (caught.value.kind, caught.value.exit_code) == ("permission", 12)
+
+
+def test_weak_durability_is_a_warning_of_its_own() -> None:
+    """Users can silence the warning about folders that cannot be synced, or make it an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WeakDurability)
+        warnings.warn("x", WeakDurability, stacklevel=1)
+
+    assert issubclass(WeakDurability, UserWarning)

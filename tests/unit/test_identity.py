@@ -1,0 +1,82 @@
+"""Promises of ``store.json``: readable by people, and no byte of it changes unseen."""
+
+import json
+
+import pytest
+
+from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
+from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
+
+IDENTITY = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="2026-01-01T00:00:00+0000")
+
+
+def test_an_identity_is_read_back() -> None:
+    """What init wrote is what every open reads."""
+    assert decode_identity(encode_identity(IDENTITY), what="store.json") == IDENTITY
+
+
+def test_stores_are_told_apart() -> None:
+    """Two stores made in the same second have different ids, of 32 hex digits."""
+    first, second = new_identity(created="now"), new_identity(created="now")
+
+    assert first.store_id != second.store_id
+    assert len(bytes.fromhex(first.store_id)) == 16
+
+
+def test_people_can_read_it() -> None:
+    """It is indented JSON with a last newline, and says format, id, hash and time."""
+    text = encode_identity(IDENTITY).decode()
+
+    assert text.endswith("}\n")
+    assert json.loads(text).keys() == {"format", "store_id", "hash", "created", "flags", "checksum"}
+
+
+def test_every_changed_byte_is_found() -> None:
+    """Every byte replaced by every other value: each is refused, none passes."""
+    data = encode_identity(IDENTITY)
+    for position in range(len(data)):
+        for value in range(256):
+            hurt = data[:position] + bytes([value]) + data[position + 1 :]
+            if hurt != data:
+                with pytest.raises(LayerstoreError):
+                    decode_identity(hurt, what="store.json")
+
+
+def test_every_truncation_and_extension_is_found() -> None:
+    """Any other length is refused, a missing last newline included."""
+    data = encode_identity(IDENTITY)
+    for hurt in [*(data[:end] for end in range(len(data))), data + b"\n", b" " + data]:
+        with pytest.raises(IntegrityError):
+            decode_identity(hurt, what="store.json")
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "7", "{}", "{", "\0", '{"format": true}', "[" * 100_000])
+def test_something_else_is_damage(text: str) -> None:
+    """A file that is no identity is damage, with the way to heal it."""
+    with pytest.raises(IntegrityError, match=r"store\.json is damaged") as caught:
+        decode_identity(text.encode(), what="store.json")
+
+    assert caught.value.hint
+
+
+def test_a_newer_format_is_recognised_first() -> None:
+    """A store of a later format is named so, even if everything else in the file has changed."""
+    with pytest.raises(Unsupported, match="format 999; this layerstore reads format 1") as caught:
+        decode_identity(b'{"format": 999, "unheard": "of"}', what="store.json")
+
+    assert caught.value.hint == "use a newer layerstore"
+
+
+def test_an_older_format_names_the_command() -> None:
+    """A store of an earlier format is for ``migrate``."""
+    with pytest.raises(Unsupported, match="format 0") as caught:
+        decode_identity(b'{"format": 0}', what="store.json")
+
+    assert caught.value.hint == "layerstore migrate"
+
+
+def test_unknown_flags_are_reported_not_refused() -> None:
+    """A flag that this version does not know leaves the store readable; whoever writes must ask."""
+    flagged = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="now", flags=("packs",))
+
+    assert decode_identity(encode_identity(flagged), what="store.json").unknown_flags == ["packs"]

@@ -1,0 +1,111 @@
+"""Promises of the courtesy locks: one holder at a time, a deadline, and a message that says who is busy."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from layerstore.errors import Locked, StorageIO
+from layerstore.storage.locks import lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from layerstore.storage.locks import lock
+with lock(Path(sys.argv[1]), what="it", deadline_seconds=1):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_lock_is_free_again_afterwards(tmp_path: Path) -> None:
+    """After the body, and after an error in it, the next one gets the lock at once."""
+    path = tmp_path / "lock"
+
+    def fail() -> None:
+        with lock(path, what="it", deadline_seconds=0):
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        fail()
+    with lock(path, what="it", deadline_seconds=0):
+        assert json.loads(path.read_bytes())["pid"] == os.getpid()
+
+
+def test_the_second_is_told_who_holds_it(tmp_path: Path) -> None:
+    """At its deadline, not before, the second gets an error that names process, host, time and command."""
+    path = tmp_path / "lock"
+    with lock(path, what="run 'sft'", deadline_seconds=0):
+        started = time.monotonic()
+        with (
+            pytest.raises(
+                Locked, match=rf"run 'sft' is locked by pid {os.getpid()} on .* since 20.*; waited 0\.2 s"
+            ) as caught,
+            lock(path, what="run 'sft'", deadline_seconds=0.2),
+        ):
+            pass
+
+    assert time.monotonic() - started >= 0.2
+    assert caught.value.exit_code == 11
+    assert "LAYERSTORE_LOCK_TIMEOUT" in (caught.value.hint or "")
+
+
+def test_waiting_pays(tmp_path: Path) -> None:
+    """Whoever waits gets the lock as soon as it is free."""
+    path = tmp_path / "lock"
+    release = threading.Event()
+    held = threading.Event()
+
+    def hold() -> None:
+        with lock(path, what="it", deadline_seconds=0):
+            held.set()
+            release.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    threading.Timer(0.1, release.set).start()
+
+    with lock(path, what="it", deadline_seconds=30):
+        assert release.is_set()
+    holder.join()
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
+    """The lock of a process that was killed is free at once, whatever its text says."""
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(Locked, match=f"pid {process.pid}"), lock(path, what="it", deadline_seconds=0):
+            pass
+        process.kill()
+        process.wait()
+
+    with lock(path, what="it", deadline_seconds=0):
+        pass
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"[]", b"{}", b'{"pid": 1}', b"x" * 100_000])
+def test_stale_text_is_only_text(tmp_path: Path, text: bytes) -> None:
+    """What somebody wrote into the file decides nothing, and cannot break the message."""
+    path = tmp_path / "lock"
+    path.write_bytes(text)
+    with lock(path, what="it", deadline_seconds=0):
+        path.write_bytes(text)
+        with pytest.raises(Locked, match="locked by another process"), lock(path, what="it", deadline_seconds=0):
+            pass
+
+
+def test_a_planted_link_is_refused(tmp_path: Path) -> None:
+    """A lock file that is a link is not followed."""
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(StorageIO), lock(tmp_path / "lock", what="it", deadline_seconds=0):
+        pass
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,283 @@
+"""Promises of the object files: content under its name, whole or not at all, reused only after a look."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from layerstore.errors import IntegrityError, InvalidInput, StorageIO
+from layerstore.format.blobs import ref_of
+from layerstore.model import BlobRef, ObjectId
+from layerstore.ops.rooms import Rooms
+from layerstore.storage.layout import decode_component, encode_component
+from layerstore.storage.objects import ObjectWriter
+from tests.unit import samples
+
+DATA = b"layer" * 1000
+REF = ref_of(DATA)
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Rooms:
+    """Return the rooms of a new store."""
+    return samples.rooms(tmp_path / "store")
+
+
+def writer(rooms: Rooms) -> ObjectWriter:
+    """Return a writer."""
+    return ObjectWriter(rooms.layout, rooms.files, rooms.objects)
+
+
+def publish(rooms: Rooms, data: bytes = DATA) -> BlobRef:
+    """Put *data* into the store."""
+    ref = ref_of(data)
+    with writer(rooms) as objects:
+        objects.put(data, ref)
+        objects.publish()
+    return ref
+
+
+def leftovers(rooms: Rooms) -> list[str]:
+    """Return what lies in ``tmp/``."""
+    return rooms.files.names(rooms.layout.tmp)
+
+
+def test_what_was_published_is_read(rooms: Rooms) -> None:
+    """Once published, the bytes are found under their name, whole and verified, and nothing is left in tmp/."""
+    assert publish(rooms) == REF
+    assert rooms.objects.read(REF) == DATA
+    rooms.objects.verify(REF)
+    assert [object_id for object_id, _ in rooms.objects.ids()] == [REF.id]
+    assert leftovers(rooms) == []
+
+
+def test_what_was_staged_is_not_visible(rooms: Rooms) -> None:
+    """Before publication nothing is found, and a writer that gives up leaves nothing behind."""
+    with writer(rooms) as objects:
+        objects.put(DATA, REF)
+
+        assert rooms.objects.find(REF) is None
+        assert len(leftovers(rooms)) == 1
+    assert leftovers(rooms) == []
+    assert list(rooms.objects.ids()) == []
+
+
+def test_counts_tell_new_from_reused(rooms: Rooms) -> None:
+    """An object is counted once, as new or as reused, however often it is put."""
+    publish(rooms)
+    with writer(rooms) as objects:
+        for _ in range(3):
+            objects.put(DATA, REF)
+            objects.put(b"other", ref_of(b"other"))
+
+        assert (objects.count_new, objects.bytes_new) == (1, 5)
+        assert (objects.count_reused, objects.bytes_reused) == (1, len(DATA))
+
+
+def test_one_content_from_many_threads_is_staged_once(rooms: Rooms) -> None:
+    """Equal layers that arrive at once are one object."""
+    with writer(rooms) as objects:
+        threads = [threading.Thread(target=objects.stage, args=(REF, [DATA])) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert (objects.count_new, objects.bytes_new, len(leftovers(rooms))) == (1, len(DATA), 1)
+        objects.publish()
+    rooms.objects.verify(REF)
+
+
+@pytest.mark.parametrize("chunks", [[b"other"], [DATA, b"more"], [DATA[:-1]], []])
+def test_bytes_that_changed_since_they_were_hashed_are_refused(rooms: Rooms, chunks: list[bytes]) -> None:
+    """A source that changes between the two readings is noticed, and leaves nothing."""
+    with writer(rooms) as objects, pytest.raises(IntegrityError, match="is damaged"):
+        objects.stage(REF, chunks)
+
+    assert leftovers(rooms) == []
+
+
+def test_a_reused_object_is_young_again(rooms: Rooms) -> None:
+    """Its time is refreshed, so that a collection running beside sees that it is wanted."""
+    publish(rooms)
+    path = rooms.layout.object(REF.id)
+    os.utime(path, (0, 0))
+    with writer(rooms) as objects:
+        assert objects.reuse(REF)
+
+    assert path.stat().st_mtime > 0
+
+
+@pytest.mark.parametrize("size_bytes", [0, 10, len(DATA) + 1])
+def test_an_object_of_another_size_is_damage(rooms: Rooms, size_bytes: int) -> None:
+    """A truncated or grown object is neither read nor reused; the error tells both sizes."""
+    publish(rooms)
+    os.truncate(rooms.layout.object(REF.id), size_bytes)
+    attempts: list[Callable[[], object]] = [
+        lambda: rooms.objects.find(REF),
+        lambda: rooms.objects.read(REF),
+        lambda: rooms.objects.verify(REF),
+        lambda: writer(rooms).reuse(REF),
+    ]
+
+    for attempt in attempts:
+        with pytest.raises(IntegrityError, match=f"has {size_bytes} bytes, expected {len(DATA)}") as caught:
+            attempt()
+        assert caught.value.facts["object_id"] == REF.id
+
+
+def test_every_flipped_byte_is_found_by_verify(rooms: Rooms) -> None:
+    """An object whose size is right and whose bytes are not is found by its hash, first and last byte included."""
+    publish(rooms)
+    path = rooms.layout.object(REF.id)
+    for position in [0, 1, len(DATA) // 2, len(DATA) - 1]:
+        hurt = bytearray(DATA)
+        hurt[position] ^= 0x10
+        path.write_bytes(hurt)
+        with pytest.raises(IntegrityError, match="its bytes hash to"):
+            rooms.objects.verify(REF)
+
+
+def test_a_missing_object_says_what_to_do(rooms: Rooms) -> None:
+    """An object that is nowhere is damage, with its size and the way to heal it."""
+    assert rooms.objects.find(REF) is None
+    assert not writer(rooms).reuse(REF)
+    with pytest.raises(IntegrityError, match=r"\(5000 bytes\) is missing") as caught:
+        rooms.objects.open(REF)
+
+    assert "ingest the same checkpoint again" in (caught.value.hint or "")
+
+
+def move_aside(rooms: Rooms) -> Path:
+    """Do to the object what a running collection does."""
+    aside = rooms.layout.gc / "1" / "aside"
+    aside.mkdir(parents=True)
+    home = rooms.layout.object(REF.id)
+    return home.rename(aside / home.name)
+
+
+def test_an_object_that_was_moved_aside_is_found(rooms: Rooms) -> None:
+    """A reader finds what a collection has moved aside for a moment."""
+    publish(rooms)
+    aside = move_aside(rooms)
+
+    assert rooms.objects.find(REF) == aside
+    assert rooms.objects.read(REF) == DATA
+    rooms.objects.verify(REF)
+
+
+def test_a_writer_links_back_what_was_moved_aside(rooms: Rooms) -> None:
+    """A committer that needs an object puts it back in its place, even where its folder has gone."""
+    publish(rooms)
+    move_aside(rooms)
+    rooms.layout.object(REF.id).parent.rmdir()
+    with writer(rooms) as objects:
+        assert objects.reuse(REF)
+
+    assert rooms.layout.object(REF.id).read_bytes() == DATA
+
+
+def test_the_second_look_finds_what_is_gone(rooms: Rooms) -> None:
+    """After the record is visible, reused objects are looked at again: linked back, or reported as lost."""
+    publish(rooms)
+    with writer(rooms) as objects:
+        objects.reuse(REF)
+        objects.publish()
+        assert objects.look_again() == []
+
+        aside = move_aside(rooms)
+        assert objects.look_again() == []
+        assert rooms.layout.object(REF.id).exists()
+
+        aside.unlink()
+        rooms.layout.object(REF.id).unlink()
+        assert objects.look_again() == [REF]
+
+
+def test_a_faster_writer_is_no_conflict(rooms: Rooms) -> None:
+    """When another writer publishes the same content first, both succeed and one file remains."""
+    with writer(rooms) as slow:
+        slow.stage(REF, [DATA])
+        publish(rooms)
+        slow.publish()
+
+    rooms.objects.verify(REF)
+    assert rooms.layout.object(REF.id).stat().st_nlink == 1
+
+
+def test_damage_under_the_name_is_not_replaced(rooms: Rooms) -> None:
+    """Something of another size under the name is reported, never overwritten."""
+    with writer(rooms) as objects:
+        objects.stage(REF, [DATA])
+        path = rooms.layout.object(REF.id)
+        path.parent.mkdir()
+        path.write_bytes(b"other")
+        with pytest.raises(IntegrityError, match="has 5 bytes"):
+            objects.publish()
+
+    assert path.read_bytes() == b"other"
+    assert leftovers(rooms) == []
+
+
+def test_publication_syncs_files_before_folders(tmp_path: Path) -> None:
+    """Bytes are durable before they are linked, names before publication returns, also those of reused objects."""
+    calls: list[tuple[str, Path]] = []
+    rooms = samples.rooms(tmp_path / "store", hook=lambda operation, path: calls.append((operation, path)))
+    reused = publish(rooms, b"reused")
+    calls.clear()
+    with writer(rooms) as objects:
+        objects.put(DATA, REF)
+        objects.reuse(reused)
+        objects.publish()
+
+    operations = [operation for operation, _ in calls]
+    home, folder = rooms.layout.object(REF.id), rooms.layout.object(REF.id).parent
+    assert operations.index("fsync") < operations.index("link")
+    synced = [path for operation, path in calls[operations.index("link") :] if operation == "fsync"]
+    assert {folder, rooms.layout.object(reused.id).parent} == set(synced)
+    assert calls.index(("fsync", rooms.layout.objects)) < calls.index(("link", home))
+
+
+@pytest.mark.parametrize("name", ["", "ab", "A" * 32, "g" * 32, "a" * 33, "../" + "a" * 29, "a" * 31 + "\n", "é" * 32])
+def test_what_is_no_id_never_becomes_a_path(rooms: Rooms, name: str) -> None:
+    """Ids that are too short, too long, in capitals or with other signs are refused before the disk is asked."""
+    ref = BlobRef(id=ObjectId(name), size_bytes=1)
+    with pytest.raises(InvalidInput, match="is not an object id"):
+        rooms.objects.find(ref)
+
+
+def test_strangers_among_the_objects_are_not_listed(rooms: Rooms) -> None:
+    """Files that no object can be called are passed over."""
+    publish(rooms)
+    folder = rooms.layout.object(REF.id).parent
+    (folder / "notes.txt").write_bytes(b"")
+    (rooms.layout.objects / "zz").mkdir()
+    (rooms.layout.objects / "zz" / REF.id).write_bytes(b"")
+
+    assert [object_id for object_id, _ in rooms.objects.ids()] == [REF.id]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """If the disk refuses while staging, the error comes through and tmp/ is empty again."""
+
+    def refuse(operation: str, path: Path) -> None:
+        if operation == "fsync" and path.parent.name == "tmp":
+            raise StorageIO("planted", errno=28, filename=str(path))
+
+    rooms = samples.rooms(tmp_path / "store", hook=refuse)
+    with writer(rooms) as objects, pytest.raises(StorageIO) as caught:
+        objects.put(DATA, REF)
+
+    assert caught.value.exit_code == 23
+    assert leftovers(rooms) == []
+
+
+@pytest.mark.parametrize("name", ["sft", "50%", "a:b", "%3A", "100%25:", "日本 語"])
+def test_names_and_path_components_are_one_to_one(name: str) -> None:
+    """Every name of a run or pin has its own component, and is read back from it."""
+    component = encode_component(name)
+
+    assert name == decode_component(component)
+    assert not set(component) & set("/:")
