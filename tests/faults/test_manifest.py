@@ -10,25 +10,28 @@ import os
 import random
 import shutil
 import signal
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 import pytest
 
-from layerstore.model import CommitId
-from layerstore.storage.commits import RecordName
+from layerstore.storage.locks import lock
 from layerstore.store import Store, init
 from tests.faults.harness import (
+    child,
     composed,
     copied,
     in_child,
     problems,
     seeded,
+    snapshot,
     tiny_checkpoint,
     truth,
+    wait_for,
 )
 
 PAGE = 4096
@@ -70,7 +73,7 @@ def scene(fast_module_path: Path) -> Scene:
 def answers(store: Store) -> str:
     """Return what *store* answers to every question that its index has a part in."""
     plans = [(ref, store.compose(ref).layers) for ref in ("run", "run@2", "run@4", "other", "kept")]
-    return repr((store.runs, store.log(), store.log("run"), store.show("run@2"), store.ls("run@4"), plans))
+    return repr((store.runs, store.log(), plans))
 
 
 def ask(path: Path) -> tuple[str, list[str]]:
@@ -362,19 +365,79 @@ def test_the_index_of_another_store_is_not_believed(scene: Scene, fast_path: Pat
 
 def test_an_old_copy_of_the_index_catches_up(scene: Scene, fast_path: Path) -> None:
     """A restored index is behind, and that is all it is."""
-    path = copied(scene.store, fast_path / "store")
-    in_child(_with_old_index, scene, path).needed()
+    assert in_child(_with_old_index, scene, fast_path).needed() == []
 
+
+def _with_old_index(scene: Scene, folder: Path) -> list[str]:
+    path = folder / "store"
+    with init(path) as store:
+        store.ingest(scene.folder / "step2", run="run")
+    shutil.copytree(path / "manifest", folder / "old")
+    with Store(path) as store:
+        store.ingest(scene.folder / "step4", run="run")
+        store.ingest(scene.folder / "step4", run="other", pin="kept")
+        expected = answers(store)
+    shutil.rmtree(path / "manifest")
+    shutil.move(folder / "old", path / "manifest")
+    answer, notices = ask(path)
+    return notices + ([] if answer == expected else ["it answers otherwise"])
+
+
+def test_the_other_engine_as_default_is_not_used(
+    scene: Scene, fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB_DEFAULT_LIB_VERSION in the environment changes nothing: one format, on every machine."""
+    path = copied(scene.store, fast_path / "store")
+    shutil.rmtree(path / "manifest")
+    monkeypatch.setenv("LMDB_DEFAULT_LIB_VERSION", "1")
+
+    answer, notices = in_child(_ask_in_a_new_interpreter, path).needed()
+
+    assert (answer, notices) == (scene.answers, [])
+    monkeypatch.delenv("LMDB_DEFAULT_LIB_VERSION")
     assert in_child(ask, path).needed() == (scene.answers, [])
 
 
-def _with_old_index(scene: Scene, path: Path) -> None:
-    with init(path.parent / "young") as store:
-        store.ingest(scene.folder / "step2", run="run")
-    shutil.rmtree(path)
-    shutil.move(path.parent / "young", path)
-    shutil.copytree(path / "manifest", path.parent / "old")
+def _ask_in_a_new_interpreter(path: Path) -> tuple[str, list[str]]:
+    os.environ["LMDB_DEFAULT_LIB_VERSION"] = "1"
+    return ask(path)
+
+
+def _suspended_writer(path: Path) -> None:
     with Store(path) as store:
-        store.ingest(scene.folder / "step4", run="run")
-    shutil.rmtree(path / "manifest")
-    shutil.move(path.parent / "old", path / "manifest")
+        store.log()
+        environment = store._rooms.catalog._opened()._environment()
+        with lock(path / "manifest" / "writer.lock", what="a test", deadline_seconds=1.0), environment.begin(write=True):
+            (path.parent / "holding").touch()
+            time.sleep(600)
+
+
+@pytest.mark.exhaustive
+def test_a_suspended_writer_stops_nobody(scene: Scene, fast_path: Path) -> None:
+    """Whoever waits too long for the index makes another one."""
+    path = copied(scene.store, fast_path / "store")
+    with child(_suspended_writer, path):
+        wait_for(fast_path / "holding")
+
+        answer, notices = in_child(ask, path, timeout_seconds=60.0).needed()
+
+    assert answer == scene.answers
+    assert [notice.split(":")[0] for notice in notices] == ["IndexNotice"]
+
+
+def _linked_index(path: Path) -> None:
+    (path / "manifest").rename(path.parent / "elsewhere")
+    (path / "manifest").symlink_to(path.parent / "elsewhere")
+
+
+def test_an_index_folder_that_is_a_link_is_left_alone(scene: Scene, fast_path: Path) -> None:
+    """Nothing is written through a planted link."""
+    path = copied(scene.store, fast_path / "store")
+    _linked_index(path)
+    before = snapshot(fast_path / "elsewhere")
+
+    answer, notices = in_child(ask, path).needed()
+
+    assert answer == scene.answers
+    assert [notice.split(":")[0] for notice in notices] == ["IndexNotice"]
+    assert snapshot(fast_path / "elsewhere") == before

@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -75,7 +77,11 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0 and arguments.resume_from is None:
         write_variants(arguments.out, {scenario.name for scenario in chosen})
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    # All is written. Taking down the threads of torch and gloo now and then aborts the process,
+    # which would make good training look failed.
+    os._exit(0)
 
 
 def write_variants(out: Path, trained: set[str]) -> None:
