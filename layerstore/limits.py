@@ -57,7 +57,7 @@ SAFETENSORS_HEADER_BYTES_MAX = 100_000_000
 # Small files of a checkpoint that are kept byte for byte: more of them than this is a mistaken folder.
 SOURCE_FILES_MAX = 100_000
 
-# Names of runs, pins and layers become path components (255 bytes) and index keys.
+# Names of runs and pins become path components, which most filesystems end at 255 bytes.
 NAME_BYTES_MAX = 200
 
 # The address space of the index, not its size: the file is sparse and grows as it is used.
@@ -66,12 +66,6 @@ MANIFEST_MAP_BYTES_MAX = 256 * GIB
 
 # How long a command waits for a lock before it says who holds it.
 LOCK_DEADLINE_SECONDS = 60.0
-
-# Younger unnamed files may belong to a save that is still under way.
-GRACE_SECONDS = 24 * 3600
-
-# Free space that must remain beyond what is planned to be written: records, index and other writers.
-FREE_SPACE_MARGIN_BYTES = 64 * MIB
 
 # Threads that read, hash and write objects; more of them only fight for the disk.
 WORKERS_MAX = 4

@@ -243,7 +243,7 @@ class FlatContent:
     """The content of a flat buffer: the slices of a sub-group's parameters, in order."""
 
     state: str
-    """``master``, or the optimizer state's name."""
+    """The optimizer state's name; empty for the masters."""
     group: int
 
 

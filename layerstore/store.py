@@ -215,11 +215,10 @@ class Store:
 
     def delete_pin(self, name: str) -> None:
         """Delete the pin *name*; the commit stays."""
+        self._rooms.prepare_writing()
         self._rooms.records.delete_pin(name)
 
-    def verify(
-        self, ref: str | None = None, *, read_data: bool = False, progress: Progress | None = None
-    ) -> Verdict:
+    def verify(self, ref: str | None = None, *, read_data: bool = False, progress: Progress | None = None) -> Verdict:
         """Check the whole store, or what *ref* needs; *read_data* also re-hashes every object."""
         only = None if ref is None else resolve(self._rooms, ref)
         return verify_verb.verify(self._rooms, only=only, read_data=read_data, progress=progress or Silent())

@@ -71,6 +71,8 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
         identity = StoreIdentity(**fields | {"flags": tuple(fields["flags"])})
     except (TypeError, KeyError) as exc:
         raise _damaged(what, str(exc)) from exc
+    if identity.hash != HASH:
+        raise Unsupported(f"{what} names its objects by {identity.hash!r}; this layerstore knows {HASH}")
     # Spelled differently, it is not what was written: no byte of it may change unseen.
     if encode_identity(identity) != data:
         raise _damaged(what, "it is not as it was written")

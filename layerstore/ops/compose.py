@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, CommitRecord, GatheredFile, LayerEntry, RankState
 from layerstore.ops.progress import Progress
@@ -92,7 +92,7 @@ def execute_compose(
     target = _checked_target(rooms, out, force=force)
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     base = composition.base
-    slices = Slices(rooms.version(entry.version) for entry in composition.layers)
+    slices = Slices(rooms.version_of(entry) for entry in composition.layers)
     try:
         _make_folders(rooms, partial)
         writer = _Writer(rooms, partial, slices, base, verify=verify, durable=durable, progress=progress)
@@ -254,7 +254,7 @@ class _Writer:
             pending += [syncs.submit(self._finish, file) for file, _ in outputs]
 
     def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
-        path = self._folder / output.path
+        path = self._folder / _inside(output.path)
         _make_folders(self._rooms, path.parent) if not path.parent.exists() else None
         file = stack.enter_context(self._rooms.files.create(path))
         file.set_size(output.size_bytes)
@@ -324,6 +324,13 @@ class _Writer:
         if self._durable:
             for folder, _, _ in os.walk(self._folder):
                 self._rooms.files.sync_directory(Path(folder))
+
+
+def _inside(path: str) -> str:
+    """Return *path*, which a state blob gave, if it stays inside the folder that it is relative to."""
+    if "\0" in path or not all(part not in {"", ".", ".."} for part in path.split("/")):
+        raise IntegrityError(f"a commit's state names the file {path!r}, which would not be inside the checkpoint")
+    return path
 
 
 def _tasks(outputs: Iterable[tuple[NewFile, tuple[Piece, ...]]]) -> Iterator[_Task]:

@@ -60,7 +60,7 @@ class Ingested:
     attempt: int
     commit: CommitId
     is_new: bool
-    """False where this very content was saved before: then nothing was written, unless the store had lost some of it."""
+    """False where this very content was saved before: then nothing was written but what the store had lost."""
     layers: tuple[str, ...]
     objects_new: int
     objects_reused: int
@@ -170,7 +170,7 @@ def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWrit
         )
         if commit_id(_record(plan, content, numbers)) == existing.id:
             if writer.count_new:  # objects that the store had lost: this heals it
-                writer.publish()
+                _publish_healing(writer)
             rooms.records.confirm(rival.name)
             return existing, False
     if rivals and not plan.replace:
@@ -184,14 +184,24 @@ def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWrit
     observed = Observed(time_ns=time.time_ns(), bytes_new=writer.bytes_new, bytes_reused=writer.bytes_reused)
     commit = make_commit(record, observed)
     is_new = rooms.records.publish(commit)
+    _look_again(writer)
+    rooms.catalog.add(commit)
+    return commit, is_new
+
+
+def _publish_healing(writer: ObjectWriter) -> None:
+    writer.publish()
+    _look_again(writer)
+
+
+def _look_again(writer: ObjectWriter) -> None:
+    """Make sure that no collection took a reused object before the record that names it was visible."""
     lost = writer.look_again()
     if lost:
         raise Conflict(
-            f"{plan.run}@{plan.step}: {len(lost)} objects were removed while it was committed (first: {lost[0].id})",
+            f"{len(lost)} objects were removed while they were committed (first: {lost[0].id})",
             hint="repeat the command: it writes them again",
         )
-    rooms.catalog.add(commit)
-    return commit, is_new
 
 
 def _view(rooms: Rooms, run: str) -> RunView | None:

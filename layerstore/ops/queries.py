@@ -159,7 +159,7 @@ def layer_lines(rooms: Rooms, resolved: Resolved, *, layer: str | None = None) -
 
 def layer_line(rooms: Rooms, entry: LayerEntry) -> LayerLine:
     """Return what is known of one layer's version."""
-    version = rooms.version(entry.version)
+    version = rooms.version_of(entry)
     return LayerLine(
         layer=entry.layer,
         run=entry.origin.run,
@@ -179,6 +179,4 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _bytes_by_kind(version: LayerVersion) -> dict[str, int]:
-    return {
-        kind.value: sum(stored.size_bytes for stored in version.objects if stored.kind is kind) for kind in Kind
-    }
+    return {kind.value: sum(stored.size_bytes for stored in version.objects if stored.kind is kind) for kind in Kind}

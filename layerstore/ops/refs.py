@@ -101,8 +101,8 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
             hint=f"layerstore log {view.run}",
         )
     history = history_of(view, attempts[-1 - reference.back])
+    _check_undamaged(view, history[-1].step if reference.step is None else reference.step, tip=reference.step is None)
     if reference.step is None:
-        _check_tip(view, history[-1])
         return _only(view, [row for row in history if row.step == history[-1].step])
     found = [row for row in history if row.step == reference.step]
     if found:
@@ -113,16 +113,24 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
 def history_of(view: RunView, attempt: int) -> list[RecordRow]:
     """Return the commits of *attempt* and, below where it forked, of those it came from; by step."""
     rows = [row for row in view.visible if row.attempt == attempt]
-    fork = rows[0].fork if rows else None
-    below = [] if fork is None else [row for row in history_of(view, fork.attempt) if row.step <= fork.step]
+    # From hidden records too: an attempt of which nothing is left still stands between two others.
+    fork = next((row.fork for row in view.rows.values() if row.attempt == attempt), None)
+    # Attempts are numbered in order: a record that claims to have left a later one is followed no further.
+    below = []
+    if fork is not None and fork.attempt < attempt:
+        below = [row for row in history_of(view, fork.attempt) if row.step <= fork.step]
     return sorted(below + rows, key=lambda row: (row.step, row.attempt))
 
 
-def _check_tip(view: RunView, tip: RecordRow) -> None:
-    """The newest step comes from the listing: a damaged newer record must not be passed over in silence."""
-    newer = [problem for name, problem in view.damaged.items() if name.step > tip.step]
-    if newer:
-        raise newer[0]
+def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
+    """
+    Raise if a damaged record of *step*, or of a later one where the *tip* is asked for, may be what is meant.
+
+    It may also supersede the sound one beside it: what it hides must not come back in silence.
+    """
+    for name, problem in view.damaged.items():
+        if name.step == step or (tip and name.step > step):
+            raise problem
 
 
 def _raise_damaged(view: RunView) -> None:
@@ -142,9 +150,6 @@ def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
 
 
 def _no_such_step(view: RunView, reference: Reference, history: list[RecordRow]) -> Exception:
-    for name, problem in view.damaged.items():
-        if name.step == reference.step:
-            return problem
     elsewhere = [row for row in view.visible if row.step == reference.step]
     if elsewhere:
         back = len(view.attempts) - 1 - view.attempts.index(elsewhere[-1].attempt)

@@ -4,15 +4,15 @@ import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from layerstore.errors import InvalidInput, Unsupported
+from layerstore.errors import IntegrityError, InvalidInput, Unsupported
 from layerstore.format.blobs import decode_state, decode_version
 from layerstore.format.identity import StoreIdentity
 from layerstore.limits import LOCK_DEADLINE_SECONDS
-from layerstore.model import BlobRef, CommitRecord, LayerVersion, RankState
+from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout, encode_component
+from layerstore.storage.layout import Layout
 from layerstore.storage.locks import lock
 from layerstore.storage.objects import ObjectStore
 
@@ -32,9 +32,14 @@ class Rooms:
         """Read a layer version, checked."""
         return decode_version(self.objects.read(ref), ref=ref)
 
-    def versions(self, record: CommitRecord) -> list[LayerVersion]:
-        """Read the versions of all layers of *record*, in its order."""
-        return [self.version(entry.version) for entry in record.layers]
+    def version_of(self, entry: LayerEntry) -> LayerVersion:
+        """Read the version that *entry* names, and make sure that it is of the entry's layer."""
+        version = self.version(entry.version)
+        if version.layer != entry.layer:
+            raise IntegrityError(
+                f"version {entry.version.id} is of layer {version.layer!r}, a commit has it as {entry.layer!r}"
+            )
+        return version
 
     def state(self, ref: BlobRef) -> RankState:
         """Read a rank's state, checked."""
@@ -43,7 +48,7 @@ class Rooms:
     def lock_run(self, run: str) -> AbstractContextManager[None]:
         """Hold the courtesy lock of *run*."""
         return lock(
-            self.layout.locks / f"run-{encode_component(run)}.lock",
+            self.layout.locks / f"run-{run}.lock",
             what=f"run {run!r}",
             deadline_seconds=_deadline_seconds(),
         )

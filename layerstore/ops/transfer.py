@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from layerstore.errors import Unsupported
 from layerstore.format.blobs import encode_state, encode_version, ref_of
 from layerstore.format.hashing import crc32
 from layerstore.format.objects import canonical_order
-from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
+from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import (
     BlobRef,
     GatheredFile,
@@ -137,6 +138,12 @@ class _Transfer:
         return self._blob(encode_version(version))
 
     def _blob(self, data: bytes) -> BlobRef:
+        if len(data) > BLOB_BYTES_MAX:
+            raise Unsupported(
+                f"{self._checkpoint.found.folder}: what is not a layer takes {len(data)} bytes in small pieces, "
+                f"at most {BLOB_BYTES_MAX} are supported",
+                hint="are there thousands of small files in the checkpoint's folder that do not belong to it?",
+            )
         ref = ref_of(data)
         self._writer.put(data, ref)
         return ref

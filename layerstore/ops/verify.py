@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.limits import WORKERS_MAX
-from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, RankState
+from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, RankState
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
@@ -43,6 +43,7 @@ class Verdict:
     orphans: int
     """Objects that nothing names: harmless, collected later."""
     records: int
+    """Commits and pins that were read."""
     objects: int
     bytes_read: int
 
@@ -144,8 +145,12 @@ def _walk_blobs(
             for part in objects_of(ref):
                 found.need(part, needed_by)
         except LayerstoreError as exc:
-            path = rooms.layout.name(rooms.layout.object(ref.id))
-            found.damaged.append(_damage(kind, ref.id, path, exc, needed_by))
+            found.damaged.append(_damage(kind, ref.id, _object_path(ref), exc, needed_by))
+
+
+def _object_path(ref: BlobRef) -> str:
+    """Say where *ref* should be: for people, and for ids that are none too."""
+    return f"objects/{ref.id[:2]}/{ref.id}"
 
 
 def objects_of_version(version: LayerVersion) -> list[BlobRef]:
@@ -181,9 +186,8 @@ def _check_objects(rooms: Rooms, found: _Found, *, read_data: bool, progress: Pr
                 _verify_twice(rooms, ref)
                 progress.advance(ref.size_bytes)
         except LayerstoreError as exc:
-            path = rooms.layout.name(rooms.layout.object(ObjectId(ref.id)))
             with found.guard:
-                found.damaged.append(_damage("object", ref.id, path, exc, found.needed[ref]))
+                found.damaged.append(_damage("object", ref.id, _object_path(ref), exc, found.needed[ref]))
 
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
         list(pool.map(check, refs))
@@ -200,6 +204,10 @@ def _verify_twice(rooms: Rooms, ref: BlobRef) -> None:
 
 def _check_index(rooms: Rooms, found: _Found) -> None:
     for run in rooms.catalog.runs():
+        for name in rooms.catalog.vanished(run):
+            problem = IntegrityError("the record has vanished; the index remembers it")
+            path = rooms.layout.name(rooms.layout.record(name.run, name.step, name.id))
+            found.damaged.append(_damage("record", name.id, path, problem, (f"{name.run}@{name.step}",)))
         for difference in rooms.catalog.differences(run):
             problem = IntegrityError(difference)
             found.damaged.append(_damage("index", run, "manifest", problem, ()))

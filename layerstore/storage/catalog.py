@@ -7,13 +7,14 @@ Whatever is wrong with the index, the answers are the same.
 
 import secrets
 import shutil
+import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from layerstore.errors import LayerstoreError, NotFound
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.model import Commit, CommitId
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.manifest import Manifest, ManifestUnusable, RecordRow, row_of
@@ -61,6 +62,7 @@ class Catalog:
         self._directory = directory
         self._store_id = store_id
         self._manifest: Manifest | None = None
+        self._guard = threading.RLock()  # one thread at a time opens, asks or replaces the index
         self.index_problem: str | None = None
         """Why there is no index, if there is none."""
 
@@ -84,11 +86,12 @@ class Catalog:
             NotFound: It has no record.
         """
         names = self._records.names(run)
-        if not names:
-            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs())
         indexed = self._indexed(run)
+        if not names and not indexed:
+            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs())
         rows = {name.id: indexed[name] for name in names if name in indexed}
-        damaged: dict[RecordName, LayerstoreError] = {}
+        # Remembered, not forgotten: what a lost record had hidden must not come back in silence.
+        damaged: dict[RecordName, LayerstoreError] = {name: _vanished(name) for name in indexed.keys() - set(names)}
         unseen: list[tuple[Commit, bytes]] = []
         for name in names:
             if name not in indexed:
@@ -100,7 +103,7 @@ class Catalog:
                 else:
                     unseen.append((commit, data))
                     rows[name.id] = row_of(commit)
-        self._catch_up(unseen, indexed.keys() - set(names))
+        self._catch_up(unseen)
         return RunView(run=run, rows=rows, damaged=damaged)
 
     def commit(self, name: RecordName) -> Commit:
@@ -110,6 +113,10 @@ class Catalog:
     def _known_runs(self) -> str:
         runs = self.runs()
         return f"runs here: {', '.join(runs[:10])}" if runs else "the store is empty: layerstore ingest CHECKPOINT"
+
+    def vanished(self, run: str) -> list[RecordName]:
+        """Return the records of *run* that the index remembers and that are not there any more."""
+        return sorted(self._indexed(run).keys() - set(self._records.names(run)))
 
     def differences(self, run: str) -> list[str]:
         """Return what the index says of *run* otherwise than its records do; there should be nothing."""
@@ -129,7 +136,7 @@ class Catalog:
     def add(self, commit: Commit) -> None:
         """Tell the index of a new commit. If it cannot be told, the next open catches up."""
         data = self._records.read_bytes(self._records.name_of(commit))
-        self._catch_up([(commit, data)], [])
+        self._catch_up([(commit, data)])
 
     def rebuild(self) -> int:
         """Make the index afresh from all records; return how many it covers."""
@@ -142,21 +149,21 @@ class Catalog:
     def _indexed(self, run: str) -> dict[RecordName, RecordRow]:
         return self._with_index(lambda manifest: manifest.rows(run)) or {}
 
-    def _catch_up(self, unseen: list[tuple[Commit, bytes]], vanished: Iterable[RecordName]) -> None:
-        gone = list(vanished)
-        if unseen or gone:
-            self._with_index(lambda manifest: manifest.update(add=unseen, drop=gone))
+    def _catch_up(self, unseen: list[tuple[Commit, bytes]]) -> None:
+        if unseen:
+            self._with_index(lambda manifest: manifest.update(add=unseen))
 
     def _with_index(self, ask: Callable[[Manifest], Answer]) -> Answer | None:
         """Ask the index; replace it if it is damaged; answer None where there can be no index."""
-        for is_last_try in (False, True):
-            if self.index_problem is not None:
-                return None
-            try:
-                return ask(self._opened())
-            except ManifestUnusable as exc:
-                self.close()
-                self._give_up_or_drop(exc, is_last_try=is_last_try)
+        with self._guard:
+            for is_last_try in (False, True):
+                if self.index_problem is not None:
+                    return None
+                try:
+                    return ask(self._opened())
+                except ManifestUnusable as exc:
+                    self.close()
+                    self._give_up_or_drop(exc, is_last_try=is_last_try)
         return None
 
     def _opened(self) -> Manifest:
@@ -181,3 +188,10 @@ class Catalog:
         # What resists stays behind under a name that nothing reads.
         shutil.rmtree(aside, ignore_errors=True)
         return True
+
+
+def _vanished(name: RecordName) -> IntegrityError:
+    return IntegrityError(
+        f"the record of {name.run}@{name.step} (commit {name.id[:12]}) has vanished from commits/{name.run}",
+        hint="put it back from a copy of the store, or let layerstore reindex forget it",
+    )

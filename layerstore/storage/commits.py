@@ -16,7 +16,7 @@ from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unse
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, Pin
 from layerstore.storage.files import Files
-from layerstore.storage.layout import RECORD_NAME, Layout, decode_component, encode_component
+from layerstore.storage.layout import RECORD_NAME, Layout
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,7 +43,8 @@ class RecordStore:
                 f"{self._layout.commits} is missing although this is a store",
                 hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
             )
-        return [decode_component(name) for name in self._files.names(self._layout.commits)]
+        folders = self._files.names(self._layout.commits)
+        return [name for name in folders if self._files.is_directory(self._layout.run(name))]
 
     def names(self, run: str) -> list[RecordName]:
         """Return the records of *run* by step, as the folder lists them now."""
@@ -56,7 +57,7 @@ class RecordStore:
 
     def strangers(self) -> Iterator[Path]:
         """Yield what lies in ``commits/`` and is no record."""
-        for run in self.runs():
+        for run in self._files.names(self._layout.commits):
             folder = self._layout.run(run)
             if not self._files.is_directory(folder):
                 yield folder
@@ -108,11 +109,21 @@ class RecordStore:
         data = seal_commit(commit, name=self._layout.name(target), store_id=self._store_id)
         with self._temporary(data) as source:
             is_new = self._files.link_exclusive(source, target)
+            if not is_new and self._damage(self.name_of(commit)):
+                # Rot under this very name, which says what belongs there: these bytes do.
+                self._files.rename(source, target)
         if is_new:
             self._sync_commits(target)
         else:
             self.confirm(self.name_of(commit))
         return is_new
+
+    def _damage(self, name: RecordName) -> IntegrityError | None:
+        try:
+            self.read(name)
+        except IntegrityError as exc:
+            return exc
+        return None
 
     def confirm(self, name: RecordName) -> None:
         """
@@ -122,7 +133,9 @@ class RecordStore:
         so the entry is made afresh, by the same bytes, and the folder synced again.
         """
         target = self._layout.record(name.run, name.step, name.id)
-        with self._temporary(self.read_bytes(name)) as source:
+        data = self.read_bytes(name)
+        self.decode(data, name)
+        with self._temporary(data) as source:
             self._files.rename(source, target)
         self._sync_commits(target)
 
@@ -149,7 +162,7 @@ class RecordStore:
 
     def pin_names(self) -> list[str]:
         """Return the names of all pins."""
-        return [decode_component(name) for name in self._files.names(self._layout.pins)]
+        return self._files.names(self._layout.pins)
 
     def read_pin(self, name: str) -> Pin:
         """
@@ -192,7 +205,7 @@ class RecordStore:
 
     def delete_pin(self, name: str) -> None:
         """Delete the pin *name*, readable or not."""
-        path = self._layout.pins / encode_component(name)
+        path = self._layout.pin(name)
         if not self._files.exists(path):
             raise NotFound(f"there is no pin {name!r}", hint="layerstore pin --list")
         self._files.unlink(path)

@@ -226,6 +226,11 @@ class Files:
         state = self._lstat(path)
         return state is not None and stat.S_ISDIR(state.st_mode)
 
+    def is_file(self, path: Path) -> bool:
+        """Whether *path* is a regular file; a link to one is not."""
+        state = self._lstat(path)
+        return state is not None and stat.S_ISREG(state.st_mode)
+
     def exists(self, path: Path) -> bool:
         """Whether anything at all is at *path*."""
         return self._lstat(path) is not None

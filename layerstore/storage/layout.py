@@ -48,6 +48,11 @@ class Layout:
         return self.root / "parts"
 
     @property
+    def stats(self) -> Path:
+        """The savers' own timings: advisory, never truth."""
+        return self.root / "stats"
+
+    @property
     def tmp(self) -> Path:
         """Files that nothing names yet."""
         return self.root / "tmp"
@@ -65,7 +70,7 @@ class Layout:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Every folder that ``init`` makes."""
-        return (self.objects, self.commits, self.pins, self.parts, self.tmp, self.locks, self.gc)
+        return (self.objects, self.commits, self.pins, self.parts, self.stats, self.tmp, self.locks, self.gc)
 
     def object(self, object_id: ObjectId) -> Path:
         """Return the path of an object; raises InvalidInput for what is no id."""
@@ -74,8 +79,8 @@ class Layout:
         return self.objects / object_id[:2] / object_id
 
     def run(self, run: str) -> Path:
-        """Return the folder of a run's records."""
-        return self.commits / encode_component(run)
+        """Return the folder of a run's records; a checked name is a safe path component as it stands."""
+        return self.commits / run
 
     def record(self, run: str, step: int, commit_id: CommitId) -> Path:
         """Return the path of a record."""
@@ -83,23 +88,8 @@ class Layout:
 
     def pin(self, name: str) -> Path:
         """Return the path of a pin."""
-        return self.pins / encode_component(name)
+        return self.pins / name
 
     def name(self, path: Path) -> str:
         """Return how *path* is called inside the store, as written in envelopes and messages."""
         return path.relative_to(self.root).as_posix()
-
-
-def encode_component(name: str) -> str:
-    """
-    Return *name*, already checked by ``layers.check_name``, as one path component.
-
-    >>> encode_component("sft 50%"), decode_component("sft 50%25")
-    ('sft 50%25', 'sft 50%')
-    """
-    return name.replace("%", "%25").replace(":", "%3A")
-
-
-def decode_component(component: str) -> str:
-    """Return the name that ``encode_component`` was given."""
-    return component.replace("%3A", ":").replace("%25", "%")

@@ -161,6 +161,7 @@ class ObjectWriter:
         if found != home:
             self._files.make_directory(home.parent)
             self._link(found, ref)
+            self._files.sync_directory(home.parent)
         return True
 
     def stage(self, ref: BlobRef, chunks: Iterable[Bytes]) -> None:

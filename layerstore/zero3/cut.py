@@ -65,8 +65,7 @@ def _flat_slices(rank: RankSource, groups: Groups, world_size: int) -> Iterator[
         for name, shape in groups[flat.group].items():
             elements = elements_of(shape)
             valid = valid_elements(elements, world_size, rank.rank)
-            state = "" if kind is Kind.MASTER else flat.state
-            yield from ((kind, source) for source in _slice(flat.tensor, start, valid, name=name, state=state))
+            yield from ((kind, source) for source in _slice(flat.tensor, start, valid, name=name, state=flat.state))
             start += slice_length(elements, world_size)
 
 

@@ -20,6 +20,8 @@ _LATEST_BYTES_MAX = 4096
 _SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_(?P<what>model|optim)_states\.pt")
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"
+_TRAINER_STATE = "trainer_state.json"
+_TRAINER_FILES = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth", "scheduler.pt"})
 
 # What other kinds of checkpoint leave in their tag folder, and what to call them.
 _FOREIGN = (
@@ -83,18 +85,16 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         Unsupported: It is a checkpoint, but not of ZeRO-3.
         InvalidInput: *path* holds several and none was chosen.
     """
-    folder, tag = _resolve(path.absolute(), tag)
+    # Resolved once: a path that ends in "..", or a link, must not name the run.
+    folder, tag = _resolve(path.resolve(), tag)
     names = _names(folder / tag)
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
+    _refuse_unfinished(folder)
     flavour = _flavour(folder, tag)
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
     notes: list[str] = []
     others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
-    if any(file.name == _INCOMPLETE_SENTINEL for file in others):
-        raise SourceCheckpoint(
-            f"{folder} is not finished: it holds {_INCOMPLETE_SENTINEL}", hint="ingest an earlier checkpoint"
-        )
     return FoundCheckpoint(
         folder=folder,
         tag=tag,
@@ -236,8 +236,22 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
         )
 
 
+def _refuse_unfinished(folder: Path) -> None:
+    """Refuse what a Trainer has begun and not finished: ``trainer_state.json`` is nearly the last file it writes."""
+    names = set(_names(folder))
+    problem = None
+    if _INCOMPLETE_SENTINEL in names:
+        problem = f"it holds {_INCOMPLETE_SENTINEL}"
+    elif re.fullmatch(r"checkpoint-\d+", folder.name) and names & _TRAINER_FILES and _TRAINER_STATE not in names:
+        problem = f"it has files of a Trainer, but no {_TRAINER_STATE}"
+    if problem is not None:
+        raise SourceCheckpoint(
+            f"{folder} is not finished: {problem}", hint="wait for the save to end, or ingest an earlier checkpoint"
+        )
+
+
 def _flavour(folder: Path, tag: str) -> str:
-    if (folder / "trainer_state.json").exists():
+    if (folder / _TRAINER_STATE).exists():
         return "hf"
     if re.fullmatch(r"pytorch_model(_\d+)?", tag):
         return "accelerate"

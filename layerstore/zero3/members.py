@@ -23,6 +23,8 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
     aliases: dict[str, list[str]] = {}
     for alias, name in _optional(rank.model, "shared_params").items():
         aliases.setdefault(str(name), []).append(str(alias))
+    for name in module:
+        _check_text(name, rank)
     unknown = sorted((shapes.keys() | frozen.keys()) - module.keys())
     if unknown:
         raise LayoutMismatch(f"{rank.model.path}: param_shapes names {unknown[0]!r}, which the module does not have")
@@ -44,6 +46,31 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
             aliases=tuple(sorted(aliases.get(name, ()))),
         )
     return found
+
+
+def frozen_of(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
+    """
+    Return shape, type and slice length of every frozen parameter whose weights the rank holds.
+
+    Raises:
+        LayoutMismatch: The rank has a shape without a fragment, or a fragment without a shape.
+    """
+    shapes = _optional(rank.model, "frozen_param_shapes")
+    fragments = rank.model.get("frozen_param_fragments")
+    if fragments is None or fragments.value is None:
+        return {}  # exclude_frozen_parameters: their weights live elsewhere
+    held = {name: fragment.tensor() for name, fragment in fragments.children()}
+    odd = sorted(str(name) for name in shapes.keys() ^ held.keys())
+    if odd:
+        raise LayoutMismatch(f"{rank.model.path}: frozen parameter {odd[0]!r} has only one of shape and fragment")
+    return {str(name): (shapes[name], tensor.storage.dtype, tensor.elements) for name, tensor in held.items()}
+
+
+def _check_text(name: Tree, rank: RankSource) -> None:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError as exc:
+        raise SourceCheckpoint(f"{rank.model.path}: the name {name!r} in the module is not valid Unicode") from exc
 
 
 def _optional(view: TreeView, key: str) -> dict[Tree, Tree]:

@@ -97,7 +97,7 @@ def _refuse_globals(path: Path, unknown: Set[str], *, places: Mapping[str, str])
     flags = " ".join(f"--allow-global {name}" for name in names[:_NAMES_SHOWN_MAX])
     raise SourceCheckpoint(
         f"{path}: untrusted: its pickle names globals that are on no list: {', '.join(shown)}{more}; nothing was run",
-        hint=f"if you know them, keep them as inert objects: {flags}",
+        hint=f"only if you trust them, since whoever loads a composed checkpoint runs them: {flags}",
         path=str(path),
         reason="untrusted",
         names=tuple(names),

@@ -19,7 +19,8 @@ from layerstore.zero3.ptfile import PtFile, read_pt
 from layerstore.zero3.slices import elements_of, slice_length
 from layerstore.zero3.trees import TreeView, refuse_settings
 
-MASTER = "master"
+MASTER = ""
+"""What stands for the state of a master, which is no state of the optimizer."""
 
 Agreed = TypeVar("Agreed")
 Groups = list[dict[str, Size]]
@@ -73,7 +74,13 @@ def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) ->
 def world_size_of(ranks: list[RankSource]) -> int:
     """Return how many ranks saved the checkpoint; raises unless exactly their files are here."""
     world_size = agreed(ranks, "dp_world_size", lambda rank: rank.model["dp_world_size"].integer())
-    agreed(ranks, "partition_count", _partition_count, expected=world_size)
+    partitions = agreed(ranks, "partition_count", _partition_count)
+    if partitions != world_size:
+        raise LayoutMismatch(
+            f"the files of {ranks[0].model.path.parent} are mixed: "
+            f"the optimizer was cut for {partitions} ranks, the model for {world_size}",
+            hint="ranks of one save belong together; ingest another checkpoint",
+        )
     if len(ranks) < world_size:
         lost = ", ".join(str(rank) for rank in range(len(ranks), world_size))
         raise SourceCheckpoint(
@@ -93,12 +100,10 @@ def _partition_count(rank: RankSource) -> int:
     return tree["optimizer_state_dict"]["partition_count"].integer()
 
 
-def agreed(
-    ranks: list[RankSource], what: str, look: Callable[[RankSource], Agreed], expected: Agreed | None = None
-) -> Agreed:
+def agreed(ranks: list[RankSource], what: str, look: Callable[[RankSource], Agreed]) -> Agreed:
     """Return what all ranks say of *what*; raise LayoutMismatch with the values where they differ."""
     values = [look(rank) for rank in ranks]
-    first = values[0] if expected is None else expected
+    first = values[0]
     for rank, value in zip(ranks, values, strict=True):
         if value != first:
             detail = f": {_short(first)} and {_short(value)}"
@@ -137,7 +142,7 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
         state = states.get(group)
         for key, value in state.children() if state is not None else ():
             if isinstance(value.value, Tensor) and len(value.value.shape) == 1 and value.value.shape[0] == elements:
-                if not isinstance(key, str):
+                if not isinstance(key, str) or key == MASTER:
                     raise SourceCheckpoint(f"{optimizer.path}: an optimizer state is called {key!r}")
                 yield Flat(state=key, group=group, tensor=value.value)
 

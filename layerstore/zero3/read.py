@@ -17,7 +17,7 @@ from layerstore.zero3.checkpoint import Checkpoint
 from layerstore.zero3.cut import cut_layers
 from layerstore.zero3.discover import FoundCheckpoint
 from layerstore.zero3.gathered import read_gathered
-from layerstore.zero3.members import buffers_of, parameters_of
+from layerstore.zero3.members import buffers_of, frozen_of, parameters_of
 from layerstore.zero3.ptfile import PtFile
 from layerstore.zero3.ranks import (
     RankSource,
@@ -51,6 +51,7 @@ def read_checkpoint(
     engine_step = agreed(ranks, "global_steps", lambda rank: rank.model["global_steps"].integer())
     groups = agreed(ranks, "param_shapes", param_shapes)
     check_flats(ranks, groups, world_size)
+    agreed(ranks, "the frozen parameters", frozen_of)
     parameters = parameters_of(ranks[0], groups)
     buffers = buffers_of(ranks[0])
     gathered, files = read_gathered(found.others, parameters=parameters, buffers=buffers)

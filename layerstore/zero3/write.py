@@ -36,8 +36,6 @@ from layerstore.zero3.ptfile import layout_pt
 from layerstore.zero3.slices import elements_of, slice_length, valid_elements
 from layerstore.zero3.trees import TreeView
 
-MASTER = "master"
-
 # An object that holds a file or a storage has one tensor, of this name.
 BYTES_KEY = "bytes"
 
@@ -194,9 +192,9 @@ def _filling(
 ) -> Iterator[_Part]:
     match content:
         case FlatContent(state=state, group=group):
-            kind, key = (Kind.MASTER, "") if state == MASTER else (Kind.OPTIMIZER, state)
+            kind = Kind.OPTIMIZER if state else Kind.MASTER
             for name in groups[group]:
-                yield from _padded_slice(slices, kind, name, state=key, rank=rank, world_size=world_size)
+                yield from _padded_slice(slices, kind, name, state=state, rank=rank, world_size=world_size)
         case FragmentContent(parameter=name):
             yield from _padded_slice(slices, Kind.WEIGHTS, name, state="", rank=rank, world_size=world_size)
         case BufferContent(buffer=name):

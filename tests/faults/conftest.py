@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-_MEMORY = Path("/dev/shm")  # noqa: S108 - only a place to put a private folder in
+_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture

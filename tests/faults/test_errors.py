@@ -346,7 +346,7 @@ _WRITES: dict[str, Callable[[Store, Path], object]] = {
 
 def _open_to_all(folder: Path) -> None:
     for path in [folder, *folder.parents][:-1]:
-        if path.stat().st_uid == os.getuid() and path != Path("/dev/shm"):  # noqa: S108
+        if path.stat().st_uid == os.getuid() and path != Path("/dev/shm"):
             path.chmod(0o755)
     (folder / "scratch").mkdir(exist_ok=True)
     (folder / "scratch").chmod(0o777)
@@ -437,4 +437,4 @@ def test_a_refusal_keeps_its_number_and_path() -> None:
     """What a program needs to act on is in the error."""
     error = StorageIO("cannot write x", errno=errnos.ENOSPC, filename="x")
 
-    assert (23, "no_space", errnos.ENOSPC, "x") == (error.exit_code, error.kind, error.errno, error.filename)
+    assert (error.exit_code, error.kind, error.errno, error.filename) == (23, "no_space", errnos.ENOSPC, "x")

@@ -37,6 +37,7 @@ from tests.faults.harness import (
 PAGE = 4096
 FLIPS = 600
 """Bits flipped in a usual run."""
+_EDITS_PER_CHILD = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +147,11 @@ def _all_edits(scene: Scene, folder: Path, edits: list[Edit]) -> list[str]:
     found, progress = [], folder / "progress"
     pending = list(edits)
     while pending:
-        outcome = in_child(_try_edits, scene, folder, pending, progress, timeout_seconds=240.0)
+        outcome = in_child(_try_edits, scene, folder, pending[:_EDITS_PER_CHILD], progress, timeout_seconds=240.0)
         if outcome.exit_code == 0:
             found += outcome.needed()
-            break
+            pending = pending[_EDITS_PER_CHILD:]
+            continue
         place = int(progress.read_text())
         name = "hang" if outcome.exit_code is None else signal.Signals(-outcome.exit_code).name
         found.append(f"{pending[place].what}: {name}")

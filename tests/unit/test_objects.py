@@ -11,7 +11,6 @@ from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format.blobs import ref_of
 from layerstore.model import BlobRef, ObjectId
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.layout import decode_component, encode_component
 from layerstore.storage.objects import ObjectWriter
 from tests.unit import samples
 
@@ -272,12 +271,3 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
     assert caught.value.exit_code == 23
     assert leftovers(rooms) == []
-
-
-@pytest.mark.parametrize("name", ["sft", "50%", "a:b", "%3A", "100%25:", "日本 語"])
-def test_names_and_path_components_are_one_to_one(name: str) -> None:
-    """Every name of a run or pin has its own component, and is read back from it."""
-    component = encode_component(name)
-
-    assert name == decode_component(component)
-    assert not set(component) & set("/:")

@@ -1,0 +1,377 @@
+"""Promises of references: each means one commit, or an error that says what there is."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound
+from layerstore.model import Commit, CommitId, Fork
+from layerstore.ops.refs import Reference, parse_reference, resolve
+from layerstore.ops.rooms import Rooms
+from tests.unit import samples
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Rooms:
+    """Return the rooms of a new store."""
+    return samples.rooms(tmp_path / "store")
+
+
+def publish(
+    rooms: Rooms,
+    step: int,
+    *,
+    run: str = "sft",
+    attempt: int = 1,
+    fork: Fork | None = None,
+    tag: str = "t",
+    **more: object,
+) -> Commit:
+    """Publish one commit; *tag* tells commits of one step apart."""
+    supersedes = [str(more["hides"])] if "hides" in more else []
+    record = samples.record(
+        run=run,
+        step=step,
+        attempt=attempt,
+        fork=fork,
+        tag=tag,
+        supersedes=[CommitId(commit) for commit in supersedes],
+    )
+    commit = samples.commit(record)
+    rooms.records.publish(commit)
+    return commit
+
+
+def meant(rooms: Rooms, ref: str | None) -> tuple[int, int]:
+    """Return attempt and step of the commit that *ref* means."""
+    record = resolve(rooms, ref).record
+    return record.attempt, record.step
+
+
+# -- the grammar ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sft", Reference(name="sft", back=0, step=None)),
+        ("sft@200", Reference(name="sft", back=0, step=200)),
+        ("sft@0", Reference(name="sft", back=0, step=0)),
+        ("sft~1", Reference(name="sft", back=1, step=None)),
+        ("sft~2@200", Reference(name="sft", back=2, step=200)),
+        ("my run 1.5", Reference(name="my run 1.5", back=0, step=None)),
+        ("日本@7", Reference(name="日本", back=0, step=7)),
+    ],
+)
+def test_references_are_taken_apart(text: str, expected: Reference) -> None:
+    """Name, attempts back and step are each optional but the name."""
+    assert expected == parse_reference(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "@",
+        "@5",
+        "~1",
+        "sft@",
+        "sft~",
+        "sft@x",
+        "sft@-1",
+        "sft@1.5",
+        "sft~x",
+        "sft@1@2",
+        "sft@1~1",
+        "../x",
+        "a/b",
+        "-x",
+        f"sft@{'9' * 19}",
+        f"sft~{'9' * 10}",
+        "sft\n",
+        "sft@5\n",
+        "\ud800",
+    ],
+)
+def test_what_is_no_reference_is_refused(text: str) -> None:
+    """Everything else is the user's mistake, with a hint, and never a path or a crash."""
+    with pytest.raises(InvalidInput) as caught:
+        parse_reference(text)
+
+    assert caught.value.hint
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_reference_or_refused(text: str) -> None:
+    """No text crashes the parser."""
+    try:
+        found = parse_reference(text)
+    except InvalidInput:
+        return
+    assert text.startswith(found.name)
+
+
+# -- one attempt ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_and_the_tip(rooms: Rooms) -> None:
+    """RUN means its newest step, RUN@STEP that step, and nothing the only run's tip."""
+    for step in (2, 10, 4):
+        publish(rooms, step)
+
+    assert (1, 10) == meant(rooms, "sft") == meant(rooms, None)
+    assert meant(rooms, "sft@2") == (1, 2)
+    assert meant(rooms, "sft~0@4") == (1, 4)
+
+
+def test_a_step_that_is_not_there_lists_those_that_are(rooms: Rooms) -> None:
+    """A wrong step is not found; the hint lists the steps, shortened where they are many."""
+    for step in (2, 4):
+        publish(rooms, step)
+    with pytest.raises(NotFound, match="run 'sft' has no step 3") as caught:
+        resolve(rooms, "sft@3")
+    assert caught.value.hint == "steps here: 2, 4"
+
+    for step in range(10, 30):
+        publish(rooms, step)
+    with pytest.raises(NotFound) as caught:
+        resolve(rooms, "sft@3")
+    assert caught.value.hint == "steps here: 2, 4, 10, 11, 12, …, 25, 26, 27, 28, 29"
+
+
+def test_an_attempt_that_is_not_there(rooms: Rooms) -> None:
+    """Going back further than there are attempts is not found."""
+    publish(rooms, 2)
+    with pytest.raises(NotFound, match="has 1 attempts; the one 1 before the newest was asked for"):
+        resolve(rooms, "sft~1")
+
+
+def test_nothing_is_asked_of_an_empty_store(rooms: Rooms) -> None:
+    """An empty store says so, whatever is asked."""
+    with pytest.raises(NotFound, match="holds no commit yet"):
+        resolve(rooms, None)
+    with pytest.raises(NotFound, match="no run 'sft'") as caught:
+        resolve(rooms, "sft")
+    assert "layerstore ingest" in (caught.value.hint or "")
+
+
+def test_several_runs_must_be_told_apart(rooms: Rooms) -> None:
+    """Where no reference is given and runs are several, they are listed."""
+    publish(rooms, 2, run="one")
+    publish(rooms, 2, run="two")
+    with pytest.raises(InvalidInput, match="holds 2 runs: one, two"):
+        resolve(rooms, None)
+
+
+# -- attempts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forked(rooms: Rooms) -> Rooms:
+    """
+    Return a store in which training went back twice.
+
+    Attempt 1: 100 … 1000. Attempt 2, forked at 800: 850, 900. Attempt 3, forked from 2 at 850: 860, 1100.
+    """
+    for step in (100, 800, 850, 1000):
+        publish(rooms, step, tag="first")
+    for step in (850, 900):
+        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800), tag="second")
+    for step in (860, 1100):
+        publish(rooms, step, attempt=3, fork=Fork(attempt=2, step=850), tag="third")
+    return rooms
+
+
+@pytest.mark.parametrize(
+    ("ref", "expected"),
+    [
+        ("sft", (3, 1100)),
+        ("sft@860", (3, 860)),
+        ("sft@850", (2, 850)),
+        ("sft@800", (1, 800)),
+        ("sft@100", (1, 100)),
+        ("sft~1", (2, 900)),
+        ("sft~1@850", (2, 850)),
+        ("sft~1@800", (1, 800)),
+        ("sft~2", (1, 1000)),
+        ("sft~2@850", (1, 850)),
+    ],
+)
+def test_history_runs_on_below_the_fork(forked: Rooms, ref: str, expected: tuple[int, int]) -> None:
+    """A step is looked up along its attempt's history: what was abandoned above a fork never enters it."""
+    assert expected == meant(forked, ref)
+
+
+@pytest.mark.parametrize(("step", "hint"), [(900, "sft~1@900 names it"), (1000, "sft~2@1000 names it")])
+def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Rooms, step: int, hint: str) -> None:
+    """A step that only an abandoned attempt holds is not found, and the hint names it."""
+    with pytest.raises(NotFound, match=f"sft@{step} belongs to an earlier attempt") as caught:
+        resolve(forked, f"sft@{step}")
+
+    assert caught.value.hint == hint
+    assert meant(forked, hint.split(maxsplit=1)[0])[1] == step
+
+
+def test_an_attempt_that_forks_nowhere_has_no_history_below(rooms: Rooms) -> None:
+    """A fresh start under an old name does not inherit the old steps."""
+    publish(rooms, 100, tag="old")
+    publish(rooms, 50, attempt=2, tag="new")
+
+    assert meant(rooms, "sft") == (2, 50)
+    with pytest.raises(NotFound, match="belongs to an earlier attempt"):
+        resolve(rooms, "sft@100")
+
+
+def test_history_runs_on_through_an_attempt_that_is_hidden(rooms: Rooms) -> None:
+    """Where all of the attempt between is hidden, what lies below its own fork still belongs to the history."""
+    publish(rooms, 100, tag="first")
+    between = publish(rooms, 200, attempt=2, fork=Fork(attempt=1, step=100), tag="second")
+    publish(rooms, 300, attempt=3, fork=Fork(attempt=2, step=200), tag="third", hides=between.id)
+
+    assert meant(rooms, "sft@300") == (3, 300)
+    assert meant(rooms, "sft@100") == (1, 100)
+    with pytest.raises(NotFound):
+        resolve(rooms, "sft@200")
+
+
+def test_a_fork_that_leads_in_a_circle_ends(rooms: Rooms) -> None:
+    """An attempt that claims to have left itself, or a later one, is followed no further."""
+    publish(rooms, 100, fork=Fork(attempt=2, step=200))
+    publish(rooms, 200, attempt=2, fork=Fork(attempt=2, step=100))
+
+    assert meant(rooms, "sft") == (2, 200)
+    assert meant(rooms, "sft~1") == (1, 100)
+
+
+def test_an_attempt_that_starts_at_its_fork_comes_first(rooms: Rooms) -> None:
+    """Where both hold the very step of the fork, the newer attempt's counts."""
+    publish(rooms, 800, tag="old")
+    publish(rooms, 800, attempt=2, fork=Fork(attempt=1, step=800), tag="new")
+
+    assert meant(rooms, "sft@800") == (2, 800)
+    assert meant(rooms, "sft") == (2, 800)
+    assert meant(rooms, "sft~1@800") == (1, 800)
+
+
+# -- hidden, doubled, damaged --------------------------------------------------------------------------------------
+
+
+def test_a_superseded_commit_is_not_meant(rooms: Rooms) -> None:
+    """The commit that hides another takes its place, also where the hidden one was the tip's only rival."""
+    old = publish(rooms, 4, tag="old")
+    new = publish(rooms, 4, tag="new", hides=old.id)
+
+    assert resolve(rooms, "sft@4").commit == new.id
+    assert resolve(rooms, "sft").commit == new.id
+
+
+def test_hiding_works_in_chains(rooms: Rooms) -> None:
+    """What hides may be hidden itself."""
+    first = publish(rooms, 4, tag="1")
+    second = publish(rooms, 4, tag="2", hides=first.id)
+    third = publish(rooms, 4, tag="3", hides=second.id)
+
+    assert resolve(rooms, "sft@4").commit == third.id
+
+
+@pytest.mark.parametrize("ref", ["sft", "sft@4"])
+def test_two_commits_of_one_step_are_ambiguous(rooms: Rooms, ref: str) -> None:
+    """Two that stand side by side are never silently one: the error names both."""
+    first, second = publish(rooms, 4, tag="one"), publish(rooms, 4, tag="two")
+    with pytest.raises(Conflict, match="is ambiguous") as caught:
+        resolve(rooms, ref)
+
+    assert first.id[:12] in str(caught.value)
+    assert second.id[:12] in str(caught.value)
+    assert "--replace" in (caught.value.hint or "")
+
+
+def test_two_that_hide_the_same_third_are_ambiguous(rooms: Rooms) -> None:
+    """Two replacements that raced are both shown."""
+    old = publish(rooms, 4, tag="old")
+    for tag in ("one", "two"):
+        publish(rooms, 4, tag=tag, hides=old.id)
+    with pytest.raises(Conflict, match="is ambiguous"):
+        resolve(rooms, "sft@4")
+
+
+def damage(rooms: Rooms, commit: Commit) -> None:
+    """Flip a bit of the record of *commit*."""
+    path = rooms.layout.record(commit.record.run, commit.record.step, commit.id)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_tip_is_not_passed_over(rooms: Rooms) -> None:
+    """The newest step comes from the listing: where its record is damaged no older one is given for it."""
+    publish(rooms, 2)
+    damage(rooms, publish(rooms, 4))
+
+    with pytest.raises(IntegrityError, match="is damaged"):
+        resolve(rooms, "sft")
+    with pytest.raises(IntegrityError, match="is damaged"):
+        resolve(rooms, "sft@4")
+    assert meant(rooms, "sft@2") == (1, 2)
+
+
+def test_a_damaged_earlier_record_hurts_nobody_else(rooms: Rooms) -> None:
+    """A damaged record below the tip is only in the way of whoever asks for it."""
+    damage(rooms, publish(rooms, 2))
+    publish(rooms, 4)
+
+    assert meant(rooms, "sft") == (1, 4)
+    with pytest.raises(IntegrityError):
+        resolve(rooms, "sft@2")
+
+
+def test_a_run_of_damaged_records_is_damage(rooms: Rooms) -> None:
+    """Where no record can be read the answer is damage, not absence."""
+    damage(rooms, publish(rooms, 2))
+
+    for ref in ("sft", "sft@2", None):
+        with pytest.raises(IntegrityError):
+            resolve(rooms, ref)
+
+
+def test_a_record_damaged_after_it_was_indexed_is_found(rooms: Rooms) -> None:
+    """The index finds the record; the record itself is read and checked all the same."""
+    commit = publish(rooms, 2)
+    rooms.catalog.view("sft")
+    damage(rooms, commit)
+
+    with pytest.raises(IntegrityError):
+        resolve(rooms, "sft@2")
+
+
+# -- pins ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_means_its_record(rooms: Rooms) -> None:
+    """A pin is read by itself, whether or not its commit is still there."""
+    pin = samples.pin("best")
+    rooms.records.write_pin(pin)
+
+    found = resolve(rooms, "best")
+
+    assert (pin.record, pin.base, "best") == (found.record, found.commit, found.pin)
+
+
+@pytest.mark.parametrize("ref", ["best@4", "best~1"])
+def test_a_pin_takes_no_step(rooms: Rooms, ref: str) -> None:
+    """A pin means one commit."""
+    rooms.records.write_pin(samples.pin("best"))
+    with pytest.raises(InvalidInput, match="is a pin"):
+        resolve(rooms, ref)
+
+
+def test_a_damaged_pin_is_damage(rooms: Rooms) -> None:
+    """A pin that cannot be read is not 'not found'."""
+    rooms.records.write_pin(samples.pin("best"))
+    rooms.layout.pin("best").write_bytes(b"")
+    with pytest.raises(LayerstoreError) as caught:
+        resolve(rooms, "best")
+
+    assert caught.value.exit_code == 20
