@@ -164,15 +164,16 @@ def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWrit
     view = _view(rooms, plan.run)
     rivals = [] if view is None else _at(view, plan.step)
     for rival in rivals:
-        existing = rooms.catalog.commit(rival.name)
         numbers = _Numbers(
             attempt=rival.attempt, fork=rival.fork, save_number=rival.save_number, supersedes=rival.supersedes
         )
-        if commit_id(_record(plan, content, numbers)) == existing.id:
+        record = _record(plan, content, numbers)
+        if commit_id(record) == rival.id:
             if writer.count_new:  # objects that the store had lost: this heals it
                 _publish_healing(writer)
-            rooms.records.confirm(rival.name)
-            return existing, False
+            commit = make_commit(record, _observed(writer))
+            rooms.records.publish(commit)  # confirms the one that is there, or heals it
+            return commit, False
     if rivals and not plan.replace:
         raise Conflict(
             f"{plan.run}@{plan.step} is saved already, with other content (commit {rivals[0].id[:12]}); "
@@ -181,12 +182,15 @@ def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWrit
         )
     record = _record(plan, content, _numbers(view, rivals, plan.step))
     writer.publish()
-    observed = Observed(time_ns=time.time_ns(), bytes_new=writer.bytes_new, bytes_reused=writer.bytes_reused)
-    commit = make_commit(record, observed)
+    commit = make_commit(record, _observed(writer))
     is_new = rooms.records.publish(commit)
     _look_again(writer)
     rooms.catalog.add(commit)
     return commit, is_new
+
+
+def _observed(writer: ObjectWriter) -> Observed:
+    return Observed(time_ns=time.time_ns(), bytes_new=writer.bytes_new, bytes_reused=writer.bytes_reused)
 
 
 def _publish_healing(writer: ObjectWriter) -> None:

@@ -24,6 +24,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
 
     Raises:
         AlreadyExists: There is a store already, or a folder with something else in it.
+        IntegrityError: There was a store: its commits or objects are there, and ``store.json`` is not.
     """
     layout = Layout(Path(os.path.realpath(path)))
     if files.exists(layout.identity):
@@ -33,6 +34,8 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.folders, layout.manifest)})
     if strangers:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
+    if any(files.names(folder) for folder in (layout.commits, layout.pins, layout.objects)):
+        raise _lost_identity(path)
     for folder in reversed([layout.root, *layout.root.parents]):
         if not files.exists(folder):
             files.make_directory(folder)
@@ -82,13 +85,17 @@ def _read_identity(layout: Layout, files: Files, path: Path) -> StoreIdentity:
         present = True  # so that reading it raises what is really wrong
     if not present:
         if files.names(layout.commits) if files.is_directory(layout.commits) else False:
-            raise IntegrityError(
-                f"{path} holds commits, but its store.json is missing; nothing was changed",
-                hint="put back a copy of store.json; it never changes after init",
-            )
+            raise _lost_identity(path)
         raise NoStore(f"there is no store at {path}", hint=f"layerstore init {path}")
     data = files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
     return decode_identity(data, what=str(layout.identity))
+
+
+def _lost_identity(path: Path) -> IntegrityError:
+    return IntegrityError(
+        f"{path} holds commits or objects, but its store.json is missing; nothing was changed",
+        hint="put back a copy of store.json; it never changes after init",
+    )
 
 
 def _check_folders(layout: Layout, files: Files) -> None:

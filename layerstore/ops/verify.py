@@ -203,7 +203,7 @@ def _verify_twice(rooms: Rooms, ref: BlobRef) -> None:
 
 
 def _check_index(rooms: Rooms, found: _Found) -> None:
-    for run in rooms.catalog.runs():
+    for run in sorted({*rooms.catalog.runs(), *rooms.catalog.remembered_runs()}):
         for name in rooms.catalog.vanished(run):
             problem = IntegrityError("the record has vanished; the index remembers it")
             path = rooms.layout.name(rooms.layout.record(name.run, name.step, name.id))

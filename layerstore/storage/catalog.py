@@ -114,6 +114,10 @@ class Catalog:
         runs = self.runs()
         return f"runs here: {', '.join(runs[:10])}" if runs else "the store is empty: layerstore ingest CHECKPOINT"
 
+    def remembered_runs(self) -> set[str]:
+        """Return the runs that the index knows, whether or not anything is left of them."""
+        return {name.run for name in self._with_index(lambda manifest: manifest.rows()) or {}}
+
     def vanished(self, run: str) -> list[RecordName]:
         """Return the records of *run* that the index remembers and that are not there any more."""
         return sorted(self._indexed(run).keys() - set(self._records.names(run)))

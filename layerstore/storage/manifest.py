@@ -137,15 +137,15 @@ class Manifest:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def rows(self, run: str) -> dict[RecordName, RecordRow]:
+    def rows(self, run: str | None = None) -> dict[RecordName, RecordRow]:
         """
-        Return the rows of *run*.
+        Return the rows of *run*, or of every run.
 
         Raises:
             ManifestUnusable: One of them is not as it was written.
         """
         with self._transaction() as transaction:
-            prefix = _ROW + _run_key(run)
+            prefix = _ROW if run is None else _ROW + _run_key(run)
             found = {}
             for key, data in _scan(transaction, prefix):
                 row = self._row(key, data)

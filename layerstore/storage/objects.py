@@ -101,9 +101,10 @@ class ObjectStore:
     def ids(self) -> Iterator[tuple[ObjectId, Path]]:
         """Yield every object at its place, by id."""
         for prefix in self._files.names(self._layout.objects):
-            for name in self._files.names(self._layout.objects / prefix):
+            folder = self._layout.objects / prefix
+            for name in self._files.names(folder) if self._files.is_directory(folder) else ():
                 if OBJECT_ID.fullmatch(name) and name[:2] == prefix:
-                    yield ObjectId(name), self._layout.objects / prefix / name
+                    yield ObjectId(name), folder / name
 
 
 class ObjectWriter:

@@ -241,7 +241,7 @@ def _refuse_unfinished(folder: Path) -> None:
     names = set(_names(folder))
     problem = None
     if _INCOMPLETE_SENTINEL in names:
-        problem = f"it holds {_INCOMPLETE_SENTINEL}"
+        problem = f"the Trainer was interrupted and left {_INCOMPLETE_SENTINEL}"
     elif re.fullmatch(r"checkpoint-\d+", folder.name) and names & _TRAINER_FILES and _TRAINER_STATE not in names:
         problem = f"it has files of a Trainer, but no {_TRAINER_STATE}"
     if problem is not None:

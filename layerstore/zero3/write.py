@@ -329,6 +329,8 @@ def _tensor_pieces(tensor: GatheredTensor, slices: Slices, *, rank: int, offset:
 
 def _parameter_piece(tensor: GatheredTensor, slices: Slices, kind: Kind, *, rank: int, offset: int) -> Iterator[Piece]:
     shards = slices.shards(kind, tensor.layer_name)
+    if not tensor.elements:
+        return  # no elements, no slice of them anywhere
     if shards and (rank >= shards or not valid_elements(tensor.elements, shards, rank)):
         return
     place = slices.find(kind, tensor.layer_name, shard=rank)

@@ -14,7 +14,6 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from tests.bench.generate import generate, generate_size
@@ -44,7 +43,11 @@ def main() -> None:
         generate_size(source, options.gb, layout=options.layout, odd=options.odd)
         os.sync()
         place = Workplace(folder, source)
-        touch = partial(touch_memory, folder, place.size_bytes)
+
+        def touch() -> None:
+            touch_memory(folder, place.size_bytes)
+            place.warm()
+
         _print_setting(folder, place, layout=options.layout, odd=options.odd)
         for verb in VERBS if options.verb == "all" else [options.verb]:
             contenders = place.contenders(verb)

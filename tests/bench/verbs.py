@@ -52,17 +52,20 @@ class Workplace:
         self._store: layerstore.Store | None = None
 
     def contenders(self, verb: Verb) -> list[Contender]:
-        """Return what takes turns in the benchmark of *verb*, and fetch the source into memory."""
+        """Return what takes turns in the benchmark of *verb*."""
         self.close()
         if verb != "ingest":
             self._fresh_store().ingest(self.source, run=RUN)
-        for path in (*self.source.rglob("*"), *self._store_path.rglob("*")):
-            _read(path)
         copies = [
             Contender(COPY, self._run_copy, self._clear),
             Contender(DURABLE_COPY, self._run_durable_copy, self._clear),
         ]
         return copies + {"ingest": self._ingests, "reingest": self._reingests, "compose": self._composes}[verb]()
+
+    def warm(self) -> None:
+        """Read the source and the store: a kernel that is short of memory may have dropped parts of them."""
+        for path in (*self.source.rglob("*"), *self._store_path.rglob("objects/*/*")):
+            _read(path)
 
     def close(self) -> None:
         """Remove everything but the source."""

@@ -132,12 +132,12 @@ def refused(folder: Path, verb: Verb, call: Call, number: int, lasting: bool, ea
     found = _complaints(folder, hook, failure, number, lasting=lasting)
     found += [f"{descriptors() - before} descriptors stay open"] if descriptors() != before else []
     if failure is not None and snapshot(folder / "out") != target:
-        # Where no rename works any more, what was there cannot be put back; it is whole beside its place.
-        aside = [snapshot(path) for path in folder.glob("out.replaced-*")] if lasting else []
-        found += [] if target in aside else ["the target has changed"]
+        # Where no rename works any more, nothing can be moved back; what was there is whole beside its place.
+        aside = [snapshot(path) for path in folder.glob("out.replaced-*")]
+        found += [] if lasting and (not target or target in aside) else ["the target has changed"]
     found += problems(folder / "store", folder / "scratch", earlier)
     again = attempt(lambda: verb(folder, no_hook))
-    if again is not None and not (again.kind == "AlreadyExists" and verb is do_init):
+    if again is not None and not (again.kind == "AlreadyExists" and (verb is do_init or lasting)):
         found.append(f"the verb does not succeed again: {again.trace}")
     return found + problems(folder / "store", folder / "scratch", earlier)
 
