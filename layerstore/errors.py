@@ -29,21 +29,27 @@ class LayerstoreError(Exception):
     """
     Say in one line what was asked, what was found and what is safe.
 
-    *hint* is the next thing to do, best as a command.
+    *hint* is the next thing to do, best as a command; a class may have one for all that give none.
     *facts* are the values behind the message, for programs.
+    Names of files may hold anything, so what a terminal would not show as it stands is escaped.
     """
 
     exit_code: int = 1
     kind: str = "failure"
+    usual_hint: str | None = None
 
     def __init__(self, message: str, *, hint: str | None = None, **facts: object) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _in_one_line(message)
+        self.hint = self.usual_hint if hint is None else _in_one_line(hint)
         self.facts = facts
 
     def __str__(self) -> str:
         return self.message
+
+
+def _in_one_line(text: str) -> str:
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 class InvalidInput(LayerstoreError, ValueError):
@@ -114,6 +120,7 @@ class IntegrityError(LayerstoreError):
     """Damage was found in the store."""
 
     exit_code = 20
+    usual_hint = "layerstore verify --read-data"
     kind = "damaged"
 
 
@@ -121,6 +128,7 @@ class SourceCheckpoint(LayerstoreError):
     """The source checkpoint is incomplete, damaged or untrusted."""
 
     exit_code = 21
+    usual_hint = "copy it again from where it was saved, or ingest another checkpoint"
     kind = "source_checkpoint"
 
 
@@ -128,6 +136,7 @@ class LayoutMismatch(LayerstoreError):
     """Ranks, world sizes or layers do not fit each other."""
 
     exit_code = 22
+    usual_hint = "all files and layers must be of one model, the files of one save"
     kind = "layout_mismatch"
 
 

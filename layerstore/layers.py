@@ -101,7 +101,10 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(pattern)
     except re.error as exc:
-        raise InvalidInput(f"the layer pattern {pattern!r} is not a regular expression: {exc}") from exc
+        raise InvalidInput(
+            f"the layer pattern {pattern!r} is not a regular expression: {exc}",
+            hint="write one for Python's re, whose first group is the layer's name",
+        ) from exc
 
 
 def check_name(name: str, *, what: str) -> str:

@@ -57,6 +57,9 @@ SAFETENSORS_HEADER_BYTES_MAX = 100_000_000
 # Small files of a checkpoint that are kept byte for byte: more of them than this is a mistaken folder.
 SOURCE_FILES_MAX = 100_000
 
+# A step has 18 digits in references and 8 bytes in the index.
+STEP_MAX = 10**18
+
 # Names of runs and pins become path components, which most filesystems end at 255 bytes.
 NAME_BYTES_MAX = 200
 

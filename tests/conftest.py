@@ -1,8 +1,13 @@
-"""What all tests share: an environment without the user's own settings."""
+"""What all tests share: an environment without the user's own settings, and patience."""
 
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no failure. Examples are random: a failure prints how to repeat it.
+settings.register_profile("patient", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from layerstore.ops.progress import Progress
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import selector
-from layerstore.storage.files import NewFile
+from layerstore.storage.files import NewFile, mapped_errors
 from layerstore.zero3.discover import LATEST
 from layerstore.zero3.rounding import round_master
 from layerstore.zero3.write import OutputFile, Piece, Slices, gathered_pieces, merged, plan_gathered, plan_rank
@@ -116,6 +116,16 @@ def execute_compose(
 
 
 def _checked_target(rooms: Rooms, out: Path, *, force: bool) -> Path:
+    try:
+        with mapped_errors(out, doing="look at"):
+            return _suitable_target(rooms, out, force=force)
+    except ValueError as exc:
+        if isinstance(exc, InvalidInput):
+            raise
+        raise InvalidInput(f"{out} is no path: {exc}", hint="choose another -o") from exc  # a NUL
+
+
+def _suitable_target(rooms: Rooms, out: Path, *, force: bool) -> Path:
     target = Path.cwd() / out  # not resolved: a link at the target itself must be seen
     real, store = target.resolve(), rooms.layout.root
     if real == store or store in real.parents:

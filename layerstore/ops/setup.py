@@ -1,5 +1,6 @@
 """Make a store, and open the rooms of one."""
 
+import errno as errnos
 import os
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
         AlreadyExists: There is a store already, or a folder with something else in it.
         IntegrityError: There was a store: its commits or objects are there, and ``store.json`` is not.
     """
-    layout = Layout(Path(os.path.realpath(path)))
+    layout = _layout(path)
     if files.exists(layout.identity):
         raise AlreadyExists(f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {path}")
     if files.exists(layout.root) and not files.is_directory(layout.root):
@@ -51,6 +52,13 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     return identity
 
 
+def _layout(path: Path) -> Layout:
+    try:
+        return Layout(Path(os.path.realpath(path)))
+    except ValueError as exc:  # a NUL
+        raise InvalidInput(f"{path} is no path: {exc}", hint="name the folder of a store") from exc
+
+
 def open_rooms(path: Path, files: Files) -> Rooms:
     """
     Open the store at *path*; nothing is written, not even an index, before a question needs one.
@@ -60,7 +68,7 @@ def open_rooms(path: Path, files: Files) -> Rooms:
         Unsupported: It is of another format.
         IntegrityError: ``store.json`` is damaged, or a folder is a link to elsewhere.
     """
-    layout = Layout(Path(os.path.realpath(path)))
+    layout = _layout(path)
     identity = _read_identity(layout, files, path)
     _check_folders(layout, files)
     records = RecordStore(layout, files, store_id=identity.store_id)
@@ -81,7 +89,9 @@ def open_rooms(path: Path, files: Files) -> Rooms:
 def _read_identity(layout: Layout, files: Files, path: Path) -> StoreIdentity:
     try:
         present = files.exists(layout.identity)
-    except StorageIO:
+    except StorageIO as exc:
+        if exc.errno in {errnos.ENOTDIR, errnos.ENAMETOOLONG, errnos.ELOOP}:
+            raise NoStore(f"there is no store at {path}: {os.strerror(exc.errno)}", hint="name a folder") from exc
         present = True  # so that reading it raises what is really wrong
     if not present:
         if files.names(layout.commits) if files.is_directory(layout.commits) else False:

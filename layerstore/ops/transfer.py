@@ -36,7 +36,7 @@ from layerstore.ops.progress import Progress
 from layerstore.storage.objects import ObjectWriter
 from layerstore.tree import Located, Storage, Tensor
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
-from layerstore.zero3.sourcefile import read_source_file
+from layerstore.zero3.sourcefile import read_source_file, stat_source
 from layerstore.zero3.trees import replace_tensors
 from layerstore.zero3.write import BYTES_KEY
 
@@ -197,7 +197,7 @@ class _Transfer:
         return data
 
     def _source_file(self, path: Path) -> SourceFile:
-        state = path.stat()
+        state = stat_source(path, follow=True)
         content: bytes | ObjectContent
         if state.st_size > INLINE_BYTES_MAX:
             content = self._bytes_object(path, 0, state.st_size)

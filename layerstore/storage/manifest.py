@@ -37,6 +37,8 @@ SCHEMA = 1
 _HEADER_KEY = b"header"
 _ROW, _COPY = b"r", b"c"
 _LOCK_FILE_BYTES = 2 * PAGE_BYTES
+# Where a meta page has the flags of LMDB's table of free pages and of ours, and what they are.
+_FLAGS_AT, _FLAGS = (44, 92), [b"\x08\x00", b"\x00\x00"]
 # Each try is spoilt only by another process's commit.
 _PREFLIGHT_TRIES = 20
 # LMDB itself would wait for ever for another writer, even one that was suspended.
@@ -355,7 +357,7 @@ def _preflight(directory: Path) -> None:
             raise ManifestUnusable("the index is not a regular file")
         for _ in range(_PREFLIGHT_TRIES):
             before = _meta_pages(path)
-            problem = _structural_problem(path) if before else None
+            problem = _structural_problem(path, before) if before else None
             if problem is None:
                 return
             # Another process may have written meanwhile: pages are reused only after the next commit.
@@ -373,9 +375,14 @@ def _meta_pages(path: Path) -> bytes:
         return file.read(2 * PAGE_BYTES)
 
 
-def _structural_problem(path: Path) -> str | None:
+def _structural_problem(path: Path, meta_pages: bytes) -> str | None:
+    # Duplicate keys, say, would be sound for the verifier, and LMDB fails an assertion over them: we use none.
+    for page in (0, PAGE_BYTES):
+        if [meta_pages[page + at : page + at + 2] for at in _FLAGS_AT] != _FLAGS:
+            return "its tables have flags that they never get"
     try:
-        return next(iter(lmdb.verify.verify(str(path), subdir=False)), None)
+        problems = lmdb.verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]  # it has no annotations
+        return next(iter(problems), None)
     except lmdb.verify.VerifyError as exc:
         return str(exc)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, NotFound, SourceCheckpoint, Unsupported
 from layerstore.limits import SOURCE_FILES_MAX
-from layerstore.zero3.sourcefile import read_source_file
+from layerstore.zero3.sourcefile import read_source_file, stat_source
 
 LATEST = "latest"
 _LATEST_BYTES_MAX = 4096
@@ -86,7 +86,10 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         InvalidInput: *path* holds several and none was chosen.
     """
     # Resolved once: a path that ends in "..", or a link, must not name the run.
-    folder, tag = _resolve(path.resolve(), tag)
+    folder, tag = _resolve(_real(path), tag)
+    for inner in (folder / tag, folder / LATEST):
+        if inner.is_symlink() and not follow:
+            raise _linked(inner)
     names = _names(folder / tag)
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
@@ -103,6 +106,23 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         others=others,
         stamps=tuple(_stamp(file) for file in sorted([*shards, *others])),
         notes=tuple(notes),
+    )
+
+
+def _real(path: Path) -> Path:
+    try:
+        # Looked at, too: a name may be longer than any can be.
+        real = path.resolve()
+        real.is_dir()
+    except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: links in a circle
+        raise InvalidInput(f"{path} is no path: {exc}", hint="give the folder of the checkpoint") from exc
+    return real
+
+
+def _linked(path: Path) -> SourceCheckpoint:
+    return SourceCheckpoint(
+        f"{path} is a symbolic link; links in a checkpoint are not followed",
+        hint="copy what it means into its place, or pass --follow if you trust where it points",
     )
 
 
@@ -223,7 +243,10 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
     stage3 = any((match := _SHARD.fullmatch(name)) and match["what"] == "model" for name in names)
     kind = None if stage3 else _foreign(names)
     if kind is not None:
-        raise Unsupported(f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported")
+        raise Unsupported(
+            f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported",
+            hint="train with zero_optimization.stage 3 and save again",
+        )
     if "offloaded_tensors" in names:
         raise Unsupported(
             f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the shards",
@@ -232,7 +255,8 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
     degrees = {int(match["mp"]) for name in names if (match := _SHARD.fullmatch(name))}
     if degrees - {0}:
         raise Unsupported(
-            f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}; only degree 1 is supported"
+            f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}; only degree 1 is supported",
+            hint="train without tensor parallelism and save again",
         )
 
 
@@ -328,13 +352,10 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
 
 
 def _kind(path: Path, follow: bool) -> str:
-    mode = path.lstat().st_mode
+    mode = stat_source(path, follow=False).st_mode
     if stat.S_ISLNK(mode):
         if not follow:
-            raise SourceCheckpoint(
-                f"{path} is a symbolic link; links in a checkpoint are not followed",
-                hint="copy the file in its place, or pass --follow if you trust where it points",
-            )
+            raise _linked(path)
         # A link to a folder is left out even then: it could lead in circles.
         mode = path.stat().st_mode if path.exists() and not path.is_dir() else 0
     if stat.S_ISDIR(mode):

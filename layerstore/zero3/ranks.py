@@ -177,7 +177,7 @@ def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> Non
                 )
             if found != expected[flat.group] or not flat.tensor.is_contiguous:
                 raise LayoutMismatch(
-                    f"{path}: {flat.state} of flat group {flat.group} has {found} elements, "
+                    f"{path}: {flat.state or 'master'} of flat group {flat.group} has {found} elements, "
                     f"its parameters need {expected[flat.group]} (first: {next(iter(groups[flat.group]), 'none')})"
                 )
 

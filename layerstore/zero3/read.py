@@ -7,10 +7,10 @@ Nothing is guessed. Payloads are not read here, but for the buffers that ranks m
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from layerstore.errors import SourceCheckpoint
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX
 from layerstore.model import Buffer, BufferContent, FlatContent, FragmentContent, RankState, TreeFile
 from layerstore.tree import Tensor
 from layerstore.zero3.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ def read_checkpoint(
     gathered, files = read_gathered(found.others, parameters=parameters, buffers=buffers)
     return Checkpoint(
         found=found,
-        step=_trainer_step(found, default=engine_step),
+        step=_trainer_step(found, default=_checked_step(engine_step, ranks[0].model.path)),
         world_size=world_size,
         layers=cut_layers(ranks, groups, parameters, buffers, layer_pattern),
         states=tuple(_state(rank, found.folder, buffers) for rank in ranks),
@@ -76,8 +76,13 @@ def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
         step = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))["global_step"]
     except (ValueError, TypeError, KeyError, RecursionError) as exc:
         raise SourceCheckpoint(f"{path} does not tell the step: {exc}", hint="was the save interrupted?") from exc
-    if not isinstance(step, int) or step < 0:
-        raise SourceCheckpoint(f"{path} has global_step {step!r}")
+    return _checked_step(step, path)
+
+
+def _checked_step(step: object, path: PurePath) -> int:
+    """Return *step* if it is one: a number that references, record names and index keys have room for."""
+    if type(step) is not int or not 0 <= step < STEP_MAX:
+        raise SourceCheckpoint(f"{path} has global_step {str(step)[:60]}, which is no step")
     return step
 
 

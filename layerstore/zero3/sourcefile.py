@@ -94,6 +94,14 @@ def read_source_file(path: Path, *, size_bytes_max: int) -> bytes:
         return source.read_at(0, source.size_bytes)
 
 
+def stat_source(path: Path, *, follow: bool) -> os.stat_result:
+    """Return the state of *path*, or with *follow* of what it links to; raises as ``open_source`` does."""
+    try:
+        return path.stat(follow_symlinks=follow)
+    except OSError as exc:
+        raise _refused_by_disk(path, exc) from exc
+
+
 def truncated(path: Path, what: str) -> SourceCheckpoint:
     """Make the error for a file that ends too early."""
     return SourceCheckpoint(
@@ -111,7 +119,12 @@ def damaged(path: Path, what: str) -> SourceCheckpoint:
 
 def untrusted(path: Path, what: str) -> SourceCheckpoint:
     """Make the error for a file that no ``torch.save`` writes: built by hand, or to do harm."""
-    return SourceCheckpoint(f"{path}: untrusted: {what}", path=str(path), reason="untrusted")
+    return SourceCheckpoint(
+        f"{path}: untrusted: {what}",
+        hint="do not open it elsewhere either; ingest a checkpoint that you know the origin of",
+        path=str(path),
+        reason="untrusted",
+    )
 
 
 def _open(path: Path) -> int:

@@ -83,7 +83,10 @@ def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
     found = stage.value.arguments if stage is not None and isinstance(stage.value, Inert) else None
     if found != (STAGE_3,):
         shown = found[0] if found else "none"
-        raise Unsupported(f"{optimizer.path} was saved under ZeRO stage {shown!r}; only stage {STAGE_3} is supported")
+        raise Unsupported(
+            f"{optimizer.path} was saved under ZeRO stage {shown!r}; only stage {STAGE_3} is supported",
+            hint="train with zero_optimization.stage 3 and save again",
+        )
     for key, what in (("ds_zero_partition_groups", "AutoEP expert parallelism"), ("ds_autoep_layers", "AutoEP layers")):
         for view in (model, optimizer):
             part = view.get(key)
@@ -91,7 +94,10 @@ def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
                 raise Unsupported(f"{view.path} was saved with {what}, which is not supported")
     mp = model["mp_world_size"].integer()
     if mp != 1:
-        raise Unsupported(f"{model.path} was saved with tensor parallelism of degree {mp}; only degree 1 is supported")
+        raise Unsupported(
+            f"{model.path} was saved with tensor parallelism of degree {mp}; only degree 1 is supported",
+            hint="train without tensor parallelism and save again",
+        )
     _refuse_config(model)
 
 

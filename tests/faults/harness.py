@@ -41,9 +41,7 @@ TIMEOUT_SECONDS = 120.0
 
 def tiny_checkpoint(folder: Path, *, step: int = 2, seed: int = 0, layout: Layout = "raw", world_size: int = 2) -> Path:
     """Write the smallest checkpoint that has everything, into *folder*."""
-    return generate(
-        folder, layers=1, hidden=16, vocab=16, step=step, seed=seed, layout=layout, world_size=world_size
-    )
+    return generate(folder, layers=1, hidden=16, vocab=16, step=step, seed=seed, layout=layout, world_size=world_size)
 
 
 def snapshot(tree: Path) -> dict[str, str]:
@@ -225,7 +223,8 @@ def _signal_of(process: BaseProcess) -> int:
     """Return how *process*, which ended without a word, ended."""
     process.join()
     # The fork server does not always know.
-    return process.exitcode if process.exitcode in (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT) else -signal.SIGKILL
+    crashes = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
+    return process.exitcode if process.exitcode in crashes else -signal.SIGKILL
 
 
 def _child(sender: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -257,7 +256,12 @@ def traced(options: Sequence[str], program: str, *args: object) -> subprocess.Co
     command = ["strace", "-f", "-qq", "-o", os.devnull, *options, sys.executable, "-c", program, *map(str, args)]
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=os.environ | {"PYTHONPATH": paths}
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        env=os.environ | {"PYTHONPATH": paths},
     )
 
 

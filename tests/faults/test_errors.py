@@ -45,7 +45,14 @@ from tests.faults.harness import (
 )
 
 SAMPLE = 20
-EXIT_CODES = {errnos.ENOSPC: 23, errnos.EDQUOT: 23, errnos.EIO: 1, errnos.EMFILE: 1, errnos.EACCES: 12, errnos.EROFS: 12}
+EXIT_CODES = {
+    errnos.ENOSPC: 23,
+    errnos.EDQUOT: 23,
+    errnos.EIO: 1,
+    errnos.EMFILE: 1,
+    errnos.EACCES: 12,
+    errnos.EROFS: 12,
+}
 
 # What the system can answer to each operation, other than success.
 ANSWERS = {
@@ -406,7 +413,9 @@ except LayerstoreError as error:
 
 
 @pytest.mark.parametrize("number", [errnos.EIO, errnos.ENOSPC], ids=["EIO", "ENOSPC"])
-@pytest.mark.parametrize(("call", "counts"), [("fsync", (1, 2, 3)), ("fdatasync", (1,)), ("pwrite64", (1, 2)), ("linkat", (1,))])
+@pytest.mark.parametrize(
+    ("call", "counts"), [("fsync", (1, 2, 3)), ("fdatasync", (1,)), ("pwrite64", (1, 2)), ("linkat", (1,))]
+)
 @pytest.mark.usefixtures("strace")
 def test_the_systems_own_errors_are_reported_and_harmless(
     scene: tuple[Path, dict[str, str]], fast_path: Path, call: str, counts: tuple[int, ...], number: int

@@ -37,7 +37,10 @@ def sound(fast_module_path: Path) -> Path:
 def truth_files(store: Path) -> list[Path]:
     """Return every file that the store's promise covers."""
     folders = ("objects", "commits", "pins")
-    return [store / "store.json", *sorted(path for name in folders for path in (store / name).rglob("*") if path.is_file())]
+    return [
+        store / "store.json",
+        *sorted(path for name in folders for path in (store / name).rglob("*") if path.is_file()),
+    ]
 
 
 def noticed(path: Path, *, read_data: bool = True) -> bool:
@@ -67,7 +70,9 @@ def _flip_all(path: Path, cases: list[tuple[Path, int, int]]) -> list[str]:
 
 
 def _cases(path: Path, chance: random.Random) -> list[tuple[Path, int, int]]:
-    return [(file, place, 1 << chance.randrange(8)) for file in truth_files(path) for place in range(file.stat().st_size)]
+    return [
+        (file, place, 1 << chance.randrange(8)) for file in truth_files(path) for place in range(file.stat().st_size)
+    ]
 
 
 def test_a_flipped_bit_is_never_silent(sound: Path, fast_path: Path) -> None:
@@ -263,7 +268,16 @@ def test_a_record_in_the_wrong_place_is_not_believed(sound: Path, fast_path: Pat
 
 def test_a_stranger_in_the_store_harms_nobody(sound: Path, fast_path: Path) -> None:
     """Files of editors and backup programs are reported and otherwise left alone."""
-    for place in ("commits/notes.txt", "commits/run/.swp", "pins/.DS_Store", "objects/x", "objects/00/y", "tmp/z", "gc/w", "README"):
+    for place in (
+        "commits/notes.txt",
+        "commits/run/.swp",
+        "pins/.DS_Store",
+        "objects/x",
+        "objects/00/y",
+        "tmp/z",
+        "gc/w",
+        "README",
+    ):
         path = copied(sound, fast_path / "store")
         (path / place).parent.mkdir(exist_ok=True)
         (path / place).write_text("hello")
@@ -361,7 +375,9 @@ def test_planted_links_deeper_down_are_refused_too(sound: Path, fast_path: Path,
     """So is a folder of objects, or of a run."""
     path = copied(sound, fast_path / "store")
     (fast_path / "elsewhere").mkdir()
-    places = [path / place] if place.startswith("commits") else [path / f"objects/{number:02x}" for number in range(256)]
+    places = (
+        [path / place] if place.startswith("commits") else [path / f"objects/{number:02x}" for number in range(256)]
+    )
     for link in places:
         if not link.exists():
             link.symlink_to(fast_path / "elsewhere")

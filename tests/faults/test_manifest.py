@@ -35,6 +35,8 @@ from tests.faults.harness import (
 )
 
 PAGE = 4096
+META = 152
+"""How much of a meta page means something."""
 FLIPS = 600
 """Bits flipped in a usual run."""
 _EDITS_PER_CHILD = 2000
@@ -165,8 +167,28 @@ def test_a_flipped_bit_is_noticed_or_without_effect(scene: Scene, fast_path: Pat
     """Keys, pages and rows: a flip costs at most a rebuild."""
     chance = seeded("index flips")
     data = scene.data
+    places = sorted(chance.sample(range(len(data)), FLIPS))
 
-    assert _all_edits(scene, fast_path, flips(data, sorted(chance.sample(range(len(data)), FLIPS)), chance)) == []
+    assert _all_edits(scene, fast_path, flips(data, places, chance)) == []
+
+
+def meta_flips(data: bytes) -> list[Edit]:
+    """Return one flip of every bit of what LMDB reads first and believes most."""
+    places = [place for start in (0, PAGE) for place in range(start, start + META)]
+    return [Edit(f"bit {1 << n:#04x} of byte {at}", at, bytes([data[at] ^ 1 << n])) for at in places for n in range(8)]
+
+
+def test_a_flipped_bit_of_a_meta_page_has_no_effect(scene: Scene, fast_path: Path) -> None:
+    """The first pages lead to all others; no flip in them kills."""
+    edits = seeded("meta flips").sample(meta_flips(scene.data), FLIPS // 2)
+
+    assert _all_edits(scene, fast_path, edits) == []
+
+
+@pytest.mark.exhaustive
+def test_no_flipped_bit_of_the_meta_pages_has_an_effect(scene: Scene, fast_path: Path) -> None:
+    """The same for every bit of both."""
+    assert _all_edits(scene, fast_path, meta_flips(scene.data)) == []
 
 
 @pytest.mark.exhaustive
@@ -409,7 +431,10 @@ def _suspended_writer(path: Path) -> None:
     with Store(path) as store:
         store.log()
         environment = store._rooms.catalog._opened()._environment()
-        with lock(path / "manifest" / "writer.lock", what="a test", deadline_seconds=1.0), environment.begin(write=True):
+        with (
+            lock(path / "manifest" / "writer.lock", what="a test", deadline_seconds=1.0),
+            environment.begin(write=True),
+        ):
             (path.parent / "holding").touch()
             time.sleep(600)
 

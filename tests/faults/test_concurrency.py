@@ -1,0 +1,269 @@
+"""
+Several at once: processes, threads and forks share a store and never mix what they write.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from layerstore.errors import Internal, LayerstoreError, Locked
+from layerstore.storage.files import no_hook
+from layerstore.storage.locks import lock
+from layerstore.store import Store, init
+from tests.faults.harness import (
+    Failure,
+    attempt,
+    child,
+    composed,
+    copied,
+    in_child,
+    leftovers,
+    problems,
+    tiny_checkpoint,
+    wait_for,
+)
+
+ROUNDS = 20
+
+
+@pytest.fixture(scope="module")
+def sources(fast_module_path: Path) -> Path:
+    """Return a folder with three checkpoints, and a store of each called ``store-NAME``."""
+    for name, step, seed in (("step2", 2, 0), ("step4", 4, 0), ("other2", 2, 1)):
+        tiny_checkpoint(fast_module_path / name, step=step, seed=seed, layout="hf")
+        with init(fast_module_path / f"store-{name}") as store:
+            store.ingest(fast_module_path / name, run="run")
+    return fast_module_path
+
+
+@pytest.fixture(scope="module")
+def digests(sources: Path) -> dict[str, str]:
+    """Return what the three checkpoints compose to."""
+    found = {}
+    for name in ("step2", "step4", "other2"):
+        with Store(sources / f"store-{name}") as store:
+            found[name] = composed(store, "run", sources)
+    return found
+
+
+def _ingest(path: Path, source: Path, run: str, deadline_seconds: str) -> Failure | None:
+    os.environ["LAYERSTORE_LOCK_TIMEOUT"] = deadline_seconds
+    with Store(path) as store:
+        return attempt(lambda: store.ingest(source, run=run))
+
+
+def _at_once(*calls: tuple[Path, Path, str, str]) -> list[Failure | None]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [outcome.needed() for outcome in pool.map(lambda call: in_child(_ingest, *call), calls)]
+
+
+@pytest.mark.parametrize("deadline_seconds", ["60", "0"])
+def test_two_steps_of_one_run_are_stored_side_by_side(
+    sources: Path, digests: dict[str, str], fast_path: Path, deadline_seconds: str
+) -> None:
+    """Both get in, or the second is told who is busy; never something in between."""
+    for number in range(ROUNDS):
+        path = fast_path / f"store{number}"
+        init(path).close()
+
+        first, second = _at_once(*((path, sources / name, "run", deadline_seconds) for name in ("step2", "step4")))
+
+        done = {name for name, failure in (("step2", first), ("step4", second)) if failure is None}
+        for failure in (first, second):
+            assert failure is None or (failure.kind, failure.exit_code) == ("Locked", 11), failure
+            assert failure is None or deadline_seconds == "0"
+        assert done
+        assert problems(path, fast_path, {f"run@{name[-1]}": digests[name] for name in done}) == []
+        assert leftovers(path) == []
+
+
+def test_the_same_checkpoint_twice_at_once_is_one_commit(
+    sources: Path, digests: dict[str, str], fast_path: Path
+) -> None:
+    """Under one run, and under two that share all objects."""
+    for number in range(ROUNDS):
+        path = fast_path / f"store{number}"
+        init(path).close()
+
+        failures = _at_once(*((path, sources / "step2", run, "60") for run in ("run", "run", "twin")))
+
+        assert failures == [None, None, None]
+        assert problems(path, fast_path, {"run@2": digests["step2"], "twin@2": digests["step2"]}) == []
+        with Store(path) as store:
+            assert sorted(entry.run for entry in store.log()) == ["run", "twin"]
+
+
+def test_two_contents_for_one_step_are_one_commit_and_one_refusal(
+    sources: Path, digests: dict[str, str], fast_path: Path
+) -> None:
+    """Whoever is second is told; the step is whole and of one of them."""
+    for number in range(ROUNDS):
+        path = fast_path / f"store{number}"
+        init(path).close()
+
+        failures = _at_once(*((path, sources / name, "run", "60") for name in ("step2", "other2")))
+
+        refused = [failure for failure in failures if failure is not None]
+        assert [(failure.kind, failure.exit_code) for failure in refused] == [("Conflict", 15)]
+        winner = "step2" if failures[0] is None else "other2"
+        assert problems(path, fast_path, {"run@2": digests[winner]}) == []
+
+
+def _hold(path: Path, signal: Path) -> None:
+    with Store(path) as store, store._rooms.lock_run("run"):
+        signal.touch()
+        threading.Event().wait(600)
+
+
+def test_a_lock_is_freed_by_its_holders_death_and_named_before(sources: Path, fast_path: Path) -> None:
+    """The message names the process; after a kill nothing has to be cleaned up."""
+    path = fast_path / "store"
+    init(path).close()
+    with child(_hold, path, fast_path / "held") as holder:
+        wait_for(fast_path / "held")
+        failure = in_child(_ingest, path, sources / "step2", "run", "0.2").needed()
+        assert failure.kind == Locked.__name__
+        assert f"pid {holder.pid}" in failure.message
+        assert "\n" not in failure.message
+        assert failure.hint
+        assert in_child(_ingest, path, sources / "step2", "elsewhere", "0.2").needed() is None
+
+    assert in_child(_ingest, path, sources / "step2", "run", "0.2").needed() is None
+
+
+def _ingest_slowly(path: Path, source: Path, runs: list[str]) -> None:
+    with Store(path) as store:
+        for run in runs:
+            store.ingest(source, run=run)
+
+
+def _read_all_the_time(path: Path, source: Path, digest: str, scratch: Path) -> list[str]:
+    found = []
+    with child(_ingest_slowly, path, source, [f"run{number}" for number in range(25)]) as writer:
+        while writer.is_alive():
+            with Store(path) as store:
+                for entry in store.log():
+                    if entry.damage is not None or composed(store, f"{entry.run}@{entry.step}", scratch) != digest:
+                        found.append(f"{entry.run} was seen before it was whole")
+        writer.join()
+    return found
+
+
+def test_readers_see_whole_commits_only(sources: Path, digests: dict[str, str], fast_path: Path) -> None:
+    """Whatever a log shows while another process writes, composes at once."""
+    path = fast_path / "store"
+    init(path).close()
+
+    assert _read_all_the_time(path, sources / "step2", digests["step2"], fast_path) == []
+    assert len([*(path / "commits").iterdir()]) == 25
+
+
+# -- forks ---------------------------------------------------------------------------------------------------------
+
+
+def _forked(work: Callable[[], object]) -> Failure | None:
+    """Call *work* in a plain fork of this process; return what it raised."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        sender.send(attempt(work))
+        os._exit(0)
+    sender.close()
+    failure: Failure | None = receiver.recv()
+    os.waitpid(pid, 0)
+    return failure
+
+
+def _use_after_fork(path: Path, source: Path) -> list[str]:
+    found = []
+    with Store(path) as store:
+        store.log()
+        for work in (store.log, lambda: store.compose("run@2"), lambda: store.ingest(source, run="run")):
+            failure = _forked(work)
+            if failure is None or failure.kind != Internal.__name__ or "opened in process" not in failure.message:
+                found.append(f"{failure}")
+        fresh = _forked(lambda: Store(path).log())
+        found += [] if fresh is None else [fresh.trace]
+        found += [] if [entry.step for entry in store.log()] == [2] else ["the parent is confused"]
+        store.ingest(source, run="run")
+        found += [] if store.verify(read_data=True).ok else ["the parent's store is damaged"]
+    return found
+
+
+def test_a_store_does_not_survive_a_fork(sources: Path, fast_path: Path) -> None:
+    """The child is told so, its parent does not notice, and a store opened afresh in the child works."""
+    path = copied(sources / "store-step2", fast_path / "store")
+
+    assert in_child(_use_after_fork, path, sources / "step4").needed() == []
+
+
+# -- one process ---------------------------------------------------------------------------------------------------
+
+
+def test_two_stores_on_one_folder_share_its_index(sources: Path, fast_path: Path) -> None:
+    """LMDB forbids opening a file twice: closing one store must not break the other."""
+    path = copied(sources / "store-step2", fast_path / "store")
+    first, second = Store(path), Store(path)
+    assert first.log() == second.log()
+    second.close()
+
+    first.ingest(sources / "step4", run="run")
+
+    with Store(path) as third:
+        assert [entry.step for entry in third.log()] == [4, 2]
+    assert [entry.step for entry in first.log()] == [4, 2]
+    first.close()
+    assert problems(path, fast_path, {}) == []
+
+
+def test_threads_share_a_store(sources: Path, digests: dict[str, str], fast_path: Path) -> None:
+    """Ingests, questions and composites from many threads of one process."""
+    path = fast_path / "store"
+
+    def work(number: int) -> None:
+        run = f"run{number % 4}"
+        store.ingest(sources / ("step2" if number % 2 else "step4"), run=run)
+        store.log()
+        scratch = fast_path / f"scratch{number}"
+        step = 2 if number % 2 else 4
+        assert composed(store, f"{run}@{step}", scratch) == digests[f"step{step}"]
+
+    with init(path) as store:
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(work, range(24)))
+        assert store.verify(read_data=True).ok
+        assert len(store.log()) == 4
+
+
+def test_threads_survive_a_damaged_index(sources: Path, fast_path: Path) -> None:
+    """One of them replaces it, all get their answers."""
+    path = copied(sources / "store-step2", fast_path / "store")
+    (path / "manifest" / "data.mdb").write_bytes(os.urandom(20_000))
+    assert in_child(_ask_from_threads, path).needed() == [2] * 24
+
+
+def _ask_from_threads(path: Path) -> list[int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Store(path) as store, ThreadPoolExecutor(6) as pool:
+            return list(pool.map(lambda _: store.log()[0].step, range(24)))
+
+
+def test_a_lock_counts_between_threads_too(fast_path: Path) -> None:
+    """Two threads of one process exclude each other as two processes do."""
+    with (
+        lock(fast_path / "lock", what="a test", deadline_seconds=1.0),
+        pytest.raises(LayerstoreError) as caught,
+        lock(fast_path / "lock", what="a test", deadline_seconds=0.0),
+    ):
+        no_hook("unreachable", fast_path)
+
+    assert caught.value.exit_code == 11

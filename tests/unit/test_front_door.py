@@ -1,0 +1,38 @@
+"""Promises of ``import layerstore``: what it offers, and that the examples in its docstrings are true."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore.errors import LayerstoreError
+
+ROOT = Path(__file__).parents[2]
+
+
+def documented_modules() -> list[str]:
+    """Return the modules whose docstrings have examples."""
+    found = []
+    for folder, prefix in (("layerstore", ""), ("cli", "layerstore."), ("migrations", "layerstore.")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if ">>>" in path.read_text():
+                found.append(prefix + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    return found
+
+
+@pytest.mark.parametrize("name", documented_modules())
+def test_examples_in_docstrings_are_true(name: str) -> None:
+    """Every example gives what it says."""
+    outcome = doctest.testmod(importlib.import_module(name))
+
+    assert outcome.failed == 0
+    assert outcome.attempted > 0
+
+
+def test_the_front_door_is_in_order() -> None:
+    """Every public name is there, named once and in order, and the errors can be caught by one class."""
+    assert sorted(layerstore.__all__) == layerstore.__all__
+    assert all(hasattr(layerstore, name) for name in layerstore.__all__)
+    assert layerstore.LayerstoreError is LayerstoreError
