@@ -243,7 +243,7 @@ class _Writer:
         self._sync_folders()
         return self._bytes_written
 
-    def _write_rank(
+    def _write_rank(  # noqa: PLR0917  # private, and called once
         self,
         state: RankState,
         rank: int,
