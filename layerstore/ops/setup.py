@@ -37,10 +37,8 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
     if any(files.names(folder) for folder in (layout.commits, layout.pins, layout.objects)):
         raise _lost_identity(path)
-    for folder in reversed([layout.root, *layout.root.parents]):
-        if not files.exists(folder):
-            files.make_directory(folder)
-    for folder in layout.folders:
+    files.make_directories(layout.root.parent)
+    for folder in (layout.root, *layout.folders):
         files.make_directory(folder)
     identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     with files.temporary(layout.tmp) as file:

@@ -284,6 +284,12 @@ class Files:
             self.sync_directory(path.parent)
         return is_new
 
+    def make_directories(self, path: Path) -> None:
+        """Make the folder *path* and the parents that it lacks, all durable."""
+        if not path.is_dir():
+            self.make_directories(path.parent)
+            self.make_directory(path)
+
     def create(self, path: Path) -> NewFile:
         """Create the file *path*, which must not be there."""
         self._hook("create", path)

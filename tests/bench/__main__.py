@@ -45,7 +45,7 @@ def main() -> None:
         place = Workplace(folder, source)
 
         def touch() -> None:
-            touch_memory(folder, 4 * place.size_bytes)
+            touch_memory(folder, place.size_bytes)
             place.warm()
 
         _print_setting(folder, place, layout=options.layout, odd=options.odd)

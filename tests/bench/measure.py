@@ -129,23 +129,13 @@ def wait_for_quiet() -> None:
 
 
 def touch_memory(folder: Path, size_bytes: int) -> None:
-    """
-    Fill the page cache by way of a file in *folder*, and empty it again at once.
-
-    That takes most of the memory that is free, since nobody knows which of it the kernel will hand out first,
-    but no more than *size_bytes*.
-    """
-    size_bytes = min(size_bytes, _free_bytes() * 9 // 10)
-    path, chunk = folder / "touch", bytes(_CHUNK_BYTES)
-    with path.open("wb", buffering=0) as file:
-        for _ in range(-(-size_bytes // _CHUNK_BYTES)):
-            file.write(chunk)
+    """Fill *size_bytes* of the page cache with the zeros of a hole, and empty it again at once; no disk is involved."""
+    path, buffer = folder / "hole", bytearray(_CHUNK_BYTES)
+    with path.open("w+b", buffering=0) as file:
+        file.truncate(size_bytes)
+        while file.readinto(buffer):
+            pass
     path.unlink()
-
-
-def _free_bytes() -> int:
-    pages = os.sysconf("SC_AVPHYS_PAGES")
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def median_seconds(timings: Sequence[Timing]) -> float:
