@@ -122,6 +122,11 @@ def check_name(name: str, *, what: str) -> str:
     return name
 
 
+def is_name(name: str) -> bool:
+    """Whether *name* may name a run or a pin."""
+    return _name_problem(name) is None
+
+
 def _name_problem(name: str) -> str | None:  # noqa: PLR0911  # one line per rule
     if not name:
         return "is empty"

@@ -181,7 +181,7 @@ class CommitRecord:
     """Where the attempt left an earlier one; None when it started from nothing."""
     step: int
     save_number: int
-    """Counted from 0 along the attempt's history; fixed for ever."""
+    """Counted from 0 in the order in which the attempt's steps were saved; fixed for ever."""
     world_size: int
     layers: tuple[LayerEntry, ...]
     """Every layer of the model, in the model's order; a record without any only hides what it supersedes."""
@@ -296,6 +296,8 @@ class GatheredTensor:
     name: str
     dtype: str
     elements: int
+    crc32: int
+    """Of its bytes: what is rounded again must come out as it was."""
     source: TensorSource
     layer_name: str
     """The parameter or buffer that supplies it; empty when stored."""

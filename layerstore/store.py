@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from layerstore.errors import InvalidInput
 from layerstore.model import LayerEntry, Pin
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import ingest as ingest_verb
@@ -185,8 +184,8 @@ class Store:
             allowed_globals=frozenset(allowed_globals),
             follow=follow,
         )
-        if pin == plan.run:
-            raise InvalidInput(f"{pin!r} cannot name both the run and a pin", hint="choose another --pin or --run")
+        if pin is not None:
+            pin_verb.check_pin_free(self._rooms, pin, run=plan.run, step=plan.step)
         ingested = ingest_verb.execute_ingest(self._rooms, plan, progress=progress or Silent())
         if pin is not None:
             self.pin(pin, f"{ingested.run}@{ingested.step}")

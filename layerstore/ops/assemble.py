@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from layerstore.errors import IntegrityError
+from layerstore.format.hashing import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, CommitRecord, GatheredFile, RankState
 from layerstore.ops.progress import Progress
@@ -21,10 +23,23 @@ from layerstore.ops.rooms import Rooms
 from layerstore.storage.files import NewFile
 from layerstore.zero3.discover import LATEST
 from layerstore.zero3.rounding import round_master
-from layerstore.zero3.write import OutputFile, Piece, Slices, gathered_pieces, merged, plan_gathered, plan_rank
+from layerstore.zero3.write import (
+    OutputFile,
+    Piece,
+    Slices,
+    derived_checks,
+    gathered_pieces,
+    merged,
+    plan_gathered,
+    plan_rank,
+)
 
 # How many objects may be verified ahead of the copy: enough to keep both threads busy.
 _AHEAD_MAX = 4
+
+# Files written at a time, and files that may wait for their fsync: a folder of thousands must not exhaust descriptors.
+_OPEN_MAX = 16
+_CLOSING_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +60,15 @@ class Assembly:
     base: CommitRecord
     """Supplies all that is not a layer."""
     slices: Slices
+    own_parameters: frozenset[str]
+    """Parameters whose chosen version is the one that the base itself saved: of these even derived bytes are known."""
     verify: bool
     durable: bool
     progress: Progress
     bytes_written: int = 0
     _verified: set[str] = field(default_factory=set)
+    _rounded: dict[Path, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """Checksum and size of what was rounded, by file and offset."""
 
     def run(self) -> None:
         """
@@ -69,25 +88,42 @@ class Assembly:
                 state = self.rooms.state(ref)
                 # Every rank supplies slices of these, so they stay open until the last one has.
                 gathered += [(of, self._create(plan_gathered(of), stack)) for of in state.gathered]
-                closing.take(self._write_rank(state, gathered, ahead))
+                self._write_rank(state, gathered, ahead, closing)
+            for of, file in gathered:
+                self._check_derived(of, file)
             stack.pop_all()
             closing.take(file for _, file in gathered)
         self._write_latest()
         self._sync_folders()
 
     def _write_rank(
-        self, state: RankState, gathered: list[tuple[GatheredFile, NewFile]], ahead: ThreadPoolExecutor
-    ) -> list[NewFile]:
-        """Write the files of one rank and its share of the gathered weights; return the former, still open."""
-        with ExitStack() as stack:
-            own = [
-                (self._create(output, stack), output.pieces)
-                for output in plan_rank(state, self.slices, world_size=self.base.world_size)
-            ]
-            shared = [(file, tuple(merged(gathered_pieces(of, self.slices, rank=state.rank)))) for of, file in gathered]
-            self._move(_tasks([*own, *shared]), ahead)
-            stack.pop_all()  # whoever closes them has to sync them first
-        return [file for file, _ in own]
+        self,
+        state: RankState,
+        gathered: list[tuple[GatheredFile, NewFile]],
+        ahead: ThreadPoolExecutor,
+        closing: "_Closing",
+    ) -> None:
+        """Write the files of one rank, and its share of the gathered weights beside the first of them."""
+        outputs = plan_rank(state, self.slices, world_size=self.base.world_size)
+        shared = [(file, tuple(merged(gathered_pieces(of, self.slices, rank=state.rank)))) for of, file in gathered]
+        while batch := list(islice(outputs, _OPEN_MAX)):
+            with ExitStack() as stack:
+                own = [(self._create(output, stack), output.pieces) for output in batch]
+                self._move(_tasks([*own, *shared]), ahead)
+                stack.pop_all()  # whoever closes them has to sync them first
+            closing.take(file for file, _ in own)
+            shared = []
+
+    def _check_derived(self, of: GatheredFile, file: NewFile) -> None:
+        """Raise if a tensor that was rounded again is not, bit for bit, what it was when its masters were saved."""
+        rounded = self._rounded.get(file.path, {})
+        for check in derived_checks(of, self.slices, unchanged=self.own_parameters.__contains__) if self.verify else ():
+            parts = sorted(start for start in rounded if check.offset <= start < check.offset + check.size_bytes)
+            if parts and combine_crc32(rounded[start] for start in parts) != check.crc32:
+                raise IntegrityError(
+                    f"{of.path}: {check.name!r}, rounded from its master, is not what it was when it was saved",
+                    hint="another numpy or processor may round NaNs differently: compose on the machine that saved it",
+                )
 
     def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
         path = self.folder / _inside(output.path)
@@ -125,13 +161,14 @@ class Assembly:
                 for file, piece in task.roundings:
                     assert piece.rounding is not None
                     master, weights = piece.rounding
-                    offset = piece.offset
+                    offset, checksum = piece.offset, 0
                     for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
                         size_bytes = min(IO_CHUNK_BYTES, piece.size_bytes - start)
                         data = source.read_at(piece.object_offset + start, size_bytes)
                         rounded = round_master(data, master=master, weights=weights)
                         file.write_at(offset, rounded)
-                        offset += len(rounded)
+                        offset, checksum = offset + len(rounded), crc32(rounded, checksum)
+                    self._rounded.setdefault(file.path, {})[piece.offset] = checksum, offset - piece.offset
 
     def _copy(self, task: _Task, prepared: Future[None]) -> None:
         with self.rooms.objects.open(task.object) as source:
@@ -160,11 +197,13 @@ class _Closing:
     def __init__(self, *, durable: bool) -> None:
         self._durable = durable
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="fsync")
-        self._pending: list[Future[None]] = []
+        self._pending: deque[Future[None]] = deque()
 
     def take(self, files: Iterable[NewFile]) -> None:
-        """Take over *files*, which are complete."""
-        self._pending += [self._pool.submit(self._finish, file) for file in files]
+        """Take over *files*, which are complete; wait if too many are open."""
+        self._pending.extend(self._pool.submit(self._finish, file) for file in files)
+        while len(self._pending) > _CLOSING_MAX:
+            self._pending.popleft().result()
 
     def _finish(self, file: NewFile) -> None:
         with file:

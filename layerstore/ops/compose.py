@@ -82,11 +82,18 @@ def execute_compose(
     target = _checked_target(rooms, out, force=force)
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     base = composition.base
+    versions = [rooms.version_of(entry) for entry in composition.layers]
     assembly = Assembly(
         rooms=rooms,
         folder=partial,
         base=base,
-        slices=Slices(rooms.version_of(entry) for entry in composition.layers),
+        slices=Slices(versions),
+        own_parameters=frozenset(
+            parameter.name
+            for entry, version in zip(composition.layers, versions, strict=True)
+            for parameter in version.parameters
+            if (entry.origin.run, entry.origin.step) == (base.run, base.step)
+        ),
         verify=verify,
         durable=durable,
         progress=progress,
@@ -94,6 +101,7 @@ def execute_compose(
     try:
         rooms.files.make_directories(partial)
         assembly.run()
+        _check_nothing_else_is_lost(target, partial, tag=base.layout.tag)
         _move_into_place(rooms, partial, target)
     except BaseException:
         rooms.files.remove_tree(partial)
@@ -133,6 +141,9 @@ def _suitable_target(rooms: Rooms, out: Path, *, force: bool) -> Path:
         raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
     if target.exists() and any(target.iterdir()):
         _check_replaceable(target, force=force)
+    above = next(folder for folder in target.parents if folder.exists())
+    if not above.is_dir():
+        raise InvalidInput(f"{out} cannot be made: {above} is not a folder", hint="choose another -o")
     return target
 
 
@@ -148,6 +159,16 @@ def _check_replaceable(target: Path, *, force: bool) -> None:
             f"{target} is not a checkpoint (it has no file {LATEST!r}), so it is not replaced; nothing was changed",
             hint="choose another folder with -o, or remove it by hand",
         )
+
+
+def _check_nothing_else_is_lost(target: Path, partial: Path, *, tag: str) -> None:
+    """Raise if *target*, which is about to be replaced, holds anything but this checkpoint, in an older form."""
+    for path in sorted(target.iterdir()) if target.exists() else ():
+        if path.name != tag and not (partial / path.name).exists():
+            raise AlreadyExists(
+                f"{target} also holds {path.name!r}, which the composite does not replace; nothing was changed",
+                hint="choose another folder with -o, or move it away by hand",
+            )
 
 
 def _move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:

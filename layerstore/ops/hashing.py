@@ -102,18 +102,19 @@ class Checksums:
             if offset < position or offset + length > end:
                 continue  # overlaps what was covered already: that stretch decides
             if offset > position:
-                yield _crc32_of(reader, path, position, offset - position)
+                yield crc32_of(reader, path, position, offset - position)
             yield checksum, length
             position = offset + length
         if position < end:
-            yield _crc32_of(reader, path, position, end - position)
+            yield crc32_of(reader, path, position, end - position)
 
 
 def _within(sorted_offsets: list[int], start: int, end: int) -> list[int]:
     return sorted_offsets[bisect_left(sorted_offsets, start) : bisect_left(sorted_offsets, end)]
 
 
-def _crc32_of(reader: SourceReader, path: Path, offset: int, size_bytes: int) -> tuple[int, int]:
+def crc32_of(reader: SourceReader, path: Path, offset: int, size_bytes: int) -> tuple[int, int]:
+    """Return the checksum of a stretch of *path*, and its size."""
     checksum = 0
     for chunk in reader.chunks(path, offset, size_bytes):
         checksum = crc32(chunk, checksum)

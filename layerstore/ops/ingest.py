@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import Conflict, NotFound, StorageIO
+from layerstore.errors import Conflict, NotFound, SourceCheckpoint, StorageIO
 from layerstore.format.records import commit_id, make_commit
 from layerstore.layers import check_name, compile_pattern
 from layerstore.model import (
@@ -93,6 +93,8 @@ def plan_ingest(
             f"{name!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
         )
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=allowed_globals)
+    if not checkpoint.layers:
+        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
     return IngestPlan(checkpoint=checkpoint, run=name, replace=replace, layer_pattern=layer_pattern)
 
 
@@ -128,7 +130,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         bytes_reused=writer.bytes_reused,
         bytes_derived=content.bytes_derived,
         seconds=time.monotonic() - started,
-        notes=plan.checkpoint.found.notes,
+        notes=plan.checkpoint.notes,
     )
 
 
@@ -180,7 +182,7 @@ def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWrit
             "nothing was changed",
             hint="pass --replace to hide the old commit, or --run NAME if this is another run",
         )
-    record = _record(plan, content, _numbers(view, rivals, plan.step))
+    record = _record(plan, content, _numbers(view, rivals))
     writer.publish()
     commit = make_commit(record, _observed(writer))
     is_new = rooms.records.publish(commit)
@@ -220,7 +222,7 @@ def _at(view: RunView, step: int) -> list[RecordRow]:
     return [row for row in view.visible if row.step == step and row.attempt == newest]
 
 
-def _numbers(view: RunView | None, rivals: list[RecordRow], step: int) -> _Numbers:
+def _numbers(view: RunView | None, rivals: list[RecordRow]) -> _Numbers:
     if rivals:
         return _Numbers(
             attempt=rivals[0].attempt,
@@ -230,9 +232,10 @@ def _numbers(view: RunView | None, rivals: list[RecordRow], step: int) -> _Numbe
         )
     if view is None or not view.attempts:
         return _Numbers(attempt=1, fork=None, save_number=0)
-    own = [row for row in view.visible if row.attempt == view.attempts[-1]]
-    before = [row.save_number for row in own if row.step < step]
-    return _Numbers(attempt=own[0].attempt, fork=own[0].fork, save_number=max(before, default=-1) + 1)
+    # Hidden ones too: a number is given once. What is filled in later comes later in the count.
+    own = [row for row in view.rows.values() if row.attempt == view.attempts[-1]]
+    next_number = max(row.save_number for row in own) + 1
+    return _Numbers(attempt=own[0].attempt, fork=own[0].fork, save_number=next_number)
 
 
 def _record(plan: IngestPlan, content: Content, numbers: _Numbers) -> CommitRecord:

@@ -2,9 +2,9 @@
 
 import time
 
-from layerstore.errors import AlreadyExists, Conflict
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput
 from layerstore.layers import check_name
-from layerstore.model import CommitId, Observed, Pin
+from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 
@@ -14,6 +14,23 @@ def check_pin_name(rooms: Rooms, name: str) -> None:
     check_name(name, what="the pin's name")
     if rooms.records.names(name):
         raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
+
+
+def check_pin_free(rooms: Rooms, name: str, *, run: str, step: int) -> None:
+    """Raise if *name* could not become a pin of ``RUN@STEP``, which is about to be saved."""
+    if name == run:
+        raise InvalidInput(f"{name!r} cannot name both the run and a pin", hint="choose another --pin or --run")
+    if name in rooms.records.pin_names():
+        old = rooms.records.read_pin(name).record
+        if (old.run, old.step) != (run, step):
+            raise _taken(name, old)
+
+
+def _taken(name: str, old: CommitRecord) -> AlreadyExists:
+    return AlreadyExists(
+        f"pin {name!r} means {old.run}@{old.step} already",
+        hint=f"layerstore pin --delete {name}, or choose another name",
+    )
 
 
 def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
@@ -36,9 +53,6 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         old = rooms.records.read_pin(name)
         if (old.record, old.base) == (new.record, new.base):
             return old
-        raise AlreadyExists(
-            f"pin {name!r} means {old.record.run}@{old.record.step} already; nothing was changed",
-            hint=f"layerstore pin --delete {name}, or choose another name",
-        )
+        raise _taken(name, old.record)
     rooms.records.write_pin(new)
     return new

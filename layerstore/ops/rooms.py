@@ -1,5 +1,6 @@
 """What a verb works with: the open rooms of one store."""
 
+import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -80,6 +81,9 @@ def _deadline_seconds() -> float:
     if text is None:
         return LOCK_DEADLINE_SECONDS
     try:
-        return float(text)
-    except ValueError as exc:
-        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is no number of seconds") from exc
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < 0:
+        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is no number of seconds", hint="try 60")
+    return seconds

@@ -31,7 +31,7 @@ from layerstore.model import (
     TensorSource,
 )
 from layerstore.ops.derive import GatheredCheck
-from layerstore.ops.hashing import Checksums, Inspected, SourceReader, inspect
+from layerstore.ops.hashing import Checksums, Inspected, SourceReader, crc32_of, inspect
 from layerstore.ops.progress import Progress
 from layerstore.storage.objects import ObjectWriter
 from layerstore.tree import Located, Storage, Tensor
@@ -160,6 +160,7 @@ class _Transfer:
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
+        checksum, _ = crc32_of(self._readers.gathered, tensor.file, tensor.offset_bytes, tensor.size_bytes)
         if in_layer or self._check.is_derived(tensor):
             is_parameter = tensor.supplier in self._check.parameters
             source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
@@ -170,6 +171,7 @@ class _Transfer:
             name=tensor.name,
             dtype=tensor.dtype,
             elements=tensor.elements,
+            crc32=checksum,
             source=source,
             layer_name=tensor.supplier if stored is None else "",
             stored=stored,

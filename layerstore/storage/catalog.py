@@ -85,8 +85,9 @@ class Catalog:
         Raises:
             NotFound: It has no record.
         """
-        names = self._records.names(run)
+        # The index first: a commit that is published in between is then merely not indexed yet.
         indexed = self._indexed(run)
+        names = self._records.names(run)
         if not names and not indexed:
             raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs())
         rows = {name.id: indexed[name] for name in names if name in indexed}

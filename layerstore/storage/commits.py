@@ -13,6 +13,7 @@ from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO
 from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_pin
+from layerstore.layers import is_name
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, Pin
 from layerstore.storage.files import Files
@@ -44,7 +45,7 @@ class RecordStore:
                 hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
             )
         folders = self._files.names(self._layout.commits)
-        return [name for name in folders if self._files.is_directory(self._layout.run(name))]
+        return [name for name in folders if is_name(name) and self._files.is_directory(self._layout.run(name))]
 
     def names(self, run: str) -> list[RecordName]:
         """Return the records of *run* by step, as the folder lists them now."""
@@ -59,7 +60,7 @@ class RecordStore:
         """Yield what lies in ``commits/`` and is no record."""
         for run in self._files.names(self._layout.commits):
             folder = self._layout.run(run)
-            if not self._files.is_directory(folder):
+            if not is_name(run) or not self._files.is_directory(folder):
                 yield folder
                 continue
             for name in self._files.names(folder):
@@ -162,7 +163,7 @@ class RecordStore:
 
     def pin_names(self) -> list[str]:
         """Return the names of all pins."""
-        return self._files.names(self._layout.pins)
+        return [name for name in self._files.names(self._layout.pins) if is_name(name)]
 
     def read_pin(self, name: str) -> Pin:
         """

@@ -1,5 +1,7 @@
 """
-The only user of the operating system's files: every byte that layerstore writes goes through here.
+The seam to the operating system's files: every byte of a store's truth and of a composite goes through here.
+
+The index and the courtesy locks look after their own files: nothing is lost with them.
 
 Durable writing has one form: create a new file, write it, fsync it, link it under its name, fsync the folder.
 Nothing is ever written in place. Tests put their faults at this seam.

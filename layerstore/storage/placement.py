@@ -3,6 +3,7 @@ Where the index may live: LMDB maps its file, and mapped files of network filesy
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 from layerstore.errors import InvalidInput
@@ -11,7 +12,7 @@ from layerstore.storage.layout import Layout
 MANIFEST_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "beegfs", "gpfs", "9p", "ceph", "glusterfs", "afs", "orangefs"}
+    {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "smb3"}
 )
 
 
@@ -35,9 +36,21 @@ def manifest_directory(layout: Layout, *, store_id: str) -> Path:
             )
         return Path(chosen).absolute() / store_id
     if network_filesystem(layout.root) is not None:
-        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        return Path(cache) / "layerstore" / "manifests" / store_id
+        return _local_folder() / store_id
     return layout.manifest
+
+
+def _local_folder() -> Path:
+    """Return a folder on a disk of this node: the user's cache, or where that is on the network too, the system's."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore" / "manifests"
+    temporary = Path(tempfile.gettempdir()) / f"layerstore-{os.getuid()}"
+    for folder in (cache, temporary):
+        if network_filesystem(folder) is None:
+            return folder
+    raise InvalidInput(
+        "the store, the home folder and the temporary folder are all on network filesystems: no place for the index",
+        hint=f"set {MANIFEST_DIR_VARIABLE} to a folder on a disk of this node",
+    )
 
 
 def network_filesystem(path: Path) -> str | None:

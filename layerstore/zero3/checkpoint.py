@@ -117,6 +117,8 @@ class Checkpoint:
     """Files that are kept byte for byte."""
     checks: tuple[StorageCheck, ...]
     """Every storage of every ``.pt`` file."""
+    notes: tuple[str, ...]
+    """What was left out or looks odd, for the user."""
 
     @property
     def size_bytes(self) -> int:

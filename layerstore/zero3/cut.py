@@ -12,7 +12,6 @@ from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import Buffer, Kind, Parameter
 from layerstore.tree import Located, Tensor
 from layerstore.zero3.checkpoint import LayerSource, ObjectSource, SliceSource
-from layerstore.zero3.members import optimizer_steps
 from layerstore.zero3.ranks import MASTER, Groups, RankSource
 from layerstore.zero3.slices import elements_of, slice_length, valid_elements
 from layerstore.zero3.sourcefile import open_source
@@ -25,6 +24,8 @@ def cut_layers(
     groups: Groups,
     parameters: Mapping[str, Parameter],
     buffers: Mapping[str, Buffer],
+    *,
+    steps: list[int | None],
     pattern: re.Pattern[str] | None,
 ) -> tuple[LayerSource, ...]:
     """Return every layer, in the model's order, with its slices; *pattern* overrides how layers are named."""
@@ -39,7 +40,6 @@ def cut_layers(
             objects.setdefault(name, []).append(source)
     for name, source in _buffer_objects(ranks, buffers, layer):
         objects.setdefault(name, []).append(source)
-    steps = optimizer_steps(ranks[0], len(groups))
     module = [str(name) for name in ranks[0].model["module"].mapping() if name in parameters or name in buffers]
     return tuple(
         LayerSource(

@@ -4,6 +4,7 @@ Find a ZeRO-3 checkpoint in a folder: whose layout it is, which tag is meant, an
 Nothing is read here but ``latest``; nothing is trusted that a folder's name says about steps.
 """
 
+import json
 import os
 import re
 import stat
@@ -11,13 +12,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import InvalidInput, NotFound, SourceCheckpoint, Unsupported
-from layerstore.limits import SOURCE_FILES_MAX
+from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
+from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
 from layerstore.zero3.sourcefile import read_source_file, stat_source
 
 LATEST = "latest"
 _LATEST_BYTES_MAX = 4096
-_SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_(?P<what>model|optim)_states\.pt")
+SHARD_STEM = re.compile(
+    r"(?P<prefix>bf16_)?zero_pp_rank_(?P<rank>0|[1-9][0-9]{0,6})_mp_rank_(?P<mp>[0-9]{2,4})_(?P<what>model|optim)_states"
+)
+_SHARD = re.compile(SHARD_STEM.pattern + r"\.pt")
+_OF_A_RANK = re.compile(r"(?P<what>rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"
 _TRAINER_STATE = "trainer_state.json"
@@ -287,6 +292,36 @@ def _flavour(folder: Path, tag: str) -> str:
 # -- which files ---------------------------------------------------------------------------------------------------
 
 
+def check_companions(found: FoundCheckpoint, world_size: int) -> None:
+    """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
+    ranks = {int(match["rank"]) for file in found.others if (match := _OF_A_RANK.fullmatch(file.name))}
+    missing = sorted(set(range(world_size)) - ranks) if ranks and world_size > 1 else []
+    if missing:
+        raise SourceCheckpoint(
+            f"{found.folder} is incomplete: the random state of rank {missing[0]} is missing ({len(missing)} in all)",
+            hint="wait for the save to end, or ingest another checkpoint",
+        )
+    names = {file.name for file in found.others}
+    for file in found.others:
+        if file.name.endswith(".safetensors.index.json"):
+            absent = sorted(_shards_of_index(file) - names)
+            if absent:
+                raise SourceCheckpoint(
+                    f"{found.folder} is incomplete: {file.name} names {absent[0]!r}, which is not there",
+                    hint="wait for the save to end, or ingest another checkpoint",
+                )
+
+
+def _shards_of_index(path: Path) -> set[str]:
+    data = read_source_file(path, size_bytes_max=RECORD_BYTES_MAX)
+    try:
+        return {str(name) for name in json.loads(data)["weight_map"].values()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise SourceCheckpoint(
+            f"{path} is not the index of sharded weights: {exc}", hint="was the save interrupted?"
+        ) from exc
+
+
 def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for name in names:
@@ -304,17 +339,20 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
             f"{folder} has no optim_states files: the fp32 weights and the optimizer's state are not in it",
             hint="layerstore needs a checkpoint that training could resume from",
         )
-    missing = [
-        f"{kind}_states of rank {rank}"
-        for rank in range(ranks[-1] + 1 if ranks else 0)
-        for kind in ("model", "optim")
-        if rank not in found[kind]
-    ]
+    halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in found if rank not in found[kind]]
+    gaps = [f"both files of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
+    missing = halves + gaps
     if missing:
         raise SourceCheckpoint(
             f"{folder} is incomplete: {', '.join(missing[:8])}{' …' if len(missing) > 8 else ''} missing",
             hint="copy the missing files from the node that wrote them, or ingest another checkpoint",
             missing=missing,
+        )
+    prefixes = {path.name.startswith("bf16_") for path in found["optim"].values()}
+    if len(prefixes) > 1:
+        raise LayoutMismatch(
+            f"{folder} is mixed: the optim_states of some ranks begin with bf16_ and those of others do not",
+            hint="ranks of one save belong together; ingest another checkpoint",
         )
     return tuple(RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks)
 
@@ -345,10 +383,14 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
                 notes.append(f"ignored {os.fsencode(path)!r}: its name is not UTF-8")
                 continue
             kind = _kind(path, follow)
-            if kind == "folder":
+            if kind == "folder" and (path / "store.json").is_file() and (path / "objects").is_dir():
+                notes.append(f"ignored {path}: it is a store")
+            elif kind == "folder":
                 pending.append(path)
-            else:
+            elif kind == "file":
                 yield path
+            else:
+                notes.append(f"ignored {path}: a link to a folder could lead in circles")
 
 
 def _kind(path: Path, follow: bool) -> str:
@@ -356,8 +398,9 @@ def _kind(path: Path, follow: bool) -> str:
     if stat.S_ISLNK(mode):
         if not follow:
             raise _linked(path)
-        # A link to a folder is left out even then: it could lead in circles.
-        mode = path.stat().st_mode if path.exists() and not path.is_dir() else 0
+        mode = stat_source(path, follow=True).st_mode
+        if stat.S_ISDIR(mode):
+            return "linked folder"
     if stat.S_ISDIR(mode):
         return "folder"
     if stat.S_ISREG(mode):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from layerstore.dtypes import by_code
-from layerstore.errors import LayerstoreError, SourceCheckpoint
+from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
 from layerstore.layers import strip_wrappers
 from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Buffer, Parameter
@@ -62,7 +62,10 @@ def _read_file(path: Path, suppliers: Mapping[str, tuple[str, int]]) -> Gathered
             raise _damaged(path, f"its header claims {length} bytes of {file.size_bytes}")
         header = file.read_at(0, 8 + length)
         size_bytes = file.size_bytes
-    tensors = tuple(_tensors(path, header, suppliers))
+    try:
+        tensors = tuple(_tensors(path, header, suppliers))
+    except Unsupported:
+        return None  # an element type that we need not know to keep the file as it is
     _check_tiling(path, tensors, len(header), size_bytes)
     return GatheredFileSource(path=path, header=header, tensors=tensors)
 
@@ -75,6 +78,8 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
+                raise _damaged(path, f"tensor {name!r} has sizes that are no whole numbers")
             elements = elements_of(entry["shape"])
             if end - begin != elements * by_code(entry["dtype"]).bytes:
                 raise _damaged(path, f"tensor {name!r} has {end - begin} bytes for shape {entry['shape']}")

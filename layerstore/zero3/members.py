@@ -66,6 +66,19 @@ def frozen_of(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
     return {str(name): (shapes[name], tensor.storage.dtype, tensor.elements) for name, tensor in held.items()}
 
 
+def check_names(rank: RankSource, groups: Groups) -> None:
+    """Raise unless every parameter has one place: in one sub-group, or among the frozen ones."""
+    seen: set[str] = {str(name) for name in _optional(rank.model, "frozen_param_shapes")}
+    for group in groups:
+        twice = sorted(seen & group.keys())
+        if twice:
+            raise LayoutMismatch(
+                f"{rank.model.path}: parameter {twice[0]!r} has two places, in two sub-groups or frozen and trained",
+                hint="the file is damaged: ingest another checkpoint",
+            )
+        seen |= group.keys()
+
+
 def _check_text(name: Tree, rank: RankSource) -> None:
     try:
         str(name).encode()

@@ -49,6 +49,8 @@ class PtFile:
     """Size of the whole file when it was opened."""
     storages: tuple[Storage, ...]
     """Every storage that a tensor views, in order of first use."""
+    root: str
+    """The folder inside the archive: the stem of the name that the file was saved under."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtF
         },
         allowed_globals=allowed_globals,
     )
-    return PtFile(path=path, tree=read.tree, size_bytes=source.size_bytes, storages=read.storages)
+    return PtFile(path=path, tree=read.tree, size_bytes=source.size_bytes, storages=read.storages, root=archive.root)
 
 
 def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> PtLayout:

@@ -14,13 +14,16 @@ from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import WORKERS_MAX
 from layerstore.tree import Located, Size, Tensor
 from layerstore.zero3.checkpoint import StorageCheck
-from layerstore.zero3.discover import RankFiles
+from layerstore.zero3.discover import SHARD_STEM, RankFiles
 from layerstore.zero3.ptfile import PtFile, read_pt
 from layerstore.zero3.slices import elements_of, slice_length
 from layerstore.zero3.trees import TreeView, refuse_settings
 
 MASTER = ""
 """What stands for the state of a master, which is no state of the optimizer."""
+
+# What Adam, Lion, SGD and their kin call what they keep for every element.
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 
 Agreed = TypeVar("Agreed")
 Groups = list[dict[str, Size]]
@@ -71,6 +74,16 @@ def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) ->
         return list(pool.map(read, pairs))
 
 
+def check_saved_as_named(ranks: list[RankSource]) -> None:
+    """Raise if a file was saved as another rank's, or as the other half: nothing but the archive's folder tells."""
+    for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
+        if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
+            raise LayoutMismatch(
+                f"{file.path} was saved as {file.root}.pt: it was copied or renamed, and is another rank's",
+                hint="put every rank's own files back in their places",
+            )
+
+
 def world_size_of(ranks: list[RankSource]) -> int:
     """Return how many ranks saved the checkpoint; raises unless exactly their files are here."""
     world_size = agreed(ranks, "dp_world_size", lambda rank: rank.model["dp_world_size"].integer())
@@ -82,9 +95,9 @@ def world_size_of(ranks: list[RankSource]) -> int:
             hint="ranks of one save belong together; ingest another checkpoint",
         )
     if len(ranks) < world_size:
-        lost = ", ".join(str(rank) for rank in range(len(ranks), world_size))
         raise SourceCheckpoint(
-            f"{ranks[0].model.path.parent} is incomplete: it was saved by {world_size} ranks; missing: {lost}",
+            f"{ranks[0].model.path.parent} is incomplete: it was saved by {world_size} ranks; "
+            f"missing: {len(ranks)}{f' to {world_size - 1}' if world_size - len(ranks) > 1 else ''}",
             hint="copy the missing files from the nodes that wrote them, or ingest another checkpoint",
         )
     if len(ranks) > world_size:
@@ -141,7 +154,7 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
         elements = master.tensor().elements
         state = states.get(group)
         for key, value in state.children() if state is not None else ():
-            if isinstance(value.value, Tensor) and len(value.value.shape) == 1 and value.value.shape[0] == elements:
+            if isinstance(value.value, Tensor) and tuple(value.value.shape) == (elements,):
                 if not isinstance(key, str) or key == MASTER:
                     raise SourceCheckpoint(f"{optimizer.path}: an optimizer state is called {key!r}")
                 yield Flat(state=key, group=group, tensor=value.value)
@@ -149,14 +162,21 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
 
 def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
     """Refuse settings under which some moments live where no file holds them."""
-    present = {key for key, state in states.children() if state.mapping()}
+    present = len(states.children())
     has_stepped = model["global_steps"].integer() > model["skipped_steps"].integer()
-    if (present and len(present) < groups) or (not present and has_stepped and groups):
+    if 0 < present < groups or (not present and has_stepped and groups and not _may_be_stateless(model)):
         raise Unsupported(
-            f"{states.path} holds the optimizer state of {len(present)} of {groups} sub-groups: "
+            f"{states.path} holds the optimizer state of {present} of {groups} sub-groups: "
             "the rest was never saved (Twin-Flow's offload ratio below 1, or SuperOffload)",
             hint="save without offload_optimizer.ratio and super_offload",
         )
+
+
+def _may_be_stateless(model: TreeView) -> bool:
+    """Whether it can be the optimizer's own way to keep no state (plain SGD): its state is nowhere else."""
+    config = model.get("ds_config")
+    zero = None if config is None or not isinstance(config.value, dict) else config.get("zero_optimization")
+    return zero is not None and zero.get("offload_optimizer") is None
 
 
 def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:
@@ -180,6 +200,28 @@ def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> Non
                     f"{path}: {flat.state or 'master'} of flat group {flat.group} has {found} elements, "
                     f"its parameters need {expected[flat.group]} (first: {next(iter(groups[flat.group]), 'none')})"
                 )
+
+
+def check_states(ranks: list[RankSource]) -> None:
+    """
+    Raise unless whatever is a sliced state in one sub-group is one in all that have it.
+
+    A moment of another length would pass for a scalar of its sub-group, and leave its layers.
+    """
+    sliced = {flat.state for rank in ranks for flat in rank.flats} | _MOMENTS
+    for rank in ranks:
+        known = {(flat.state, flat.group) for flat in rank.flats}
+        tree = TreeView(rank.optimizer_file.tree, path=rank.optimizer_file.path)
+        for group, state in tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].children():
+            for key, value in state.children():
+                odd = isinstance(value.value, Tensor) and (key, group) not in known
+                if odd and key in sliced:
+                    shape = tuple(value.tensor().shape)
+                    raise LayoutMismatch(
+                        f"{rank.optimizer_file.path}: {key!r} of flat group {group!r} has shape {shape}, "
+                        "which is not the length of its parameters",
+                        hint="the file is damaged, or its optimizer is not supported",
+                    )
 
 
 def _kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:

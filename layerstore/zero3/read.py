@@ -6,7 +6,7 @@ Nothing is guessed. Payloads are not read here, but for the buffers that ranks m
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
 from layerstore.errors import SourceCheckpoint
@@ -15,14 +15,16 @@ from layerstore.model import Buffer, BufferContent, FlatContent, FragmentContent
 from layerstore.tree import Tensor
 from layerstore.zero3.checkpoint import Checkpoint
 from layerstore.zero3.cut import cut_layers
-from layerstore.zero3.discover import FoundCheckpoint
+from layerstore.zero3.discover import FoundCheckpoint, check_companions
 from layerstore.zero3.gathered import read_gathered
-from layerstore.zero3.members import buffers_of, frozen_of, parameters_of
+from layerstore.zero3.members import buffers_of, check_names, frozen_of, optimizer_steps, parameters_of
 from layerstore.zero3.ptfile import PtFile
 from layerstore.zero3.ranks import (
     RankSource,
     agreed,
     check_flats,
+    check_saved_as_named,
+    check_states,
     param_shapes,
     read_ranks,
     storage_checks,
@@ -48,9 +50,14 @@ def read_checkpoint(
     """
     ranks = read_ranks(found.ranks, allowed_globals)
     world_size = world_size_of(ranks)
+    check_saved_as_named(ranks)
     engine_step = agreed(ranks, "global_steps", lambda rank: rank.model["global_steps"].integer())
     groups = agreed(ranks, "param_shapes", param_shapes)
     check_flats(ranks, groups, world_size)
+    check_states(ranks)
+    steps = agreed(ranks, "the optimizer's count of updates", lambda rank: optimizer_steps(rank, len(groups)))
+    check_names(ranks[0], groups)
+    check_companions(found, world_size)
     agreed(ranks, "the frozen parameters", frozen_of)
     parameters = parameters_of(ranks[0], groups)
     buffers = buffers_of(ranks[0])
@@ -59,12 +66,25 @@ def read_checkpoint(
         found=found,
         step=_trainer_step(found, default=_checked_step(engine_step, ranks[0].model.path)),
         world_size=world_size,
-        layers=cut_layers(ranks, groups, parameters, buffers, layer_pattern),
+        layers=cut_layers(ranks, groups, parameters, buffers, steps=steps, pattern=layer_pattern),
         states=tuple(_state(rank, found.folder, buffers) for rank in ranks),
         gathered=gathered,
         files=files,
         checks=tuple(storage_checks(ranks)),
+        notes=(*found.notes, *_doubts(ranks[0], steps)),
     )
+
+
+def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
+    """Tell what may be wrong and may be right: an optimizer can be younger than its engine."""
+    updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
+    counted = sorted({step for step in steps if step is not None})
+    # DeepSpeed up to 0.13.1 counted one more: it made a first, empty update of its own.
+    if counted and not set(counted) <= {updates, updates + 1}:
+        yield (
+            f"the optimizer has counted {', '.join(map(str, counted))} updates, the engine {updates}: "
+            f"are the files of {rank.model.path.parent} of one save?"
+        )
 
 
 def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:

@@ -5,7 +5,7 @@ The loader checks little, so all lengths are made here and nothing is taken from
 Padding is written as zeros.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -290,6 +290,17 @@ def _continues(first: Piece, second: Piece) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedCheck:
+    """A tensor of a gathered file that is rounded again, and the checksum that it had."""
+
+    name: str
+    offset: int
+    """Where it starts in the file."""
+    size_bytes: int
+    crc32: int
+
+
 # -- gathered weights ----------------------------------------------------------------------------------------------
 
 
@@ -310,6 +321,17 @@ def gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int) -> Iterato
     for tensor in file.tensors:
         yield from _tensor_pieces(tensor, slices, rank=rank, offset=offset)
         offset += _tensor_bytes(tensor)
+
+
+def derived_checks(file: GatheredFile, slices: Slices, *, unchanged: Callable[[str], bool]) -> Iterator[DerivedCheck]:
+    """Yield the tensors whose bytes are known beforehand: of parameters whose layers are *unchanged* since."""
+    offset = len(file.header)
+    for tensor in file.tensors:
+        size_bytes = _tensor_bytes(tensor)
+        is_derived = tensor.source is TensorSource.PARAMETER and not slices.shards(Kind.WEIGHTS, tensor.layer_name)
+        if is_derived and size_bytes and unchanged(tensor.layer_name):
+            yield DerivedCheck(name=tensor.name, offset=offset, size_bytes=size_bytes, crc32=tensor.crc32)
+        offset += size_bytes
 
 
 def _tensor_bytes(tensor: GatheredTensor) -> int:

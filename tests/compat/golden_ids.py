@@ -6,7 +6,7 @@ be recognised. COMPOSED are the files of a composite; they may change with the w
 Written by ``python -m tests.compat.regenerate``.
 """
 
-COMMIT = "8f865b634653f473cb4d7a8821ffeae4"
+COMMIT = "c86c1ee61472b478a6cf550b12d2342f"
 
 OBJECTS = {
     "model.embed_tokens weights 0/2": "5f4e5323973fbe90f4c8fd29844634b7",
@@ -30,7 +30,7 @@ VERSIONS = {
 }
 
 STATES = {
-    "rank 0": "a594db3ff4f26205c815a5d9b0aa806a",
+    "rank 0": "a8bbdb53cf68b3b48ac644936dbaded6",
     "rank 1": "fe7005d77972467958f0c33f8b5f6299",
 }
 

@@ -31,7 +31,8 @@ from tests.faults.harness import (
     wait_for,
 )
 
-ROUNDS = 20
+ROUNDS = int(os.environ.get("LAYERSTORE_FAULTS_ROUNDS", "8"))
+"""How often processes meet in a usual run."""
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from tests.faults.harness import (
     truth,
 )
 
-SAMPLE = 20
+SAMPLE = 14
 EXIT_CODES = {
     errnos.ENOSPC: 23,
     errnos.EDQUOT: 23,

@@ -181,6 +181,7 @@ def state(rank: int = 0) -> RankState:
                         name="lm_head.weight",
                         dtype="BF16",
                         elements=15,
+                        crc32=0,
                         source=TensorSource.PARAMETER,
                         layer_name="lm_head.weight",
                         stored=None,

@@ -231,7 +231,7 @@ def test_tied_weights_are_stored_once(store: Store, tmp_path: Path) -> None:
 def test_an_empty_gathered_tensor_needs_no_slices() -> None:
     """A parameter without elements has no slice anywhere, and needs none to be rebuilt."""
     empty = GatheredTensor(
-        name="empty", dtype="BF16", elements=0, source=TensorSource.PARAMETER, layer_name="empty", stored=None
+        name="empty", dtype="BF16", elements=0, crc32=0, source=TensorSource.PARAMETER, layer_name="empty", stored=None
     )
     file = GatheredFile(path="model.safetensors", header=b"\x02" + bytes(7) + b"{}", tensors=(empty,))
 
@@ -339,7 +339,7 @@ def test_a_pins_name_is_its_own(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_there_is_not_replaced(store: Store, tmp_path: Path) -> None:
-    """A folder with something in it is left alone without force; with force it is replaced as a whole."""
+    """A folder with something in it is left alone without force; with force only what the composite renews goes."""
     store.ingest(checkpoint(tmp_path))
     out = tmp_path / "out"
     out.mkdir()
@@ -349,8 +349,12 @@ def test_a_target_that_is_there_is_not_replaced(store: Store, tmp_path: Path) ->
         store.compose("sft").write(out)
     assert (out / "notes.txt").exists()
 
+    with pytest.raises(AlreadyExists, match=r"also holds 'notes\.txt'"):
+        store.compose("sft").write(out, force=True)
+    assert (out / "notes.txt").read_text() == "mine"
+
+    (out / "notes.txt").unlink()
     store.compose("sft").write(out, force=True)
-    assert not (out / "notes.txt").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"store", "sft", "out"}
 
 
