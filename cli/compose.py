@@ -80,6 +80,8 @@ def _say_written(composite: "Composite", written: "Written") -> None:
         f"{counted(len(composite.layers), 'layer')}, {counted(written.world_size, 'rank')}, "
         f"{size(written.bytes_written)} in {written.seconds:.1f} s"
     )
+    ranks = counted(written.world_size, "rank")
+    say(f"resume with {ranks}: engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer")
 
 
 def _fields(composite: "Composite", *, out: Path | None, bytes_written: int, seconds: float) -> dict[str, object]:

@@ -95,7 +95,7 @@ def _tell(ingested: "Ingested", *, as_json: bool) -> None:
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
     say(
         f"saved {name}: {counted(len(ingested.layers), 'layer')}, {size(ingested.bytes_new)} new, "
-        f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s"
+        f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s, from {shown(ingested.source)}"
     )
 
 

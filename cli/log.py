@@ -17,7 +17,7 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """
-    List commits, newest first.
+    List commits by run, newest step first.
 
     \b
     Examples:

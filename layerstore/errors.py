@@ -25,6 +25,9 @@ PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
 NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
 
 
+DAMAGED_HINT = "remove the object's file and ingest the same checkpoint again, or use another step"
+
+
 class LayerstoreError(Exception):
     """
     Say in one line what was asked, what was found and what is safe.

@@ -226,6 +226,7 @@ class Pin:
     base: CommitId
     """The commit that supplies all that is not a layer."""
     observed: Observed
+    """The time is the base's; the byte counts are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

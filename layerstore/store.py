@@ -196,7 +196,7 @@ class Store:
         return Composite(self._rooms, compose_verb.plan_compose(resolve(self._rooms, ref), policy=policy))
 
     def log(self, run: str | None = None) -> list[LogEntry]:
-        """Return the commits of *run*, or of every run, newest first."""
+        """Return the commits of *run*, or of every run by name, newest step first."""
         return queries.log(self._rooms, run=run)
 
     def show(self, ref: str | None = None) -> CommitView:

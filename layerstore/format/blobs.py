@@ -6,7 +6,7 @@ Eight bytes of magic that tell what it is, then one canonical value. The name is
 
 from typing import TypeVar
 
-from layerstore.errors import IntegrityError
+from layerstore.errors import DAMAGED_HINT, IntegrityError
 from layerstore.format.canonical import pack, unpack
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import object_id
@@ -48,7 +48,7 @@ def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
     if found != ref:
         raise IntegrityError(
             f"object {ref.id} is damaged: its {found.size_bytes} bytes (expected {ref.size_bytes}) hash to {found.id}",
-            hint="layerstore verify --read-data",
+            hint=DAMAGED_HINT,
             object_id=ref.id,
         )
     if not data.startswith(magic):

@@ -4,6 +4,7 @@ Compose: a commit, or any choice of layer versions, becomes a ZeRO-3 checkpoint 
 Everything is written beside the target and renamed to it when it is whole, verified and durable.
 """
 
+import os
 import secrets
 import time
 from contextlib import suppress
@@ -18,7 +19,7 @@ from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import selector
 from layerstore.storage.files import mapped_errors
-from layerstore.zero3.discover import LATEST
+from layerstore.zero3.discover import LATEST, SHARD_STEM
 from layerstore.zero3.write import Slices
 
 
@@ -163,12 +164,16 @@ def _check_replaceable(target: Path, *, force: bool) -> None:
 
 def _check_nothing_else_is_lost(target: Path, partial: Path, *, tag: str) -> None:
     """Raise if *target*, which is about to be replaced, holds anything but this checkpoint, in an older form."""
-    for path in sorted(target.iterdir()) if target.exists() else ():
-        if path.name != tag and not (partial / path.name).exists():
-            raise AlreadyExists(
-                f"{target} also holds {path.name!r}, which the composite does not replace; nothing was changed",
-                hint="choose another folder with -o, or move it away by hand",
-            )
+    for folder, folders, files in os.walk(target):
+        for name in sorted([*folders, *files]):
+            path = Path(folder, name).relative_to(target)
+            # Shards of more ranks than the composite has are the older form, too.
+            is_shard = path.parts[0] == tag and SHARD_STEM.fullmatch(path.stem)
+            if not is_shard and not (partial / path).exists():
+                raise AlreadyExists(
+                    f"{target} also holds {str(path)!r}, which the composite does not replace; nothing was changed",
+                    hint="choose another folder with -o, or move it away by hand",
+                )
 
 
 def _move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:

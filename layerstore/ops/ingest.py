@@ -69,6 +69,8 @@ class Ingested:
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
     seconds: float
+    source: Path
+    """The folder of the tag that was read."""
     notes: tuple[str, ...]
 
 
@@ -130,6 +132,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         bytes_reused=writer.bytes_reused,
         bytes_derived=content.bytes_derived,
         seconds=time.monotonic() - started,
+        source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
         notes=plan.checkpoint.notes,
     )
 

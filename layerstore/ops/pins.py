@@ -1,7 +1,5 @@
 """Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
 
-import time
-
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput
 from layerstore.layers import check_name
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
@@ -47,7 +45,7 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         name=name,
         record=resolved.record,
         base=CommitId(resolved.commit),
-        observed=Observed(time_ns=time.time_ns(), bytes_new=0, bytes_reused=0),
+        observed=Observed(time_ns=resolved.time_ns, bytes_new=0, bytes_reused=0),
     )
     if name in rooms.records.pin_names() and not replace:
         old = rooms.records.read_pin(name)

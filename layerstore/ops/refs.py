@@ -37,7 +37,7 @@ class Resolved:
     pin: str | None
     """The pin's name, if it was one."""
     time_ns: int
-    """When the commit or the pin was written, by its writer's clock."""
+    """When the commit was written, by its writer's clock."""
 
 
 def parse_reference(text: str) -> Reference:
@@ -97,8 +97,9 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
     if reference.back >= len(attempts):
         _raise_damaged(view)
         raise NotFound(
-            f"run {view.run!r} has {len(attempts)} attempts; the one {reference.back} before the newest was asked for",
-            hint=f"layerstore log {view.run}",
+            f"run {view.run!r} has no attempt ~{reference.back}: ~N counts attempts back from the newest, "
+            f"and it has {len(attempts)}",
+            hint=f"layerstore log {view.run}; a step is named {view.run}@STEP",
         )
     history = history_of(view, attempts[-1 - reference.back])
     _check_undamaged(view, history[-1].step if reference.step is None else reference.step, tip=reference.step is None)

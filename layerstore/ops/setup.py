@@ -94,7 +94,7 @@ def _read_identity(layout: Layout, files: Files, path: Path) -> StoreIdentity:
     if not present:
         if files.names(layout.commits) if files.is_directory(layout.commits) else False:
             raise _lost_identity(path)
-        raise NoStore(f"there is no store at {path}", hint=f"layerstore init {path}")
+        raise NoStore(f"there is no store at {path}", hint=f"layerstore init {path}, or name yours with --store")
     data = files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
     return decode_identity(data, what=str(layout.identity))
 

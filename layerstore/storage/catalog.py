@@ -145,6 +145,8 @@ class Catalog:
 
     def rebuild(self) -> int:
         """Make the index afresh from all records; return how many it covers."""
+        for name in (name for run in self.runs() for name in self.vanished(run)):
+            warnings.warn(f"forgot {_vanished(name)}", IndexNotice, stacklevel=2)
         self.close()
         self._drop()
         self.index_problem = None

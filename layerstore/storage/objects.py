@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, StorageIO
+from layerstore.errors import DAMAGED_HINT, IntegrityError, StorageIO
 from layerstore.format.hashing import Bytes, ObjectHasher
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId
@@ -261,7 +261,7 @@ def check_hash(ref: BlobRef, hasher: ObjectHasher) -> None:
     if hasher.id() != ref.id or hasher.size_bytes != ref.size_bytes:
         raise IntegrityError(
             f"object {ref.id} is damaged: its bytes hash to {hasher.id()}",
-            hint="layerstore verify --read-data",
+            hint=DAMAGED_HINT,
             object_id=ref.id,
         )
 
@@ -279,7 +279,7 @@ def _check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
     if size_bytes != ref.size_bytes:
         raise IntegrityError(
             f"object {ref.id} is damaged: {path} has {size_bytes} bytes, expected {ref.size_bytes}",
-            hint="layerstore verify --read-data",
+            hint=DAMAGED_HINT,
             object_id=ref.id,
             expected=ref.size_bytes,
             actual=size_bytes,

@@ -294,17 +294,18 @@ def _flavour(folder: Path, tag: str) -> str:
 
 def check_companions(found: FoundCheckpoint, world_size: int) -> None:
     """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
-    ranks = {int(match["rank"]) for file in found.others if (match := _OF_A_RANK.fullmatch(file.name))}
+    beside = [file for file in found.others if file.parent == found.folder]
+    ranks = {int(match["rank"]) for file in beside if (match := _OF_A_RANK.fullmatch(file.name))}
     missing = sorted(set(range(world_size)) - ranks) if ranks and world_size > 1 else []
     if missing:
         raise SourceCheckpoint(
             f"{found.folder} is incomplete: the random state of rank {missing[0]} is missing ({len(missing)} in all)",
             hint="wait for the save to end, or ingest another checkpoint",
         )
-    names = {file.name for file in found.others}
+    others = set(found.others)
     for file in found.others:
         if file.name.endswith(".safetensors.index.json"):
-            absent = sorted(_shards_of_index(file) - names)
+            absent = sorted(name for name in _shards_of_index(file) if file.parent / name not in others)
             if absent:
                 raise SourceCheckpoint(
                     f"{found.folder} is incomplete: {file.name} names {absent[0]!r}, which is not there",

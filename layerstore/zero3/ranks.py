@@ -162,21 +162,24 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
 
 def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
     """Refuse settings under which some moments live where no file holds them."""
-    present = len(states.children())
+    filled = sum(bool(state.mapping()) for _, state in states.children())
     has_stepped = model["global_steps"].integer() > model["skipped_steps"].integer()
-    if 0 < present < groups or (not present and has_stepped and groups and not _may_be_stateless(model)):
+    if 0 < filled < groups or (not filled and has_stepped and groups and not _may_be_stateless(model)):
         raise Unsupported(
-            f"{states.path} holds the optimizer state of {present} of {groups} sub-groups: "
+            f"{states.path} holds the optimizer state of {filled} of {groups} sub-groups: "
             "the rest was never saved (Twin-Flow's offload ratio below 1, or SuperOffload)",
             hint="save without offload_optimizer.ratio and super_offload",
         )
 
 
 def _may_be_stateless(model: TreeView) -> bool:
-    """Whether it can be the optimizer's own way to keep no state (plain SGD): its state is nowhere else."""
+    """Whether it can be the optimizer's own way to keep no state (plain SGD): it was not offloaded to anywhere."""
     config = model.get("ds_config")
     zero = None if config is None or not isinstance(config.value, dict) else config.get("zero_optimization")
-    return zero is not None and zero.get("offload_optimizer") is None
+    if zero is None:
+        return False  # nothing tells: rather refuse than lose moments
+    offload = zero.mapping().get("offload_optimizer")
+    return offload is None or (isinstance(offload, dict) and offload.get("device") in {None, "none"})
 
 
 def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:

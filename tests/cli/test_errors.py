@@ -66,12 +66,15 @@ def test_without_a_store_there_is_the_line_that_makes_one(run: Run, words: list[
     programs = run(*words, "--json")
 
     assert (people.code, programs.code) == (10, 10)
-    assert people.err.splitlines() == ["error: there is no store at .layerstore", "hint: layerstore init .layerstore"]
+    assert people.err.splitlines() == [
+        "error: there is no store at .layerstore",
+        "hint: layerstore init .layerstore, or name yours with --store",
+    ]
     assert programs.error == {
         "kind": "no_store",
         "code": 10,
         "message": "there is no store at .layerstore",
-        "hint": "layerstore init .layerstore",
+        "hint": hint,
     }
     assert programs.out == ""
 

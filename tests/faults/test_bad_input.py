@@ -426,6 +426,12 @@ def _tensor_parallel(place: Path) -> None:
         path.rename(path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
 
 
+def _super_offload(place: Path) -> None:
+    _in_optimizers(lambda state: state["optimizer_state_dict"]["state"].clear())(place)
+    offload = {"device": "cpu", "super_offload": True}
+    _in_models(lambda tree: tree["ds_config"]["zero_optimization"].update(offload_optimizer=offload))(place)
+
+
 OTHERS: dict[str, Callable[[Path], None]] = {
     "stage 1 or 2": _renamed("mp_rank_00_model_states.pt"),
     "pipeline": _renamed("layer_00-model_00-model_states.pt"),
@@ -437,7 +443,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "tensor parallel inside": _in_models(lambda tree: tree.update(mp_world_size=2)),
     "stage inside": _in_optimizers(_stage(2)),
     "twin flow": _in_optimizers(lambda state: state["optimizer_state_dict"]["state"].pop(0)),
-    "no states": _in_optimizers(lambda state: state["optimizer_state_dict"]["state"].clear()),
+    "super offload": _super_offload,
 }
 
 

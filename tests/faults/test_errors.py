@@ -96,7 +96,7 @@ def do_compose(folder: Path, hook: Hook) -> object:
 def do_overwrite(folder: Path, hook: Hook) -> object:
     """Write a checkpoint in the place of another one."""
     if not (folder / "out").exists():
-        shutil.copytree(folder / "second", folder / "out")
+        shutil.copytree(folder / "older", folder / "out")
     with Store(folder / "store", hook=hook) as store:
         return store.compose("run@2").write(folder / "out", force=True)
 
@@ -108,6 +108,7 @@ def make_scene(folder: Path) -> dict[str, str]:
     """Make a store with ``run@2`` and a second checkpoint; return what composes to what."""
     tiny_checkpoint(folder / "first", step=2, layout="hf")
     tiny_checkpoint(folder / "second", step=4, layout="hf")
+    tiny_checkpoint(folder / "older", step=2, seed=1, layout="hf")
     with init(folder / "store") as store:
         store.ingest(folder / "first", run="run")
         return {"run@2": composed(store, "run@2", folder)}
@@ -132,7 +133,7 @@ def refused(folder: Path, verb: Verb, call: Call, number: int, lasting: bool, ea
     """Run *verb* while *call* fails with *number*; return all that is not as it should be."""
     hook = Refuser(call, number, lasting=lasting)
     if verb is do_overwrite:
-        shutil.copytree(folder / "second", folder / "out")
+        shutil.copytree(folder / "older", folder / "out")
     target = snapshot(folder / "out")
     before = descriptors()
     failure = attempt(lambda: verb(folder, hook))

@@ -144,7 +144,7 @@ def test_a_step_that_is_not_there_lists_those_that_are(rooms: Rooms) -> None:
 def test_an_attempt_that_is_not_there(rooms: Rooms) -> None:
     """Going back further than there are attempts is not found."""
     publish(rooms, 2)
-    with pytest.raises(NotFound, match="has 1 attempts; the one 1 before the newest was asked for"):
+    with pytest.raises(NotFound, match="has no attempt ~1"):
         resolve(rooms, "sft~1")
 
 
