@@ -164,12 +164,13 @@ def _check_replaceable(target: Path, *, force: bool) -> None:
 
 def _check_nothing_else_is_lost(target: Path, partial: Path, *, tag: str) -> None:
     """Raise if *target*, which is about to be replaced, holds anything but this checkpoint, in an older form."""
+    tags = {tag, *([(target / LATEST).read_text(errors="replace").strip()] if (target / LATEST).exists() else [])}
     for folder, folders, files in os.walk(target):
         for name in sorted([*folders, *files]):
             path = Path(folder, name).relative_to(target)
-            # Shards of more ranks than the composite has are the older form, too.
-            is_shard = path.parts[0] == tag and SHARD_STEM.fullmatch(path.stem)
-            if not is_shard and not (partial / path).exists():
+            # The checkpoint that is there may be of another step, or of more ranks.
+            is_older_form = path.parts[0] in tags and (len(path.parts) == 1 or SHARD_STEM.fullmatch(path.stem))
+            if not is_older_form and not (partial / path).exists():
                 raise AlreadyExists(
                     f"{target} also holds {str(path)!r}, which the composite does not replace; nothing was changed",
                     hint="choose another folder with -o, or move it away by hand",

@@ -4,10 +4,12 @@ import math
 import struct
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint
+from layerstore.format.hashing import crc32
+from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import Buffer, Parameter
 from layerstore.tree import Located, Size, Tensor, Tree
 from layerstore.zero3.ranks import Groups, RankSource
-from layerstore.zero3.sourcefile import open_source
+from layerstore.zero3.sourcefile import damaged, open_source
 from layerstore.zero3.trees import TreeView
 
 # How torch keeps a step counter, as struct knows it.
@@ -122,7 +124,10 @@ def _count(counter: Tree) -> int | None:
         located, layout = counter.storage.content, struct.Struct(_COUNTERS[counter.storage.dtype])
         assert isinstance(located, Located), "trees that were just read point into their files"
         with open_source(located.path) as file:
-            data = file.read_at(located.offset_bytes + counter.offset * layout.size, layout.size)
-        (value,) = layout.unpack(data)
+            data = file.read_at(located.offset_bytes, min(located.size_bytes, INLINE_BYTES_MAX))
+        # Its number is compared between ranks before the payloads are checked: rot must not pass for a mixture.
+        if len(data) == located.size_bytes and crc32(data) != located.crc32:
+            raise damaged(located.path, "a step counter has another checksum than its file states")
+        (value,) = layout.unpack_from(data, counter.offset * layout.size)
         return int(value) if math.isfinite(value) else None
     return counter if isinstance(counter, int) and not isinstance(counter, bool) else None

@@ -74,7 +74,7 @@ def test_without_a_store_there_is_the_line_that_makes_one(run: Run, words: list[
         "kind": "no_store",
         "code": 10,
         "message": "there is no store at .layerstore",
-        "hint": hint,
+        "hint": "layerstore init .layerstore, or name yours with --store",
     }
     assert programs.out == ""
 
