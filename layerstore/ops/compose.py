@@ -19,7 +19,7 @@ from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import selector
 from layerstore.storage.files import mapped_errors
-from layerstore.zero3.discover import LATEST, SHARD_STEM
+from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, SHARD_STEM
 from layerstore.zero3.write import Slices
 
 
@@ -102,7 +102,7 @@ def execute_compose(
     try:
         rooms.files.make_directories(partial)
         assembly.run()
-        _check_nothing_else_is_lost(target, partial, tag=base.layout.tag)
+        _check_nothing_else_is_lost(rooms, target, partial, tag=base.layout.tag)
         _move_into_place(rooms, partial, target)
     except BaseException:
         rooms.files.remove_tree(partial)
@@ -162,9 +162,11 @@ def _check_replaceable(target: Path, *, force: bool) -> None:
         )
 
 
-def _check_nothing_else_is_lost(target: Path, partial: Path, *, tag: str) -> None:
+def _check_nothing_else_is_lost(rooms: Rooms, target: Path, partial: Path, *, tag: str) -> None:
     """Raise if *target*, which is about to be replaced, holds anything but this checkpoint, in an older form."""
-    tags = {tag, *([(target / LATEST).read_text(errors="replace").strip()] if (target / LATEST).exists() else [])}
+    latest = target / LATEST
+    named = rooms.files.read(latest, size_bytes_max=LATEST_BYTES_MAX) if latest.exists() else b""
+    tags = {tag, named.decode(errors="replace").strip()}
     for folder, folders, files in os.walk(target):
         for name in sorted([*folders, *files]):
             path = Path(folder, name).relative_to(target)

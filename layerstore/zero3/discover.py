@@ -17,7 +17,7 @@ from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
 from layerstore.zero3.sourcefile import read_source_file, stat_source
 
 LATEST = "latest"
-_LATEST_BYTES_MAX = 4096
+LATEST_BYTES_MAX = 4096
 SHARD_STEM = re.compile(
     r"(?P<prefix>bf16_)?zero_pp_rank_(?P<rank>0|[1-9][0-9]{0,6})_mp_rank_(?P<mp>[0-9]{2,4})_(?P<what>model|optim)_states"
 )
@@ -182,7 +182,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
 
 def _read_latest(folder: Path) -> str:
     path = folder / LATEST
-    data = read_source_file(path, size_bytes_max=_LATEST_BYTES_MAX)
+    data = read_source_file(path, size_bytes_max=LATEST_BYTES_MAX)
     try:
         named = data.decode().strip()
     except UnicodeDecodeError as exc:

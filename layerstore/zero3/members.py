@@ -118,16 +118,21 @@ def optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
     return found
 
 
+def _check_crc32(data: bytes, located: Located) -> None:
+    if crc32(data) != located.crc32:
+        raise damaged(located.path, "a step counter has another checksum than its file states")
+
+
 def _count(counter: Tree) -> int | None:
     """Return a step counter as a number: an int in DeepSpeed's own optimizers, a scalar tensor in torch's."""
     if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS:
         located, layout = counter.storage.content, struct.Struct(_COUNTERS[counter.storage.dtype])
         assert isinstance(located, Located), "trees that were just read point into their files"
         with open_source(located.path) as file:
-            data = file.read_at(located.offset_bytes, min(located.size_bytes, INLINE_BYTES_MAX))
-        # Its number is compared between ranks before the payloads are checked: rot must not pass for a mixture.
-        if len(data) == located.size_bytes and crc32(data) != located.crc32:
-            raise damaged(located.path, "a step counter has another checksum than its file states")
-        (value,) = layout.unpack_from(data, counter.offset * layout.size)
+            # Its number is compared between ranks before the payloads are checked: rot must not pass for a mixture.
+            if located.size_bytes <= INLINE_BYTES_MAX:
+                _check_crc32(file.read_at(located.offset_bytes, located.size_bytes), located)
+            data = file.read_at(located.offset_bytes + counter.offset * layout.size, layout.size)
+        (value,) = layout.unpack(data)
         return int(value) if math.isfinite(value) else None
     return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
