@@ -10,6 +10,12 @@ PAGE_BYTES = 4096
 # Large enough to release the GIL and amortise a call, small enough to stay in the second-level cache.
 IO_CHUNK_BYTES = 1 * MIB
 
+# The kernel backs a larger write with larger folios, and finding free memory for those can cost five times the write.
+WRITE_BYTES = 64 * KIB
+
+# So much may wait for the disk before it is told to begin: fsync then finds little left to do.
+SYNC_AHEAD_BYTES = 8 * MIB
+
 # One xxh3_64 per chunk of an object lets a reader of a range verify the range alone.
 VERIFY_CHUNK_BYTES = 16 * MIB
 

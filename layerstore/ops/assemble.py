@@ -128,7 +128,7 @@ class Assembly:
     def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
         path = self.folder / _inside(output.path)
         self.rooms.files.make_directories(path.parent)
-        file = stack.enter_context(self.rooms.files.create(path))
+        file = stack.enter_context(self.rooms.files.create(path, sync_ahead=self.durable))
         file.set_size(output.size_bytes)
         for offset, data in output.literals:
             file.write_at(offset, data)

@@ -13,7 +13,7 @@ from layerstore.dtypes import by_code
 from layerstore.model import Kind, Parameter
 from layerstore.ops.hashing import SourceReader
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, ObjectSource, SliceSource
-from layerstore.zero3.rounding import can_derive, round_master
+from layerstore.zero3.rounding import can_derive, equal_bytes, round_master
 from layerstore.zero3.slices import elements_of, slice_length
 
 
@@ -113,7 +113,7 @@ class SliceWitness:
     def _equal(self, tensor: GatheredSource, first: int, expected: memoryview) -> bool:
         offset = tensor.offset_bytes + first * by_code(tensor.dtype).bytes
         for chunk in self.reader.chunks(tensor.file, offset, len(expected)):
-            if chunk != expected[: len(chunk)]:
+            if not equal_bytes(chunk, expected[: len(chunk)]):
                 return False
             expected = expected[len(chunk) :]
         return True

@@ -148,16 +148,25 @@ def inspect(
     checksums: Checksums,
     *,
     witness: Witness | None = None,
+    write: Callable[[int, bytes | memoryview], None] | None = None,
     advance: Callable[[int], None],
 ) -> Inspected:
-    """Read *slices*, which are in canonical order, and return what their object is called in a store."""
+    """
+    Read *slices*, which are in canonical order, and return what their object is called in a store.
+
+    *write* is given all of the object's bytes and where they go, in order.
+    """
     header = frame(slices).header
     hasher = ObjectHasher()
+    if write is not None:
+        write(0, header)
     hasher.update(header)
     tensors = []
     for part in slices:
         checksum, start = 0, 0
         for chunk in reader.chunks(part.path, part.offset_bytes, part.size_bytes):
+            if write is not None:
+                write(hasher.size_bytes, chunk)
             hasher.update(chunk)
             checksum = crc32(chunk, checksum)
             if witness is not None:

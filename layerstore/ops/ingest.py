@@ -116,7 +116,10 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         _space_explained(rooms, plan),
         ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer,
     ):
-        content = transfer(plan.checkpoint, writer, progress)
+        view = _view(rooms, plan.run)
+        content = transfer(
+            plan.checkpoint, writer, progress, known_before=view is not None and bool(_at(view, plan.step))
+        )
         check_unchanged(plan.checkpoint.found)
         commit, is_new = _commit(rooms, plan, content, writer)
     return Ingested(

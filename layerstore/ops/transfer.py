@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,27 +60,35 @@ class Content:
     """Gathered weights that were not stored because they follow from the masters."""
 
 
-def transfer(checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress) -> Content:
+def transfer(checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress, *, known_before: bool) -> Content:
     """
-    Stage all of *checkpoint* with *writer*.
+    Stage all of *checkpoint* with *writer*; *known_before* if all of it is likely to be in the store.
 
     Raises:
         SourceCheckpoint: A byte of the source is not as it was written; *writer* publishes nothing then.
     """
     with _ThreadReaders() as readers, ThreadPoolExecutor(WORKERS_MAX) as pool:
-        return _Transfer(checkpoint, writer, progress, readers).run(pool)
+        return _Transfer(checkpoint, writer, progress, readers, known_before=known_before).run(pool)
 
 
 class _Transfer:
     """One checkpoint on its way."""
 
     def __init__(
-        self, checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress, readers: "_ThreadReaders"
+        self,
+        checkpoint: Checkpoint,
+        writer: ObjectWriter,
+        progress: Progress,
+        readers: "_ThreadReaders",
+        *,
+        known_before: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._writer = writer
         self._progress = progress
         self._readers = readers
+        self._known_before = known_before
+        self._likely_known: dict[str, bool] = {}
         self._checksums = Checksums()
         self._check = GatheredCheck(checkpoint)
 
@@ -93,7 +102,7 @@ class _Transfer:
         # Only now is it known which gathered weights follow from their masters.
         for layer in layers:
             objects[layer.layer].extend(self._own_weights(layer))
-        gathered = [self._gathered(file.path, file.header, file.tensors) for file in self._checkpoint.gathered]
+        gathered = [self._gathered(pool, file.path, file.header, file.tensors) for file in self._checkpoint.gathered]
         states = [self._state(state, gathered if state.rank == 0 else []) for state in self._checkpoint.states]
         self._checksums.check(self._checkpoint.checks, self._readers.slices)
         return Content(
@@ -107,16 +116,33 @@ class _Transfer:
     def _object(self, source: ObjectSource) -> StoredObject:
         """Stage *source*, comparing it with the gathered weights as it goes by."""
         witness = self._check.witness(source, self._readers.gathered)
-        return _stored(source, self._inspected(source.slices, witness.look if witness else None))
+        return _stored(source, self._staged(source.kind, source.slices, witness.look if witness else None))
 
-    def _inspected(
-        self, slices: tuple[SliceSource, ...], witness: Callable[[SliceSource, int, memoryview], None] | None = None
+    def _staged(
+        self,
+        kind: str,
+        slices: tuple[SliceSource, ...],
+        witness: Callable[[SliceSource, int, memoryview], None] | None = None,
     ) -> Inspected:
+        """
+        Stage the object of *slices*, unless the store has it.
+
+        Which it is, is known once all bytes were seen. What is likely to be new is written as it is read;
+        what is likely to be there is read first, and once more, most likely from memory, if it is not.
+        """
         reader = self._readers.slices
-        found = inspect(slices, reader, self._checksums, witness=witness, advance=self._progress.advance)
-        if not self._writer.reuse(found.ref):
-            # Read again, most likely from memory: whether bytes are new is known only once all were seen.
-            self._writer.stage(found.ref, found.content(reader))
+        look = partial(inspect, slices, reader, self._checksums, witness=witness, advance=self._progress.advance)
+        if self._likely_known.get(kind, self._known_before):
+            found = look()
+            is_known = self._writer.reuse(found.ref)
+            if not is_known:
+                self._writer.stage(found.ref, found.content(reader))
+        else:
+            with self._writer.draft() as draft:
+                found = look(write=draft.write_at)
+                is_known = not draft.keep_as(found.ref)
+        # Frozen layers lie among others: the latest of the same kind is the best guess for the next.
+        self._likely_known[kind] = is_known
         return found
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
@@ -125,7 +151,7 @@ class _Transfer:
         slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
             source = ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices)
-            yield _stored(source, self._inspected(slices))
+            yield _stored(source, self._staged(source.kind, slices))
 
     def _version(self, layer: LayerSource, objects: list[StoredObject]) -> BlobRef:
         version = LayerVersion(
@@ -150,12 +176,18 @@ class _Transfer:
 
     # -- what is not a layer -------------------------------------------------------------------------------------
 
-    def _gathered(self, path: Path, header: bytes, tensors: Iterable[GatheredSource]) -> GatheredFile:
+    def _gathered(
+        self, pool: ThreadPoolExecutor, path: Path, header: bytes, tensors: Iterable[GatheredSource]
+    ) -> GatheredFile:
         in_layers = set(self._check.weights_to_store(self._check.parameters))
+
+        def read(tensor: GatheredSource) -> GatheredTensor:
+            return self._gathered_tensor(tensor, in_layer=tensor in in_layers)
+
         return GatheredFile(
             path=self._relative(path),
             header=header,
-            tensors=tuple(self._gathered_tensor(tensor, in_layer=tensor in in_layers) for tensor in tensors),
+            tensors=tuple(_run_all(pool, read, list(tensors))),
         )
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
@@ -210,7 +242,7 @@ class _Transfer:
     def _bytes_object(self, path: Path, offset: int, size_bytes: int) -> ObjectContent:
         """Stage a stretch of a file as an object of its own."""
         part = SliceSource(name=BYTES_KEY, state="", dtype="U8", elements=size_bytes, path=path, offset_bytes=offset)
-        found = self._inspected((part,) if size_bytes else ())
+        found = self._staged(BYTES_KEY, (part,) if size_bytes else ())
         checksum = found.tensors[0].crc32 if found.tensors else 0
         return ObjectContent(object=found.ref, size_bytes=size_bytes, crc32=checksum)
 

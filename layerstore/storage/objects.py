@@ -17,7 +17,7 @@ from layerstore.errors import DAMAGED_HINT, IntegrityError, StorageIO
 from layerstore.format.hashing import Bytes, ObjectHasher
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage.files import Files, OpenFile
+from layerstore.storage.files import Files, NewFile, OpenFile
 from layerstore.storage.layout import OBJECT_ID, Layout
 
 
@@ -172,28 +172,34 @@ class ObjectWriter:
         Raises:
             IntegrityError: *chunks* are not the bytes that *ref* names: they changed since they were hashed.
         """
-        path = self._layout.tmp / secrets.token_hex(16)
-        file = self._files.create(path)
-        try:
-            with file:
-                hasher = ObjectHasher()
-                for data in chunks:
-                    file.write_at(hasher.size_bytes, data)
-                    hasher.update(data)
-                check_hash(ref, hasher)
-                file.sync()
-        except BaseException:
-            self._files.discard(path)
-            raise
-        self._keep(StagedObject(ref=ref, path=path))
+        with self.draft() as draft:
+            hasher = ObjectHasher()
+            for data in chunks:
+                draft.write_at(hasher.size_bytes, data)
+                hasher.update(data)
+            check_hash(ref, hasher)
+            draft.keep_as(ref)
 
-    def _keep(self, staged: StagedObject) -> None:
+    @contextlib.contextmanager
+    def draft(self) -> Iterator["Draft"]:
+        """Write bytes whose name is known only afterwards; what is not kept then is removed."""
+        path = self._layout.tmp / secrets.token_hex(16)
+        with self._files.create(path, sync_ahead=True) as file:
+            draft = Draft(self, file)
+            try:
+                yield draft
+            finally:
+                if not draft.is_kept:
+                    self._files.discard(path)
+
+    def keep(self, staged: StagedObject) -> bool:
+        """Remember what a draft has written; False if another one wrote the same."""
         with self._guard:
-            if staged.ref.id not in self._staged:
-                self._staged[staged.ref.id] = staged
-                self.bytes_new += staged.ref.size_bytes
-                return
-        self._files.discard(staged.path)
+            if staged.ref.id in self._staged:
+                return False
+            self._staged[staged.ref.id] = staged
+            self.bytes_new += staged.ref.size_bytes
+            return True
 
     def put(self, data: bytes, ref: BlobRef) -> None:
         """Stage the small object *data*, unless it is there already."""
@@ -245,6 +251,24 @@ class ObjectWriter:
         for staged in self._staged.values():
             if self._files.exists(staged.path):
                 self._files.discard(staged.path)
+
+
+class Draft:
+    """Bytes on their way into the store, under no name yet."""
+
+    def __init__(self, writer: ObjectWriter, file: NewFile) -> None:
+        self._writer = writer
+        self._file = file
+        self.is_kept = False
+        self.write_at = file.write_at
+
+    def keep_as(self, ref: BlobRef) -> bool:
+        """Sync what was written and stage it as *ref*, unless the store has that; return whether it was new."""
+        if self._writer.reuse(ref):
+            return False
+        self._file.sync()
+        self.is_kept = self._writer.keep(StagedObject(ref=ref, path=self._file.path))
+        return self.is_kept
 
 
 def read_chunks(file: OpenFile) -> Iterator[memoryview]:

@@ -28,6 +28,13 @@ def round_master(data: bytes | bytearray | memoryview, *, master: str, weights: 
     return rounded.data.cast("B")
 
 
+def equal_bytes(left: memoryview, right: memoryview) -> bool:
+    """Whether both hold the same bytes; Python's own comparison looks at one byte at a time."""
+    import numpy as np
+
+    return np.array_equal(np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
+
+
 def _to_bfloat16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
     import numpy as np
 

@@ -13,12 +13,12 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench.generate import generate, generate_size
 from tests.bench.machine import limits
-from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, touch_memory
+from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, rehearse
 from tests.bench.stacks import Stacks
 from tests.bench.verbs import BARS, COPY, DURABLE_COPY, VERBS, Workplace, warm_up
 
@@ -43,18 +43,12 @@ def main() -> None:
         generate_size(source, options.gb, layout=options.layout, odd=options.odd)
         os.sync()
         place = Workplace(folder, source)
-
-        def touch() -> None:
-            touch_memory(folder, place.size_bytes)
-            place.warm()
-
-        _print_setting(folder, place, layout=options.layout, odd=options.odd)
         for verb in VERBS if options.verb == "all" else [options.verb]:
             contenders = place.contenders(verb)
-            timings = alternate(contenders, rounds=options.runs, touch=touch, tell=_tell)
+            timings = alternate(contenders, rounds=options.runs, tell=_tell)
             print("\n".join(["", *_table(timings), ""]), flush=True)
             if options.profile:
-                _print_profiles(contenders, touch)
+                _print_profiles(contenders)
         place.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,12 +89,10 @@ def _verdict(name: str, medians: dict[str, float], best: dict[str, float]) -> st
     return ""
 
 
-def _print_profiles(contenders: list[Contender], touch: Callable[[], None]) -> None:
+def _print_profiles(contenders: list[Contender]) -> None:
     for contender in contenders:
         if contender.name not in (COPY, DURABLE_COPY, "the whole command"):
-            contender.prepare()
-            os.sync()
-            touch()
+            rehearse(contender)
             with Stacks() as stacks:
                 contender.run()
             print(f"{contender.name}: {stacks.report()}\n", flush=True)

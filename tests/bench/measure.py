@@ -1,10 +1,10 @@
 """
 Time contenders against each other, in turns, on a machine that others use too.
 
-Everything is measured in one process that has done it all once before. The source is in memory for everybody
-(page cache warm). Before a run's clock starts, what the run before has written is deleted, the disk is synced,
-and as much memory is touched as the run will fill: a virtual machine may have given unused memory back to its
-host, and getting it again costs more than the copy.
+Everything is measured in one process that has done it all once before, and every run is made twice, of which the
+second counts: the source is in memory then (page cache warm), and so is the memory that the run fills. A virtual
+machine may have given what was unused back to its host, and getting it again costs more than a copy.
+In between, what was written is deleted and the disk is synced.
 """
 
 import os
@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-_CHUNK_BYTES = 1 << 20
 
 _QUIET_WAIT_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 0.2
@@ -80,26 +78,26 @@ def anonymous_bytes() -> int:
     return 0
 
 
-def alternate(
-    contenders: Sequence[Contender], *, rounds: int, touch: Callable[[], None], tell: Callable[[str], None]
-) -> dict[str, list[Timing]]:
-    """
-    Run every contender once per round, each round beginning with another one; return all runs by name.
-
-    *touch* makes sure that there is memory; it is the last thing before the clock starts.
-    """
+def alternate(contenders: Sequence[Contender], *, rounds: int, tell: Callable[[str], None]) -> dict[str, list[Timing]]:
+    """Run every contender once per round, each round beginning with another one; return all runs by name."""
     found: dict[str, list[Timing]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
         start = number % len(contenders)
         for contender in [*contenders[start:], *contenders[:start]]:
-            contender.prepare()
-            os.sync()
             wait_for_quiet()
-            touch()
+            rehearse(contender)
             found[contender.name].append(measure(contender.run))
         latest = (f"{name} {timings[-1].seconds:.2f}" for name, timings in found.items())
         tell(f"round {number + 1}: {', '.join(latest)}")
     return found
+
+
+def rehearse(contender: Contender) -> None:
+    """Make the run that does not count, and leave everything as the one that does wants to find it."""
+    contender.prepare()
+    contender.run()
+    contender.prepare()
+    os.sync()
 
 
 def measure(run: Callable[[], None]) -> Timing:
@@ -126,16 +124,6 @@ def wait_for_quiet() -> None:
         time.sleep(_QUIET_SECONDS)
         if _machine_busy_seconds() - before < _QUIET_BUSY_SHARE_MAX * _QUIET_SECONDS * (os.cpu_count() or 1):
             return
-
-
-def touch_memory(folder: Path, size_bytes: int) -> None:
-    """Fill *size_bytes* of the page cache with the zeros of a hole, and empty it again at once; no disk is involved."""
-    path, buffer = folder / "hole", bytearray(_CHUNK_BYTES)
-    with path.open("w+b", buffering=0) as file:
-        file.truncate(size_bytes)
-        while file.readinto(buffer):
-            pass
-    path.unlink()
 
 
 def median_seconds(timings: Sequence[Timing]) -> float:

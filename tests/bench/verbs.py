@@ -1,6 +1,5 @@
 """The benchmarks: what each verb is compared with, and which ratio it must keep to."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -61,11 +60,6 @@ class Workplace:
             Contender(DURABLE_COPY, self._run_durable_copy, self._clear),
         ]
         return copies + {"ingest": self._ingests, "reingest": self._reingests, "compose": self._composes}[verb]()
-
-    def warm(self) -> None:
-        """Read the source and the store: a kernel that is short of memory may have dropped parts of them."""
-        for path in (*self.source.rglob("*"), *self._store_path.rglob("objects/*/*")):
-            _read(path)
 
     def close(self) -> None:
         """Remove everything but the source."""
@@ -151,10 +145,3 @@ def warm_up(folder: Path, make_source: Callable[[Path], Path]) -> None:
             contender.run()
     tiny.close()
     shutil.rmtree(folder)
-
-
-def _read(path: Path) -> None:
-    if path.is_file():
-        with path.open("rb", buffering=0) as file:
-            while os.read(file.fileno(), 1 << 20):
-                pass
