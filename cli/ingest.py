@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.policy import Aux, Every, First, Fresh, Last, Share, described_policy
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, say_warning, shown, size
 
@@ -23,6 +24,25 @@ def ingest(
     replace: Annotated[
         bool, typer.Option("--replace", help="Hide what was saved for this step with other content.")
     ] = False,
+    policy: Annotated[
+        str,
+        typer.Option(metavar="P", help="full, parity, filter, or an installed one: only the layers due are stored."),
+    ] = "full",
+    fresh: Fresh = None,
+    first: First = None,
+    last: Last = None,
+    share: Share = None,
+    every: Every = None,
+    aux: Aux = None,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
+    ] = False,
+    resumed_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resumed-from", metavar="REF", help="The commit or pinned composite that training went on from."
+        ),
+    ] = None,
     layer_pattern: Annotated[
         str | None,
         typer.Option(metavar="REGEX", help="Finds the layer in a parameter's name, where the built-in rule does not."),
@@ -45,13 +65,15 @@ def ingest(
     \b
     Examples:
       layerstore ingest out/checkpoint-200 --run sft
-      layerstore ingest out/checkpoint-*
+      layerstore ingest out/checkpoint-* --policy parity
       layerstore ingest run --tag global_step100 --pin best
     """
     from layerstore.errors import InvalidInput
 
     if pin is not None and len(checkpoints) > 1:
         raise InvalidInput(f"--pin {pin} was given with {len(checkpoints)} checkpoints: a pin means one commit")
+    settings = {"fresh": fresh, "first": first, "last": last, "share": share, "every": every, "aux": aux}
+    chosen = described_policy(policy, settings)
     saved: list[Ingested] = []
     try:
         with opened(store) as opened_store:
@@ -65,6 +87,10 @@ def ingest(
                         layer_pattern=layer_pattern,
                         allowed_globals=allow_global or (),
                         follow=follow,
+                        policy=chosen,
+                        # Only the first of several can have gone back: the others go on from it.
+                        rollback=rollback and not saved,
+                        resumed_from=None if saved else resumed_from,
                         pin=pin,
                         progress=progress,
                     )
@@ -93,8 +119,11 @@ def _tell(ingested: "Ingested", *, as_json: bool) -> None:
         say(f"already saved: {name}; {healed or 'nothing was written'}")
         return
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
+    layers = counted(len(ingested.layers_saved), "layer")
+    if len(ingested.layers_saved) < len(ingested.layers):
+        layers += f" of {len(ingested.layers)}"
     say(
-        f"saved {name}: {counted(len(ingested.layers), 'layer')}, {size(ingested.bytes_new)} new, "
+        f"saved {name}: {layers}, {size(ingested.bytes_new)} new, "
         f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s, from {shown(ingested.source)}"
     )
 
@@ -106,6 +135,8 @@ def _fields(ingested: "Ingested") -> dict[str, object]:
         "commit": ingested.commit,
         "is_new": ingested.is_new,
         "layers": len(ingested.layers),
+        "layers_saved": len(ingested.layers_saved),
+        "attempt": ingested.attempt,
         "objects_new": ingested.objects_new,
         "objects_reused": ingested.objects_reused,
         "bytes_new": ingested.bytes_new,

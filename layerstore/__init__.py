@@ -1,30 +1,37 @@
 """layerstore: a layer-versioned, content-addressed checkpoint store for DeepSpeed ZeRO-3."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from layerstore import errors
 from layerstore.errors import LayerstoreError
 
 if TYPE_CHECKING:
+    from layerstore.policy import Filter, Latest, Parity
     from layerstore.store import Composite, Store, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 
-__all__ = ["Composite", "LayerstoreError", "Store", "errors", "init", "open"]
+__all__ = ["Composite", "Filter", "Latest", "LayerstoreError", "Parity", "Store", "errors", "init", "open"]
 __version__ = "0.1.0"
 
 # Loaded at first use: the store brings numpy and lmdb along, which ``layerstore --help`` need not wait for.
-_FROM_STORE = {"Composite": "Composite", "Store": "Store", "init": "init", "open": "open_store"}
+_HOMES = {
+    "Composite": ("store", "Composite"),
+    "Store": ("store", "Store"),
+    "init": ("store", "init"),
+    "open": ("store", "open_store"),
+    **{policy: ("policy", policy) for policy in ("Filter", "Latest", "Parity")},
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _FROM_STORE:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from layerstore import store
-
-    value: object = getattr(store, _FROM_STORE[name])
+    module, own_name = _HOMES[name]
+    value: object = getattr(import_module(f"layerstore.{module}"), own_name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FROM_STORE})
+    return sorted({*globals(), *_HOMES})

@@ -18,14 +18,18 @@ from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
 from layerstore.ops import verify as verify_verb
-from layerstore.ops.compose import Composition, Written
+from layerstore.ops.compose import Written
+from layerstore.ops.composition import Composition, as_resolved, check_members, compose_by_policy, compose_exact
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
+from layerstore.ops.staleness import Staleness, check_staleness
+from layerstore.ops.summary import summary
 from layerstore.ops.verify import Verdict
+from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.storage.files import Files, Hook, no_hook
 
 StrPath = str | os.PathLike[str]
@@ -77,6 +81,37 @@ class Composite:
     def layers(self) -> dict[str, LayerChoice]:
         """Every layer, in the model's order, and where it comes from."""
         return {entry.layer: _choice(entry) for entry in self._composition.layers}
+
+    @property
+    def staleness(self) -> Staleness:
+        """How old each layer is, seen from the base."""
+        return self._composition.staleness
+
+    @property
+    def older_than_due(self) -> tuple[str, ...]:
+        """Layers that were due where they are taken from, and were not written there: an older version stands in."""
+        return self._composition.older_than_due
+
+    def summary(self) -> dict[str, object]:
+        """Return all of this for programs, as it is written to ``layerstore.json`` beside the shards."""
+        return summary(self._composition)
+
+    def check(self, *, max_staleness: int | None = None) -> None:
+        """
+        Make sure that the layers fit together, and that none is more than *max_staleness* steps older than the base.
+
+        Raises:
+            LayoutMismatch: A layer is not of the base's parameters, shapes, types, ties or optimizer state.
+            Conflict: A layer is too old.
+        """
+        if max_staleness is not None:
+            check_staleness(self._composition.base, self.staleness, steps_max=max_staleness)
+        check_members(self._rooms, self._composition)
+
+    def pin(self, name: str) -> Pin:
+        """Keep this composite under *name*: it outlives the commits that it was made from."""
+        self.check()
+        return pin_verb.pin(self._rooms, name, as_resolved(self._composition))
 
     def ls(self) -> list[LayerLine]:
         """Return every layer with its sizes."""
@@ -160,6 +195,9 @@ class Store:
         layer_pattern: str | None = None,
         allowed_globals: Iterable[str] = (),
         follow: bool = False,
+        policy: str | Policy = "full",
+        rollback: bool = False,
+        resumed_from: str | None = None,
         pin: str | None = None,
         progress: Progress | None = None,
     ) -> Ingested:
@@ -167,6 +205,8 @@ class Store:
         Store the ZeRO-3 *checkpoint*: a folder of DeepSpeed, the HF Trainer, Accelerate or Lightning.
 
         Once this returns the commit survives a power cut. The same content a second time writes nothing.
+        Only the layers are stored that are due under *policy*; the commit inherits the others.
+        *rollback* says that training went back to an earlier step, *resumed_from* to which commit or pinned composite.
 
         Raises:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
@@ -183,6 +223,9 @@ class Store:
             layer_pattern=layer_pattern,
             allowed_globals=frozenset(allowed_globals),
             follow=follow,
+            policy=policy_named(policy) if isinstance(policy, str) else checked(policy),
+            rollback=rollback,
+            resumed_from=resumed_from,
         )
         if pin is not None:
             pin_verb.check_pin_free(self._rooms, pin, run=plan.run, step=plan.step)
@@ -191,9 +234,17 @@ class Store:
             self.pin(pin, f"{ingested.run}@{ingested.step}")
         return ingested
 
-    def compose(self, ref: str | None = None, *, policy: str = "latest") -> Composite:
-        """Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``."""
-        return Composite(self._rooms, compose_verb.plan_compose(resolve(self._rooms, ref), policy=policy))
+    def compose(self, ref: str | None = None, *, policy: str | Policy = "latest") -> Composite:
+        """
+        Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
+
+        *policy* is a name, or a policy with its settings: ``layerstore.Parity(fresh="odd")``, or an object of yours.
+        """
+        resolved = resolve(self._rooms, ref)
+        if policy == EXACT:
+            return Composite(self._rooms, compose_exact(resolved))
+        chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
+        return Composite(self._rooms, compose_by_policy(self._rooms, resolved, chosen))
 
     def log(self, run: str | None = None) -> list[LogEntry]:
         """Return the commits of *run*, or of every run by name, newest step first."""

@@ -12,28 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
-from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.assemble import Assembly
+from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.progress import Progress
-from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
-from layerstore.policy import selector
+from layerstore.ops.summary import summary, summary_bytes
 from layerstore.storage.files import mapped_errors
-from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, SHARD_STEM
+from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, SHARD_STEM, SUMMARY
 from layerstore.zero3.write import Slices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Composition:
-    """A composite before it is written: pure data."""
-
-    base: CommitRecord
-    """Supplies all that is not a layer."""
-    commit: str
-    """The base's id."""
-    policy: str
-    layers: tuple[LayerEntry, ...]
-    """The chosen version of every layer, in the model's order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +33,6 @@ class Written:
     out: Path
     bytes_written: int
     seconds: float
-
-
-def plan_compose(resolved: Resolved, *, policy: str = "latest") -> Composition:
-    """Choose a version for each layer; raises as the policy does."""
-    return Composition(
-        base=resolved.record,
-        commit=resolved.commit,
-        policy=policy,
-        layers=selector(policy)(resolved.record),
-    )
 
 
 def execute_compose(
@@ -83,7 +59,7 @@ def execute_compose(
     target = _checked_target(rooms, out, force=force)
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     base = composition.base
-    versions = [rooms.version_of(entry) for entry in composition.layers]
+    versions = check_members(rooms, composition)
     assembly = Assembly(
         rooms=rooms,
         folder=partial,
@@ -93,7 +69,7 @@ def execute_compose(
             parameter.name
             for entry, version in zip(composition.layers, versions, strict=True)
             for parameter in version.parameters
-            if (entry.origin.run, entry.origin.step) == (base.run, base.step)
+            if entry.layer in composition.own_layers
         ),
         verify=verify,
         durable=durable,
@@ -102,6 +78,7 @@ def execute_compose(
     try:
         rooms.files.make_directories(partial)
         assembly.run()
+        _write_summary(rooms, composition, partial / SUMMARY, durable=durable)
         _check_nothing_else_is_lost(rooms, target, partial, tag=base.layout.tag)
         _move_into_place(rooms, partial, target)
     except BaseException:
@@ -116,6 +93,14 @@ def execute_compose(
         bytes_written=assembly.bytes_written,
         seconds=time.monotonic() - started,
     )
+
+
+def _write_summary(rooms: Rooms, composition: Composition, path: Path, *, durable: bool) -> None:
+    with rooms.files.create(path) as file:
+        file.write_at(0, summary_bytes(summary(composition)))
+        if durable:
+            file.sync()
+            rooms.files.sync_directory(path.parent)
 
 
 # -- the target ----------------------------------------------------------------------------------------------------

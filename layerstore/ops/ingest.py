@@ -9,25 +9,28 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 
-from layerstore.errors import Conflict, NotFound, SourceCheckpoint, StorageIO
+from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, StorageIO
 from layerstore.format.records import commit_id, make_commit
 from layerstore.layers import check_name, compile_pattern
 from layerstore.model import (
     Commit,
     CommitId,
     CommitRecord,
-    Fork,
     LayerEntry,
     Observed,
     Origin,
     PolicyUse,
     SourceLayout,
 )
+from layerstore.ops.place import Place, place_beside, place_of, rows_at, saved_at, view_or_none
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.selection import layers_due
 from layerstore.ops.transfer import Content, transfer
+from layerstore.policy import Latest, Policy
 from layerstore.storage.catalog import RunView
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
@@ -44,6 +47,17 @@ class IngestPlan:
     run: str
     replace: bool
     layer_pattern: str | None
+    policy: Policy
+    """Says which layers are stored."""
+    rollback: bool
+    """Training went back to an earlier step."""
+    resumed_from: str | None
+    """The commit or composite that training went on from, if it is to open an attempt."""
+
+    @property
+    def opens_attempt(self) -> bool:
+        """Whether the commit begins another history."""
+        return self.rollback or self.resumed_from is not None
 
     @property
     def step(self) -> int:
@@ -62,6 +76,8 @@ class Ingested:
     is_new: bool
     """False where this very content was saved before: then nothing was written but what the store had lost."""
     layers: tuple[str, ...]
+    layers_saved: tuple[str, ...]
+    """Those that were due; the others are inherited."""
     objects_new: int
     objects_reused: int
     bytes_new: int
@@ -84,8 +100,13 @@ def plan_ingest(
     layer_pattern: str | None = None,
     allowed_globals: frozenset[str] = frozenset(),
     follow: bool = False,
+    policy: Policy | None = None,
+    rollback: bool = False,
+    resumed_from: str | None = None,
 ) -> IngestPlan:
     """Read what is at *path* and decide what it is; nothing is written."""
+    if rollback and resumed_from is not None:
+        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
     rooms.prepare_writing()
     pattern = compile_pattern(layer_pattern)
     found = discover(path, tag=tag, follow=follow)
@@ -97,7 +118,15 @@ def plan_ingest(
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=allowed_globals)
     if not checkpoint.layers:
         raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
-    return IngestPlan(checkpoint=checkpoint, run=name, replace=replace, layer_pattern=layer_pattern)
+    return IngestPlan(
+        checkpoint=checkpoint,
+        run=name,
+        replace=replace,
+        layer_pattern=layer_pattern,
+        policy=policy or Latest(),
+        rollback=rollback,
+        resumed_from=resumed_from,
+    )
 
 
 def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ingested:
@@ -116,12 +145,11 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         _space_explained(rooms, plan),
         ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer,
     ):
-        view = _view(rooms, plan.run)
-        content = transfer(
-            plan.checkpoint, writer, progress, known_before=view is not None and bool(_at(view, plan.step))
-        )
+        view = view_or_none(rooms, plan.run)
+        intent = _intent(rooms, plan, view)
+        content = transfer(plan.checkpoint, writer, progress, due=intent.due, known_before=bool(intent.rivals))
         check_unchanged(plan.checkpoint.found)
-        commit, is_new = _commit(rooms, plan, content, writer)
+        commit, is_new = _commit(rooms, plan, intent, content, writer)
     return Ingested(
         run=plan.run,
         step=commit.record.step,
@@ -129,6 +157,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         commit=commit.id,
         is_new=is_new,
         layers=tuple(entry.layer for entry in commit.record.layers),
+        layers_saved=tuple(entry.layer for entry in commit.record.layers if saved_at(commit.record, entry)),
         objects_new=writer.count_new,
         objects_reused=writer.count_reused,
         bytes_new=writer.bytes_new,
@@ -159,36 +188,59 @@ def _space_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Numbers:
-    """Where a commit stands in its run."""
+class _Intent:
+    """What the record will say, but for what the layers turn out to hold."""
 
-    attempt: int
-    fork: Fork | None
-    save_number: int
-    supersedes: tuple[CommitId, ...] = ()
+    place: Place
+    policy: PolicyUse
+    due: frozenset[str]
+    """The layers to be stored; the others are inherited."""
+    rivals: list[RecordRow]
+    """What stands at this step of the newest attempt already."""
 
 
-def _commit(rooms: Rooms, plan: IngestPlan, content: Content, writer: ObjectWriter) -> tuple[Commit, bool]:
-    view = _view(rooms, plan.run)
-    rivals = [] if view is None else _at(view, plan.step)
-    for rival in rivals:
-        numbers = _Numbers(
-            attempt=rival.attempt, fork=rival.fork, save_number=rival.save_number, supersedes=rival.supersedes
-        )
-        record = _record(plan, content, numbers)
+def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
+    rivals = rows_at(view, plan.step)
+    names = frozenset(layer.layer for layer in plan.checkpoint.layers)
+    if rivals and not (plan.replace or plan.opens_attempt):
+        # Most likely the same again: only by the very layers that were stored then can it be seen to be the same.
+        place, record = place_beside(rooms, rivals[0])
+        return _Intent(place=place, policy=record.policy, due=names - place.inherited.keys(), rivals=rivals)
+    place = place_of(rooms, view, step=plan.step, rivals=rivals, rollback=plan.rollback, resumed_from=plan.resumed_from)
+    if isinstance(plan.policy, Latest):
+        use = PolicyUse(name=plan.policy.name, parameters={}, decisions={})
+        return _Intent(place=place, policy=use, due=names, rivals=rivals)
+    due = layers_due(rooms, plan.checkpoint, place, plan.policy, run=plan.run)
+    use = PolicyUse(
+        name=plan.policy.name,
+        parameters=plan.policy.parameters,
+        decisions={"due": [layer.layer for layer in plan.checkpoint.layers if layer.layer in due]},
+    )
+    return _Intent(place=place, policy=use, due=due, rivals=rivals)
+
+
+def _commit(
+    rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, writer: ObjectWriter
+) -> tuple[Commit, bool]:
+    for rival in intent.rivals:
+        beside, theirs = place_beside(rooms, rival)
+        if frozenset(entry.layer for entry in theirs.layers) - beside.inherited.keys() != intent.due:
+            continue
+        record = _record(plan, content, replaced(intent, place=beside, policy=theirs.policy))
         if commit_id(record) == rival.id:
             if writer.count_new:  # objects that the store had lost: this heals it
                 _publish_healing(writer)
             commit = make_commit(record, _observed(writer))
             rooms.records.publish(commit)  # confirms the one that is there, or heals it
             return commit, False
-    if rivals and not plan.replace:
+    if intent.rivals and not (plan.replace or plan.opens_attempt):
         raise Conflict(
-            f"{plan.run}@{plan.step} is saved already, with other content (commit {rivals[0].id[:12]}); "
+            f"{plan.run}@{plan.step} is saved already, with other content (commit {intent.rivals[0].id[:12]}); "
             "nothing was changed",
-            hint="pass --replace to hide the old commit, or --run NAME if this is another run",
+            hint="--replace hides the old commit, --rollback says that training went back to an earlier step, "
+            "--run NAME that this is another run",
         )
-    record = _record(plan, content, _numbers(view, rivals))
+    record = _record(plan, content, intent)
     writer.publish()
     commit = make_commit(record, _observed(writer))
     is_new = rooms.records.publish(commit)
@@ -216,50 +268,29 @@ def _look_again(writer: ObjectWriter) -> None:
         )
 
 
-def _view(rooms: Rooms, run: str) -> RunView | None:
-    try:
-        return rooms.catalog.view(run)
-    except NotFound:
-        return None
-
-
-def _at(view: RunView, step: int) -> list[RecordRow]:
-    newest = view.attempts[-1] if view.attempts else 1
-    return [row for row in view.visible if row.step == step and row.attempt == newest]
-
-
-def _numbers(view: RunView | None, rivals: list[RecordRow]) -> _Numbers:
-    if rivals:
-        return _Numbers(
-            attempt=rivals[0].attempt,
-            fork=rivals[0].fork,
-            save_number=rivals[0].save_number,
-            supersedes=tuple(sorted(CommitId(rival.id) for rival in rivals)),
-        )
-    if view is None or not view.attempts:
-        return _Numbers(attempt=1, fork=None, save_number=0)
-    # Hidden ones too: a number is given once. What is filled in later comes later in the count.
-    own = [row for row in view.rows.values() if row.attempt == view.attempts[-1]]
-    next_number = max(row.save_number for row in own) + 1
-    return _Numbers(attempt=own[0].attempt, fork=own[0].fork, save_number=next_number)
-
-
-def _record(plan: IngestPlan, content: Content, numbers: _Numbers) -> CommitRecord:
-    origin = Origin(run=plan.run, attempt=numbers.attempt, step=plan.step, save_number=numbers.save_number)
-    found = plan.checkpoint.found
+def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord:
+    place, found = intent.place, plan.checkpoint.found
+    origin = Origin(run=plan.run, attempt=place.attempt, step=plan.step, save_number=place.save_number)
     return CommitRecord(
         run=plan.run,
-        attempt=numbers.attempt,
-        fork=numbers.fork,
+        attempt=place.attempt,
+        fork=place.fork,
         step=plan.step,
-        save_number=numbers.save_number,
+        save_number=place.save_number,
         world_size=plan.checkpoint.world_size,
         layers=tuple(
-            LayerEntry(layer=of.layer, version=version, origin=origin, optimizer_step=of.optimizer_step)
-            for of, version in zip(plan.checkpoint.layers, content.versions, strict=True)
+            LayerEntry(
+                layer=of.layer,
+                version=content.versions[of.layer],
+                origin=origin,
+                optimizer_step=of.optimizer_step,
+            )
+            if of.layer in intent.due
+            else place.inherited[of.layer]
+            for of in plan.checkpoint.layers
         ),
         states=content.states,
         layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=plan.layer_pattern),
-        policy=PolicyUse(name="full", parameters={}, decisions={}),
-        supersedes=numbers.supersedes,
+        policy=intent.policy,
+        supersedes=place.supersedes,
     )

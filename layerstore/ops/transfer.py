@@ -7,7 +7,7 @@ before this returns, so that rot is never kept under a valid hash.
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,23 +52,27 @@ Result = TypeVar("Result")
 class Content:
     """What a commit consists of, but for its numbers."""
 
-    versions: tuple[BlobRef, ...]
-    """Of every layer, in the checkpoint's order."""
+    versions: dict[str, BlobRef]
+    """Of every layer that was due."""
     states: tuple[BlobRef, ...]
     """By rank."""
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
 
 
-def transfer(checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress, *, known_before: bool) -> Content:
+def transfer(
+    checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress, *, due: Collection[str], known_before: bool
+) -> Content:
     """
-    Stage all of *checkpoint* with *writer*; *known_before* if all of it is likely to be in the store.
+    Stage the layers *due* of *checkpoint*, and all that is not a layer.
+
+    *known_before* says that the store is likely to have all of it.
 
     Raises:
         SourceCheckpoint: A byte of the source is not as it was written; *writer* publishes nothing then.
     """
     with _ThreadReaders() as readers, ThreadPoolExecutor(WORKERS_MAX) as pool:
-        return _Transfer(checkpoint, writer, progress, readers, known_before=known_before).run(pool)
+        return _Transfer(checkpoint, writer, progress, readers, due=due, known_before=known_before).run(pool)
 
 
 class _Transfer:
@@ -81,19 +85,27 @@ class _Transfer:
         progress: Progress,
         readers: "_ThreadReaders",
         *,
+        due: Collection[str],
         known_before: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._writer = writer
         self._progress = progress
         self._readers = readers
+        self._layers = [layer for layer in checkpoint.layers if layer.layer in due]
+        self._inherited = frozenset(
+            name
+            for layer in checkpoint.layers
+            if layer.layer not in due
+            for name in (*(of.name for of in layer.parameters), *(of.name for of in layer.buffers))
+        )
         self._known_before = known_before
         self._likely_known: dict[str, bool] = {}
         self._checksums = Checksums()
         self._check = GatheredCheck(checkpoint)
 
     def run(self, pool: ThreadPoolExecutor) -> Content:
-        layers = self._checkpoint.layers
+        layers = self._layers
         sources = [(layer.layer, source) for layer in layers for source in layer.objects]
         self._progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
@@ -106,7 +118,7 @@ class _Transfer:
         states = [self._state(state, gathered if state.rank == 0 else []) for state in self._checkpoint.states]
         self._checksums.check(self._checkpoint.checks, self._readers.slices)
         return Content(
-            versions=tuple(self._version(layer, objects[layer.layer]) for layer in layers),
+            versions={layer.layer: self._version(layer, objects[layer.layer]) for layer in layers},
             states=tuple(states),
             bytes_derived=self._check.bytes_derived,
         )
@@ -193,7 +205,8 @@ class _Transfer:
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
         checksum, _ = crc32_of(self._readers.gathered, tensor.file, tensor.offset_bytes, tensor.size_bytes)
-        if in_layer or self._check.is_derived(tensor):
+        # What an older version of the layer supplies is no more like these bytes than the layer is.
+        if in_layer or tensor.supplier in self._inherited or self._check.is_derived(tensor):
             is_parameter = tensor.supplier in self._check.parameters
             source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
         else:

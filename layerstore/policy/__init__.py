@@ -1,20 +1,77 @@
-"""Which version of each layer a composite takes: choices over records, without any disk."""
+"""Which layers are due at a save, and which a composite takes: choices without any disk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from importlib.metadata import entry_points
 
 from layerstore.errors import InvalidInput
-from layerstore.model import CommitRecord, LayerEntry
-from layerstore.policy.exact import exact
-from layerstore.policy.latest import latest
+from layerstore.policy.due import Policy
+from layerstore.policy.filter import Filter
+from layerstore.policy.latest import Latest
+from layerstore.policy.parity import Parity
 
-Selector = Callable[[CommitRecord], tuple[LayerEntry, ...]]
+ENTRY_POINTS = "layerstore.policies"
+"""The group in which an installed package offers its own policies: a name, and what makes the policy when called."""
 
-SELECTORS: dict[str, Selector] = {"exact": exact, "latest": latest}
+EXACT = "exact"
+"""Not a policy but a demand: every layer from this very step."""
+
+_OWN: dict[str, type[Latest | Parity | Filter]] = {"latest": Latest, "full": Latest, "parity": Parity, "filter": Filter}
 
 
-def selector(name: str) -> Selector:
-    """Return the policy called *name*."""
+def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Policy:
+    """
+    Return the policy called *name*, one of ours or an installed one, with *settings*.
+
+    Raises:
+        InvalidInput: There is none, or it has no such setting.
+    """
+    settings = settings or {}
+    make: Callable[..., object] | None = _OWN.get(name)
+    if name in _OWN:
+        _check_settings(name, settings, known=[each.name for each in fields(_OWN[name]) if each.name != "shift"])
+    else:
+        make = _installed(name)
+    if make is None:
+        raise InvalidInput(f"there is no policy {name!r}", hint=f"policies: {', '.join(sorted([EXACT, *names()]))}")
     try:
-        return SELECTORS[name]
-    except KeyError as exc:
-        raise InvalidInput(f"there is no policy {name!r}", hint=f"policies: {', '.join(sorted(SELECTORS))}") from exc
+        policy = make(**settings)
+    except TypeError as exc:
+        raise InvalidInput(f"policy {name!r} cannot be made: {exc}", hint="look at its settings") from exc
+    return checked(policy)
+
+
+def checked(policy: object) -> Policy:
+    """Return *policy* if it is one."""
+    if not isinstance(policy, Policy):
+        raise InvalidInput(
+            f"{type(policy).__name__} is no policy", hint="a policy has a name, parameters and a method due(save)"
+        )
+    return policy
+
+
+def names() -> list[str]:
+    """Return the names of all policies, installed ones included."""
+    return sorted({*_OWN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+
+
+def _check_settings(name: str, settings: Mapping[str, object], *, known: list[str]) -> None:
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        raise InvalidInput(
+            f"policy {name!r} has no setting {unknown[0]!r}",
+            hint=f"its settings: {', '.join(known)}" if known else "it has none",
+        )
+
+
+def _installed(name: str) -> Callable[..., object] | None:
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            make: Callable[..., object] = entry.load()
+        except Exception as exc:
+            raise InvalidInput(f"policy {name!r} ({entry.value}) cannot be loaded: {exc}") from exc
+        return make
+    return None
+
+
+__all__ = ["EXACT", "Filter", "Latest", "Parity", "Policy", "checked", "names", "policy_named"]

@@ -1,8 +1,24 @@
-"""``latest``: the commit's own layers, each as new as the commit has it."""
+"""``latest``, also called ``full``: every layer at every save, so that a composite has its base's own layers."""
 
-from layerstore.model import CommitRecord, LayerEntry
+from dataclasses import dataclass
+from typing import ClassVar
+
+from layerstore.policy.due import Save
+from layerstore.tree import Tree
 
 
-def latest(record: CommitRecord) -> tuple[LayerEntry, ...]:
-    """Return every layer as *record* has it: saved there, or inherited."""
-    return record.layers
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """Everything is due."""
+
+    name: ClassVar[str] = "full"
+    by_number: ClassVar[bool] = True
+
+    @property
+    def parameters(self) -> dict[Tree, Tree]:
+        """None."""
+        return {}
+
+    def due(self, save: Save) -> frozenset[str]:
+        """Return every layer."""
+        return frozenset(save.layers)

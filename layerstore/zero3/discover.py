@@ -18,6 +18,8 @@ from layerstore.zero3.sourcefile import read_source_file, stat_source
 
 LATEST = "latest"
 LATEST_BYTES_MAX = 4096
+# What compose leaves beside the shards: it tells of that composite alone, and is no part of any checkpoint.
+SUMMARY = "layerstore.json"
 SHARD_STEM = re.compile(
     r"(?P<prefix>bf16_)?zero_pp_rank_(?P<rank>0|[1-9][0-9]{0,6})_mp_rank_(?P<mp>[0-9]{2,4})_(?P<what>model|optim)_states"
 )
@@ -366,7 +368,7 @@ def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[s
         return
     for file in _walk(folder, folder, follow, notes):
         top = file.relative_to(folder).parts[0]
-        if file != folder / LATEST and (top == tag or not _is_tag_folder(folder / top)):
+        if file not in {folder / LATEST, folder / SUMMARY} and (top == tag or not _is_tag_folder(folder / top)):
             yield file
 
 

@@ -1,0 +1,199 @@
+"""
+What a composite consists of: a version for each layer, and the base commit that supplies all else.
+
+Pure data until it is written. Which layer comes from where is a policy's or a recipe's word;
+whether they fit together is checked here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from layerstore.errors import LayoutMismatch
+from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion, PolicyUse
+from layerstore.ops.history import PastSave, saves_from
+from layerstore.ops.refs import Resolved
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.staleness import Staleness, staleness_of
+from layerstore.policy import EXACT, Latest, Policy
+from layerstore.policy.due import anchored
+from layerstore.policy.replay import replay
+from layerstore.tree import Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """A composite before it is written: pure data."""
+
+    base: CommitRecord
+    """Supplies all that is not a layer."""
+    commit: str
+    """The base's id."""
+    time_ns: int
+    """When the base was written."""
+    policy: str
+    parameters: dict[Tree, Tree]
+    """The policy's settings."""
+    layers: tuple[LayerEntry, ...]
+    """The chosen version of every layer, in the model's order."""
+    older_than_due: tuple[str, ...] = ()
+    """Layers that were due at the save they are taken from but not written there: what it had inherited is used."""
+
+    @property
+    def staleness(self) -> Staleness:
+        """How old each layer is, seen from the base."""
+        return staleness_of(self.base, self.layers)
+
+    @property
+    def own_layers(self) -> frozenset[str]:
+        """The layers that the base itself saved."""
+        base = self.base
+        own = (base.run, base.attempt, base.step)
+        origins = ((entry.layer, entry.origin) for entry in self.layers)
+        return frozenset(layer for layer, of in origins if (of.run, of.attempt, of.step) == own)
+
+
+def compose_latest(resolved: Resolved, *, policy: str = "latest") -> Composition:
+    """Take the commit's own layers, each as new as the commit has it."""
+    return Composition(
+        base=resolved.record,
+        commit=resolved.commit,
+        time_ns=resolved.time_ns,
+        policy=policy,
+        parameters={},
+        layers=resolved.record.layers,
+    )
+
+
+def compose_exact(resolved: Resolved) -> Composition:
+    """
+    Take every layer from this very step.
+
+    Raises:
+        LayoutMismatch: Some layers were not saved at this step; the message names one.
+    """
+    record = resolved.record
+    older = [entry for entry in record.layers if (entry.origin.run, entry.origin.step) != (record.run, record.step)]
+    if older:
+        first = older[0]
+        raise LayoutMismatch(
+            f"{len(older)} of {len(record.layers)} layers were not saved at {record.run}@{record.step}: "
+            f"{first.layer} is from {first.origin.run}@{first.origin.step}",
+            hint="--policy latest takes each layer's newest version",
+        )
+    return compose_latest(resolved, policy=EXACT)
+
+
+def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Composition:
+    """Take each layer from its newest save, up to the base, at which it was due under *policy*."""
+    if isinstance(policy, Latest):
+        return compose_latest(resolved)
+    base = resolved.record
+    looked_at: list[PastSave] = []
+
+    def history() -> Iterator[PastSave]:
+        for save in saves_from(rooms, base):
+            looked_at.append(save)
+            yield save
+
+    picks = replay(anchored(policy, base.save_number), history())
+    saves = {
+        position: {entry.layer: entry for entry in looked_at[position].record.layers} for position in picks.values()
+    }
+    layers = tuple(saves[picks[entry.layer]][entry.layer] for entry in base.layers)
+    return Composition(
+        base=base,
+        commit=resolved.commit,
+        time_ns=resolved.time_ns,
+        policy=policy.name,
+        parameters=policy.parameters,
+        layers=layers,
+        older_than_due=tuple(
+            entry.layer for entry in layers if entry.origin.step != looked_at[picks[entry.layer]].record.step
+        ),
+    )
+
+
+def as_resolved(composition: Composition) -> Resolved:
+    """Return *composition* as the commit that it would be: its base, with its own layers."""
+    base = composition.base
+    return Resolved(
+        record=replace(
+            base,
+            layers=composition.layers,
+            policy=PolicyUse(
+                name=composition.policy,
+                parameters=composition.parameters,
+                decisions={},
+            ),
+        ),
+        commit=composition.commit,
+        pin=None,
+        time_ns=composition.time_ns,
+    )
+
+
+# -- whether they fit together -------------------------------------------------------------------------------------
+
+
+def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
+    """
+    Return the chosen version of every layer.
+
+    Raises:
+        LayoutMismatch: A version is not of the same parameters and buffers as the base's, or has no optimizer state
+            where that has (or has, where it has none).
+    """
+    versions = [rooms.version_of(entry) for entry in composition.layers]
+    own = {entry.layer: entry for entry in composition.base.layers}
+    for entry, version in zip(composition.layers, versions, strict=True):
+        if own[entry.layer].version != entry.version:
+            difference = _difference(rooms.version_of(own[entry.layer]), version)
+            if difference is not None:
+                base = composition.base
+                raise LayoutMismatch(
+                    f"{entry.layer} of {entry.origin.run}@{entry.origin.step} does not fit "
+                    f"{base.run}@{base.step}: {difference}",
+                    hint="take this layer from a save of the same model and optimizer",
+                )
+    return versions
+
+
+def _difference(base: LayerVersion, other: LayerVersion) -> str | None:
+    for what, ours, theirs in (
+        ("parameter", base.parameters, other.parameters),
+        ("buffer", base.buffers, other.buffers),
+    ):
+        found = _named_difference(what, {each.name: each for each in ours}, {each.name: each for each in theirs})
+        if found is not None:
+            return found
+    missing = sorted(_optimizer_states(base) ^ _optimizer_states(other))
+    if missing:
+        name, state = missing[0]
+        has_it = "only the base has" if missing[0] in _optimizer_states(base) else "the base has no"
+        return f"{has_it} the optimizer state {state!r} of {name!r}"
+    return None
+
+
+def _named_difference(what: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        return f"{what} {name!r} is {'missing' if name in ours else 'not in the base'}"
+    for name, mine in ours.items():
+        if mine != theirs[name]:
+            return f"{what} {name!r} is {_facts(theirs[name])}, in the base {_facts(mine)}"
+    return None
+
+
+def _facts(item: object) -> str:
+    shape = "×".join(map(str, getattr(item, "shape", ()))) or "a scalar"
+    aliases: Sequence[str] = getattr(item, "aliases", ())
+    tied = f", tied with {', '.join(aliases)}" if aliases else ""
+    return f"{getattr(item, 'dtype', '')} {shape}{', frozen' if getattr(item, 'frozen', False) else ''}{tied}"
+
+
+def _optimizer_states(version: LayerVersion) -> set[tuple[str, str]]:
+    return {
+        (tensor.name, tensor.state)
+        for stored in version.objects
+        if stored.kind is Kind.OPTIMIZER
+        for tensor in stored.tensors
+    }

@@ -1,0 +1,148 @@
+"""
+Where a new commit stands in its run: its attempt and number, and what it inherits if it does not save everything.
+
+Nothing is written here. The caller holds the run's lock.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from layerstore.errors import InvalidInput, NotFound
+from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry
+from layerstore.ops.history import saves_below
+from layerstore.ops.refs import resolve
+from layerstore.ops.rooms import Rooms
+from layerstore.storage.catalog import RunView
+from layerstore.storage.manifest import RecordRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a commit stands."""
+
+    attempt: int
+    fork: Fork | None
+    save_number: int
+    inherited: Mapping[str, LayerEntry]
+    """What its history has of every layer; empty where nothing lies before it."""
+    unseen: tuple[int, ...] = ()
+    """Numbers of saves since then that never became visible, or were dropped."""
+    supersedes: tuple[CommitId, ...] = ()
+
+
+def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, CommitRecord]:
+    """Return the place of *rival*, for a commit that may turn out to be the same, and its record."""
+    record = rooms.catalog.commit(rival.name).record
+    return (
+        Place(
+            attempt=record.attempt,
+            fork=record.fork,
+            save_number=record.save_number,
+            inherited={entry.layer: entry for entry in record.layers if not saved_at(record, entry)},
+            supersedes=record.supersedes,
+        ),
+        record,
+    )
+
+
+def saved_at(record: CommitRecord, entry: LayerEntry) -> bool:
+    """Whether *entry* of *record* was saved there, and not inherited."""
+    origin = entry.origin
+    return (origin.run, origin.attempt, origin.step) == (record.run, record.attempt, record.step)
+
+
+def place_of(
+    rooms: Rooms, view: RunView | None, *, step: int, rivals: list[RecordRow], rollback: bool, resumed_from: str | None
+) -> Place:
+    """
+    Return where a new commit at *step* goes: into the newest attempt, or into one that it opens.
+
+    Raises:
+        InvalidInput: It says that training went back, and it did not.
+    """
+    if resumed_from is not None:
+        return _resumed(rooms, view, step=step, ref=resumed_from)
+    if view is None or not view.attempts:
+        return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited={})
+    attempt = view.attempts[-1]
+    before = next(saves_below(rooms, view, attempt=attempt, step=step), None)
+    if rollback:
+        return _after_rollback(view, step=step, before=None if before is None else before.record)
+    own = [row for row in view.rows.values() if row.attempt == attempt]
+    # Hidden ones count too: a number is given once. What is filled in later comes later in the count.
+    number = rivals[0].save_number if rivals else 1 + max(row.save_number for row in own)
+    return Place(
+        attempt=attempt,
+        fork=own[0].fork,
+        save_number=number,
+        inherited={} if before is None else {entry.layer: entry for entry in before.record.layers},
+        unseen=() if before is None else _unseen(view, before.save_number, number),
+        supersedes=tuple(sorted(CommitId(rival.id) for rival in rivals)),
+    )
+
+
+def _newest_number(view: RunView | None) -> int:
+    return 0 if view is None else max((row.attempt for row in view.rows.values()), default=0)
+
+
+def _unseen(view: RunView, before: int, number: int) -> tuple[int, ...]:
+    visible = {row.save_number for row in view.visible}
+    return tuple(between for between in range(before + 1, number) if between not in visible)
+
+
+def _after_rollback(view: RunView, *, step: int, before: CommitRecord | None) -> Place:
+    tip = max(row.step for row in view.visible if row.attempt == view.attempts[-1])
+    if step > tip:
+        raise InvalidInput(
+            f"--rollback: step {step} is after {view.run}@{tip}, the newest: training did not go back",
+            hint="leave --rollback out",
+        )
+    return Place(
+        attempt=1 + _newest_number(view),
+        fork=None if before is None else Fork(attempt=view.attempts[-1], step=before.step),
+        save_number=0 if before is None else before.save_number + 1,
+        inherited={} if before is None else {entry.layer: entry for entry in before.layers},
+    )
+
+
+def _resumed(rooms: Rooms, view: RunView | None, *, step: int, ref: str) -> Place:
+    """Open an attempt that inherits what training was resumed from: a composite's own layers, not its base's."""
+    record = resolve(rooms, ref).record
+    if view is None or record.run != view.run:
+        if view is not None and view.attempts:
+            raise InvalidInput(
+                f"--resumed-from {ref} is of run {record.run!r}, and {view.run!r} has commits already",
+                hint="only a new run can begin from another one's commit",
+            )
+        return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited=_by_layer(record))
+    if step <= record.step:
+        raise InvalidInput(
+            f"--resumed-from {ref} is step {record.step}, and the checkpoint is of step {step}: not after it",
+            hint="name the commit or composite that training went on from",
+        )
+    return Place(
+        attempt=1 + _newest_number(view),
+        fork=Fork(attempt=record.attempt, step=record.step),
+        save_number=record.save_number + 1,
+        inherited=_by_layer(record),
+    )
+
+
+def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
+    return {entry.layer: entry for entry in record.layers}
+
+
+def rows_at(view: RunView | None, step: int) -> list[RecordRow]:
+    """Return the visible commits of *step* in the newest attempt."""
+    if view is None:
+        return []
+    newest = view.attempts[-1] if view.attempts else 1
+    return [row for row in view.visible if row.step == step and row.attempt == newest]
+
+
+def view_or_none(rooms: Rooms, run: str) -> RunView | None:
+    """Return what *run* holds; None where it holds nothing yet."""
+    try:
+        return rooms.catalog.view(run)
+    except NotFound:
+        return None

@@ -1,0 +1,59 @@
+"""Which layers of a checkpoint are stored: those that are due, and those that nothing can stand in for."""
+
+from layerstore.model import Kind, LayerEntry, LayerVersion
+from layerstore.ops.place import Place
+from layerstore.ops.rooms import Rooms
+from layerstore.policy import Policy
+from layerstore.policy.due import Save, anchored, due_since
+from layerstore.zero3.checkpoint import Checkpoint, LayerSource
+
+
+def layers_due(rooms: Rooms, checkpoint: Checkpoint, place: Place, policy: Policy, *, run: str) -> frozenset[str]:
+    """
+    Return the layers to be stored.
+
+    Everything where the history has no complete save yet; else what *policy* says, together with every layer
+    that has changed its shape since, or that the optimizer has updated for the first time.
+    """
+    names = tuple(layer.layer for layer in checkpoint.layers)
+    save = Save(number=place.save_number, layers=names, ages=_ages(place, run))
+    due = due_since(anchored(policy, 0), save, unseen=place.unseen)
+    return due | {
+        layer.layer
+        for layer in checkpoint.layers
+        if layer.layer not in due and not _can_inherit(rooms, layer, place.inherited.get(layer.layer))
+    }
+
+
+def _ages(place: Place, run: str) -> dict[str, int]:
+    return {
+        layer: place.save_number - entry.origin.save_number
+        for layer, entry in place.inherited.items()
+        if entry.origin.run == run
+    }
+
+
+def _can_inherit(rooms: Rooms, layer: LayerSource, entry: LayerEntry | None) -> bool:
+    if entry is None or (layer.optimizer_step is not None and entry.optimizer_step is None):
+        return False
+    version = rooms.version_of(entry)
+    return (
+        version.parameters == layer.parameters
+        and version.buffers == layer.buffers
+        and _stored_states(version) == _source_states(layer)
+    )
+
+
+def _stored_states(version: LayerVersion) -> set[tuple[str, str]]:
+    return {
+        (tensor.name, tensor.state)
+        for stored in version.objects
+        if stored.kind is Kind.OPTIMIZER
+        for tensor in stored.tensors
+    }
+
+
+def _source_states(layer: LayerSource) -> set[tuple[str, str]]:
+    return {
+        (part.name, part.state) for source in layer.objects if source.kind is Kind.OPTIMIZER for part in source.slices
+    }

@@ -1,0 +1,81 @@
+"""How old the layers of a composite are, seen from its base."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerstore.errors import Conflict
+from layerstore.model import CommitRecord, LayerEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAge:
+    """How much older than the base one layer is."""
+
+    layer: str
+    run: str
+    step: int
+    """At which it was saved."""
+    steps: int | None
+    """Steps before the base; negative where it is newer, None where it comes from another run."""
+    saves: int | None
+    """Saves before the base, likewise."""
+    optimizer_step: int | None
+    """How many updates the optimizer had made to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """A composite's report of what was mixed."""
+
+    layers: tuple[LayerAge, ...]
+    """In the model's order."""
+
+    @property
+    def oldest(self) -> LayerAge:
+        """The layer that is most steps behind the base; one of unknown age counts as older than all."""
+        return max(self.layers, key=lambda age: float("inf") if age.steps is None else age.steps)
+
+    @property
+    def optimizer_steps(self) -> dict[int, int]:
+        """The optimizer's counts that are mixed, and how many layers have each."""
+        counts = Counter(age.optimizer_step for age in self.layers if age.optimizer_step is not None)
+        return dict(sorted(counts.items()))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether not all layers are of one save."""
+        return len({(age.run, age.step) for age in self.layers}) > 1
+
+
+def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
+    """Compare *layers* with the commit they are put on."""
+    return Staleness(layers=tuple(_age(base, entry) for entry in layers))
+
+
+def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
+    origin = entry.origin
+    is_own = origin.run == base.run
+    return LayerAge(
+        layer=entry.layer,
+        run=origin.run,
+        step=origin.step,
+        steps=base.step - origin.step if is_own else None,
+        saves=base.save_number - origin.save_number if is_own else None,
+        optimizer_step=entry.optimizer_step,
+    )
+
+
+def check_staleness(base: CommitRecord, staleness: Staleness, *, steps_max: int) -> None:
+    """Raise Conflict if a layer is more than *steps_max* steps older than *base*, or of unknown age."""
+    oldest = staleness.oldest
+    if oldest.steps is not None and oldest.steps <= steps_max:
+        return
+    if oldest.steps is None:
+        found = f"is from {oldest.run}@{oldest.step}, another run, so that its age is not known"
+    else:
+        found = f"is from step {oldest.step}, {oldest.steps} steps before"
+    raise Conflict(
+        f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {steps_max} steps old",
+        hint="allow more with --max-staleness, or compose another step; --dry-run shows every layer's age",
+    )

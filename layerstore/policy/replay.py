@@ -1,0 +1,113 @@
+"""
+A policy over a history of saves: which save each layer of a composite comes from.
+
+Each layer comes from its newest save at which it was due. So a composite over full checkpoints has the versions
+that ``latest`` gives over a history that was saved under the same policy.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from layerstore.policy.due import Policy, Save, due_since
+
+
+class PastSave(Protocol):
+    """A save of the past, as its record tells."""
+
+    @property
+    def save_number(self) -> int:
+        """Its number."""
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Every layer, in the model's order."""
+
+    @property
+    def counted(self) -> Sequence[bool]:
+        """Of every layer, whether the optimizer had counted an update of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One save of the history, and the numbers of the saves before it that came to nothing."""
+
+    position: int
+    save: PastSave
+    unseen: Sequence[int]
+
+
+def replay(policy: Policy, history: Iterable[PastSave]) -> dict[str, int]:
+    """
+    Return for every layer of the base, the first of *history*, the position of the save that it comes from.
+
+    *history* is newest first, and read no further than needed. A save is full where nothing complete lies before it:
+    with nothing at all before it, or only saves from before the optimizer's first update.
+    """
+    steps = _with_gaps(history)
+    if getattr(policy, "by_number", False):
+        return _newest_due(policy, steps)
+    return _forward(policy, list(steps))
+
+
+def _with_gaps(history: Iterable[PastSave]) -> Iterator[_Step]:
+    """Yield every save with the numbers that are missing between it and the one before."""
+    seen: set[int] = set()
+    current: _Step | None = None
+    for position, save in enumerate(history):
+        if current is not None:
+            yield _Step(current.position, current.save, _missing(save.save_number, current.save.save_number, seen))
+        current = _Step(position, save, ())
+        seen.add(save.save_number)
+    if current is not None:
+        yield current
+
+
+def _missing(before: int, number: int, seen: set[int]) -> list[int]:
+    # A step that was filled in later has a larger number than those above it: it is no gap.
+    return [between for between in range(before + 1, number) if between not in seen]
+
+
+def _newest_due(policy: Policy, steps: Iterator[_Step]) -> dict[str, int]:
+    """Walk back from the base until every layer has its save."""
+    found: dict[str, int] = {}
+    waiting: dict[str, int] = {}
+    """Layers still to be found, with the oldest complete save seen."""
+    needs_count: set[str] = set()
+    for step in steps:
+        counted = dict(zip(step.save.layer_names, step.save.counted, strict=True))
+        if step.position == 0:
+            waiting = dict.fromkeys(step.save.layer_names, 0)
+            needs_count = {layer for layer, is_counted in counted.items() if is_counted}
+        for layer in [layer for layer in waiting if layer not in counted or counted[layer] < (layer in needs_count)]:
+            found[layer] = waiting.pop(layer)
+        for layer in waiting:
+            waiting[layer] = step.position
+        save = Save(number=step.save.save_number, layers=step.save.layer_names, ages={})
+        for layer in due_since(policy, save, unseen=step.unseen) & waiting.keys():
+            found[layer] = waiting.pop(layer)
+        if not waiting:
+            break
+    return found | waiting
+
+
+def _forward(policy: Policy, steps: list[_Step]) -> dict[str, int]:
+    """Ask a policy that looks at ages, from the first save on."""
+    base = steps[0].save
+    needs_count = {layer for layer, is_counted in zip(base.layer_names, base.counted, strict=True) if is_counted}
+    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
+    for step in reversed(steps):
+        number, layers = step.save.save_number, step.save.layer_names
+        counted = dict(zip(layers, step.save.counted, strict=True))
+        save = Save(
+            number=number,
+            layers=layers,
+            ages={layer: number - numbers[layer] for layer in layers if layer in numbers},
+        )
+        # What was saved before the optimizer's first update is no base for what comes after.
+        full = {layer for layer in layers if layer not in numbers}
+        for layer in due_since(policy, save, unseen=step.unseen) | full:
+            if counted[layer] >= (layer in needs_count):
+                found[layer], numbers[layer] = step.position, number
+    return {layer: found[layer] for layer in base.layer_names}
