@@ -90,6 +90,31 @@ def round_trip_hugging_face(
     write_composite(store, scenario.name, scenario.checkpoint(target, step=RESUME_STEP))
 
 
+def mix_scenarios(trained: Path, store: layerstore.Store, target: Path) -> Composites:
+    """Ingest what ``training.py`` left, and compose each scenario's last save under every policy."""
+    composites = Composites(target)
+    for scenario in SCENARIOS:
+        composites.attempt(scenario.name, partial(mix, scenario, trained, store, target))
+    return composites
+
+
+def mix(scenario: Scenario, trained: Path, store: layerstore.Store, target: Path) -> None:
+    """Ingest both checkpoints of *scenario* and compose them into one under every policy."""
+    for step in SAVE_STEPS:
+        store.ingest(scenario.save_dir(trained, step=step), run=scenario.name, tag=scenario.tag(step=step))
+    for policy, chosen in MIXED.items():
+        out = scenario.save_dir(target / policy, step=SAVE_STEPS[-1])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        store.compose(scenario.name, policy=chosen).write(out)
+
+
+MIXED: dict[str, layerstore.Parity | layerstore.Filter] = {
+    "parity": layerstore.Parity(),
+    "filter": layerstore.Filter(first=1, last=0),
+}
+"""By the names in ``POLICIES``; of two saves the second is no turn of the filter, so that the rest is of the first."""
+
+
 def write_composite(store: layerstore.Store, run: str, out: Path) -> None:
     """Write *run*'s checkpoint of the step to resume from into the new folder *out*."""
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from tests.zero3.composites import Composites, compose_hugging_face, compose_scenarios
+from tests.zero3.composites import Composites, compose_hugging_face, compose_scenarios, mix_scenarios
 from tests.zero3.launch import Launch, cached_launch
 
 
@@ -45,6 +45,24 @@ def composed_hugging_face(trained_hugging_face: Launch, tmp_path_factory: pytest
     """Return a composite of each Trainer and Accelerate checkpoint, all from one store."""
     store = layerstore.init(tmp_path_factory.mktemp("zero3") / "store")
     return compose_hugging_face(trained_hugging_face.root, store, tmp_path_factory.mktemp("composed"))
+
+
+@pytest.fixture(scope="session")
+def mixed_store(tmp_path_factory: pytest.TempPathFactory) -> layerstore.Store:
+    """Return the store that the mixed composites are made from."""
+    return layerstore.init(tmp_path_factory.mktemp("zero3") / "store")
+
+
+@pytest.fixture(scope="session")
+def mixed(trained: Launch, mixed_store: layerstore.Store, tmp_path_factory: pytest.TempPathFactory) -> Composites:
+    """Return composites of both saves of each scenario, one under each policy."""
+    return mix_scenarios(trained.root, mixed_store, tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.fixture(scope="session")
+def went_on(launch_cache: Path, mixed: Composites) -> Launch:
+    """Return what DeepSpeed made of the mixed composites."""
+    return cached_launch(launch_cache, "mixed", resume_from=mixed.root, names=mixed.some_names())
 
 
 @pytest.fixture(scope="session")

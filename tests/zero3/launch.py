@@ -45,6 +45,7 @@ SOURCES = (
     "poke.py",
     "compare.py",
     "training.py",
+    "mixed.py",
     "trainer.py",
 )
 LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "safetensors")

@@ -21,6 +21,9 @@ SAVE_STEPS = (2, 4)
 
 RESUME_STEP = SAVE_STEPS[0]
 
+POLICIES = ("parity", "filter")
+"""Of the composites that mix both saves."""
+
 Model = Literal["llama", "tied_llama", "odd", "empty_parameter", "norm_statistics"]
 Grouping = Literal["single", "decay", "blocks_first", "auxiliary_first"]
 Precision = Literal["bf16", "fp16", "fp32", "autocast"]
