@@ -52,15 +52,17 @@ class Composition:
         return frozenset(layer for layer, of in origins if (of.run, of.attempt, of.step) == own)
 
 
-def compose_latest(resolved: Resolved, *, policy: str = "latest") -> Composition:
-    """Take the commit's own layers, each as new as the commit has it."""
+def compose_latest(resolved: Resolved) -> Composition:
+    """Take the commit's own layers, each as new as the commit has it; of a pinned composite those that were chosen."""
+    record = resolved.record
+    is_chosen = resolved.pin is not None and record.policy.name != Latest.name
     return Composition(
-        base=resolved.record,
+        base=record,
         commit=resolved.commit,
         time_ns=resolved.time_ns,
-        policy=policy,
-        parameters={},
-        layers=resolved.record.layers,
+        policy=record.policy.name if is_chosen else "latest",
+        parameters=record.policy.parameters if is_chosen else {},
+        layers=record.layers,
     )
 
 
@@ -80,7 +82,7 @@ def compose_exact(resolved: Resolved) -> Composition:
             f"{first.layer} is from {first.origin.run}@{first.origin.step}",
             hint="--policy latest takes each layer's newest version",
         )
-    return compose_latest(resolved, policy=EXACT)
+    return replace(compose_latest(resolved), policy=EXACT, parameters={})
 
 
 def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Composition:

@@ -1,0 +1,321 @@
+"""What each policy says is due, and what a composite of a history is made of."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore import policy as policies
+from layerstore.errors import InvalidInput
+from layerstore.policy import Filter, Latest, Parity, Policy, policy_named
+from layerstore.policy.anatomy import anatomy, norms
+from layerstore.policy.due import Save, anchored
+from layerstore.policy.replay import replay
+from layerstore.tree import Tree
+
+LLAMA = ("model.embed_tokens", *(f"model.layers.{index}" for index in range(8)), "model.norm", "lm_head")
+GPT2 = ("transformer.wte", "transformer.wpe", *(f"transformer.h.{index}" for index in range(4)), "transformer.ln_f")
+T5 = (
+    "shared",
+    *(f"encoder.block.{index}" for index in range(3)),
+    "encoder.final_layer_norm",
+    *(f"decoder.block.{index}" for index in range(3)),
+    "decoder.final_layer_norm",
+    "lm_head",
+)
+
+
+def save(number: int, layers: tuple[str, ...] = LLAMA) -> Save:
+    """Return the save *number* of a model."""
+    return Save(number=number, layers=layers, ages={})
+
+
+def blocks(*indices: int) -> set[str]:
+    """Return blocks of the Llama."""
+    return {f"model.layers.{index}" for index in indices}
+
+
+# -- anatomy -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "stacks", "input_side", "output_side"),
+    [
+        (LLAMA, 1, ("model.embed_tokens",), ("model.norm", "lm_head")),
+        (GPT2, 1, ("transformer.wte", "transformer.wpe"), ("transformer.ln_f",)),
+        (T5, 2, ("shared",), ("encoder.final_layer_norm", "decoder.final_layer_norm", "lm_head")),
+        (("only", "auxiliary"), 0, ("only", "auxiliary"), ()),
+    ],
+)
+def test_a_model_is_taken_apart_by_names_and_order(
+    layers: tuple[str, ...], stacks: int, input_side: tuple[str, ...], output_side: tuple[str, ...]
+) -> None:
+    """Any architecture: stacks of blocks, what lies before them and what after."""
+    parts = anatomy(layers)
+
+    assert len(parts.stacks) == stacks
+    assert (parts.input_side, parts.output_side) == (input_side, output_side)
+    assert {*parts.blocks, *parts.auxiliary} == set(layers)
+
+
+@pytest.mark.parametrize("name", ["model.norm", "ln_f", "encoder.final_layer_norm", "norm_f", "ln_post", "layernorm"])
+def test_norms_are_known_by_name(name: str) -> None:
+    """Whatever an architecture calls them."""
+    assert norms([name, "lm_head", "embed_tokens", "linear"]) == {name}
+
+
+# -- parity --------------------------------------------------------------------------------------------------------
+
+
+def test_parity_takes_turns() -> None:
+    """Even blocks go with norm and head, odd ones with the embeddings."""
+    assert Parity().due(save(4)) == blocks(0, 2, 4, 6) | {"model.norm", "lm_head"}
+    assert Parity().due(save(7)) == blocks(1, 3, 5, 7) | {"model.embed_tokens"}
+
+
+@given(number=st.integers(0, 1000), fresh=st.sampled_from(["even", "odd"]))
+def test_the_base_supplies_the_half_that_is_to_be_fresh(number: int, fresh: Any) -> None:
+    """Whatever number the base has."""
+    due = anchored(Parity(fresh=fresh), number).due(save(number))
+
+    assert ("model.layers.0" in due) == (fresh == "even")
+    assert {*due, *anchored(Parity(fresh=fresh), number).due(save(number + 1))} == set(LLAMA)
+
+
+@given(number=st.integers(0, 1000), layers=st.sampled_from([LLAMA, GPT2, T5]))
+def test_two_saves_of_parity_hold_everything_once(number: int, layers: tuple[str, ...]) -> None:
+    """Nothing is left out and nothing is saved twice."""
+    first, second = Parity().due(save(number, layers)), Parity().due(save(number + 1, layers))
+
+    assert first | second == set(layers)
+    assert not first & second
+
+
+# -- filter --------------------------------------------------------------------------------------------------------
+
+
+def test_filter_always_takes_the_ends_and_the_norm() -> None:
+    """Between its turns, nothing else."""
+    assert Filter().due(save(3)) == blocks(0, 1, 6, 7) | {"model.norm"}
+
+
+def test_filter_shares_the_rest_out_over_its_turns() -> None:
+    """Half of the rest at every fifth save, the other half at the next."""
+    always = Filter().due(save(1))
+    turns = [Filter().due(save(number)) - always for number in (5, 10)]
+
+    assert turns[0] | turns[1] == set(LLAMA) - always
+    assert not turns[0] & turns[1]
+
+
+def test_filter_can_take_all_auxiliary_layers_always() -> None:
+    """As its option says."""
+    assert {"model.embed_tokens", "lm_head"} <= Filter(aux="always").due(save(1))
+
+
+def test_filter_keeps_the_ends_of_every_stack() -> None:
+    """An encoder-decoder has two."""
+    due = Filter(first=1, last=0).due(save(1, T5))
+
+    assert {"encoder.block.0", "decoder.block.0"} <= due
+    assert "decoder.block.2" not in due
+
+
+@given(
+    share=st.fractions(Fraction(1, 20), 1, max_denominator=20),
+    every=st.integers(1, 7),
+    first=st.integers(0, 5),
+    last=st.integers(0, 5),
+    layers=st.sampled_from([LLAMA, GPT2, T5]),
+)
+def test_filter_leaves_nobody_out(share: Fraction, every: int, first: int, last: int, layers: tuple[str, ...]) -> None:
+    """In as many turns as the share needs, every layer was due; at each turn no more than the share."""
+    chosen = Filter(first=first, last=last, share=share, every=every)
+    always = chosen.due(save(1, layers)) if every > 1 else None
+    seen = set[str]()
+    for turn in range(-(-share.denominator // share.numerator)):
+        due = chosen.due(save(turn * every, layers))
+        seen |= due
+        if always is not None:
+            assert len(due - always) <= -(-(len(layers) - len(always)) * share.numerator // share.denominator)
+
+    assert seen == set(layers)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"first": -1}, {"share": Fraction(0)}, {"share": Fraction(3, 2)}, {"every": 0}, {"aux": "sometimes"}],
+)
+def test_a_filter_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
+    """With the setting and what it may be."""
+    with pytest.raises(InvalidInput) as caught:
+        Filter(**settings)
+    assert caught.value.hint
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_policies_are_found_by_name() -> None:
+    """With their settings."""
+    assert policy_named("parity", {"fresh": "odd"}) == Parity(fresh="odd")
+    assert policy_named("latest") == policy_named("full") == Latest()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("halves", {}), ("parity", {"share": 1}), ("latest", {"fresh": "even"}), ("parity", {"shift": 1})],
+)
+def test_what_is_not_there_is_refused(name: str, settings: dict[str, object]) -> None:
+    """An unknown policy, or a setting that belongs to another."""
+    with pytest.raises(InvalidInput):
+        policy_named(name, settings)
+
+
+class Everything:
+    """A user's policy."""
+
+    name = "everything"
+    parameters: dict[Tree, Tree] = {}  # noqa: RUF012  # as a user would write it
+
+    def due(self, save: Save) -> Collection[str]:
+        """Return all."""
+        return save.layers
+
+
+class _Installed:
+    """An entry point, as importlib.metadata gives it."""
+
+    name, value = "everything", "package:Everything"
+
+    def load(self) -> type[Everything]:
+        return Everything
+
+
+def test_an_installed_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the entry point's name."""
+    monkeypatch.setattr(policies, "entry_points", lambda **_: [_Installed()])
+
+    assert policy_named("everything").due(save(0)) == LLAMA
+
+
+def test_a_policy_that_names_strangers_is_refused() -> None:
+    """Rather than that a typing error saves nothing."""
+
+    class Mistaken(Everything):
+        def due(self, save: Save) -> Collection[str]:
+            return ["model.layer.0"]
+
+    with pytest.raises(InvalidInput, match=r"model\.layer\.0"):
+        replay(Mistaken(), [Past(0)])
+
+
+# -- replay --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Past:
+    """A save of the past."""
+
+    save_number: int
+    layer_names: tuple[str, ...] = LLAMA
+    is_counted: bool = True
+
+    @property
+    def counted(self) -> list[bool]:
+        """Of every layer the same."""
+        return [self.is_counted] * len(self.layer_names)
+
+
+class Aged:
+    """A policy that looks at ages: what is three saves old, or the oldest."""
+
+    name = "aged"
+    parameters: dict[Tree, Tree] = {}  # noqa: RUF012
+
+    def due(self, save: Save) -> Collection[str]:
+        """Return what has waited long enough."""
+        return [layer for position, layer in enumerate(save.layers) if save.ages.get(layer, 99) >= 2 + position % 3]
+
+
+class ByNumber(Parity):
+    """Parity that says nothing of itself, so that it is replayed from the start."""
+
+    by_number = False
+
+
+def slow(policy: Policy, history: list[Past]) -> dict[str, int]:
+    """Return what *replay* should, by keeping a store of layers in mind and saving into it."""
+    stored: dict[str, int] = {}
+    numbers: dict[str, int] = {}
+    last = -1
+    oldest_first = list(reversed(list(enumerate(history))))
+    for position, past in oldest_first:
+        ages = {layer: past.save_number - number for layer, number in numbers.items()}
+        due = set(policy.due(Save(number=past.save_number, layers=past.layer_names, ages=ages)))
+        for number in range(last + 1, past.save_number) if stored else ():
+            due |= set(policy.due(Save(number=number, layers=past.layer_names, ages=ages)))
+        for layer in past.layer_names:
+            if layer not in stored or layer in due:
+                stored[layer], numbers[layer] = position, past.save_number
+        last = past.save_number
+    return stored
+
+
+@given(
+    gaps=st.lists(st.integers(1, 4), min_size=1, max_size=25),
+    chosen=st.sampled_from([Latest(), Parity(), ByNumber(), Filter(), Filter(first=0, last=1, every=2), Aged()]),
+)
+def test_replay_gives_what_saving_would_have_left(gaps: list[int], chosen: Policy) -> None:
+    """The newest-first shortcut and the walk from the start agree with a store that is filled save by save."""
+    history: list[Past] = []
+    number = -gaps[0]
+    for gap in gaps:
+        number += gap
+        history.insert(0, Past(number))
+
+    assert replay(chosen, history) == slow(chosen, history)
+
+
+def test_what_was_saved_before_the_first_update_stands_in_for_nothing() -> None:
+    """The first save with moments is full."""
+    history = [Past(3), Past(2), Past(1, is_counted=False), Past(0, is_counted=False)]
+
+    assert set(replay(Filter(first=0, last=0, every=100), history).values()) <= {0, 1}
+    assert set(replay(Parity(), history).values()) == {0, 1}
+
+
+def test_a_layer_that_an_older_model_lacks_is_as_old_as_it_can_be() -> None:
+    """And no older."""
+    history = [Past(3), Past(2), Past(1, LLAMA[1:]), Past(0, LLAMA[1:])]
+    found = replay(Filter(every=100), history)
+
+    assert found["model.embed_tokens"] == 1
+    assert found["model.layers.3"] == 3
+
+
+def test_a_replay_by_number_looks_no_further_than_needed() -> None:
+    """Two saves of parity hold everything, however long the history is."""
+    looked_at = []
+
+    def history() -> Any:
+        for number in range(10_000, 0, -1):
+            looked_at.append(number)
+            yield Past(number)
+
+    replay(Parity(), history())
+
+    assert len(looked_at) <= 3
+
+
+def test_a_step_that_was_filled_in_later_is_no_gap() -> None:
+    """Its number is larger than those above it."""
+    history = [Past(1), Past(2), Past(0)]  # steps 300, 200, 100; 200 came last
+    found = replay(Parity(), history)
+
+    assert found["model.layers.1"] == 0
+    assert found["model.layers.0"] == 1

@@ -1,0 +1,357 @@
+"""Saving only the layers that are due, and going back: what a run's history is afterwards."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore import Filter, Parity, Store
+from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
+from layerstore.model import LayerEntry
+from tests.bench.generate import generate
+
+SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}
+BLOCKS = [f"model.layers.{index}" for index in range(4)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a new store."""
+    with layerstore.init(tmp_path / "store") as made:
+        yield made
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> "Checkpoints":
+    """Return where checkpoints come from."""
+    return Checkpoints(tmp_path / "source")
+
+
+class Checkpoints:
+    """Checkpoints by step; the same step and seed again is the same checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, step: int, *, seed: int | None = None, **options: Any) -> Path:
+        """Return the checkpoint of *step*."""
+        name = "-".join(map(str, (seed, *options.values())))
+        folder = self.folder / name / f"checkpoint-{step}"
+        if not folder.exists():
+            generate(folder, step=step, seed=step if seed is None else seed, **SMALL | options)
+        return folder
+
+
+def steps(store: Store, ref: str, **options: Any) -> dict[str, int]:
+    """Return the step that each layer of a composite comes from."""
+    return {layer: choice.step for layer, choice in store.compose(ref, **options).layers.items()}
+
+
+def versions(store: Store, ref: str, **options: Any) -> dict[str, str]:
+    """Return the version of each layer of a composite."""
+    return {layer: choice.version for layer, choice in store.compose(ref, **options).layers.items()}
+
+
+def entries(store: Store, ref: str) -> tuple[LayerEntry, ...]:
+    """Return what the record of *ref* says of its layers."""
+    return store.compose(ref)._composition.layers  # what the record says and no face shows
+
+
+# -- saving what is due --------------------------------------------------------------------------------------------
+
+
+def test_the_first_save_is_full_and_later_ones_hold_their_half(store: Store, saved: Checkpoints) -> None:
+    """And say how much that was."""
+    first, second, third = (store.ingest(saved(step), run="r", policy="parity") for step in (1, 2, 3))
+
+    assert first.layers_saved == first.layers
+    assert second.layers_saved == ("model.embed_tokens", "model.layers.1", "model.layers.3")
+    assert third.layers_saved == ("model.layers.0", "model.layers.2", "model.norm", "lm_head")
+    assert second.bytes_new < first.bytes_new * 0.7
+    assert steps(store, "r") == {layer: 3 if layer in third.layers_saved else 2 for layer in third.layers}
+
+
+def test_a_selective_history_needs_no_policy_to_compose(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """Its newest commit is the composite that the policy makes of full checkpoints, to the last byte."""
+    for step in (1, 2, 3, 4):
+        store.ingest(saved(step), run="full")
+        store.ingest(saved(step), run="half", policy="parity")
+    store.compose("full", policy="parity").write(tmp_path / "full")
+    store.compose("half").write(tmp_path / "half")
+    full, half = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+        for name in ("full", "half")
+    )
+
+    assert full.pop("layerstore.json") != half.pop("layerstore.json")
+    assert full == half
+
+
+def test_the_same_again_writes_nothing(store: Store, saved: Checkpoints) -> None:
+    """Whatever policy is named the second time: a step is saved once."""
+    for step in (1, 2, 3):
+        store.ingest(saved(step), run="r", policy="parity")
+    again = [store.ingest(saved(2), run="r", policy=policy) for policy in ("parity", "full", "filter")]
+
+    assert not any(ingested.is_new for ingested in again)
+    assert [ingested.layers_saved for ingested in again] == [again[0].layers_saved] * 3
+
+
+def test_other_content_for_a_selective_step_is_refused(store: Store, saved: Checkpoints) -> None:
+    """As for a full one, with the ways out."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r", policy="parity")
+
+    with pytest.raises(Conflict) as caught:
+        store.ingest(saved(2, seed=99), run="r", policy="parity")
+    assert caught.value.hint is not None
+    assert "--rollback" in caught.value.hint
+
+
+def test_a_step_can_be_replaced_under_another_policy(store: Store, saved: Checkpoints) -> None:
+    """What was stored by halves is then stored whole."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r", policy="parity")
+    whole = store.ingest(saved(2), run="r", replace=True)
+
+    assert whole.is_new
+    assert set(steps(store, "r").values()) == {2}
+    assert len(store.log("r")) == 2
+
+
+def test_layers_that_were_due_at_a_dropped_save_are_due_again(store: Store, saved: Checkpoints) -> None:
+    """A number that came to nothing does not put half of the model off for another round."""
+    for step in (1, 2, 3):
+        store.ingest(saved(step), run="r", policy="parity")
+    store.drop("r@3")
+    fourth = store.ingest(saved(4), run="r", policy="parity")
+
+    assert fourth.layers_saved == fourth.layers
+
+
+def test_a_layer_that_changed_its_shape_is_due(store: Store, saved: Checkpoints) -> None:
+    """It cannot be inherited."""
+    store.ingest(saved(1), run="r", policy="parity")
+    grown = store.ingest(saved(2, vocab=16), run="r", policy="parity")
+
+    assert "lm_head" in grown.layers_saved
+    assert "model.layers.0" not in grown.layers_saved
+
+
+def test_layers_of_unlike_shape_do_not_compose(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """The layer and the difference are named; nothing is written."""
+    store.ingest(saved(1), run="r")
+    store.ingest(saved(2, vocab=16), run="r")
+
+    with pytest.raises(LayoutMismatch, match=r"lm_head of r@1 does not fit r@2.*8×8.*16×8"):
+        store.compose("r", policy=Parity(fresh="odd")).write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_beside_inherited_layers_follow_the_composite(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """The gathered weights of a selective save are those of its layers, not of the checkpoint it was cut from."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r", policy="parity")
+    store.compose("r").write(tmp_path / "out")
+    tensors = {step: tensors_of(saved(step) / "model.safetensors") for step in (1, 2)}
+    found = tensors_of(tmp_path / "out" / "model.safetensors")
+
+    for name, data in found.items():
+        is_new = any(part in name for part in ("embed_tokens", "layers.1.", "layers.3."))
+        assert data == tensors[2 if is_new else 1][name]
+
+
+def tensors_of(path: Path) -> dict[str, bytes]:
+    """Return the bytes of every tensor in a safetensors file."""
+    import json
+
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header.pop("__metadata__", None)
+    return {name: data[slice(*(end + at for at in entry["data_offsets"]))] for name, entry in header.items()}
+
+
+def test_an_old_layer_can_be_refused(store: Store, saved: Checkpoints) -> None:
+    """With its age."""
+    for step in (1, 2, 3, 4):
+        store.ingest(saved(step), run="r", policy=Filter(first=0, last=0, every=100))
+    plan = store.compose("r")
+
+    assert plan.staleness.oldest.steps == 3
+    plan.check(max_staleness=3)
+    with pytest.raises(Conflict, match="3 steps before"):
+        plan.check(max_staleness=2)
+
+
+def test_the_optimizers_counts_are_reported(store: Store, saved: Checkpoints) -> None:
+    """A composite mixes them."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r", policy="parity")
+
+    assert store.compose("r").staleness.optimizer_steps == {1: 4, 2: 3}
+
+
+def test_a_layer_that_was_due_but_not_written_is_reported(store: Store, saved: Checkpoints) -> None:
+    """Over a history that was saved under another policy."""
+    for step in (1, 2, 3):
+        store.ingest(saved(step), run="r", policy=Filter(first=0, last=0, every=100))
+    plan = store.compose("r", policy="parity")
+
+    assert "lm_head" in plan.older_than_due
+    assert "model.norm" not in plan.older_than_due  # always written
+
+
+# -- going back ----------------------------------------------------------------------------------------------------
+
+
+def test_after_going_back_the_run_means_the_new_attempt_from_its_first_save(store: Store, saved: Checkpoints) -> None:
+    """No layer of the abandoned one enters its composites."""
+    for step in (100, 200, 300):
+        store.ingest(saved(step), run="r", policy="parity")
+    store.ingest(saved(250, seed=7), run="r", policy="parity", rollback=True)
+
+    assert store.compose("r").step == 250
+    assert set(steps(store, "r").values()) == {200, 250}
+    assert set(steps(store, "r", policy="parity").values()) == {200, 250}
+    assert store.compose("r~1").step == 300
+    assert {entry.origin.attempt for entry in entries(store, "r") if entry.origin.step == 250} == {2}
+
+
+def test_a_step_of_both_attempts_is_the_new_ones(store: Store, saved: Checkpoints) -> None:
+    """The old one keeps its name with a tilde."""
+    for step in (100, 200, 300):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(200, seed=7), run="r", rollback=True)
+    store.ingest(saved(300, seed=7), run="r")
+
+    assert versions(store, "r@300") != versions(store, "r~1@300")
+    assert steps(store, "r@300", policy="parity") == steps(store, "r~1@300", policy="parity")
+    assert not set(versions(store, "r@300", policy="parity").values()) & set(versions(store, "r~1@300").values())
+
+
+def test_going_back_twice_to_the_same_save_is_once(store: Store, saved: Checkpoints) -> None:
+    """The command may be repeated."""
+    for step in (100, 200):
+        store.ingest(saved(step), run="r")
+    first = store.ingest(saved(150, seed=7), run="r", rollback=True)
+    second = store.ingest(saved(150, seed=7), run="r", rollback=True)
+
+    assert first.is_new
+    assert not second.is_new
+    assert first.attempt == second.attempt == 2
+
+
+def test_going_back_below_the_first_save_begins_anew(store: Store, saved: Checkpoints) -> None:
+    """The attempt forks nowhere, and its first save is full."""
+    store.ingest(saved(100), run="r", policy="parity")
+    anew = store.ingest(saved(50, seed=7), run="r", policy="parity", rollback=True)
+
+    assert anew.layers_saved == anew.layers
+    assert store.show("r").fork is None
+
+
+def test_a_step_after_the_tip_is_no_rollback(store: Store, saved: Checkpoints) -> None:
+    """Somebody left the option in."""
+    store.ingest(saved(100), run="r")
+
+    with pytest.raises(InvalidInput, match="did not go back"):
+        store.ingest(saved(200), run="r", rollback=True)
+
+
+def test_a_save_that_is_filled_in_later_leaves_the_others_alone(store: Store, saved: Checkpoints) -> None:
+    """Steps in any order are one history."""
+    for step in (100, 300):
+        store.ingest(saved(step), run="r", policy="parity")
+    before = versions(store, "r@300")
+    middle = store.ingest(saved(200), run="r", policy="parity")
+
+    assert versions(store, "r@300") == before
+    assert set(steps(store, "r@200").values()) <= {100, 200}
+    assert middle.layers_saved
+    assert [entry.step for entry in store.log("r")] == [300, 200, 100]
+
+
+@pytest.mark.parametrize("order", [(100, 200, 300), (300, 200, 100), (200, 300, 100)])
+def test_full_checkpoints_may_come_in_any_order(store: Store, saved: Checkpoints, order: tuple[int, ...]) -> None:
+    """The composite has its base's half and the one before's."""
+    for step in order:
+        store.ingest(saved(step), run="r")
+
+    assert set(steps(store, "r@300", policy=Parity(fresh="even")).values()) <= {100, 200, 300}
+    assert steps(store, "r@300", policy=Parity(fresh="even"))["model.layers.0"] == 300
+    assert steps(store, "r@300", policy=Parity(fresh="even"))["model.layers.1"] < 300
+
+
+# -- going on from a composite -------------------------------------------------------------------------------------
+
+
+def test_what_follows_a_composite_inherits_its_layers(store: Store, saved: Checkpoints) -> None:
+    """Not its base's: training went on from what was composed."""
+    for step in (100, 200):
+        store.ingest(saved(step), run="r")
+    composite = store.compose("r@200", policy="parity")
+    composite.pin("mix")
+    after = store.ingest(saved(250, seed=7), run="r", policy=Filter(first=0, last=0, every=100), resumed_from="mix")
+    found = versions(store, "r@250")
+
+    assert after.attempt == 2
+    assert found["lm_head"] == composite.layers["lm_head"].version
+    assert steps(store, "r@250")["lm_head"] == 100
+    assert steps(store, "r@250")["model.norm"] == 250
+
+
+def test_a_run_may_begin_from_another_ones_commit(store: Store, saved: Checkpoints) -> None:
+    """A fork shares what it has not changed."""
+    store.ingest(saved(100), run="base")
+    store.ingest(saved(10, seed=7), run="tuned", policy=Filter(first=0, last=0, every=100), resumed_from="base@100")
+    plan = store.compose("tuned")
+
+    assert {choice.run for choice in plan.layers.values()} == {"base", "tuned"}
+    assert plan.staleness.oldest.steps is None
+    with pytest.raises(Conflict, match="another run"):
+        plan.check(max_staleness=10_000)
+
+
+@pytest.mark.parametrize(("step", "ref"), [(100, "r@200"), (200, "r@200"), (300, "other@1")])
+def test_going_on_from_what_cannot_be_is_refused(store: Store, saved: Checkpoints, step: int, ref: str) -> None:
+    """A step that is not after it, or another run's commit."""
+    for run, at in (("r", 200), ("other", 1)):
+        store.ingest(saved(at), run=run)
+
+    with pytest.raises(InvalidInput):
+        store.ingest(saved(step, seed=7), run="r", resumed_from=ref)
+    assert len(store.log("r")) == 1
+
+
+# -- pins ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_composite_is_written_again(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """Byte for byte, whatever becomes of what it was made from."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r")
+    plan = store.compose("r", policy="parity")
+    plan.pin("mix")
+    plan.write(tmp_path / "first")
+    store.ingest(saved(2, seed=9), run="r", replace=True)
+    store.compose("mix").write(tmp_path / "second")
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+        for name in ("first", "second")
+    )
+
+    assert first == second
+    assert store.compose("mix").policy == "parity"
+
+
+def test_a_pinned_mixture_is_not_exact(store: Store, saved: Checkpoints) -> None:
+    """It says so."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r")
+    store.compose("r", policy="parity").pin("mix")
+
+    with pytest.raises(LayoutMismatch):
+        store.compose("mix", policy="exact")
