@@ -3,11 +3,13 @@ From parameter names to layers, by rule: never by a list of architectures.
 
 A **block** ends in its index (``model.layers.3``, ``transformer.h.3``, ``decoder.block.0``);
 all other layers are **auxiliary** and are named after the module that owns the parameter (``model.norm``, ``lm_head``).
+What a run or a pin may be called, and how a reference is written, is said here as well.
 """
 
 import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from layerstore.errors import InvalidInput
 from layerstore.limits import NAME_BYTES_MAX
@@ -17,6 +19,9 @@ _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 _WRAPPER_PREFIXES = ("base_model.model.", "module.")
 # An adapter belongs to the layer of the module that it adapts.
 _ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_module|ia3_\w+")
+
+# Whatever is no name is told by check_name.
+_REF = re.compile(r"(?P<name>[^@~]+)(?:~(?P<back>\d{1,9}))?(?:@(?P<step>\d{1,18}))?")
 
 
 def strip_wrappers(name: str) -> str:
@@ -145,3 +150,38 @@ def _name_problem(name: str) -> str | None:  # noqa: PLR0911  # one line per rul
     if ".." in name or name.startswith("."):
         return "starts with '.' or contains '..'"
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A reference, taken apart."""
+
+    name: str
+    """A run or a pin."""
+    back: int
+    """How many attempts before the newest."""
+    step: int | None
+    """None for the tip."""
+
+
+def parse_reference(text: str) -> Reference:
+    """
+    Take *text* apart.
+
+    >>> parse_reference("sft~1@200")
+    Reference(name='sft', back=1, step=200)
+
+    Raises:
+        InvalidInput: It has another form, or the name is none.
+    """
+    match = _REF.fullmatch(text)
+    if match is None:
+        raise InvalidInput(
+            f"{text!r} is not a reference", hint="write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"
+        )
+    step = match["step"]
+    return Reference(
+        name=check_name(match["name"], what="the name"),
+        back=int(match["back"] or 0),
+        step=None if step is None else int(step),
+    )

@@ -2,29 +2,14 @@
 References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to the one commit they mean.
 """
 
-import re
 from dataclasses import dataclass
 
 from layerstore.errors import Conflict, InvalidInput, NotFound
-from layerstore.layers import check_name
+from layerstore.layers import Reference, parse_reference
 from layerstore.model import CommitRecord
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.catalog import RunView
 from layerstore.storage.manifest import RecordRow
-
-_REF = re.compile(r"(?P<name>[^@~]+)(?:~(?P<back>\d{1,9}))?(?:@(?P<step>\d{1,18}))?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A reference, taken apart."""
-
-    name: str
-    """A run or a pin."""
-    back: int
-    """How many attempts before the newest."""
-    step: int | None
-    """None for the tip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +23,6 @@ class Resolved:
     """The pin's name, if it was one."""
     time_ns: int
     """When the commit was written, by its writer's clock."""
-
-
-def parse_reference(text: str) -> Reference:
-    """
-    Take *text* apart.
-
-    >>> parse_reference("sft~1@200")
-    Reference(name='sft', back=1, step=200)
-    """
-    match = _REF.fullmatch(text)
-    if match is None:
-        raise InvalidInput(
-            f"{text!r} is not a reference", hint="write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"
-        )
-    step = match["step"]
-    return Reference(
-        name=check_name(match["name"], what="the name"),
-        back=int(match["back"] or 0),
-        step=None if step is None else int(step),
-    )
 
 
 def only_run(rooms: Rooms) -> str:

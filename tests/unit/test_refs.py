@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound
+from layerstore.layers import Reference, parse_reference
 from layerstore.model import Commit, CommitId, Fork
-from layerstore.ops.refs import Reference, parse_reference, resolve
+from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from tests.unit import samples
 
