@@ -50,6 +50,10 @@ class LayerstoreError(Exception):
     def __str__(self) -> str:
         return self.message
 
+    def locate(self, place: object) -> None:
+        """Let the message begin with *place*, where somebody asked for what failed."""
+        self.message = _in_one_line(f"{place}: {self.message}")
+
 
 def _in_one_line(text: str) -> str:
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

@@ -69,6 +69,11 @@ STEP_MAX = 10**18
 # Names of runs and pins become path components, which most filesystems end at 255 bytes.
 NAME_BYTES_MAX = 200
 
+# A recipe of one entry for each of 1,000 layers has 150 KB; reading a larger file would only take seconds.
+# LLMTailor's grammar is nine deep, ours three.
+RECIPE_BYTES_MAX = 256 * KIB
+RECIPE_DEPTH_MAX = 16
+
 # The address space of the index, not its size: the file is sparse and grows as it is used.
 MANIFEST_MAP_BYTES = 1 * GIB
 MANIFEST_MAP_BYTES_MAX = 256 * GIB

@@ -70,6 +70,10 @@ FOREIGN = {
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "numpy": (("layerstore.zero3.rounding",), "everything else moves bytes and never looks at numbers"),
+    "yaml": (
+        ("layerstore.policy.recipe.document",),
+        "only its parser is used: what constructs values from other people's text could execute it",
+    ),
     "typer": (("layerstore.cli.",), "a library does not talk to terminals"),
     "click": (("layerstore.cli.",), "a library does not talk to terminals"),
     "rich": (("layerstore.cli.",), "a library does not talk to terminals"),

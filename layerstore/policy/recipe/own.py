@@ -1,0 +1,111 @@
+"""
+Our own grammar: ``base``, ``layers`` and ``rest``.
+
+Every layer is named exactly once: two entries that fit one layer are an error, and so is a layer that none fits,
+unless ``rest`` says where such layers come from.
+So the order of the entries never matters.
+"""
+
+import re
+from dataclasses import dataclass
+
+from layerstore.layers import parse_reference
+from layerstore.policy.recipe.document import MapNode, Node
+from layerstore.policy.recipe.fields import as_integer, as_map, as_scalar, required
+from layerstore.policy.recipe.names import listed
+from layerstore.policy.recipe.patterns import Pattern, read_pattern
+from layerstore.policy.recipe.plan import Choice, ModelOutline, RecipePlan, notes_of_later_layers
+from layerstore.policy.recipe.spots import Spot
+
+KEYS = ("base", "layers", "rest")
+_BASE = "base"
+_STEP = re.compile(r"@(?P<step>[0-9]{1,18})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRecipe:
+    """A recipe in our own grammar."""
+
+    name: str
+    base: Choice
+    entries: tuple[tuple[Pattern, Choice], ...]
+    rest: Choice | None
+    """Where layers come from that no entry fits; None if there must be none."""
+    spot: Spot
+    """Of ``layers``."""
+    grammar: str = "layerstore"
+    run_hint: str | None = None
+
+    def plan(self, model: ModelOutline) -> RecipePlan:
+        """Return each layer's choice; raises as `Recipe.plan` says."""
+        found: dict[str, tuple[Pattern, Choice]] = {}
+        for pattern, choice in self.entries:
+            fitting = pattern.layers(model.names)
+            _check_not_doubled(pattern, {name: found[name][0] for name in fitting if name in found})
+            found |= dict.fromkeys(fitting, (pattern, choice))
+        self._check_covered([name for name in model.names if name not in found])
+        layers = {name: found[name][1] if name in found else self._rest() for name in model.names}
+        return RecipePlan(base=self.base, layers=layers, notes=tuple(notes_of_later_layers(self.base, layers)))
+
+    def _rest(self) -> Choice:
+        assert self.rest is not None, "checked: every layer is covered"
+        return self.rest
+
+    def _check_covered(self, uncovered: list[str]) -> None:
+        if uncovered and self.rest is None:
+            raise self.spot.error(
+                f"no entry fits {listed(uncovered)}", hint="add entries, or a line 'rest: base' for all that is left"
+            )
+
+
+def _check_not_doubled(pattern: Pattern, before: dict[str, Pattern]) -> None:
+    if before:
+        first = next(iter(before.values()))
+        raise pattern.spot.error(
+            f"{listed(before)}: {pattern.text!r} fits what {first.text!r} in line {first.spot.line} fits too",
+            hint="let each layer be fitted by one entry; 'rest:' takes what is left",
+        )
+
+
+def read_own(document: MapNode, *, name: str) -> OwnRecipe:
+    """Return the recipe that *document* spells."""
+    as_map(document, what="the recipe", keys=KEYS)
+    base = _base(required(document, "base", what="the recipe"))
+    layers, rest = document.get("layers"), document.get("rest")
+    if layers is None and rest is None:
+        raise document.key_spot("layers").error("the recipe names no layers", hint="add layers:, or 'rest: base'")
+    return OwnRecipe(
+        name=name,
+        base=base,
+        entries=() if layers is None else _entries(layers),
+        rest=None if rest is None else _choice(rest, what="rest"),
+        spot=document.key_spot("layers"),
+    )
+
+
+def _entries(layers: Node) -> tuple[tuple[Pattern, Choice], ...]:
+    if not isinstance(layers, MapNode):
+        raise layers.spot.error(
+            "layers is not a mapping from names to steps", hint="write each as: model.layers.[0-3]: 1100"
+        )
+    return tuple((read_pattern(key), _choice(value, what=repr(key.text))) for key, value in layers.entries)
+
+
+def _base(node: Node) -> Choice:
+    choice = _choice(node, what="base")
+    if choice.is_base:
+        raise choice.spot.error("the base cannot be the base", hint="name a commit: 1200, RUN@1200, RUN or a pin")
+    return choice
+
+
+def _choice(node: Node, *, what: str) -> Choice:
+    value = as_scalar(node, what=what)
+    if value.text == _BASE:
+        return Choice(run=None, step=None, spot=value.spot)
+    if value.text.isdecimal():
+        return Choice(run=None, step=as_integer(value, what=what), spot=value.spot)
+    if match := _STEP.fullmatch(value.text):
+        return Choice(run=None, step=int(match["step"]), spot=value.spot)
+    with value.spot.located():
+        reference = parse_reference(value.text)
+    return Choice(run=reference.name, back=reference.back, step=reference.step, spot=value.spot)

@@ -1,0 +1,640 @@
+"""Promises of LLMTailor's grammar: it means here what it means there, and whatever it could mean wrongly is refused."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.policy.recipe import ModelOutline, parse_recipe
+from tests.unit.recipes import FILE, blocks, buffers, layer, llama, model, plan, refused, steps
+
+PARITY = """\
+slices:
+  - {sources: [{model: run/checkpoint-200, layer_range: [0, 0]}]}
+  - {sources: [{model: run/checkpoint-200, layer_range: [0, 1]}]}
+  - {sources: [{model: run/checkpoint-100, layer_range: [1, 2]}]}
+  - {sources: [{model: run/checkpoint-200, layer_range: [2, 3]}]}
+  - {sources: [{model: run/checkpoint-100, layer_range: [3, 4]}]}
+  - {sources: [{model: run/checkpoint-200, layer_range: [5, 5]}]}
+  - {sources: [{model: run/checkpoint-100, layer_range: [6, 6]}]}
+pre_weights:  [{name: model.embed_tokens.weight, model: run/checkpoint-100}]
+post_weights:
+  - {name: model.norm.weight, model: run/checkpoint-200}
+  - {name: lm_head.weight, model: run/checkpoint-200}
+merge_method: passthrough
+dtype: bfloat16
+"""
+PARITY_TIED = """\
+slices:
+  - {sources: [{model: run/checkpoint-200, layer_range: [0, 0]}]}
+  - {sources: [{model: run/checkpoint-200, layer_range: [0, 1]}]}
+  - {sources: [{model: run/checkpoint-100, layer_range: [1, 2]}]}
+  - {sources: [{model: run/checkpoint-200, layer_range: [2, 3]}]}
+  - {sources: [{model: run/checkpoint-100, layer_range: [3, 4]}]}
+  - {sources: [{model: run/checkpoint-100, layer_range: [5, 5]}]}
+pre_weights:  [{name: model.embed_tokens.weight, model: run/checkpoint-100}]
+post_weights: [{name: model.norm.weight, model: run/checkpoint-200}]
+merge_method: passthrough
+"""
+
+
+def one(step: int, start: int, stop: int, folder: str = "run") -> str:
+    """Return one slice."""
+    return f"  - {{sources: [{{model: {folder}/checkpoint-{step}, layer_range: [{start}, {stop}]}}]}}\n"
+
+
+def recipe(*slices: str, more: str = "") -> str:
+    """Return a recipe of *slices*."""
+    return "slices:\n" + "".join(slices) + "merge_method: passthrough\n" + more
+
+
+WHOLE = [one(200, 0, 0), one(200, 0, 4), one(200, 5, 5), one(200, 6, 6)]
+
+
+# -- what it means -------------------------------------------------------------------------------------------------
+
+
+def test_parity_of_an_untied_model() -> None:
+    """Both index spaces: [0, 0] is the norm and [0, 1] block 0; L + 1 is the head and L + 2 the embedding."""
+    found = plan(PARITY, llama(4))
+
+    assert steps(found) == {
+        "model.embed_tokens": 100,
+        "model.layers.0": 200,
+        "model.layers.1": 100,
+        "model.layers.2": 200,
+        "model.layers.3": 100,
+        "model.norm": 200,
+        "lm_head": 200,
+    }
+    assert (found.base.run, found.base.step, found.notes) == (None, 200, ())
+
+
+def test_parity_of_a_tied_model() -> None:
+    """Without a head of its own, L + 1 is the embedding."""
+    assert steps(plan(PARITY_TIED, llama(4, tied=True))) == {
+        "model.embed_tokens": 100,
+        "model.layers.0": 200,
+        "model.layers.1": 100,
+        "model.layers.2": 200,
+        "model.layers.3": 100,
+        "model.norm": 200,
+    }
+
+
+def test_choices_stand_where_their_checkpoint_is_named() -> None:
+    """A step that the store does not have is told with the line of its slice."""
+    found = plan(PARITY, llama(4))
+
+    assert str(found.layers["model.layers.3"].spot) == f"{FILE}:6:24"
+    assert str(found.layers["model.embed_tokens"].spot) == f"{FILE}:8:24"
+    assert str(found.base.spot) == f"{FILE}:2:24"
+
+
+def test_the_recipe_says_what_ingest_would_have_called_the_run() -> None:
+    """Where a store holds several runs, the checkpoints' folder says which one is meant."""
+    absolute = PARITY.replace("run/", "/data/my-run/./")
+
+    assert parse_recipe(absolute, name=FILE).run_hint == "my-run"
+    assert parse_recipe(PARITY.replace("run/", ""), name=FILE).run_hint is None
+    assert parse_recipe(PARITY, name=FILE).grammar == "llmtailor"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random recipe with the plan that its grammar means."""
+
+    text: str
+    outline: ModelOutline
+    expected: dict[str, int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a model of any size, a step for each layer, and a recipe that spells them in any way that is valid."""
+    count = draw(st.integers(min_value=1, max_value=12))
+    tied = draw(st.booleans())
+    outline = llama(count, tied=tied)
+    expected = {name: draw(st.sampled_from([100, 200, 300])) for name in outline.names}
+    groups = {0: "model.norm"}
+    groups |= {count + 1: "model.embed_tokens"} if tied else {count + 1: "lm_head", count + 2: "model.embed_tokens"}
+
+    ranges, start = [], 0
+    for stop in range(1, count + 1):
+        step = expected[f"model.layers.{start}"]
+        if stop == count or expected[f"model.layers.{stop}"] != step or draw(st.booleans()):
+            ranges.append(one(step, start, stop))
+            start = stop
+    # Empty ranges may stand anywhere; the others keep their order.
+    slices = list(ranges)
+    for group, name in draw(st.permutations(sorted(groups.items()))):
+        slices.insert(draw(st.integers(min_value=0, max_value=len(slices))), one(expected[name], group, group))
+    return Case(recipe(*slices, more=_weights(draw, groups, expected)), outline, expected)
+
+
+def _weights(draw: st.DrawFn, groups: dict[int, str], expected: dict[str, int]) -> str:
+    if draw(st.booleans()):
+        return ""
+    lists: dict[str, list[str]] = {"pre_weights": [], "post_weights": []}
+    for name in groups.values():  # LLMTailor takes any weight in either list
+        entry = f"  - {{name: {name}.weight, model: run/checkpoint-{expected[name]}}}\n"
+        lists[draw(st.sampled_from(sorted(lists)))].append(entry)
+    return "".join(f"{key}:\n{''.join(entries)}" for key, entries in lists.items())
+
+
+@given(cases())
+def test_any_valid_recipe_means_what_its_grammar_says(case: Case) -> None:
+    """Over random sizes, ties, cuts, orders and lists of weights: each layer has the step that was meant."""
+    found = plan(case.text, case.outline)
+
+    assert steps(found) == case.expected
+    assert found.base.step == max(case.expected.values())
+
+
+# -- blocks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranges", "match"),
+    [
+        # A gap, shown where it ends; blocks missing at the end; none at all.
+        ("[0, 1] «[2, 4]", "the ranges total 3 blocks and the model has 4: before this, model.layers.1 is missing"),
+        ("«[1, 4]", "the ranges total 3 blocks and the model has 4: before this, model.layers.0 is missing"),
+        ("[0, 1] «[1, 2]", "the ranges total 2 blocks and the model has 4: at the end, model.layers.[2-3] is missing"),
+        # Too many.
+        ("[0, 2] «[2, 5]", "[2, 5] ends after block 4, but the model has 4: 0 to 3"),
+        # An overlap, and a block twice.
+        ("[0, 2] «[1, 4]", "[1, 4] takes model.layers.1, which [0, 2] in line 3 took"),
+        ("[0, 4] «[3, 4]", "[3, 4] takes model.layers.3, which [0, 4] in line 3 took"),
+        # The right blocks at other places.
+        ("«[2, 4] [0, 2]", "[2, 4] stands where block 0 is due"),
+        ("[0, 1] «[2, 3] [1, 2] [3, 4]", "[2, 3] stands where block 1 is due"),
+        # No ranges.
+        ("«[3, 1] [0, 4]", "[3, 1] is no range"),
+        ("«[-1, 4]", "[-1, 4] is no range"),
+        ("«[0, 2, 4]", "layer_range has 3 numbers"),
+        ("«[0]", "layer_range has 1 numbers"),
+        ("[0, «x]", "layer_range is 'x', not a whole number"),
+        ("[0, «4.0]", "layer_range is '4.0', not a whole number"),
+        ("[0, «04]", "which YAML may read as octal"),
+        ("«all", "layer_range is 'all', not a list"),
+        ("«{a: 1}", "layer_range is a mapping, not a list"),
+    ],
+)
+def test_ranges_cover_every_block_once_and_in_order(ranges: str, match: str) -> None:
+    """A gap, an overlap, another order and a wrong total are each told at the range that shows them."""
+    items = ranges.replace("] ", "]|").split("|")
+    slices = [f"  - sources: [{{model: run/checkpoint-200, layer_range: {item}}}]\n" for item in items]
+
+    refused(recipe(one(200, 0, 0), *slices, one(200, 5, 5), one(200, 6, 6)), match=match)
+
+
+def test_a_recipe_without_blocks_is_refused() -> None:
+    """Auxiliary layers alone are no model."""
+    text = "«" + recipe(one(200, 0, 0), one(200, 5, 5), one(200, 6, 6))
+
+    refused(text, match="the ranges total 0 blocks and the model has 4: at the end, model.layers.[0-3] is missing")
+
+
+# -- auxiliary layers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slices", "match", "hint"),
+    [
+        (
+            [one(200, 0, 0), one(200, 0, 4), one(200, 5, 5)],
+            "no slice takes the optimizer state of model.embed_tokens",
+            "layer_range: [6, 6]",
+        ),
+        (
+            [one(200, 0, 4)],
+            "no slice takes the optimizer state of model.norm, lm_head, model.embed_tokens",
+            "layer_range: [0, 0] and layer_range: [5, 5] and layer_range: [6, 6]",
+        ),
+    ],
+)
+def test_every_auxiliary_layer_needs_a_slice(slices: list[str], match: str, hint: str) -> None:
+    """There the composite's optimizer would lack the group; here the slice to add is told."""
+    assert hint in str(refused("«" + recipe(*slices), match=match).hint)
+
+
+@pytest.mark.parametrize(
+    ("group", "tied", "match"),
+    [
+        (1, False, "[1, 1] is an optimizer group of model.layers.0, half a block"),
+        (4, True, "[4, 4] is an optimizer group of model.layers.3, half a block"),
+        (5, False, "[5, 5] takes lm_head, which line 4 took already"),
+        (0, False, "[0, 0] takes model.norm, which line 2 took already"),
+        (7, False, "[7, 7] is no group of this model"),
+        (7, True, "[7, 7] is no group of this model"),
+    ],
+)
+def test_group_ids_mean_one_auxiliary_layer_each(group: int, tied: bool, match: str) -> None:
+    """Half a block, an auxiliary layer twice, and an id beyond the model's are told at their range."""
+    slices = WHOLE[:3] if tied else WHOLE
+    wrong = one(100, group, group).replace("[" + str(group), "«[" + str(group))
+
+    problem = refused(recipe(*slices, wrong), llama(4, tied=tied), match=match)
+
+    if group == 7:
+        assert "[0, 0] model.norm, [5, 5]" in str(problem.hint)
+
+
+def test_frozen_auxiliary_layers_need_no_slice() -> None:
+    """What is frozen has no optimizer state, so LLMTailor has no group for it: it comes from the base, and is told."""
+    outline = model(layer("model.embed_tokens", frozen=True), *blocks(4), layer("model.norm"), layer("lm_head"))
+
+    found = plan(recipe(*WHOLE[:3]), outline)
+
+    assert found.layers["model.embed_tokens"].is_base
+    assert found.notes == (f"{FILE}:1:1: the recipe does not name model.embed_tokens; taken from the base",)
+    named = recipe(*WHOLE[:3], more="pre_weights: [{name: model.embed_tokens.weight, model: run/checkpoint-100}]\n")
+    assert steps(plan(named, outline))["model.embed_tokens"] == 100
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        (
+            "post_weights: [{name: model.norm.weight, model: run/checkpoint-200},"
+            " {name: «lm_head.weight, model: run/checkpoint-100}]\n",
+            "the weights of lm_head are to come from step 100, its optimizer state from step 200 (recipe.yaml:4:24)",
+        ),
+        (
+            "«post_weights: [{name: model.norm.weight, model: run/checkpoint-200}]\n",
+            "post_weights leaves out the weights of lm_head",
+        ),
+        (
+            "«pre_weights: [{name: model.norm.weight, model: run/checkpoint-200}]\n",
+            "pre_weights leaves out the weights of model.embed_tokens",
+        ),
+        (
+            "pre_weights: [{name: model.embed_tokens.weight, model: run/checkpoint-200},"
+            " {name: «model.embed_tokens.weight, model: run/checkpoint-200}]\n",
+            "'model.embed_tokens.weight' stands here again, first in line 7",
+        ),
+        (
+            "pre_weights: [{name: «model.embed.weight, model: run/checkpoint-200}]\n",
+            "the model has no parameter 'model.embed.weight'",
+        ),
+        (
+            "pre_weights: [{name: «model.layers.0.weight, model: run/checkpoint-200}]\n",
+            "'model.layers.0.weight' is in a block, model.layers.0",
+        ),
+        ("pre_weights: [«{model: run/checkpoint-200}]\n", "an entry of pre_weights needs a value for 'name'"),
+        ("pre_weights: [«{name: a}]\n", "an entry of pre_weights needs a value for 'model'"),
+        ("pre_weights: [{name: a, model: r/checkpoint-1, «step: 2}]\n", "an entry of pre_weights has no key 'step'"),
+        ("pre_weights: «{name: a}\n", "pre_weights is a mapping, not a list"),
+        ("pre_weights: [«a]\n", "an entry of pre_weights is 'a', not a mapping"),
+    ],
+)
+def test_weights_agree_with_the_slices(more: str, match: str) -> None:
+    """A layer is whole: what is said of its weights is held against what is said of its optimizer state."""
+    refused(recipe(*WHOLE, more=more), match=match)
+
+
+def test_either_list_may_name_any_auxiliary_layer() -> None:
+    """LLMTailor's lists only differ in where their tensors are written: its own example has the norm in pre_weights."""
+    entries = {
+        name: f"{{name: {name}.weight, model: run/checkpoint-200}}"
+        for name in ("model.norm", "lm_head", "model.embed_tokens")
+    }
+    more = f"post_weights: [{entries['lm_head']}, {entries['model.embed_tokens']}]\npre_weights: [{entries['model.norm']}]\n"
+
+    assert set(steps(plan(recipe(*WHOLE, more=more), llama())).values()) == {200}
+
+
+@pytest.mark.parametrize("empty", ["", "pre_weights: []\n", "pre_weights:\npost_weights: ~\n"])
+def test_a_default_that_would_have_split_a_layer_is_noted(empty: str) -> None:
+    """Without lists LLMTailor takes weights from the first and last slice's checkpoint; here the layer stays whole."""
+    slices = [one(200, 0, 0), one(200, 0, 4), one(300, 5, 5), one(100, 6, 6)]
+
+    found = plan(recipe(*slices, more=empty), llama())
+
+    assert steps(found)["lm_head"] == 300
+    assert steps(found)["model.embed_tokens"] == 100
+    assert found.notes == (
+        f"{FILE}:5:24: model.embed_tokens comes whole from step 100; without pre_weights, "
+        "LLMTailor would take its weights from step 200",
+        f"{FILE}:2:24: model.norm comes whole from step 200; without post_weights, "
+        "LLMTailor would take its weights from step 100",
+        f"{FILE}:4:24: lm_head comes whole from step 300; without post_weights, "
+        "LLMTailor would take its weights from step 100",
+    )
+
+
+def test_defaults_that_agree_are_not_noted() -> None:
+    """Where nothing differs, nothing is said."""
+    assert plan(recipe(*WHOLE), llama()).notes == ()
+
+
+# -- references to models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "run/checkpoint-200",
+        "run/checkpoint-200/",
+        "./run//checkpoint-200",
+        '"run/checkpoint-200"',
+        "{model: run/checkpoint-200}",
+        "{model: run/checkpoint-200, lora: null}",
+        "{model: {path: run/checkpoint-200}}",
+        "{model: {path: run/checkpoint-200, revision: ~}}",
+    ],
+)
+def test_checkpoints_may_be_spelled_in_many_ways(written: str) -> None:
+    """A path, and the mapping that LLMTailor spells it out as."""
+    text = recipe(*WHOLE).replace(
+        "model: run/checkpoint-200, layer_range: [0, 4]", f"model: {written}, layer_range: [0, 4]"
+    )
+
+    assert set(steps(plan(text, llama())).values()) == {200}
+
+
+@pytest.mark.parametrize(
+    ("written", "match"),
+    [
+        ("«run/final", "'run/final' is no folder called checkpoint-N"),
+        ("«run/checkpoint-", "is no folder called checkpoint-N"),
+        ("«run/checkpoint-200.bak", "is no folder called checkpoint-N"),
+        ("«run/checkpoint-200/global_step200", "is no folder called checkpoint-N"),
+        ("«run/tmp-checkpoint-200", "is no folder called checkpoint-N"),
+        ("«meta-llama/Llama-3.1-8B", "is no folder called checkpoint-N"),
+        ("«200", "is no folder called checkpoint-N"),
+        ("«run@a/checkpoint-200", "asks for a revision of a hub's model"),
+        ("«run/checkpoint-200+lora", "adds a LoRA adapter"),
+        ("{model: «run@a/checkpoint-200}", "asks for a revision of a hub's model"),
+        ("{model: run/checkpoint-200, «lora: x}", "'lora' is not supported"),
+        ("{model: run/checkpoint-200, «override_architecture: x}", "'override_architecture' is not supported"),
+        ("{model: {path: run/checkpoint-200, «revision: main}}", "a revision of a hub's model is no step of a run"),
+        ("{«path: run/checkpoint-200}", "model has no key 'path'"),
+        ("{model: «{revision: main}}", "model needs a value for 'path'"),
+        ("«[a]", "model is a list"),
+        ("«other/checkpoint-100", "'other/checkpoint-100' is in another folder than 'run/checkpoint-200' in line 2"),
+        ("«checkpoint-100", "is in another folder than 'run/checkpoint-200' in line 2"),
+    ],
+)
+def test_what_is_no_checkpoint_of_the_run_is_refused(written: str, match: str) -> None:
+    """A hub's model, an adapter, a folder of another name, another run's checkpoint: each in its own words."""
+    if written == "{model: «{revision: main}}":
+        match, written = "'revision'", "{model: {«revision: main}}"
+        match = "a revision of a hub's model"
+    text = recipe(*WHOLE).replace(
+        "model: run/checkpoint-200, layer_range: [0, 4]", f"model: {written}, layer_range: [0, 4]"
+    )
+
+    refused(text, match=match)
+
+
+# -- the frame -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (
+            "«models: [{model: run/checkpoint-100}]\nmerge_method: linear\n",
+            "'models' merges weights and knows no optimizer",
+        ),
+        ("«modules: {default: {slices: []}}\nmerge_method: passthrough\n", "'modules' merges weights"),
+        ("slices: []\n«models: []\nmerge_method: passthrough\n", "'models' merges weights"),
+        ("«merge_method: passthrough\n", "the recipe has no slices"),
+        ("slices: «[]\nmerge_method: passthrough\n", "slices is empty"),
+        ("slices: «{}\nmerge_method: passthrough\n", "slices is a mapping, not a list"),
+        ("slices: [«x]\nmerge_method: passthrough\n", "a slice is 'x', not a mapping"),
+        ("slices: [«{}]\nmerge_method: passthrough\n", "a slice needs a value for 'sources'"),
+        ("slices: [{sources: «[]}]\nmerge_method: passthrough\n", "a slice of 0 sources"),
+        ("slices: [{sources: [{}, «{}]}]\nmerge_method: passthrough\n", "a slice of 2 sources"),
+        ("slices: [{sources: [«{}]}]\nmerge_method: passthrough\n", "a source needs a value for 'model'"),
+        (
+            "slices: [{sources: [«{model: a/checkpoint-1}]}]\nmerge_method: passthrough\n",
+            "a source needs a value for 'layer_range'",
+        ),
+        ("slices: [{sources: [{«layers: 1}]}]\nmerge_method: passthrough\n", "a source has no key 'layers'"),
+        ("slices: [{«source: []}]\nmerge_method: passthrough\n", "a slice has no key 'source'"),
+        ("«slices: [{}]\n", "the recipe needs a value for 'merge_method'"),
+        ("slices: [{}]\nmerge_method: «slerp\n", "merge_method 'slerp' computes new weights"),
+        ("slices: [{}]\nmerge_method: passthrough\n«merge_methods: x\n", "the recipe has no key 'merge_methods'"),
+    ],
+)
+def test_the_frame_is_checked_before_the_model(text: str, match: str) -> None:
+    """Unknown keys, other bodies, other methods and missing parts are told where they stand."""
+    refused(text, match=match)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ("dtype: «int64\n", "dtype 'int64' is unknown"),
+        ("parameters: {«scale: 0.5}\n", "'scale' would change weights"),
+        ("parameters: {«scale: [{filter: x, value: 1}]}\n", "'scale' would change weights"),
+        ("parameters: «[1]\n", "parameters is not a mapping"),
+        ("base_model: «meta-llama/Llama-3.1-8B\n", "is no folder called checkpoint-N"),
+        ("base_model: «other/checkpoint-200\n", "is in another folder"),
+        ("tokenizer_source: union\n«tokenizer: {source: base}\n", "exclude each other"),
+        ("tokenizer: {«tokens: {a: {}}}\n", "'tokens' would make new embeddings"),
+        ("tokenizer: {«pad_to_multiple_of: 64}\n", "'pad_to_multiple_of' would make new embeddings"),
+        ("tokenizer: {«token: 1}\n", "tokenizer has no key 'token'"),
+        ("tokenizer_source: «hub/model\n", "is no folder called checkpoint-N"),
+    ],
+)
+def test_what_would_change_tensors_is_refused(more: str, match: str) -> None:
+    """A request that a checkpoint of whole layers cannot follow is never dropped in silence."""
+    refused(recipe(*WHOLE, more=more), match=match)
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        ("dtype: bfloat16\n", None),
+        ("dtype: torch.bfloat16\nout_dtype: ~\n", None),
+        ("dtype: float32\nout_dtype: bfloat16\n", None),
+        ("dtype: float16\n", ":7:1: weights stay as they were trained (BF16), not F16"),
+        ("dtype: bfloat16\nout_dtype: float32\n", ":8:1: weights stay as they were trained (BF16), not F32"),
+        ("parameters: {}\n", None),
+        ("parameters: {scale: 1.0}\n", None),
+        ("parameters: {weight: 0.5}\n", ":7:14: passthrough has no parameter 'weight'; ignored"),
+        ("tokenizer_source: base\n", None),
+        ("tokenizer_source: run/checkpoint-200\n", None),
+        ("tokenizer: {source: base, tokens: {}}\n", None),
+        ("tokenizer_source: union\n", ":7:19: the tokenizer is that of the base, step 200, not the union"),
+        (
+            "tokenizer: {source: run/checkpoint-100}\n",
+            ":7:21: the tokenizer is that of the base, step 200, not that of step 100",
+        ),
+        ("chat_template: auto\n", ":7:16: chat_template is ignored"),
+    ],
+)
+def test_what_has_no_meaning_here_is_noted(more: str, note: str | None) -> None:
+    """What can be ignored without harm is, and the plan says so; what changes nothing is not worth a word."""
+    notes = plan(recipe(*WHOLE, more=more), llama()).notes
+
+    assert len(notes) == (note is not None)
+    if note is not None:
+        assert notes[0].startswith(FILE + note)
+
+
+def test_settings_of_slices_are_noted_too() -> None:
+    """A slice's own base model, residual weight and parameters mean nothing to passthrough."""
+    odd = (
+        "  - {sources: [{model: run/checkpoint-200, layer_range: [0, 4], parameters: {a: 1}}], "
+        "residual_weight: 0.1, base_model: x, parameters: {b: 1}}\n"
+    )
+
+    assert len(plan(recipe(WHOLE[0], odd, *WHOLE[2:]), llama()).notes) == 4
+
+
+# -- the base ------------------------------------------------------------------------------------------------------
+
+
+def test_the_base_is_base_model_else_the_newest_step() -> None:
+    """Config, tokenizer, scheduler and counters come from one defined checkpoint."""
+    text = recipe(one(100, 0, 0), one(300, 0, 4), one(200, 5, 5), one(200, 6, 6))
+    chosen = plan(text + "base_model: run/checkpoint-200\n", llama())
+
+    assert plan(text, llama()).base.step == 300
+    assert chosen.base.step == 200
+    assert str(chosen.base.spot) == f"{FILE}:7:13"
+    (note,) = [note for note in chosen.notes if "from after the base" in note]
+    assert note.startswith(f"{FILE}:3:24: from after the base, step 200: model.layers.[0-3];")
+
+
+# -- which layer is which ------------------------------------------------------------------------------------------
+
+
+GPT2 = model(
+    layer("transformer.wte", ties=["lm_head.weight"]),
+    layer("transformer.wpe"),
+    *blocks(4, stack="transformer.h"),
+    layer("transformer.ln_f", parameters=["transformer.ln_f.weight", "transformer.ln_f.bias"]),
+)
+NEOX = model(
+    layer("gpt_neox.embed_in"),
+    *blocks(4, stack="gpt_neox.layers"),
+    layer("gpt_neox.final_layer_norm"),
+    layer("embed_out"),
+)
+OPT = model(
+    layer("model.decoder.embed_tokens", ties=["lm_head.weight"]),
+    layer("model.decoder.embed_positions"),
+    layer("model.decoder.final_layer_norm"),
+    *blocks(4, stack="model.decoder.layers"),
+)
+BLOOM = model(
+    layer("transformer.word_embeddings", ties=["lm_head.weight"]),
+    layer("transformer.word_embeddings_layernorm"),
+    *blocks(4, stack="transformer.h"),
+    layer("transformer.ln_f"),
+)
+HEAD_FIRST = model(*blocks(4), layer("model.norm"), layer("lm_head", ties=["model.embed_tokens.weight"]))
+VALUE_HEAD = model(
+    layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("lm_head"), layer("v_head.summary")
+)
+CLASSIFIER = model(layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("score"))
+ROTARY = model(
+    layer("model.embed_tokens"), *blocks(4), buffers("model.rotary_emb"), layer("model.norm"), layer("lm_head")
+)
+
+
+@pytest.mark.parametrize(
+    ("outline", "norm", "head", "embedding", "extras"),
+    [
+        (GPT2, "transformer.ln_f", None, "transformer.wte", {"transformer.wpe"}),
+        (NEOX, "gpt_neox.final_layer_norm", "embed_out", "gpt_neox.embed_in", set()),
+        (OPT, "model.decoder.final_layer_norm", None, "model.decoder.embed_tokens", {"model.decoder.embed_positions"}),
+        (BLOOM, "transformer.ln_f", None, "transformer.word_embeddings", {"transformer.word_embeddings_layernorm"}),
+        (HEAD_FIRST, "model.norm", None, "lm_head", set()),
+        (VALUE_HEAD, "model.norm", "lm_head", "model.embed_tokens", {"v_head.summary"}),
+        (CLASSIFIER, "model.norm", "score", "model.embed_tokens", set()),
+        (ROTARY, "model.norm", "lm_head", "model.embed_tokens", {"model.rotary_emb"}),
+    ],
+)
+def test_group_ids_find_their_layers_in_any_model(
+    outline: ModelOutline, norm: str, head: str | None, embedding: str, extras: set[str]
+) -> None:
+    """Norm, head and embedding by name and order; what has no id comes from the base, and is told."""
+    slices = [one(100, 0, 0), one(200, 0, 4)]
+    slices += [one(400, 5, 5)] if head is None else [one(300, 5, 5), one(400, 6, 6)]
+
+    found = plan(recipe(*slices), outline)
+
+    assert steps(found)[norm] == 100
+    assert steps(found)[embedding] == 400
+    assert head is None or steps(found)[head] == 300
+    assert extras == {name for name, choice in found.layers.items() if choice.is_base}
+    assert all(any(name in note and "taken from the base" in note for note in found.notes) for name in extras)
+
+
+def test_extra_layers_may_be_named_by_their_weights() -> None:
+    """pre_weights can name what no group id means; the whole layer comes from there."""
+    slices = [one(200, 0, 0), one(200, 0, 4), one(200, 5, 5)]
+    entry = "{{name: {}, model: run/checkpoint-{}}}"
+    wte, wpe = (entry.format(f"transformer.{name}.weight", step) for name, step in (("wte", 200), ("wpe", 100)))
+
+    assert steps(plan(recipe(*slices, more=f"pre_weights: [{wte}, {wpe}]\n"), GPT2))["transformer.wpe"] == 100
+
+    twice = model(
+        *(layer("wpe", parameters=["wpe.a", "wpe.b"]) if one.name == "transformer.wpe" else one for one in GPT2.layers)
+    )
+    parts = [wte, entry.format("wpe.a", 100), entry.format("wpe.b", 200).replace("wpe.b", "«wpe.b")]
+    refused(
+        recipe(*slices, more=f"pre_weights: [{', '.join(parts)}]\n"),
+        twice,
+        match="the weights of wpe are to come from step 200, its other weights from step 100",
+    )
+
+
+def test_names_may_carry_wrappers() -> None:
+    """A compiled or wrapped model's parameters are called as the bare model would have them."""
+    outline = model(
+        layer("model.embed_tokens", parameters=["_orig_mod.model.embed_tokens.weight"]),
+        *blocks(4),
+        layer("model.norm", parameters=["_orig_mod.model.norm.weight"]),
+        layer("lm_head", parameters=["_orig_mod.lm_head.weight"]),
+    )
+
+    assert steps(plan(PARITY, outline)) == steps(plan(PARITY, llama()))
+
+
+@pytest.mark.parametrize(
+    ("outline", "match"),
+    [
+        (
+            model(*blocks(2, stack="visual.blocks"), layer("model.embed_tokens"), *blocks(4), layer("model.norm")),
+            "this model has 2 stacks of blocks: visual.blocks.[0-1], model.layers.[0-3]",
+        ),
+        (model(layer("a"), layer("b")), "this model has no blocks"),
+        (
+            model(layer("model.embed_tokens"), *blocks(4), layer("model.norm")),
+            "takes one head, and in this model there is none",
+        ),
+        (
+            model(*blocks(4), layer("model.norm"), layer("lm_head")),
+            "takes one embedding, and in this model there is none",
+        ),
+        (
+            model(layer("e"), *blocks(4), layer("norm_a"), layer("norm_b"), layer("lm_head")),
+            "takes one norm, and in this model norm_a, norm_b may each be it",
+        ),
+        (
+            model(layer("e"), *blocks(4), layer("norm"), layer("head_a"), layer("head_b")),
+            "takes one head, and in this model head_a, head_b may each be it",
+        ),
+        (
+            model(layer("a", ties=["x.weight"]), layer("b", ties=["y.weight"]), *blocks(4), layer("norm")),
+            "takes one embedding, and in this model a, b may each be it",
+        ),
+    ],
+)
+def test_models_that_the_grammar_cannot_speak_of_are_refused(outline: ModelOutline, match: str) -> None:
+    """Never a guess: the message names the layers, and our own grammar as the way out."""
+    problem = refused("«" + recipe(*WHOLE), outline, match=match)
+
+    assert "base: and layers:" in str(problem.hint)

@@ -1,0 +1,331 @@
+"""Promises of our own grammar: each layer named exactly once, in any order, by patterns that mean what they say."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.errors import InvalidInput, NotFound
+from layerstore.model import LayerVersion, Parameter
+from layerstore.policy.recipe import Choice, ModelOutline, Spot, parse_recipe
+from layerstore.policy.recipe.document import Scalar
+from layerstore.policy.recipe.names import gathered, listed
+from layerstore.policy.recipe.patterns import read_pattern
+from tests.unit.recipes import FILE, layer, llama, model, plan, refused, steps
+
+SPOT = Spot(file=FILE, line=1, column=1)
+
+
+def test_a_recipe_says_where_each_layer_comes_from() -> None:
+    """The base supplies what is not a layer, entries and rest supply every layer, in the model's order."""
+    found = plan(
+        """
+        base: sft@1200
+        layers:
+          model.layers.[even]: base
+          model.layers.[odd]: 1100
+          lm_head: "@900"
+          model.embed_tokens: other~1@700
+        rest: best
+        """,
+        llama(4),
+    )
+
+    assert (found.base.run, found.base.back, found.base.step) == ("sft", 0, 1200)
+    assert [(name, choice.run, choice.back, choice.step) for name, choice in found.layers.items()] == [
+        ("model.embed_tokens", "other", 1, 700),
+        ("model.layers.0", None, 0, None),
+        ("model.layers.1", None, 0, 1100),
+        ("model.layers.2", None, 0, None),
+        ("model.layers.3", None, 0, 1100),
+        ("model.norm", "best", 0, None),
+        ("lm_head", None, 0, 900),
+    ]
+    assert [choice.is_base for choice in found.layers.values()] == [False, True, False, True, False, False, False]
+    assert found.notes == ()
+
+
+def test_each_choice_knows_where_it_was_made() -> None:
+    """What only the store can find out is told with the place in the recipe, class and hint unchanged."""
+    found = plan("base: 1200\nlayers:\n  'model.*': 1100\n  lm_head:  base\n", llama())
+
+    assert str(found.base.spot) == f"{FILE}:1:7"
+    assert str(found.layers["model.norm"].spot) == f"{FILE}:3:14"
+    assert str(found.layers["lm_head"].spot) == f"{FILE}:4:13"
+    with pytest.raises(NotFound) as caught, found.layers["model.norm"].spot.located():
+        raise NotFound("run 'sft' has no step 1100", hint="layerstore ingest checkpoint-1100", step=1100)
+    assert str(caught.value) == f"{FILE}:3:14: run 'sft' has no step 1100"
+    assert (caught.value.hint, caught.value.facts) == ("layerstore ingest checkpoint-1100", {"step": 1100})
+
+
+@pytest.mark.parametrize(
+    ("written", "run", "back", "step", "reference"),
+    [
+        ("1100", None, 0, 1100, "sft~2@1100"),
+        ("0", None, 0, 0, "sft~2@0"),
+        ('"1100"', None, 0, 1100, "sft~2@1100"),
+        ('"@1100"', None, 0, 1100, "sft~2@1100"),
+        ("base", None, 0, None, "sft~2"),
+        ("other@5", "other", 0, 5, "other@5"),
+        ("other~1@5", "other", 1, 5, "other~1@5"),
+        ("other~1", "other", 1, None, "other~1"),
+        ("base@5", "base", 0, 5, "base@5"),
+        ("my pin", "my pin", 0, None, "my pin"),
+    ],
+)
+def test_sources_are_steps_references_or_the_base(
+    written: str, run: str | None, back: int, step: int | None, reference: str
+) -> None:
+    """A bare step is one of the base's own run and attempt; everything else is a reference as on the command line."""
+    choice = plan(f"base: sft~2@1200\nrest: {written}\n", llama(1)).layers["lm_head"]
+
+    assert (choice.run, choice.back, choice.step) == (run, back, step)
+    assert reference == choice.reference(run="sft", back=2)
+
+
+@pytest.mark.parametrize("base", ["1200", "sft", "sft@1200", "sft~1@1200", "a-pin"])
+def test_the_base_is_known_before_the_model_is(base: str) -> None:
+    """Whoever plans asks for the base first, because its layers are the model."""
+    found = parse_recipe(f"base: {base}\nrest: base\n", name=FILE)
+
+    assert found.base.reference(run="sft") == (f"sft@{base}" if base.isdecimal() else base)
+    assert (found.name, found.grammar, found.run_hint) == (FILE, "layerstore", None)
+
+
+def test_the_order_of_entries_means_nothing() -> None:
+    """Because no layer may be named twice, no rule of precedence has to be remembered."""
+    entries = ["  model.layers.[0-1]: 100", "  model.layers.[2-]: 200", "  '*norm': 300", "  lm_head: 400"]
+    plans = {
+        tuple(steps(plan("\n".join(["base: 500", "layers:", *order, "rest: base"]), llama())).items())
+        for order in itertools.permutations(entries)
+    }
+
+    assert len(plans) == 1
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        # Layers that are named not at all, twice, or by a name that no layer has.
+        ("base: 1\n«layers: {model.norm: 1, lm_head: 1}\n", "no entry fits model.embed_tokens, model.layers.[0-3]"),
+        ("base: 1\nlayers:\n  '*': 1\n  «lm_head: 2\n", "lm_head: 'lm_head' fits what '*' in line 3 fits too"),
+        (
+            "base: 1\nlayers:\n  model.layers.[0-2]: 1\n  «model.layers.[2-3]: 1\nrest: base\n",
+            "model.layers.2: 'model.layers.[2-3]' fits what",
+        ),
+        ("base: 1\nlayers: {«head: 1}\nrest: base\n", "no layer of the model is called 'head'"),
+        ("base: 1\nlayers: {«'model.layers.[7-9]': 1}\nrest: base\n", "no layer of the model is called"),
+        ("base: 1\nlayers: {«'model.layers.[0-4]': 1}\nrest: base\n", "names index 4, which no layer has"),
+        ("base: 1\nlayers: {«'model.layers.[0,7]': 1}\nrest: base\n", "names index 7, which no layer has"),
+        # Patterns.
+        ("base: 1\nlayers: {«'x.[0:4]': 1}\n", "'0:4' in 'x.[0:4]' is no range of numbers"),
+        ("base: 1\nlayers: {«'x.[a-c]': 1}\n", "is no range of numbers"),
+        ("base: 1\nlayers: {«'x.[]': 1}\n", "is no range of numbers"),
+        ("base: 1\nlayers: {«'x.[01]': 1}\n", "is no range of numbers"),
+        ("base: 1\nlayers: {«'x.[3-1]': 1}\n", "the range 3-1 in 'x.[3-1]' is empty"),
+        ("base: 1\nlayers: {«'x.[0-3': 1}\n", "has a bracket without its partner"),
+        ("base: 1\nlayers: {«'x.0]': 1}\n", "has a bracket without its partner"),
+        ("base: 1\nlayers: {«'x.[[0]]': 1}\n", "has a bracket without its partner"),
+        ("base: 1\nlayers: {«'': 1}\n", "an empty name fits no layer"),
+        # Sources.
+        ("base: 1\nrest: «0100\n", "rest is '0100', which YAML may read as octal"),
+        ("base: 1\nrest: «1234567890123456789\n", "not a whole number of at most 18 digits"),
+        ("base: 1\nrest: «-5\n", "starts with '-'"),
+        ("base: 1\nrest: «sft@\n", "is not a reference"),
+        ("base: 1\nrest: «sft@new\n", "is not a reference"),
+        ("base: 1\nrest: «../sft@1\n", "the name '../sft'"),
+        ("base: 1\nlayers:\n  lm_head:«\nrest: base\n", "'lm_head' is empty"),
+        ("base: 1\nlayers:\n  lm_head: «[1, 2]\n", "'lm_head' is a list, not a single value"),
+        ("base: 1\nlayers:\n  lm_head:\n    «step: 1\n", "'lm_head' is a mapping, not a single value"),
+        # The frame.
+        ("base: «base\nrest: base\n", "the base cannot be the base"),
+        ("base: «[1]\nrest: base\n", "base is a list"),
+        ("«rest: base\n", "the recipe needs a value for 'base'"),
+        ("«base:\nrest: base\n", "the recipe needs a value for 'base'"),
+        ("«base: 1\n", "the recipe names no layers"),
+        ("base: 1\n«layers:\n", "the recipe names no layers"),
+        ("base: 1\nlayers:\n  «- lm_head\n", "layers is not a mapping"),
+        ("base: 1\nlayers: «lm_head\n", "layers is not a mapping"),
+        ("base: 1\nrest: base\n«Layers: {}\n", "the recipe has no key 'Layers'"),
+        ("«model: 1\n", "no key of one stands at the top"),
+        ("base: 1\n«slices: []\n", "'base' and 'slices' belong to different grammars"),
+        ("slices: []\n«layers: {}\n", "'layers' and 'slices' belong to different grammars"),
+    ],
+)
+def test_what_is_wrong_is_told_where_it_stands(text: str, match: str) -> None:
+    """Each error of the grammar names line and column, what was found, and what to do."""
+    refused(text, match=match)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("model.layer.[0-3]", "near it: model.layers.[0-3]"),
+        ("model.embed_token", "near it: model.embed_tokens"),
+        ("lmhead", "near it: lm_head"),
+        ("vision_tower", "layers of this model: model.embed_tokens, model.layers.[0-3], model.norm, lm_head"),
+    ],
+)
+def test_a_name_that_fits_nothing_is_answered_with_names_that_do(name: str, hint: str) -> None:
+    """A slip of the pen is answered by what was meant, anything else by what there is."""
+    problem = refused(f"base: 1\nlayers: {{«'{name}': 1}}\nrest: base\n", match="no layer of the model is called")
+
+    assert hint in str(problem.hint)
+
+
+def test_a_key_of_the_wrong_case_is_answered_with_the_right_one() -> None:
+    """An unknown key names the one that was meant."""
+    assert refused("base: 1\n«layer: {}\nrest: base\n", match="no key 'layer'").hint == "did you mean layers?"
+
+
+def test_layers_from_after_the_base_are_noted() -> None:
+    """A layer that is newer than the counters around it is allowed, and told."""
+    text = "base: sft@100\nlayers:\n  lm_head: {head}\nrest: base\n"
+
+    assert plan(text.format(head="90"), llama()).notes == ()
+    assert plan(text.format(head="other@200"), llama()).notes == ()
+    for head in ("200", "sft@200"):
+        (note,) = plan(text.format(head=head), llama()).notes
+        assert note.startswith(f"{FILE}:3:12: from after the base, step 100: lm_head;")
+
+
+# -- patterns ------------------------------------------------------------------------------------------------------
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether *pattern* means the layer *name*."""
+    found = read_pattern(Scalar(text=pattern, is_null=False, spot=SPOT))
+    try:
+        return found.layers([name]) == [name]
+    except InvalidInput:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "xlm_head", False),
+        ("lm_head", "lm_headx", False),
+        ("*", "model.layers.3", True),
+        ("*norm", "model.norm", True),
+        ("*norm", "model.norms", False),
+        ("model.*.3", "model.layers.3", True),
+        ("m*.l*.*", "model.layers.3", True),
+        ("model.layers.?", "model.layers.3", True),
+        ("model.layers.?", "model.layers.13", False),
+        ("model.layers.[3]", "model.layers.13", False),
+        ("model.layers.1[3]", "model.layers.13", False),
+        ("*[3]", "model.layers.13", False),
+        ("model.layers.[10-20]", "model.layers.2", False),
+        ("model.layers.[even]", "model.layers.10", True),
+        ("model.layers.[odd]", "model.layers.10", False),
+        ("model.layers.[even, 11]", "model.layers.11", True),
+        ("model.layers.[4-]", "model.layers.4", True),
+        ("model.layers.[4-]", "model.layers.3", False),
+        ("*.[0].*", "a.0.b", True),
+        ("a.[0].[1]", "a.0.1", True),
+        ("a.[0].[2]", "a.0.1", False),
+        ("model.layers.[0-]", "model.layers.norm", False),
+        ("model.norm", "model-norm", False),
+        ("(a|b)+", "(a|b)+", True),
+    ],
+)
+def test_patterns_mean_what_they_say(pattern: str, name: str, expected: bool) -> None:
+    """Signs stand for text, brackets for one whole number, everything else for itself."""
+    assert expected == fits(pattern, name)
+
+
+def test_each_written_number_must_be_there() -> None:
+    """A range that reaches beyond the model was written for another one; an open end never does."""
+    for written, is_there in (("0-3", True), ("0-", True), ("0-3,2", True), ("1-4", False), ("4-", False)):
+        text = f"base: 1\nlayers: {{'model.layers.[{written}]': 2}}\nrest: base\n"
+        if is_there:
+            assert 2 in steps(plan(text, llama(4))).values()
+        else:
+            with pytest.raises(InvalidInput, match=r"recipe\.yaml:2:10: "):
+                plan(text, llama(4))
+
+
+def test_a_pattern_takes_no_longer_than_its_length_times_the_names() -> None:
+    """No pattern makes matching explode, as it would with an expression that backtracks."""
+    assert not fits("*a" * 400 + "b", "a" * 2000)
+
+
+INDICES = st.sets(st.integers(min_value=0, max_value=40), min_size=1)
+
+
+@given(chosen=INDICES, count=st.integers(min_value=41, max_value=60))
+def test_gathered_names_are_patterns_of_the_same_layers(chosen: set[int], count: int) -> None:
+    """What messages show can be written into a recipe as it stands, and means those layers."""
+    names = [f"model.layers.{index}" for index in range(count)]
+    expected = [names[index] for index in sorted(chosen)]
+    (shown,) = gathered(expected)
+
+    assert expected == read_pattern(Scalar(text=shown, is_null=False, spot=SPOT)).layers(names)
+
+
+def test_long_lists_are_cut_short() -> None:
+    """A message stays one line that can be read."""
+    assert listed(f"tower_{letter}" for letter in "abcdefghij").endswith("tower_h and 2 more")
+
+
+@given(
+    sources=st.lists(st.sampled_from(["base", "100", "200", "other@7"]), min_size=1, max_size=12),
+    rest=st.sampled_from(["base", "100"]),
+    data=st.data(),
+)
+def test_any_recipe_gives_the_layers_that_it_names(sources: list[str], rest: str, data: st.DataObject) -> None:
+    """Over random assignments of blocks: each has its source, in whatever order and grouping it was written."""
+    blocks = [f"model.layers.{index}" for index in range(len(sources))]
+    by_source: dict[str, list[str]] = {}
+    for block, source in zip(blocks, sources, strict=True):
+        by_source.setdefault(source, []).append(block)
+    entries = [f"  '{gathered(names)[0]}': {source}" for source, names in by_source.items()]
+    text = "\n".join(["base: 300", "layers:", *data.draw(st.permutations(entries)), f"rest: {rest}"])
+
+    found = plan(text, llama(len(sources)))
+
+    def written(choice: Choice) -> str:
+        return "base" if choice.is_base else choice.reference(run="").removeprefix("@")
+
+    expected = dict.fromkeys(llama(len(sources)).names, rest) | dict(zip(blocks, sources, strict=True))
+    assert expected == {name: written(choice) for name, choice in found.layers.items()}
+
+
+# -- the outline ---------------------------------------------------------------------------------------------------
+
+
+def version(name: str, *parameters: Parameter) -> LayerVersion:
+    """Return a version of *name* with nothing but *parameters*."""
+    return LayerVersion(layer=name, parameters=parameters, buffers=(), world_size=2, objects=())
+
+
+def parameter(name: str, *aliases: str, frozen: bool = False) -> Parameter:
+    """Return a parameter."""
+    return Parameter(name=name, dtype="BF16", shape=(2, 2), frozen=frozen, aliases=aliases)
+
+
+def test_the_outline_comes_from_layer_versions() -> None:
+    """Ties between layers are seen, aliases within one are not; a layer is frozen when all of it is."""
+    found = ModelOutline.of(
+        [
+            version("model.embed_tokens", parameter("model.embed_tokens.weight", "lm_head.weight")),
+            version(
+                "model.layers.0",
+                parameter("model.layers.0.a.weight", "model.layers.0.b.weight"),
+                parameter("model.layers.0.c.weight", frozen=True),
+            ),
+            version("model.norm", parameter("model.norm.weight", frozen=True)),
+        ]
+    )
+
+    assert found == model(
+        layer("model.embed_tokens", ties=["lm_head.weight"]),
+        layer("model.layers.0", parameters=["model.layers.0.a.weight", "model.layers.0.c.weight"]),
+        layer("model.norm", frozen=True),
+    )
