@@ -23,6 +23,7 @@ from layerstore.ops.composition import Composition, as_resolved, check_members, 
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry
+from layerstore.ops.ranks import AdamStep
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
@@ -121,6 +122,8 @@ class Composite:
         self,
         out: StrPath,
         *,
+        world_size: int | None = None,
+        adam_step: AdamStep = "unify",
         verify: bool = True,
         durable: bool = True,
         force: bool = False,
@@ -129,6 +132,9 @@ class Composite:
         """
         Write ZeRO-3 shards to the folder *out*, which appears whole or not at all.
 
+        They are for *world_size* ranks, by default as many as saved the base; what cannot go along to another
+        number is in the result's ``notes``. The optimizer's step counters are the base's, or with *adam_step*
+        ``per-layer`` each layer's own, where a param group per layer allows that.
         Every byte read is verified unless *verify* is False; a power cut cannot tear the folder
         unless *durable* is False; a folder that is there is only replaced with *force*.
         """
@@ -136,6 +142,8 @@ class Composite:
             self._rooms,
             self._composition,
             Path(out),
+            world_size=world_size,
+            adam_step=adam_step,
             verify=verify,
             durable=durable,
             force=force,

@@ -17,22 +17,16 @@ from pathlib import Path
 from layerstore.errors import IntegrityError
 from layerstore.format.hashing import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.model import BlobRef, CommitRecord, GatheredFile, RankState
+from layerstore.model import BlobRef, GatheredFile, RankState
 from layerstore.ops.progress import Progress
+from layerstore.ops.ranks import Ranks
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.files import NewFile
+from layerstore.storage.files import NewFile, OpenFile
 from layerstore.zero3.discover import LATEST
+from layerstore.zero3.places import OutputFile, Piece, Slices, merged
+from layerstore.zero3.regather import derived_checks, gathered_pieces, plan_gathered
 from layerstore.zero3.rounding import round_master
-from layerstore.zero3.write import (
-    OutputFile,
-    Piece,
-    Slices,
-    derived_checks,
-    gathered_pieces,
-    merged,
-    plan_gathered,
-    plan_rank,
-)
+from layerstore.zero3.write import plan_rank
 
 # How many objects may be verified ahead of the copy: enough to keep both threads busy.
 _AHEAD_MAX = 4
@@ -57,7 +51,9 @@ class Assembly:
 
     rooms: Rooms
     folder: Path
-    base: CommitRecord
+    tag: str
+    """DeepSpeed's folder, for ``latest``."""
+    ranks: Ranks
     """Supplies all that is not a layer."""
     slices: Slices
     own_parameters: frozenset[str]
@@ -69,6 +65,8 @@ class Assembly:
     _verified: set[str] = field(default_factory=set)
     _rounded: dict[Path, dict[int, tuple[int, int]]] = field(default_factory=dict)
     """Checksum and size of what was rounded, by file and offset."""
+    _cut: dict[Path, dict[int, int]] = field(default_factory=dict)
+    """Checksum of each part of a slice that was copied, likewise."""
 
     def run(self) -> None:
         """
@@ -84,8 +82,7 @@ class Assembly:
             ExitStack() as stack,
         ):
             gathered: list[tuple[GatheredFile, NewFile]] = []
-            for ref in self.base.states:
-                state = self.rooms.state(ref)
+            for state in self.ranks.states():
                 # Every rank supplies slices of these, so they stay open until the last one has.
                 gathered += [(of, self._create(plan_gathered(of), stack)) for of in state.gathered]
                 self._write_rank(state, gathered, ahead, closing)
@@ -104,12 +101,18 @@ class Assembly:
         closing: "_Closing",
     ) -> None:
         """Write the files of one rank, and its share of the gathered weights beside the first of them."""
-        outputs = plan_rank(state, self.slices, world_size=self.base.world_size)
-        shared = [(file, tuple(merged(gathered_pieces(of, self.slices, rank=state.rank)))) for of, file in gathered]
+        world_size = self.ranks.world_size
+        outputs = plan_rank(state, self.slices, world_size=world_size)
+        shared = [
+            (file, tuple(merged(gathered_pieces(of, self.slices, rank=state.rank, world_size=world_size))))
+            for of, file in gathered
+        ]
         while batch := list(islice(outputs, _OPEN_MAX)):
             with ExitStack() as stack:
                 own = [(self._create(output, stack), output.pieces) for output in batch]
                 self._move(_tasks([*own, *shared]), ahead)
+                for (file, _), output in zip(own, batch, strict=True):
+                    self._finish(file, output)
                 stack.pop_all()  # whoever closes them has to sync them first
             closing.take(file for file, _ in own)
             shared = []
@@ -136,6 +139,12 @@ class Assembly:
             file.make_executable()
         self.bytes_written += output.size_bytes
         return file
+
+    def _finish(self, file: NewFile, output: OutputFile) -> None:
+        """Write what depends on the checksums of bytes that had to be moved first."""
+        cut = self._cut.pop(file.path, {})
+        for offset, data in () if output.finish is None else output.finish(cut):
+            file.write_at(offset, data)
 
     def _move(self, tasks: Iterable[_Task], ahead: ThreadPoolExecutor) -> None:
         """Copy every task's bytes; raise if an object turns out to be damaged, before or after its copy."""
@@ -173,12 +182,24 @@ class Assembly:
     def _copy(self, task: _Task, prepared: Future[None]) -> None:
         with self.rooms.objects.open(task.object) as source:
             for file, piece in task.copies:
-                file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
+                if piece.is_cut:
+                    self._copy_cut(source, file, piece)
+                else:
+                    file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
                 self.progress.advance(piece.size_bytes)
         prepared.result()
 
+    def _copy_cut(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
+        """Copy a part of a slice through memory: its checksum is stored nowhere, so its bytes must be seen."""
+        checksum = 0
+        for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
+            data = source.read_at(piece.object_offset + start, min(IO_CHUNK_BYTES, piece.size_bytes - start))
+            file.write_at(piece.offset + start, data)
+            checksum = crc32(data, checksum)
+        self._cut.setdefault(file.path, {})[piece.offset] = checksum
+
     def _write_latest(self) -> None:
-        data = self.base.layout.tag.encode()
+        data = self.tag.encode()
         with self.rooms.files.create(self.folder / LATEST) as file:
             file.write_at(0, data)
             if self.durable:

@@ -15,11 +15,12 @@ from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
 from layerstore.ops.assemble import Assembly
 from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.progress import Progress
+from layerstore.ops.ranks import AdamStep, plan_ranks
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.summary import summary, summary_bytes
 from layerstore.storage.files import mapped_errors
-from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, SHARD_STEM, SUMMARY
-from layerstore.zero3.write import Slices
+from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
+from layerstore.zero3.places import Slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Written:
     out: Path
     bytes_written: int
     seconds: float
+    notes: tuple[str, ...]
+    """What does not carry over to this world size, in plain sentences."""
 
 
 def execute_compose(
@@ -40,6 +43,8 @@ def execute_compose(
     composition: Composition,
     out: Path,
     *,
+    world_size: int | None = None,
+    adam_step: AdamStep = "unify",
     verify: bool = True,
     durable: bool = True,
     force: bool = False,
@@ -48,23 +53,36 @@ def execute_compose(
     """
     Write *composition* to the folder *out*, which appears whole or not at all.
 
+    It is for *world_size* ranks, by default as many as the base has. The optimizer's step counters are the base's;
+    with *adam_step* ``per-layer`` each layer's own, where the optimizer's groups allow that.
     Without *verify* only sizes are checked. Without *durable* a power cut may tear the folder.
     With *force* a folder that is there is replaced once the new one is complete.
 
     Raises:
         AlreadyExists: *out* is there and *force* was not given.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
+        LayoutMismatch: A layer does not fit the base, or the base cannot be had for *world_size* ranks.
     """
     started = time.monotonic()
     target = _checked_target(rooms, out, force=force)
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     base = composition.base
     versions = check_members(rooms, composition)
+    slices = Slices(versions)
+    ranks = plan_ranks(
+        rooms,
+        base,
+        zip(composition.layers, versions, strict=True),
+        slices,
+        world_size=world_size,
+        adam_step=adam_step,
+    )
     assembly = Assembly(
         rooms=rooms,
         folder=partial,
-        base=base,
-        slices=Slices(versions),
+        tag=base.layout.tag,
+        ranks=ranks,
+        slices=slices,
         own_parameters=frozenset(
             parameter.name
             for entry, version in zip(composition.layers, versions, strict=True)
@@ -88,10 +106,11 @@ def execute_compose(
         run=base.run,
         step=base.step,
         policy=composition.policy,
-        world_size=base.world_size,
+        world_size=ranks.world_size,
         out=target,
         bytes_written=assembly.bytes_written,
         seconds=time.monotonic() - started,
+        notes=ranks.notes,
     )
 
 
@@ -157,6 +176,7 @@ def _check_nothing_else_is_lost(rooms: Rooms, target: Path, partial: Path, *, ta
             path = Path(folder, name).relative_to(target)
             # The checkpoint that is there may be of another step, or of more ranks.
             is_older_form = path.parts[0] in tags and (len(path.parts) == 1 or SHARD_STEM.fullmatch(path.stem))
+            is_older_form = is_older_form or RANDOM_STATE.fullmatch(str(path))
             if not is_older_form and not (partial / path).exists():
                 raise AlreadyExists(
                     f"{target} also holds {str(path)!r}, which the composite does not replace; nothing was changed",

@@ -37,9 +37,9 @@ from layerstore.ops.progress import Progress
 from layerstore.storage.objects import ObjectWriter
 from layerstore.tree import Located, Storage, Tensor
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
+from layerstore.zero3.places import BYTES_KEY
 from layerstore.zero3.sourcefile import read_source_file, stat_source
 from layerstore.zero3.trees import replace_tensors
-from layerstore.zero3.write import BYTES_KEY
 
 _OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(?P<rank>\d+)\.(?:pth|pkl)")
 _KINDS = tuple(Kind)

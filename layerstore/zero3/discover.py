@@ -24,6 +24,8 @@ SHARD_STEM = re.compile(
     r"(?P<prefix>bf16_)?zero_pp_rank_(?P<rank>0|[1-9][0-9]{0,6})_mp_rank_(?P<mp>[0-9]{2,4})_(?P<what>model|optim)_states"
 )
 _SHARD = re.compile(SHARD_STEM.pattern + r"\.pt")
+# A rank's own random state: the Trainer's (without a number where there is only one rank), and Accelerate's.
+RANDOM_STATE = re.compile(r"rng_state(?:_[0-9]{1,7})?\.pth|random_states_[0-9]{1,7}\.pkl")
 _OF_A_RANK = re.compile(r"(?P<what>rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"

@@ -1,19 +1,15 @@
 """What the model consists of: its parameters and buffers, and how often the optimizer has updated them."""
 
-import math
-import struct
-
+from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint
 from layerstore.format.hashing import crc32
 from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import Buffer, Parameter
 from layerstore.tree import Located, Size, Tensor, Tree
+from layerstore.zero3.counters import COUNTERS, STEP, count_of
 from layerstore.zero3.ranks import Groups, RankSource
 from layerstore.zero3.sourcefile import damaged, open_source
 from layerstore.zero3.trees import TreeView
-
-# How torch keeps a step counter, as struct knows it.
-_COUNTERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
 
 def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
@@ -113,7 +109,7 @@ def optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
     found: list[int | None] = []
     for group in range(groups):
         state = states.get(group)
-        counter = None if state is None else state.get("step")
+        counter = None if state is None else state.get(STEP)
         found.append(None if counter is None else _count(counter.value))
     return found
 
@@ -125,14 +121,14 @@ def _check_crc32(data: bytes, located: Located) -> None:
 
 def _count(counter: Tree) -> int | None:
     """Return a step counter as a number: an int in DeepSpeed's own optimizers, a scalar tensor in torch's."""
-    if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS:
-        located, layout = counter.storage.content, struct.Struct(_COUNTERS[counter.storage.dtype])
+    if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in COUNTERS:
+        located, dtype = counter.storage.content, counter.storage.dtype
         assert isinstance(located, Located), "trees that were just read point into their files"
         with open_source(located.path) as file:
             # Its number is compared between ranks before the payloads are checked: rot must not pass for a mixture.
             if located.size_bytes <= INLINE_BYTES_MAX:
                 _check_crc32(file.read_at(located.offset_bytes, located.size_bytes), located)
-            data = file.read_at(located.offset_bytes + counter.offset * layout.size, layout.size)
-        (value,) = layout.unpack(data)
-        return int(value) if math.isfinite(value) else None
+            size_bytes = by_code(dtype).bytes
+            data = file.read_at(located.offset_bytes + counter.offset * size_bytes, size_bytes)
+        return count_of(data, dtype)
     return counter if isinstance(counter, int) and not isinstance(counter, bool) else None

@@ -17,7 +17,7 @@ from layerstore.zero3.checkpoint import StorageCheck
 from layerstore.zero3.discover import SHARD_STEM, RankFiles
 from layerstore.zero3.ptfile import PtFile, read_pt
 from layerstore.zero3.slices import elements_of, slice_length
-from layerstore.zero3.trees import TreeView, refuse_settings
+from layerstore.zero3.trees import TreeView, refuse_settings, sub_group_shapes
 
 MASTER = ""
 """What stands for the state of a master, which is no state of the optimizer."""
@@ -134,15 +134,7 @@ def _short(value: object) -> str:
 
 def param_shapes(rank: RankSource) -> Groups:
     """Return the rank's ``param_shapes``: what lies in each flat buffer, in which order."""
-    groups = []
-    for _, group in rank.model["param_shapes"].children():
-        shapes: dict[str, Size] = {}
-        for name, shape in group.children():
-            if not isinstance(shape.value, Size) or not isinstance(name, str):
-                raise SourceCheckpoint(f"{rank.model.path}: param_shapes holds something else than names and shapes")
-            shapes[name] = shape.value
-        groups.append(shapes)
-    return groups
+    return sub_group_shapes(rank.model)
 
 
 def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:

@@ -1,10 +1,10 @@
 """Typed looks into the trees of DeepSpeed's files, and the settings under which they are not whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.tree import Inert, OrderedMap, Storage, Tensor, Tree
+from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
 
 STAGE_3 = 3
 
@@ -75,6 +75,19 @@ class TreeView:
     def _unlike(self, expected: str) -> SourceCheckpoint:
         found = type(self.value).__name__
         return SourceCheckpoint(f"{self.path}: {self._where} should be {expected}, found {found}", path=str(self.path))
+
+
+def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
+    """Return what lies in each flat buffer, by ``param_shapes`` of *model*: parameters and their shapes, in order."""
+    groups = []
+    for _, group in model["param_shapes"].children():
+        shapes: dict[str, Size] = {}
+        for name, shape in group.children():
+            if not isinstance(shape.value, Size) or not isinstance(name, str):
+                raise SourceCheckpoint(f"{model.path}: param_shapes holds something else than names and shapes")
+            shapes[name] = shape.value
+        groups.append(shapes)
+    return groups
 
 
 def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
@@ -150,6 +163,12 @@ def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree
 
 def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> dict[Tree, Tree]:
     return {key: replace_tensors(value, replacement) for key, value in tree.items()}
+
+
+def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
+    """Return a map of the same kind and order as *tree* with some of its *values* exchanged; none is added."""
+    items = {key: values.get(key, value) for key, value in tree.items()}
+    return OrderedMap(items, tree.attributes) if isinstance(tree, OrderedMap) else items
 
 
 def with_content(tensor: Tensor, content: object) -> Tensor:

@@ -14,7 +14,8 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NoStore, NotFound, SourceCheckpoint
 from layerstore.model import GatheredFile, GatheredTensor, Kind, TensorSource
-from layerstore.zero3.write import Slices, gathered_pieces
+from layerstore.zero3.places import Slices
+from layerstore.zero3.regather import gathered_pieces
 from tests.bench.generate import generate
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 16, "vocab": 16}
@@ -235,7 +236,7 @@ def test_an_empty_gathered_tensor_needs_no_slices() -> None:
     )
     file = GatheredFile(path="model.safetensors", header=b"\x02" + bytes(7) + b"{}", tensors=(empty,))
 
-    assert list(gathered_pieces(file, Slices([]), rank=0)) == []
+    assert list(gathered_pieces(file, Slices([]), rank=0, world_size=1)) == []
 
 
 # -- replacing and pinning -----------------------------------------------------------------------------------------

@@ -1,0 +1,326 @@
+"""
+The ranks' trees for another number of ranks: sub-groups by DeepSpeed's own rule, every length and counter anew.
+
+What each parameter's numbers are is none of this room's business: it says where they go. Trees are never changed
+in place, so that one rank's may serve for several.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from layerstore.errors import IntegrityError, LayoutMismatch
+from layerstore.format.canonical import pack
+from layerstore.format.treecodec import encode
+from layerstore.model import FlatContent, RankState, TreeFile
+from layerstore.tree import OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.zero3.discover import SHARD_STEM
+from layerstore.zero3.slices import elements_of, slice_length, sub_groups
+from layerstore.zero3.trees import TreeView, changed, replace_tensors, sub_group_shapes
+
+# DeepSpeed's own, where its config does not say.
+_SUB_GROUP_SIZE = 10**9
+
+_DS_ID = re.compile(r"(\d+)_(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubGroup:
+    """A sub-group to be: one flat buffer on every rank."""
+
+    param_group: int
+    sample: int
+    """A sub-group of the base in the same param group: whatever is no slice is taken from it."""
+    shapes: dict[str, Size]
+    ds_id: str | None
+    """The mark that DeepSpeed leaves on the buffer; None where the files do not tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouping:
+    """How the base's trees become those of *world_size* ranks."""
+
+    world_size: int
+    sub_groups: tuple[SubGroup, ...]
+
+    def lengths(self) -> list[int]:
+        """Return the length of every flat buffer."""
+        return [_length(group.shapes, self.world_size) for group in self.sub_groups]
+
+
+# -- which parameters go together ----------------------------------------------------------------------------------
+
+
+def plan_regrouping(state: RankState, *, world_size: int) -> Regrouping:
+    """
+    Decide the sub-groups for *world_size* ranks, from the state of any of the base's ranks.
+
+    Raises:
+        LayoutMismatch: The base's own sub-groups do not follow from its config, or do not agree with each other.
+    """
+    model = _view(state.model)
+    shapes, members = sub_group_shapes(model), _members(state)
+    size = _sub_group_size(model)
+    _check_rule(shapes, members, size, saved_by=model["dp_world_size"].integer())
+    _check_scalars(state, members)
+    numbers = _parameter_numbers(state, shapes)
+    found = []
+    for param_group, old in members:
+        together = {name: shape for group in old for name, shape in shapes[group].items()}
+        names = list(together)
+        for chosen in sub_groups([_length({name: together[name]}, world_size) for name in names], size=size):
+            own = {names[index]: together[names[index]] for index in chosen}
+            first, last = numbers.get(names[chosen[0]]), numbers.get(names[chosen[-1]])
+            known = first is not None and last is not None
+            ds_id = f"{first}_{last}" if known else None
+            found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own, ds_id=ds_id))
+    return Regrouping(world_size=world_size, sub_groups=tuple(found))
+
+
+def config_of(model: TreeView) -> Mapping[Tree, Tree] | None:
+    """Return DeepSpeed's config as it is in the file; None where it was given as a path."""
+    config = model.get("ds_config")
+    return config.value if config is not None and isinstance(config.value, dict) else None
+
+
+def _sub_group_size(model: TreeView) -> float:
+    zero = (config_of(model) or {}).get("zero_optimization")
+    size = zero.get("sub_group_size", _SUB_GROUP_SIZE) if isinstance(zero, dict) else _SUB_GROUP_SIZE
+    # JSON writes 1e9, which is no whole number to it.
+    return size if isinstance(size, int | float) and not isinstance(size, bool) else _SUB_GROUP_SIZE
+
+
+def _members(state: RankState) -> list[tuple[int, list[int]]]:
+    """Return the param groups that have sub-groups, with these, in the order of the buffers."""
+    view = _inner(state)["param_groups"]
+    found = [
+        (number, [index for index in group["params"].sequence() if isinstance(index, int)])
+        for number, (_, group) in enumerate(view.children())
+    ]
+    flats = len(_outer(state)["fp32_flat_groups"].sequence())
+    if sorted(index for _, own in found for index in own) != list(range(flats)):
+        raise LayoutMismatch(
+            f"{view.path}: the param groups do not share the {flats} sub-groups among them",
+            hint="compose at the world size of the base, or from another base",
+        )
+    return sorted(((number, own) for number, own in found if own), key=lambda item: item[1])
+
+
+def _check_rule(
+    shapes: Sequence[Mapping[str, Size]], members: Sequence[tuple[int, list[int]]], size: float, *, saved_by: int
+) -> None:
+    """Raise unless the base was split by the rule that it is about to be split by anew."""
+    for param_group, old in members:
+        names = [list(shapes[group]) for group in old]
+        lengths = [_length({name: shape}, saved_by) for group in old for name, shape in shapes[group].items()]
+        expected = [len(chosen) for chosen in sub_groups(lengths, size=size)]
+        if expected != [len(group) for group in names]:
+            raise LayoutMismatch(
+                f"param group {param_group} was saved in {len(names)} sub-groups, but sub_group_size {size:.0f} makes "
+                f"{len(expected)} of it: how the engine would split it for other ranks is unknown",
+                hint=f"compose at world size {saved_by}, that of the base",
+            )
+
+
+def _check_scalars(state: RankState, members: Sequence[tuple[int, list[int]]]) -> None:
+    """Raise unless all sub-groups of a param group agree in what there is one of, such as the step counter."""
+    states = _inner(state)["state"]
+    for param_group, (first, *others) in members:
+        expected = _scalars(states.get(first))
+        for group in others:
+            found = _scalars(states.get(group))
+            odd = next((key for key in {**expected, **found} if expected.get(key) != found.get(key)), None)
+            if odd is not None:
+                raise LayoutMismatch(
+                    f"sub-groups {first} and {group} of param group {param_group} differ in {odd!r}: "
+                    "their parameters cannot be put together in others",
+                    hint="compose at the world size of the base, or from another base",
+                )
+
+
+def _scalars(state: TreeView | None) -> dict[Tree, object]:
+    return {} if state is None else {key: _image(value) for key, value in state.mapping().items()}
+
+
+def _image(value: Tree) -> object:
+    if isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent):
+        return "slices", value.storage.dtype
+    return same_bytes(value)
+
+
+def same_bytes(tree: Tree) -> bytes:
+    """Return bytes that are equal for equal trees, those of its small tensors included."""
+    return pack(encode(tree, content_to_plain=repr))
+
+
+# -- DeepSpeed's numbers of parameters -----------------------------------------------------------------------------
+
+
+def _parameter_numbers(state: RankState, shapes: Sequence[Mapping[str, Size]]) -> dict[str, int]:
+    """
+    Return the number that DeepSpeed gave each parameter, as far as the files tell.
+
+    Every buffer is marked with those of its first parameter and its last. DeepSpeed counts parameters as it
+    partitions them: in the order of ``parameters()``, or under ``zero.Init`` module by module as each is built.
+    Whichever fits all marks tells the rest. No loader reads the marks: where nothing fits, they are left out.
+    """
+    known: dict[str, int] = {}
+    for (_, flat), own in zip(_outer(state)["fp32_flat_groups"].children(), shapes, strict=True):
+        mark = _DS_ID.fullmatch(str((flat.tensor().attributes or {}).get("ds_id")))
+        if mark and own:
+            first, *_, last = [*own, *own]
+            known |= {first: int(mark[1]), last: int(mark[2])}
+    model = _view(state.model)
+    buffers, shared = model.get("buffer_names"), model.get("shared_params")
+    left_out = {*(buffers.sequence() if buffers else ()), *(shared.mapping() if shared else ())}
+    names = [str(name) for name in model["module"].mapping() if name not in left_out]
+    for order in (names, _as_built(names)):
+        position = {name: index for index, name in enumerate(order)}
+        shifts = {number - position[name] for name, number in known.items() if name in position}
+        if len(shifts) == 1:
+            shift = shifts.pop()
+            return {name: index + shift for name, index in position.items()} | known
+    return known
+
+
+def _as_built(names: Sequence[str]) -> list[str]:
+    """
+    Return *names* in the order in which modules are complete: the inner ones before what surrounds them.
+
+    >>> _as_built(["gain", "norm.weight", "up.weight"])
+    ['norm.weight', 'up.weight', 'gain']
+    """
+    inner: dict[str, list[str]] = {}
+    own = []
+    for name in names:
+        head, dot, rest = name.partition(".")
+        if dot:
+            inner.setdefault(head, []).append(rest)
+        else:
+            own.append(name)
+    return [f"{head}.{rest}" for head, members in inner.items() for rest in _as_built(members)] + own
+
+
+# -- one rank's trees ----------------------------------------------------------------------------------------------
+
+
+def regrouped(template: RankState, regrouping: Regrouping, *, rank: int) -> RankState:
+    """Return the state of *rank*, made from that of *template*; the files beside the trees stay as they are."""
+    return replace(
+        template,
+        rank=rank,
+        model=_model(template, regrouping, rank),
+        optimizer=_optimizer(template, regrouping, rank),
+    )
+
+
+def _model(template: RankState, regrouping: Regrouping, rank: int) -> TreeFile:
+    view = _view(template.model)
+    fragments, shapes = view.get("frozen_param_fragments"), view.get("frozen_param_shapes")
+    values: dict[Tree, Tree] = {
+        "dp_world_size": regrouping.world_size,
+        "param_shapes": [OrderedMap(group.shapes) for group in regrouping.sub_groups],
+    }
+    if fragments is not None and fragments.value is not None and shapes is not None:  # None: they were left out
+        values["frozen_param_fragments"] = changed(
+            fragments.mapping(), dict(_fragments(fragments, shapes, regrouping.world_size))
+        )
+    if rank != template.rank:
+        # Only the first rank says which parameters share their memory.
+        values["shared_params"] = {}
+    tree = changed(view.mapping(), values)
+    return TreeFile(path=_path_of_rank(template.model.path, rank), tree=tree)
+
+
+def _fragments(fragments: TreeView, shapes: TreeView, world_size: int) -> Iterator[tuple[Tree, Tree]]:
+    for name, fragment in fragments.children():
+        shape = shapes[str(name)].value
+        assert isinstance(shape, Size), "shapes were checked when the commit was made"
+        yield name, _resized(fragment.tensor(), slice_length(elements_of(shape), world_size))
+
+
+def _optimizer(template: RankState, regrouping: Regrouping, rank: int) -> TreeFile:
+    outer, inner = _outer(template), _inner(template)
+    groups, lengths = list(enumerate(regrouping.sub_groups)), regrouping.lengths()
+    masters, states = outer["fp32_flat_groups"], inner["state"]
+    flats: list[Tree] = [
+        _flat(masters[own.sample].tensor(), FlatContent(state="", group=index), lengths[index], ds_id=own.ds_id)
+        for index, own in groups
+    ]
+    state: dict[Tree, Tree] = {
+        index: _state(states[own.sample], index, lengths[index])
+        for index, own in groups
+        if states.get(own.sample) is not None  # saved before the first update: there is no state yet
+    }
+    param_groups: list[Tree] = [
+        changed(group.mapping(), {"params": [index for index, own in groups if own.param_group == number]})
+        for number, (_, group) in enumerate(inner["param_groups"].children())
+    ]
+    values: dict[Tree, Tree] = {
+        "partition_count": regrouping.world_size,
+        "fp32_flat_groups": flats,
+        "optimizer_state_dict": changed(inner.mapping(), {"state": state, "param_groups": param_groups}),
+    }
+    tree = changed(_view(template.optimizer).mapping(), {"optimizer_state_dict": changed(outer.mapping(), values)})
+    return TreeFile(path=_path_of_rank(template.optimizer.path, rank), tree=tree)
+
+
+def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
+    """Return a sub-group's optimizer state: slices of the new length, copies of all else."""
+    found: dict[Tree, Tree] = {}
+    for key, value in sample.children():
+        if isinstance(value.value, Tensor) and isinstance(value.value.storage.content, FlatContent):
+            content = replace(value.value.storage.content, group=group)
+            found[key] = _flat(value.value, content, elements, ds_id=None)
+        else:
+            # Copies: two sub-groups that shared the memory of one counter would both count in it.
+            found[key] = replace_tensors(value.value, lambda tensor: replace(tensor, storage=replace(tensor.storage)))
+    return found
+
+
+def _flat(sample: Tensor, content: FlatContent, elements: int, *, ds_id: str | None) -> Tensor:
+    attributes = {key: value for key, value in (sample.attributes or {}).items() if key != "ds_id"}
+    if ds_id is not None and "ds_id" in (sample.attributes or {}):
+        attributes["ds_id"] = ds_id
+    return replace(_resized(sample, elements, content), attributes=attributes or None)
+
+
+def _resized(sample: Tensor, elements: int, content: object = None) -> Tensor:
+    """Return a tensor like *sample* with *elements* in a storage of its own."""
+    storage = Storage(
+        dtype=sample.storage.dtype,
+        elements=elements,
+        device=sample.storage.device,
+        content=sample.storage.content if content is None else content,
+    )
+    return replace(sample, storage=storage, offset=0, shape=Size((elements,)), stride=(1,))
+
+
+def _path_of_rank(path: str, rank: int) -> str:
+    """
+    Return the name that the file at *path* has for *rank*.
+
+    >>> _path_of_rank("global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", 11)
+    'global_step4/bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt'
+    """
+    place = PurePosixPath(path)
+    if not SHARD_STEM.fullmatch(place.stem):
+        raise IntegrityError(f"a commit's state names the file {path!r}, which is no rank's")
+    return str(place.with_name(re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), place.name)))
+
+
+def _length(shapes: Mapping[str, Size], world_size: int) -> int:
+    return sum(slice_length(elements_of(shape), world_size) for shape in shapes.values())
+
+
+def _view(file: TreeFile) -> TreeView:
+    return TreeView(file.tree, path=PurePosixPath(file.path))
+
+
+def _outer(state: RankState) -> TreeView:
+    return _view(state.optimizer)["optimizer_state_dict"]
+
+
+def _inner(state: RankState) -> TreeView:
+    return _outer(state)["optimizer_state_dict"]
