@@ -118,6 +118,10 @@ class Composite:
         """Return every layer with its sizes."""
         return [queries.layer_line(self._rooms, entry) for entry in self._composition.layers]
 
+    def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
+        """Return, in plain sentences, what would not carry over; raises as ``write`` would."""
+        return compose_verb.notes_of(self._rooms, self._composition, world_size=world_size, adam_step=adam_step)
+
     def write(
         self,
         out: StrPath,

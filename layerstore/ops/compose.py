@@ -38,6 +38,16 @@ class Written:
     """What does not carry over to this world size, in plain sentences."""
 
 
+def notes_of(
+    rooms: Rooms, composition: Composition, *, world_size: int | None = None, adam_step: AdamStep = "unify"
+) -> tuple[str, ...]:
+    """Return what would not carry over; raises LayoutMismatch where *composition* cannot be had that way."""
+    versions = check_members(rooms, composition)
+    layers = list(zip(composition.layers, versions, strict=True))
+    slices = Slices(versions)
+    return plan_ranks(rooms, composition.base, layers, slices, world_size=world_size, adam_step=adam_step).notes
+
+
 def execute_compose(
     rooms: Rooms,
     composition: Composition,
@@ -69,14 +79,8 @@ def execute_compose(
     base = composition.base
     versions = check_members(rooms, composition)
     slices = Slices(versions)
-    ranks = plan_ranks(
-        rooms,
-        base,
-        zip(composition.layers, versions, strict=True),
-        slices,
-        world_size=world_size,
-        adam_step=adam_step,
-    )
+    layers = list(zip(composition.layers, versions, strict=True))
+    ranks = plan_ranks(rooms, base, layers, slices, world_size=world_size, adam_step=adam_step)
     assembly = Assembly(
         rooms=rooms,
         folder=partial,
@@ -85,7 +89,7 @@ def execute_compose(
         slices=slices,
         own_parameters=frozenset(
             parameter.name
-            for entry, version in zip(composition.layers, versions, strict=True)
+            for entry, version in layers
             for parameter in version.parameters
             if entry.layer in composition.own_layers
         ),

@@ -137,8 +137,8 @@ def _notes_of_states(rooms: Rooms, base: CommitRecord, first: RankState, *, worl
         # Some ranks' states and not others' would be neither the old course of random numbers nor a new one; the
         # Trainer looks for other names at one rank than at several; and both libraries go on without the files.
         yield (
-            f"the random states of {random_states} rank(s) are left out: at another world size they mean nothing; the "
-            "Trainer and Accelerate go on from the seed, so dropout and shuffling differ from an uninterrupted run"
+            f"the random states of {_ranks(random_states)} are left out: at another world size they mean nothing; "
+            "the Trainer and Accelerate go on from the seed, so dropout and shuffling differ from an uninterrupted run"
         )
     if odd:
         fate = (
@@ -162,7 +162,7 @@ def _batch_notes(first: RankState, before: int, after: int) -> Iterator[str]:
     if config is None:
         yield (
             "DeepSpeed's config is not in the checkpoint: sub-groups were made for its default sub_group_size, "
-            f"and the global batch changes unless micro batch and accumulation make up for {after} ranks, not {before}"
+            f"and the global batch changes unless its parts make up for {_ranks(after)} instead of {before}"
         )
         return
     micro, accumulation = _batch(config, before)
@@ -174,8 +174,8 @@ def _batch_notes(first: RankState, before: int, after: int) -> Iterator[str]:
         yield f"the global batch changes with the number of ranks, from {before} to {after}; {kept}"
         return
     yield (
-        f"micro batch {micro} x accumulation {accumulation} x {before} ranks was a global batch of "
-        f"{micro * accumulation * before}; with {after} ranks it is {micro * accumulation * after} unless you change "
+        f"micro batch {micro} x accumulation {accumulation} x {_ranks(before)} was a global batch of "
+        f"{micro * accumulation * before}; with {_ranks(after)} it is {micro * accumulation * after} unless you change "
         f"them; {kept}"
     )
 
@@ -198,3 +198,7 @@ def _batch(config: Mapping[Tree, Tree], world_size: int) -> tuple[int | None, in
 
 def _view(file: TreeFile) -> TreeView:
     return TreeView(file.tree, path=PurePosixPath(file.path))
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"

@@ -233,8 +233,10 @@ def test_compose_tells_programs_all_fields(run: Run, store: Path, tmp_path: Path
         "layers",
         "bytes_written",
         "seconds",
+        "notes",
     ]
     assert {name: {"run": "sft", "step": 2} for name in LAYERS} == fields["layers"]
+    assert fields["notes"] == []
     assert (
         sum(file.stat().st_size for file in (tmp_path / "out").rglob("*") if file.is_file()) == fields["bytes_written"]
     )
@@ -251,6 +253,34 @@ def test_compose_dry_run_prints_the_plan_and_writes_nothing(run: Run, store: Pat
     assert [[name, "sft@2"] for name in LAYERS] == [row[:2] for row in rows[1:6]]
     assert before == sorted(tmp_path.iterdir())
     assert run("compose", "--dry-run", "--store", store, "--json").fields["dry_run"] is True
+
+
+def test_compose_for_other_ranks_says_what_does_not_carry_over(run: Run, store: Path, tmp_path: Path) -> None:
+    """Notes are warnings for people and a field for programs, also of a dry run; the plan names the ranks."""
+    words = ("compose", "sft@2", "--world-size", "3", "--store", store)
+    planned, written = run(*words, "--dry-run"), run(*words, "-o", "out", "--json")
+
+    notes = written.fields["notes"]
+    assert [f"warning: {note}" for note in notes] == planned.err.splitlines() == written.err.splitlines()
+    assert "a global batch of 4; with 3 ranks it is 6" in notes[-1]
+    assert planned.out.splitlines()[-1] == "base sft@2, policy latest, 3 ranks; nothing was written"
+    assert written.fields["world_size"] == 3
+    assert len(list((tmp_path / "out" / "global_step2").glob("*optim_states.pt"))) == 3
+
+
+@pytest.mark.parametrize("words", [("--world-size", "0"), ("--world-size", "x"), ("--adam-step", "own")])
+def test_compose_refuses_sizes_and_steps_that_are_none(run: Run, store: Path, words: tuple[str, ...]) -> None:
+    """There is no checkpoint of no ranks, and two ways to set the counters."""
+    assert run("compose", "--dry-run", *words, "--store", store).code == 2
+
+
+def test_compose_takes_each_layers_own_step(run: Run, store: Path) -> None:
+    """Where all layers are of one step, both ways are the same."""
+    outcomes = [
+        run("compose", "sft@2", "--adam-step", way, "-o", way, "--store", store) for way in ("unify", "per-layer")
+    ]
+
+    assert [outcome.code for outcome in outcomes] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.zero3.slices import elements_of, slice_length, valid_elements
+from layerstore.zero3.slices import elements_of, slice_length, stretches, sub_groups, valid_elements
 
 # sub_group_size = 10; group 0 has a (15), b (12), c (7); group 1 has d (3), e (5).
 PARAMETERS = {"a": 15, "b": 12, "c": 7, "d": 3, "e": 5}
@@ -74,3 +74,77 @@ def test_a_tensor_has_the_product_of_its_shape(shape: list[int]) -> None:
         expected *= extent
 
     assert expected == elements_of(shape)
+
+
+def cut(values: list[int], world_size: int) -> list[list[int]]:
+    """Return the slices of all ranks, padding left out."""
+    length = slice_length(len(values), world_size)
+    return [values[rank * length : (rank + 1) * length] for rank in range(world_size)]
+
+
+def cut_again(slices: list[list[int]], elements: int, world_size: int) -> list[list[int]]:
+    """Return the slices for *world_size* ranks, each put together from the *slices* that there are."""
+    length = slice_length(elements, world_size)
+    made = []
+    for rank in range(world_size):
+        begin, valid = rank * length, valid_elements(elements, world_size, rank)
+        parts = stretches(elements, len(slices), begin=begin, end=begin + valid) if valid else ()
+        made.append([value for part in parts for value in slices[part.shard][part.start :][: part.elements]])
+    return made
+
+
+@given(st.integers(0, 200), st.integers(1, 40), st.integers(1, 40))
+def test_slices_cut_again_are_those_that_were_cut_at_once(elements: int, before: int, after: int) -> None:
+    """From any world size to any other and back, every element is where that size has it."""
+    values = list(range(elements))
+
+    there = cut_again(cut(values, before), elements, after)
+    back = cut_again(there, elements, before)
+
+    assert cut(values, after) == there
+    assert cut(values, before) == back
+
+
+@given(st.integers(1, 10**12), st.integers(1, 4096), st.data())
+def test_stretches_are_few_whole_where_possible_and_never_padding(
+    elements: int, shards: int, data: st.DataObject
+) -> None:
+    """However large the parameter, only the slices that are needed are looked at, each once, within its bounds."""
+    begin = data.draw(st.integers(0, elements))
+    end = data.draw(st.integers(begin, min(elements, begin + 100 * slice_length(elements, shards))))
+
+    parts = list(stretches(elements, shards, begin=begin, end=end))
+
+    assert sum(part.elements for part in parts) == end - begin
+    assert [part.shard for part in parts] == sorted({part.shard for part in parts})
+    assert all(part.elements > 0 for part in parts)
+    assert all(part.start + part.elements <= valid_elements(elements, shards, part.shard) for part in parts)
+    assert all(part.start == 0 for part in parts[1:])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expected"),
+    [(2, [["a", "b"], ["c"], ["d", "e"]]), (3, [["a", "b", "c"], ["d", "e"]])],
+)
+def test_sub_groups_of_the_worked_example_are_its_own(world_size: int, expected: list[list[str]]) -> None:
+    """Two ranks hold more of each parameter than three: so the limit is reached earlier."""
+    found = []
+    for names in (["a", "b", "c"], ["d", "e"]):
+        lengths = [slice_length(PARAMETERS[name], world_size) for name in names]
+        found += [[names[index] for index in chosen] for chosen in sub_groups(lengths, size=10)]
+
+    assert expected == found
+
+
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(0, 60))
+def test_sub_groups_are_closed_as_soon_as_they_are_full(lengths: list[int], size: int) -> None:
+    """They follow each other; only the last may hold less than the limit, and no other holds one parameter too many."""
+    found = list(sub_groups(lengths, size=size))
+
+    assert [index for chosen in found for index in chosen] == list(range(len(lengths)))
+    held = [sum(lengths[index] for index in chosen) for chosen in found]
+    if sum(lengths) <= size:
+        assert len(found) <= 1
+    else:
+        assert all(total >= size for total in held[:-1])
+        assert all(sum(lengths[index] for index in chosen[:-1]) < size for chosen in found if len(chosen) > 1)

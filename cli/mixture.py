@@ -1,0 +1,98 @@
+"""What a composite is made of, in words and in fields: the same whatever is made of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from layerstore.cli.render import Column, counted, say, say_json, say_table, say_warning, shown, size
+
+if TYPE_CHECKING:
+    from layerstore import Composite
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What was asked for beside the plan."""
+
+    out: Path | None
+    pin: str | None
+    is_dry_run: bool
+    world_size: int | None
+    adam_step: Literal["unify", "per-layer"]
+
+
+def say_plan(composite: "Composite", options: PlanOptions, *, as_json: bool) -> None:
+    """Print which save each layer comes from, and what would not carry over."""
+    notes = composite.notes(world_size=options.world_size, adam_step=options.adam_step)
+    world_size = options.world_size or composite.world_size
+    say_notes(notes)
+    if as_json:
+        say_json(
+            {
+                **composite_fields(composite, notes),
+                "world_size": world_size,
+                "out": None if options.out is None else str(options.out),
+                "bytes_written": 0,
+                "seconds": 0.0,
+                "pin": options.pin,
+                "dry_run": options.is_dry_run,
+            }
+        )
+        return
+    say_layers(composite)
+    say()
+    say_mixture(composite)
+    kept = options.pin is not None and not options.is_dry_run
+    outcome = f"kept as pin {shown(options.pin)}" if kept else "nothing was written"
+    ranks = counted(world_size, "rank")
+    say(f"base {shown(composite.run)}@{composite.step}, policy {composite.policy}, {ranks}; {outcome}")
+
+
+def say_layers(composite: "Composite") -> None:
+    """Print the table of layers."""
+    columns = [
+        Column("LAYER", folds=True),
+        Column("FROM", folds=True),
+        Column("STEPS BEHIND", "right"),
+        Column("SAVES BEHIND", "right"),
+        Column("SIZE", "right"),
+    ]
+    sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
+    rows = (
+        [age.layer, f"{age.run}@{age.step}", _behind(age.steps), _behind(age.saves), size(of_line)]
+        for age, of_line in zip(composite.staleness.layers, sizes, strict=True)
+    )
+    say_table(columns, rows, total=["total", "", "", "", size(sum(sizes))])
+
+
+def _behind(count: int | None) -> str:
+    return "?" if count is None else str(count)
+
+
+def say_mixture(composite: "Composite") -> None:
+    """Say how old the oldest layer is, and what else of the mixture a reader should know."""
+    staleness = composite.staleness
+    if staleness.is_mixed:
+        oldest = staleness.oldest
+        age = "of another run" if oldest.steps is None else f"{counted(oldest.steps, 'step')} behind the base"
+        say(f"oldest layer: {shown(oldest.layer)} from {shown(oldest.run)}@{oldest.step}, {age}")
+    if len(staleness.optimizer_steps) > 1:
+        counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
+        say(f"updates that the optimizer had counted: {counts}; see --adam-step")
+    if composite.older_than_due:
+        first = composite.older_than_due[0]
+        say(
+            f"{counted(len(composite.older_than_due), 'layer')} had not been written when due "
+            f"(first: {shown(first)}): the version before stands in"
+        )
+
+
+def say_notes(notes: tuple[str, ...]) -> None:
+    """Print what does not carry over, a warning each."""
+    for note in notes:
+        say_warning(note)
+
+
+def composite_fields(composite: "Composite", notes: tuple[str, ...]) -> dict[str, object]:
+    """Return what programs are told of a composite."""
+    return {**composite.summary(), "notes": list(notes)}

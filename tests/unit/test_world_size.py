@@ -1,0 +1,360 @@
+"""Promises of composites for other numbers of ranks than saved them, end to end on generated checkpoints."""
+
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore import Store
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
+from layerstore.format.canonical import Plain, pack
+from layerstore.format.treecodec import encode
+from layerstore.model import Kind, LayerEntry, ObjectId
+from layerstore.ops.compose import Composition, execute_compose
+from layerstore.ops.progress import Silent
+from layerstore.ops.refs import resolve
+from layerstore.tree import Tree
+from layerstore.zero3.ptfile import read_pt
+from tests.unit.test_verbs import checkpoint, digests
+from tests.zero3.compare import load
+
+# Every shape of a checkpoint, in sizes that divide by nothing.
+SHAPES: dict[str, dict[str, Any]] = {
+    "two groups": {"layout": "hf"},
+    "many sub-groups": {"sub_group_size": 300},
+    "a sub-group per parameter": {"sub_group_size": 1, "groups": "layerwise"},
+    "blocks first": {"groups": "layerwise_blocks_first", "sub_group_size": 500},
+    "tied": {"tied": True, "layout": "hf"},
+    "frozen": {"frozen": ("model.layers.0", "model.norm"), "layout": "hf"},
+    "fp16": {"precision": "fp16", "layout": "hf"},
+    "fp32": {"precision": "fp32", "layout": "hf"},
+    "accelerate": {"layout": "accelerate"},
+}
+SIZES = [(2, 3), (2, 1), (2, 4), (1, 8), (8, 1), (3, 2), (1, 40)]
+"""One for another, whole slices put together or halved, and some that leave whole ranks nothing but padding."""
+
+USUAL_SHAPE, USUAL_SIZES = "many sub-groups", (2, 3)
+
+# What the run so far has written down, whatever size it goes on at.
+OF_THE_PAST = {"global_samples"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a new store."""
+    with layerstore.init(tmp_path / "store") as made:
+        yield made
+
+
+def odd_checkpoint(folder: Path, **options: Any) -> Path:
+    """Write a small checkpoint of run ``sft`` whose sizes divide by nothing."""
+    return checkpoint(folder, **{"hidden": 18, "vocab": 37} | options)
+
+
+def trees(folder: Path) -> dict[str, bytes]:
+    """Return every shard's tree below *folder* by path: shapes, scalars, marks and small tensors, but no slices."""
+
+    def small(content: object) -> Plain:
+        return content if isinstance(content, bytes) else None
+
+    def image(path: Path) -> bytes:
+        tree: Tree = read_pt(path).tree
+        assert isinstance(tree, dict)
+        kept: Tree = {key: value for key, value in tree.items() if key not in OF_THE_PAST}
+        return pack(encode(kept, content_to_plain=small))
+
+    return {path.relative_to(folder).as_posix(): image(path) for path in sorted(folder.rglob("*_states.pt"))}
+
+
+def versions(store: Store, ref: str) -> list[tuple[str, str]]:
+    """Return the id of each layer's version: equal ones have equal bytes in every slice."""
+    return [(line.layer, line.version) for line in store.ls(ref)]
+
+
+def plain(name: str) -> bool:
+    """Whether a file is neither a shard nor a rank's random state."""
+    return not name.endswith("_states.pt") and not Path(name).name.startswith(("rng_state", "random_states"))
+
+
+def every_shape_and_size() -> Iterator[Any]:
+    """Yield all pairs; those in which both are unusual only for the full matrix."""
+    for (name, shape), sizes in product(SHAPES.items(), SIZES):
+        is_sample = name == USUAL_SHAPE or sizes == USUAL_SIZES
+        yield pytest.param(
+            shape, *sizes, id=f"{name}-{sizes[0]}-{sizes[1]}", marks=() if is_sample else pytest.mark.exhaustive
+        )
+
+
+@pytest.mark.parametrize(("shape", "before", "after"), every_shape_and_size())
+def test_a_composite_for_other_ranks_is_what_these_would_have_saved(
+    store: Store, tmp_path: Path, shape: dict[str, Any], before: int, after: int
+) -> None:
+    """
+    Every slice, tree, name and gathered weight is that of a run at the new size.
+
+    The numbers of a generated checkpoint do not depend on its ranks, so the same one at the new size tells.
+    Ingest checks every storage against the checksum that its archive states.
+    """
+    expected = odd_checkpoint(tmp_path / "expected", world_size=after, **shape)
+    store.ingest(odd_checkpoint(tmp_path, world_size=before, **shape))
+
+    written = store.compose("sft").write(tmp_path / "out" / "sft" / "checkpoint-2", world_size=after)
+
+    assert (after, expected.name) == (written.world_size, written.out.name)
+    store.ingest(expected, run="expected")
+    store.ingest(written.out, run="composite")
+    assert versions(store, "expected") == versions(store, "composite")
+    assert trees(expected) == trees(written.out)
+    beside = [{name: digest for name, digest in digests(of).items() if plain(name)} for of in (expected, written.out)]
+    assert beside[0] == beside[1]
+
+
+def test_there_and_back_is_the_identity(store: Store, tmp_path: Path) -> None:
+    """A composite of a composite at the first size again has the very objects of the source."""
+    store.ingest(odd_checkpoint(tmp_path))
+    there = store.compose("sft").write(tmp_path / "there", world_size=5).out
+
+    with layerstore.init(tmp_path / "other") as other:
+        other.ingest(there, run="there")
+        back = other.compose("there").write(tmp_path / "back", world_size=2).out
+
+    store.ingest(back, run="back")
+    assert versions(store, "sft") == versions(store, "back")
+
+
+def test_archives_of_cut_slices_state_their_checksums(store: Store, tmp_path: Path) -> None:
+    """Whoever unzips a shard finds every byte as its directory says."""
+    store.ingest(odd_checkpoint(tmp_path))
+    out = store.compose("sft").write(tmp_path / "out", world_size=3).out
+
+    assert [zipfile.ZipFile(path).testzip() for path in sorted(out.rglob("*.pt"))] == [None] * 6
+
+
+def test_the_bases_own_size_changes_nothing(store: Store, tmp_path: Path) -> None:
+    """Asked for or not, it is the same files, random states included, and there is nothing to note."""
+    store.ingest(odd_checkpoint(tmp_path, layout="hf", sub_group_size=300))
+    composite = store.compose("sft")
+
+    by_default, asked = composite.write(tmp_path / "a"), composite.write(tmp_path / "b", world_size=2)
+
+    assert digests(by_default.out) == digests(asked.out)
+    assert () == by_default.notes == asked.notes == composite.notes()
+    assert (by_default.out / "rng_state_1.pth").exists()
+
+
+# -- layers that were stored by different numbers of ranks ---------------------------------------------------------
+
+
+def mixed(store: Store, odd: Callable[[LayerEntry], bool]) -> Composition:
+    """Return a composite of ``two`` with some layers of ``three``."""
+    base, other = resolve(store._rooms, "two"), resolve(store._rooms, "three")
+    layers = tuple(
+        theirs if odd(own) else own for own, theirs in zip(base.record.layers, other.record.layers, strict=True)
+    )
+    return Composition(base=base.record, commit=base.commit, policy="latest", layers=layers)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_layers_may_come_from_different_world_sizes(store: Store, tmp_path: Path, world_size: int) -> None:
+    """One composite has layers that two ranks have saved and layers that three have, at any size."""
+    store.ingest(odd_checkpoint(tmp_path / "a", step=4, layout="hf", frozen=("model.layers.1",)), run="two")
+    older = odd_checkpoint(tmp_path / "b", step=2, world_size=3, layout="hf", frozen=("model.layers.1",))
+    store.ingest(older, run="three")
+    composition = mixed(store, lambda entry: "layers" in entry.layer)
+
+    written = execute_compose(
+        store._rooms, composition, tmp_path / "out", world_size=world_size, durable=False, progress=Silent()
+    )
+
+    store.ingest(written.out, run="composite")
+    for step, run in ((4, "two"), (2, "three")):
+        again = odd_checkpoint(
+            tmp_path / run, step=step, world_size=world_size, layout="hf", frozen=("model.layers.1",)
+        )
+        store.ingest(again, run=f"{run}-again")
+    newer, older_ones = dict(versions(store, "two-again")), dict(versions(store, "three-again"))
+    expected = [
+        (layer, older_ones[layer] if "layers" in layer else newer[layer]) for layer, _ in versions(store, "composite")
+    ]
+    assert expected == versions(store, "composite")
+
+
+def test_a_slice_that_is_not_as_long_as_its_shape_asks_is_named(store: Store, tmp_path: Path) -> None:
+    """Layers of another model do not fit the base; the parameter is named and nothing is left behind."""
+    store.ingest(odd_checkpoint(tmp_path / "a"), run="two")
+    store.ingest(odd_checkpoint(tmp_path / "b", hidden=20, world_size=3), run="three")
+    composition = mixed(store, lambda entry: entry.layer == "model.norm")
+
+    with pytest.raises(LayoutMismatch, match="the chosen layers fill"):
+        execute_compose(store._rooms, composition, tmp_path / "out", progress=Silent())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_of_another_element_type_is_named(store: Store, tmp_path: Path) -> None:
+    """Two bytes are two bytes, but bf16 is not fp16."""
+    frozen = ("model.layers.0",)
+    store.ingest(odd_checkpoint(tmp_path / "a", frozen=frozen), run="two")
+    store.ingest(odd_checkpoint(tmp_path / "b", frozen=frozen, precision="fp16", world_size=3), run="three")
+    composition = mixed(store, lambda entry: entry.layer == "model.layers.0")
+
+    with pytest.raises(LayoutMismatch, match=r"weights of .* is stored as F16, the base has it as BF16"):
+        execute_compose(store._rooms, composition, tmp_path / "out", progress=Silent())
+
+
+# -- what is said, and what is refused -----------------------------------------------------------------------------
+
+
+def test_random_states_are_left_out_and_named(store: Store, tmp_path: Path) -> None:
+    """None of them is kept for some ranks only: the composite can be ingested as any whole checkpoint."""
+    store.ingest(odd_checkpoint(tmp_path, layout="hf"))
+    written = store.compose("sft").write(tmp_path / "out", world_size=3)
+
+    assert not list(written.out.glob("rng_state*"))
+    assert [note for note in written.notes if note.startswith("the random states of 2 ranks are left out")]
+    assert store.ingest(written.out, run="again").is_new
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "micro batch 2 x accumulation 1 x 2 ranks was a global batch of 4; with 3 ranks it is 6"),
+        (
+            {"gradient_accumulation_steps": 8},
+            "micro batch 2 x accumulation 8 x 2 ranks was a global batch of 32; with 3 ranks it is 48",
+        ),
+        (
+            {"train_batch_size": 12},
+            "micro batch 2 x accumulation 3 x 2 ranks was a global batch of 12; with 3 ranks it is 18",
+        ),
+        (
+            {"train_batch_size": 12, "train_micro_batch_size_per_gpu": None},
+            "micro batch 6 x accumulation 1 x 2 ranks was a global batch of 12; with 3 ranks it is 18",
+        ),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "the global batch changes with the number of ranks, from 2 to 3"),
+        ("config.json", "DeepSpeed's config is not in the checkpoint"),
+    ],
+)
+def test_the_global_batch_is_noted_with_numbers(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, expected: str
+) -> None:
+    """The three numbers are completed as DeepSpeed completes them."""
+    store.ingest(odd_checkpoint(tmp_path))
+    rooms = store._rooms
+    read = type(rooms).state
+
+    def with_config(self: Any, ref: Any) -> Any:
+        state: Any = read(self, ref)
+        tree = dict(state.model.tree)
+        tree["ds_config"] = {**tree["ds_config"], **config} if isinstance(config, dict) else config
+        return replace(state, model=replace(state.model, tree=tree))
+
+    monkeypatch.setattr(type(rooms), "state", with_config)
+
+    assert store.compose("sft").notes(world_size=3)[-1].startswith(expected)
+
+
+def test_values_that_differ_between_ranks_are_noted(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New ranks get rank 0's; dropped ranks' own are gone: both are said."""
+    store.ingest(odd_checkpoint(tmp_path))
+    rooms = store._rooms
+    read = type(rooms).state
+
+    def with_own_value(self: Any, ref: Any) -> Any:
+        state: Any = read(self, ref)
+        return replace(state, model=replace(state.model, tree={**state.model.tree, "mine": f"of rank {state.rank}"}))
+
+    monkeypatch.setattr(type(rooms), "state", with_own_value)
+    composite = store.compose("sft")
+
+    noted = [[note for note in composite.notes(world_size=size) if "'mine'" in note] for size in (1, 3)]
+    assert noted == [
+        ["the ranks saved different values of 'mine': those of ranks from 1 on are left out"],
+        ["the ranks saved different values of 'mine': ranks from 2 on take those of rank 0"],
+    ]
+
+
+def test_force_replaces_a_composite_of_another_size(store: Store, tmp_path: Path) -> None:
+    """Random states that the new one does not have are part of the older form; other files still stop it."""
+    store.ingest(odd_checkpoint(tmp_path, layout="hf"))
+    composite = store.compose("sft")
+    out = composite.write(tmp_path / "out").out
+
+    composite.write(out, world_size=3, force=True)
+    assert not list(out.glob("rng_state*"))
+
+    (out / "rng_state_notes.txt").write_text("mine")
+    with pytest.raises(AlreadyExists, match=r"rng_state_notes\.txt"):
+        composite.write(out, force=True)
+
+
+@pytest.mark.parametrize(("options", "match"), [({"world_size": 0}, "0 ranks"), ({"adam_step": "mine"}, "'mine'")])
+def test_what_cannot_be_meant_is_refused(store: Store, tmp_path: Path, options: Any, match: str) -> None:
+    """A wrong argument is an error before anything is written."""
+    store.ingest(odd_checkpoint(tmp_path))
+
+    with pytest.raises(InvalidInput, match=match):
+        store.compose("sft").write(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_in_a_cut_slice_is_found(store: Store, tmp_path: Path) -> None:
+    """The object is verified as a whole, so a flipped bit anywhere in it stops the composite."""
+    store.ingest(odd_checkpoint(tmp_path))
+    version = store._rooms.version_of(resolve(store._rooms, "sft").record.layers[0])
+    victim = next(stored for stored in version.objects if stored.kind is Kind.MASTER)
+    path = store._rooms.layout.object(ObjectId(victim.id))
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(IntegrityError, match="is damaged"):
+        store.compose("sft").write(tmp_path / "out", world_size=3)
+    assert not (tmp_path / "out").exists()
+
+
+# -- each layer's own optimizer step -------------------------------------------------------------------------------
+
+
+def steps_of(folder: Path) -> dict[str, float]:
+    """Return the counter of each parameter's sub-group, as torch reads it."""
+    optimizer, model = (load(next(folder.rglob(f"*rank_0_*{what}_states.pt"))) for what in ("optim", "model"))
+    states, shapes = optimizer["optimizer_state_dict"]["optimizer_state_dict"]["state"], model["param_shapes"]
+    return {name: float(states[group]["step"]) for group, names in enumerate(shapes) for name in names}
+
+
+def test_each_layer_keeps_its_own_step_where_groups_allow(store: Store, tmp_path: Path) -> None:
+    """With a param group per layer, a layer of step 2 in a composite of step 4 counts from 2 on; unify says 4."""
+    store.ingest(odd_checkpoint(tmp_path / "a", step=4, groups="layerwise"), run="two")
+    store.ingest(odd_checkpoint(tmp_path / "b", step=2, groups="layerwise", world_size=3), run="three")
+    composition = mixed(store, lambda entry: entry.layer == "model.layers.1")
+    write = partial(execute_compose, store._rooms, composition, world_size=3, durable=False, progress=Silent())
+
+    write(tmp_path / "unify")
+    write(tmp_path / "own", adam_step="per-layer")
+
+    assert {4.0} == set(steps_of(tmp_path / "unify").values())
+    assert {name: 2.0 if "layers.1" in name else 4.0 for name in steps_of(tmp_path / "own")} == steps_of(
+        tmp_path / "own"
+    )
+
+
+def test_layers_that_share_a_counter_cannot_keep_their_own(store: Store, tmp_path: Path) -> None:
+    """Under two param groups the error names two layers, their steps and the way out; nothing is written."""
+    store.ingest(odd_checkpoint(tmp_path / "a", step=4), run="two")
+    store.ingest(odd_checkpoint(tmp_path / "b", step=2), run="three")
+    composition = mixed(store, lambda entry: entry.layer == "model.layers.1")
+
+    both = r"\(optimizer step 4\) and 'model\.layers\.1' \(optimizer step 2\)"
+    with pytest.raises(LayoutMismatch, match=both) as caught:
+        execute_compose(store._rooms, composition, tmp_path / "out", adam_step="per-layer", progress=Silent())
+    assert "--adam-step unify" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
