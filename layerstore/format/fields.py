@@ -3,11 +3,14 @@ Dataclasses to plain maps and back, by their fields.
 
 Strict both ways: an unknown or missing field, or a value of another type, is damage or a newer format,
 never something to guess about.
+
+What a field must be is looked up once per class: a commit has a thousand fields, and a plan may need ten commits.
 """
 
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -18,9 +21,14 @@ from layerstore.format.canonical import Plain
 from layerstore.model import BufferContent, FlatContent, FragmentContent, ObjectContent
 
 Value = TypeVar("Value")
+Reader = Callable[[Plain], Any]
 
 # What a storage's content may be, besides bytes; told apart by their fields.
 _CONTENTS: tuple[type[object], ...] = (ObjectContent, FlatContent, FragmentContent, BufferContent)
+
+
+class _Misfit(Exception):
+    """A value is not what its field wants; fields around it put their names before it. It never leaves here."""
 
 
 def to_plain(value: object) -> Plain:
@@ -46,57 +54,125 @@ def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
     Raises:
         IntegrityError: *value* is not the image of a *cls*.
     """
-    if not isinstance(value, dict):
-        raise IntegrityError(f"{what}: a {cls.__name__} is not a map")
+    try:
+        return cast(Value, _reader_of(cast(Any, cls))(value))
+    except _Misfit as exc:
+        raise IntegrityError(f"{what}: {exc}") from exc
+
+
+@cache
+def _reader_of(cls: Any) -> Reader:
+    """Return what reads a *cls*: its plain fields are only looked at, the others have readers of their own."""
     fields = _fields(cls)
-    odd = {field.name for field in fields} ^ value.keys()
-    if odd:
-        raise IntegrityError(f"{what}: a {cls.__name__} has unknown or missing fields: {', '.join(sorted(odd))}")
-    return cls(**{field.name: _field_from_plain(field, value[field.name], what) for field in fields})
+    names = frozenset(field.name for field in fields)
+    plain = [(field.name, kind) for field in fields if (kind := _plain_type(field)) is not None]
+    others = [(field.name, _field_reader(field)) for field in fields if _plain_type(field) is None]
+
+    def read(value: Plain) -> Any:
+        if type(value) is not dict:
+            raise _Misfit(f"a {cls.__name__} is not a map")
+        if value.keys() != names:
+            odd = ", ".join(sorted(names ^ value.keys()))
+            raise _Misfit(f"a {cls.__name__} has unknown or missing fields: {odd}")
+        made: dict[str, Any] = value.copy()
+        for name, kind in plain:
+            # Not isinstance: True is no int here.
+            if type(made[name]) is not kind:
+                raise _Misfit(f"{name}: {_mistyped(kind, type(made[name]))}")
+        for name, read_field in others:
+            try:
+                made[name] = read_field(made[name])
+            except _Misfit as exc:
+                raise _Misfit(f"{name}: {exc}") from exc
+        return cls(**made)
+
+    return read
 
 
-def _field_from_plain(field: "dataclasses.Field[Any]", value: Plain, what: str) -> Any:
-    what = f"{what}: {field.name}"
-    if "tree" in field.metadata:
-        return treecodec.decode(value, content_from_plain=_content_from_plain, what=what)
-    return _from_plain(field.type, value, what)
+def _plain_type(field: "dataclasses.Field[Any]") -> type | None:
+    """Return the one type that a *field* without structure has."""
+    kind = getattr(field.type, "__supertype__", field.type)
+    return kind if kind in {bool, int, float, str, bytes} else None
 
 
-def _from_plain(hint: Any, value: Plain, what: str) -> Any:
+def _mistyped(wanted: type, found: type) -> str:
+    return f"should be {wanted.__name__}, found {found.__name__}"
+
+
+def _field_reader(field: "dataclasses.Field[Any]") -> Reader:
+    return _read_tree if "tree" in field.metadata else _reader_for(field.type)
+
+
+def _read_tree(value: Plain) -> Any:
+    try:
+        return treecodec.decode(value, content_from_plain=_content_from_plain, what="it")
+    except IntegrityError as exc:
+        raise _Misfit(exc.message) from exc
+
+
+def _reader_for(hint: Any) -> Reader:
+    """Return what reads a value of the type *hint*."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
-        return _from_plain(_chosen(arguments, value, what), value, what)
+        return _union_reader(arguments)
     if origin is tuple:
-        items = _checked(list, value, what)
-        return tuple(_from_plain(arguments[0], item, what) for item in items)
+        return _tuple_reader(arguments[0])
     if dataclasses.is_dataclass(hint):
-        return from_plain(cast(type[object], hint), value, what=what)
+        return _reader_of(cast(Any, hint))
     plain_type = getattr(hint, "__supertype__", hint)
     if issubclass(plain_type, StrEnum):
-        return _enum_from_plain(plain_type, _checked(str, value, what), what)
-    return _checked(plain_type, value, what)
+        return _enum_reader(plain_type)
+    return _plain_reader(plain_type)
 
 
-def _checked(cls: type[Value], value: Plain, what: str) -> Value:
-    # Not isinstance: True is no int here.
-    if type(value) is not cls:
-        raise IntegrityError(f"{what} should be {cls.__name__}, found {type(value).__name__}")
-    return value
+def _plain_reader(kind: type) -> Reader:
+    def read(value: Plain) -> Any:
+        if type(value) is not kind:
+            raise _Misfit(_mistyped(kind, type(value)))
+        return value
+
+    return read
 
 
-def _enum_from_plain(cls: type[StrEnum], value: str, what: str) -> StrEnum:
-    try:
-        return cls(value)
-    except ValueError as exc:
-        raise IntegrityError(f"{what}: {value!r} is not a {cls.__name__}") from exc
+def _tuple_reader(hint: Any) -> Reader:
+    kind = getattr(hint, "__supertype__", hint)
+    read_list = _plain_reader(list)
+    if kind in {bool, int, float, str, bytes}:
+        # Long columns of numbers and names: one look at all their types.
+        def read_column(value: Plain) -> Any:
+            for found in set(map(type, read_list(value))) - {kind}:
+                raise _Misfit(_mistyped(kind, found))
+            return tuple(cast("list[Plain]", value))
+
+        return read_column
+
+    read_item = _reader_for(hint)
+    return lambda value: tuple(map(read_item, read_list(value)))
 
 
-def _chosen(choices: tuple[Any, ...], value: Plain, what: str) -> Any:
-    """Return the one of *choices* that *value* can be: at most one of a union's members is a dataclass."""
-    for choice in choices:
-        if isinstance(value, dict) if dataclasses.is_dataclass(choice) else type(value) is choice:
-            return choice
-    raise IntegrityError(f"{what} has an unexpected {type(value).__name__}")
+def _enum_reader(cls: type[StrEnum]) -> Reader:
+    read_text = _plain_reader(str)
+
+    def read(value: Plain) -> Any:
+        try:
+            return cls(read_text(value))
+        except ValueError as exc:
+            raise _Misfit(f"{value!r} is not a {cls.__name__}") from exc
+
+    return read
+
+
+def _union_reader(choices: tuple[Any, ...]) -> Reader:
+    """Return what reads one of *choices*: at most one of a union's members is a dataclass."""
+    by_type = {dict if dataclasses.is_dataclass(choice) else choice: _reader_for(choice) for choice in choices}
+
+    def read(value: Plain) -> Any:
+        read_choice = by_type.get(type(value))
+        if read_choice is None:
+            raise _Misfit(f"has an unexpected {type(value).__name__}")
+        return read_choice(value)
+
+    return read
 
 
 def _content_from_plain(value: Plain, what: str) -> object:

@@ -6,7 +6,7 @@ so that the same content saved twice has one name.
 """
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.canonical import Plain, pack, unpack
+from layerstore.format.canonical import Plain, pack, pack_again, unpack
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import digest
@@ -44,7 +44,7 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
     body = payload["body"]
     _check_flags(body, name)
     return Commit(
-        id=CommitId(digest(pack(body)).hex()),
+        id=CommitId(digest(pack_again(body)).hex()),
         record=from_plain(CommitRecord, body, what=name),
         observed=from_plain(Observed, payload["observed"], what=name),
     )
