@@ -5,14 +5,39 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, Column, age, iso_time, say, say_json, say_table, say_warning, size
+from layerstore.cli.render import (
+    SHORT_ID_DIGITS,
+    Column,
+    age,
+    counted,
+    iso_time,
+    say,
+    say_json,
+    say_table,
+    say_warning,
+    shown,
+    size,
+)
 
 if TYPE_CHECKING:
-    from layerstore.ops.queries import LogEntry
+    from layerstore.ops.queries import LogEntry, LogLine
+
+
+# One screen or two: as much as somebody reads.
+_LIMIT = 50
 
 
 def log(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this run.", show_default=False)] = None,
+    *,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", metavar="N", min=0, help="At most this many of each run; 0 for all.")
+    ] = _LIMIT,
+    before: Annotated[
+        str | None,
+        typer.Option("--before", metavar="COMMIT", help="Go on after this commit, in its run.", show_default=False),
+    ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -22,23 +47,27 @@ def log(
     \b
     Examples:
       layerstore log
-      layerstore log sft --json
+      layerstore log sft --graph
+      layerstore log sft --limit 20 --before 3f0c9a1b --json
     """
     with opened(store) as opened_store:
-        entries = opened_store.log(run)
-    sound = [entry for entry in entries if entry.damage is None]
-    damaged = [entry for entry in entries if entry.damage is not None]
+        page = opened_store.log_page(run, limit=limit or None, before=before, graph=graph and not as_json)
+    sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
+    damaged = [entry for entry in page.entries if entry.damage is not None]
     for entry in damaged:
         say_warning(f"{entry.run}@{entry.step} is left out, its record is damaged: {entry.damage}")
     if as_json:
-        say_json(_fields(sound, damaged))
+        say_json(_fields([line.entry for line in sound if line.entry is not None], damaged, more=bool(page.more)))
     elif sound:
-        _say_entries(sound)
-    elif not damaged:
+        _say_lines(sound)
+        for more in page.more:
+            next_page = f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}"
+            say(f"{counted(more.commits, 'older commit')}: {next_page}")
+    elif not damaged and before is None:
         say("no commits yet; next: layerstore ingest CHECKPOINT")
 
 
-def _fields(sound: list["LogEntry"], damaged: list["LogEntry"]) -> dict[str, object]:
+def _fields(sound: list["LogEntry"], damaged: list["LogEntry"], *, more: bool) -> dict[str, object]:
     fields: dict[str, object] = {
         "commits": [
             {
@@ -52,7 +81,8 @@ def _fields(sound: list["LogEntry"], damaged: list["LogEntry"]) -> dict[str, obj
                 "pins": list(entry.pins),
             }
             for entry in sound
-        ]
+        ],
+        "more": more,
     }
     if damaged:
         fields["damaged"] = [
@@ -61,10 +91,13 @@ def _fields(sound: list["LogEntry"], damaged: list["LogEntry"]) -> dict[str, obj
     return fields
 
 
-def _say_entries(entries: list["LogEntry"]) -> None:
-    with_attempts = any(entry.attempt > 1 for entry in entries)
+def _say_lines(lines: list["LogLine"]) -> None:
+    entries = [line.entry for line in lines if line.entry is not None]
+    with_graph = any(line.drawing for line in lines)
+    with_attempts = with_graph or any(entry.attempt > 1 for entry in entries)
     with_pins = any(entry.pins for entry in entries)
     columns = [
+        *([Column("GRAPH")] if with_graph else []),
         Column("RUN", folds=True),
         *([Column("ATTEMPT", "right")] if with_attempts else []),
         Column("STEP", "right"),
@@ -74,7 +107,16 @@ def _say_entries(entries: list["LogEntry"]) -> None:
         Column("NEW", "right"),
         *([Column("PINS", folds=True)] if with_pins else []),
     ]
-    say_table(columns, (_row(entry, with_attempts=with_attempts, with_pins=with_pins) for entry in entries))
+    say_table(
+        columns,
+        (
+            [
+                *([line.drawing] if with_graph else []),
+                *([] if line.entry is None else _row(line.entry, with_attempts=with_attempts, with_pins=with_pins)),
+            ]
+            for line in lines
+        ),
+    )
 
 
 def _row(entry: "LogEntry", *, with_attempts: bool, with_pins: bool) -> list[str]:

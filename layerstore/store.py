@@ -22,7 +22,7 @@ from layerstore.ops.compose import Written
 from layerstore.ops.composition import Composition, as_resolved, check_members, compose_by_policy, compose_exact
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
-from layerstore.ops.queries import CommitView, LayerLine, LogEntry
+from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.ranks import AdamStep
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
@@ -258,9 +258,24 @@ class Store:
         chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
         return Composite(self._rooms, compose_by_policy(self._rooms, resolved, chosen))
 
-    def log(self, run: str | None = None) -> list[LogEntry]:
-        """Return the commits of *run*, or of every run by name, newest step first."""
-        return queries.log(self._rooms, run=run)
+    def log(self, run: str | None = None, *, limit: int | None = None, before: str | None = None) -> list[LogEntry]:
+        """
+        Return the commits of *run*, or of every run by name, newest step first.
+
+        At most *limit* of each run, and only what follows the commit *before*: a long history is read in pages.
+        """
+        return self.log_page(run, limit=limit, before=before).entries
+
+    def log_page(
+        self,
+        run: str | None = None,
+        *,
+        limit: int | None = None,
+        before: str | None = None,
+        graph: bool = False,
+    ) -> LogPage:
+        """Return what `log` does, with how many commits follow, and with *graph* a drawing of all attempts."""
+        return queries.log(self._rooms, run=run, limit=limit, before=before, graph=graph)
 
     def show(self, ref: str | None = None) -> CommitView:
         """Return everything about one commit."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.hashing import DIGEST_BYTES, digest
-from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.limits import NAME_BYTES_MAX, RECORD_BYTES_MAX
 
 MAGIC = b"\x89LSR\r\n\x1a\n"
 SCHEMA = 1
@@ -26,6 +26,8 @@ STORE_ID_BYTES = 16
 
 _HEAD = struct.Struct(">8sH16sH")
 _LENGTH = struct.Struct(">Q")
+# Up to the length of the payload, for a record's name.
+HEAD_BYTES_MAX = _HEAD.size + 2 * NAME_BYTES_MAX + _LENGTH.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,15 @@ def unseal(data: bytes, *, name: str, store_id: str) -> Envelope:
     if found_name != name:
         raise IntegrityError(f"{name} was written as {found_name!r} and has been moved or renamed", path=name)
     return Envelope(store_id=store_id, name=name, payload=payload)
+
+
+def sealed_bytes(head: bytes, *, name: str) -> int | None:
+    """Return how long the envelope is that begins with *head*, if it is called *name*; nothing of it is checked."""
+    end = _HEAD.size + len(name.encode())
+    if len(head) < end + _LENGTH.size or head[_HEAD.size : end] != name.encode():
+        return None
+    (size_bytes,) = _LENGTH.unpack_from(head, end)
+    return int(end + _LENGTH.size + size_bytes + DIGEST_BYTES)
 
 
 def _split(body: bytes, name_bytes: int, name: str) -> tuple[str, bytes]:

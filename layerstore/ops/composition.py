@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.history import PastSave, saves_from
+from layerstore.ops.past import saves_from
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
+from layerstore.storage.manifest import RecordRow
 from layerstore.tree import Tree
 
 
@@ -90,18 +91,21 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
     if isinstance(policy, Latest):
         return compose_latest(resolved)
     base = resolved.record
-    looked_at: list[PastSave] = []
+    looked_at: list[RecordRow] = []
 
-    def history() -> Iterator[PastSave]:
-        for save in saves_from(rooms, base):
+    def history() -> Iterator[RecordRow]:
+        for save in saves_from(rooms, resolved):
             looked_at.append(save)
             yield save
 
     picks = replay(anchored(policy, base.save_number), history())
-    saves = {
-        position: {entry.layer: entry for entry in looked_at[position].record.layers} for position in picks.values()
+    # A row only finds its record; what the layers are is read there.
+    records = {
+        position: base if position == 0 else rooms.catalog.commit(looked_at[position].name).record
+        for position in set(picks.values())
     }
-    layers = tuple(saves[picks[entry.layer]][entry.layer] for entry in base.layers)
+    entries = {position: {entry.layer: entry for entry in record.layers} for position, record in records.items()}
+    layers = tuple(entries[picks[entry.layer]][entry.layer] for entry in base.layers)
     return Composition(
         base=base,
         commit=resolved.commit,
@@ -109,9 +113,7 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
-        older_than_due=tuple(
-            entry.layer for entry in layers if entry.origin.step != looked_at[picks[entry.layer]].record.step
-        ),
+        older_than_due=tuple(entry.layer for entry in layers if entry.origin.step != records[picks[entry.layer]].step),
     )
 
 

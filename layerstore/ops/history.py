@@ -1,82 +1,84 @@
-"""A run's saves as policies look at them: newest first, below a fork those of the attempt it left."""
+"""The history of a run: what an attempt came from, and how all of its attempts hang together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
-from layerstore.errors import Conflict, LayerstoreError, NotFound
-from layerstore.model import CommitRecord, LayerEntry
-from layerstore.ops.refs import history_of
+from layerstore.model import CommitId
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.catalog import RunView
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.runview import RunView
 
 
-@dataclass(slots=True)
-class PastSave:
-    """One save: its record, read when it is looked at."""
+def history(rooms: Rooms, run: str, attempt: int | None = None, *, step: int | None = None) -> Iterator[RecordRow]:
+    """
+    Yield the visible commits of *attempt* of *run*, newest first, and below where it forked those it came from.
 
-    rooms: Rooms
+    None means the newest attempt; with *step* the history begins at that step or below. Two commits of one step and
+    attempt are both yielded: what that means is for the caller to say. Nothing is yielded where nothing is visible.
+    What stands in a row only finds records: whatever reaches a user is read from the record it names.
+
+    Raises:
+        NotFound: There is no such run.
+    """
+    view = rooms.catalog.view(run)
+    if attempt is None:
+        attempt = view.attempts[-1] if view.attempts else 0
+    return view.history(attempt, step=step)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLine:
+    """One line of a drawing of all attempts."""
+
+    drawing: str
     row: RecordRow | None
-    """None for a base, whose record is at hand."""
-    read: CommitRecord | None = None
-
-    @property
-    def record(self) -> CommitRecord:
-        """The record, checked."""
-        if self.read is None:
-            assert self.row is not None
-            self.read = self.rooms.catalog.commit(self.row.name).record
-        return self.read
-
-    @property
-    def save_number(self) -> int:
-        """Its number."""
-        return self.record.save_number if self.row is None else self.row.save_number
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Every layer, in the model's order."""
-        return tuple(entry.layer for entry in self.record.layers)
-
-    @property
-    def counted(self) -> list[bool]:
-        """Of every layer, whether the optimizer had counted an update of it."""
-        return [entry.optimizer_step is not None for entry in self.record.layers]
-
-    def entry(self, layer: str) -> LayerEntry:
-        """Return what the record says of *layer*."""
-        return next(entry for entry in self.record.layers if entry.layer == layer)
+    """The commit on this line; None where two lines of descent meet."""
 
 
-def saves_from(rooms: Rooms, base: CommitRecord) -> Iterator[PastSave]:
-    """Yield *base* and the saves before it in its history, newest first."""
-    yield PastSave(rooms, None, base)
-    try:
-        view = rooms.catalog.view(base.run)
-    except NotFound:
-        return  # a pin that outlived its run
-    yield from saves_below(rooms, view, attempt=base.attempt, step=base.step)
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    rows: list[RecordRow]
+    """Newest first."""
+    joins: CommitId | None
+    """The commit that its oldest came from, on another branch."""
 
 
-def saves_below(rooms: Rooms, view: RunView, *, attempt: int, step: int) -> Iterator[PastSave]:
-    """Yield the saves of *attempt*'s history below *step*, newest first."""
-    rows = [row for row in history_of(view, attempt) if row.step < step]
-    _check_damage(view, step)
-    for older, newer in pairwise(rows):
-        if (older.step, older.attempt) == (newer.step, newer.attempt):
-            raise Conflict(
-                f"{view.run}@{older.step} is ambiguous: commits {older.id[:12]}, {newer.id[:12]} stand side by side",
-                hint="ingest the right one again with --replace",
-            )
-    for row in reversed(rows):
-        yield PastSave(rooms, row)
+def graph(view: RunView) -> Iterator[GraphLine]:
+    r"""
+    Draw the visible commits of a run: the newest attempt's history on the left, what was abandoned beside it.
+
+        *      attempt 2, step 900
+        | *    attempt 1, step 1000: abandoned
+        |/
+        *      attempt 1, step 800
+    """
+    beside: dict[CommitId | None, list[_Branch]] = {}
+    for branch in _branches(view):
+        beside.setdefault(branch.joins, []).append(branch)
+    # Not a recursion: attempts may be nested deeper than Python's stack.
+    pending: list[tuple[str, _Branch | RecordRow | None]] = [("", branch) for branch in reversed(beside.get(None, []))]
+    while pending:
+        prefix, what = pending.pop()
+        if not isinstance(what, _Branch):
+            yield GraphLine(f"{prefix}|/" if what is None else f"{prefix}*", what)
+            continue
+        for row in reversed(what.rows):
+            pending.append((prefix, row))
+            for other in reversed(beside.get(row.id, [])):
+                pending += [(prefix, None), (f"{prefix}| ", other)]
 
 
-def _check_damage(view: RunView, step: int) -> None:
-    """Raise if a record below *step* cannot be read: what it holds, or hides, might be what a policy asks for."""
-    problems: list[tuple[int, LayerstoreError]] = [
-        (name.step, problem) for name, problem in view.damaged.items() if name.step < step
-    ]
-    if problems:
-        raise max(problems, key=lambda each: each[0])[1]
+def _branches(view: RunView) -> Iterator[_Branch]:
+    """Yield for each attempt, newest first, the part of its history that no newer one has."""
+    taken: set[CommitId] = set()
+    for attempt in reversed(view.attempts):
+        rows = []
+        joins = None
+        for row in view.history(attempt):
+            if row.id in taken:
+                joins = row.id
+                break
+            rows.append(row)
+        taken.update(row.id for row in rows)
+        if rows:
+            yield _Branch(rows, joins)

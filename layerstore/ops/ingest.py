@@ -31,9 +31,9 @@ from layerstore.ops.rooms import Rooms
 from layerstore.ops.selection import layers_due
 from layerstore.ops.transfer import Content, transfer
 from layerstore.policy import Latest, Policy
-from layerstore.storage.catalog import RunView
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
+from layerstore.storage.runview import RunView
 from layerstore.zero3.checkpoint import Checkpoint
 from layerstore.zero3.discover import check_unchanged, discover
 from layerstore.zero3.read import read_checkpoint

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry
-from layerstore.ops.history import saves_below
+from layerstore.ops.past import saves_below
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.catalog import RunView
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.runview import RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,10 @@ def place_of(
     if view is None or not view.attempts:
         return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited={})
     attempt = view.attempts[-1]
-    before = next(saves_below(rooms, view, attempt=attempt, step=step), None)
+    newest = next(saves_below(view, attempt=attempt, step=step), None)
+    before = None if newest is None else rooms.catalog.commit(newest.name).record
     if rollback:
-        return _after_rollback(view, step=step, before=None if before is None else before.record)
+        return _after_rollback(view, step=step, before=before)
     own = [row for row in view.rows.values() if row.attempt == attempt]
     # Hidden ones count too: a number is given once. What is filled in later comes later in the count.
     number = rivals[0].save_number if rivals else 1 + max(row.save_number for row in own)
@@ -75,7 +76,7 @@ def place_of(
         attempt=attempt,
         fork=own[0].fork,
         save_number=number,
-        inherited={} if before is None else {entry.layer: entry for entry in before.record.layers},
+        inherited={} if before is None else _by_layer(before),
         unseen=() if before is None else _unseen(view, before.save_number, number),
         supersedes=tuple(sorted(CommitId(rival.id) for rival in rivals)),
     )
@@ -101,7 +102,7 @@ def _after_rollback(view: RunView, *, step: int, before: CommitRecord | None) ->
         attempt=1 + _newest_number(view),
         fork=None if before is None else Fork(attempt=view.attempts[-1], step=before.step),
         save_number=0 if before is None else before.save_number + 1,
-        inherited={} if before is None else {entry.layer: entry for entry in before.layers},
+        inherited={} if before is None else _by_layer(before),
     )
 
 

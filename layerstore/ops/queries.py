@@ -1,14 +1,16 @@
 """Questions about what is stored: log, show and ls."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from layerstore.errors import IntegrityError, LayerstoreError, NotFound
-from layerstore.model import Kind, LayerEntry, LayerVersion, Pin
+from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
+from layerstore.model import Kind, LayerEntry, LayerVersion
+from layerstore.ops.history import GraphLine
+from layerstore.ops.history import graph as draw
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.runview import RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +72,100 @@ class CommitView:
         return sum(sum(line.bytes_by_kind.values()) for line in self.layers)
 
 
-def log(rooms: Rooms, *, run: str | None = None) -> list[LogEntry]:
-    """Return the visible commits of *run*, or of every run, newest step first within each run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One line of a log."""
+
+    drawing: str
+    """How the commit hangs together with the others, if that was asked for."""
+    entry: LogEntry | None
+    """None where two lines of descent meet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class More:
+    """What a page leaves out of one run."""
+
+    run: str
+    commits: int
+    after: str
+    """The last commit on the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPage:
+    """Some of the commits of some runs."""
+
+    lines: tuple[LogLine, ...]
+    more: tuple[More, ...]
+    """For each run of which there is more."""
+
+    @property
+    def entries(self) -> list[LogEntry]:
+        """The commits without the drawing."""
+        return [line.entry for line in self.lines if line.entry is not None]
+
+
+def log(
+    rooms: Rooms, *, run: str | None = None, limit: int | None = None, before: str | None = None, graph: bool = False
+) -> LogPage:
+    """
+    Return the visible commits of *run*, or of every run, newest step first within each attempt.
+
+    At most *limit* of each run; only what follows the commit *before*, whose id may be shortened, in its own run.
+    With *graph* every attempt is drawn beside the one that it left, the newest one's history first.
+
+    Raises:
+        NotFound: There is no such run, or no such commit.
+    """
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"a page of {limit} commits is none", hint="give a limit of 1 or more, or none")
     if run is not None and run not in rooms.catalog.runs():
         rooms.catalog.view(run)  # raises, and says which runs there are
-    pins = rooms.records.readable_pins()
-    return [entry for name in ([run] if run else rooms.catalog.runs()) for entry in _log_of(rooms, name, pins)]
-
-
-def _log_of(rooms: Rooms, run: str, pins: Iterable[Pin]) -> list[LogEntry]:
-    view = rooms.catalog.view(run)
+    views = [rooms.catalog.view(name) for name in ([run] if run else rooms.catalog.runs())]
+    start = None if before is None else _named(views, before)
     pinned: dict[str, list[str]] = {}
-    for pin in pins:
+    for pin in rooms.records.readable_pins():
         pinned.setdefault(pin.base, []).append(pin.name)
-    entries = [_entry(rooms, row, pinned.get(row.id, [])) for row in reversed(view.visible)]
-    return entries + [_damaged_entry(name, problem) for name, problem in view.damaged.items()]
+    lines: list[LogLine] = []
+    more = []
+    for view in views if start is None else [view for view in views if view.run == start.run]:
+        drawn = list(draw(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
+        shown, left = _page(drawn, start, limit)
+        lines += [_line(rooms, line, pinned) for line in shown]
+        if left:
+            after = next(line.row.id for line in reversed(shown) if line.row is not None)
+            more.append(More(run=view.run, commits=left, after=after))
+        if start is None:
+            damaged = (_damaged_entry(name, problem) for name, problem in view.damaged.items())
+            lines += [LogLine(drawing="", entry=entry) for entry in damaged]
+    return LogPage(lines=tuple(lines), more=tuple(more))
+
+
+def _named(views: list[RunView], before: str) -> RecordRow:
+    """Return the commit whose id begins with *before*."""
+    found = [row for view in views for row in view.visible if row.id.startswith(before.lower())]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NotFound(f"there is no commit {before!r} to go on after", hint="name one as `layerstore log` shows it")
+    raise InvalidInput(f"{len(found)} commits begin with {before!r}", hint="write more of the id")
+
+
+def _page(lines: list[GraphLine], start: RecordRow | None, limit: int | None) -> tuple[list[GraphLine], int]:
+    """Return the lines after *start* up to *limit* commits, and how many commits follow."""
+    if start is not None:
+        place = next(place for place, line in enumerate(lines) if line.row is not None and line.row.id == start.id)
+        lines = lines[place + 1 :]
+    ends = [place for place, line in enumerate(lines, start=1) if line.row is not None]
+    if limit is None or limit >= len(ends):
+        return lines, 0
+    return lines[: ends[limit - 1]], len(ends) - limit
+
+
+def _line(rooms: Rooms, line: GraphLine, pinned: dict[str, list[str]]) -> LogLine:
+    entry = None if line.row is None else _entry(rooms, line.row, pinned.get(line.row.id, []))
+    return LogLine(drawing=line.drawing, entry=entry)
 
 
 def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:

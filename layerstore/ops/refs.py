@@ -3,13 +3,14 @@ References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from layerstore.errors import Conflict, InvalidInput, NotFound
 from layerstore.layers import Reference, parse_reference
 from layerstore.model import CommitRecord
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.catalog import RunView
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.runview import RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,26 +67,13 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
             f"and it has {len(attempts)}",
             hint=f"layerstore log {view.run}; a step is named {view.run}@STEP",
         )
-    history = history_of(view, attempts[-1 - reference.back])
-    _check_undamaged(view, history[-1].step if reference.step is None else reference.step, tip=reference.step is None)
-    if reference.step is None:
-        return _only(view, [row for row in history if row.step == history[-1].step])
-    found = [row for row in history if row.step == reference.step]
-    if found:
-        return _only(view, found)
-    raise _no_such_step(view, reference, history)
-
-
-def history_of(view: RunView, attempt: int) -> list[RecordRow]:
-    """Return the commits of *attempt* and, below where it forked, of those it came from; by step."""
-    rows = [row for row in view.visible if row.attempt == attempt]
-    # From hidden records too: an attempt of which nothing is left still stands between two others.
-    fork = next((row.fork for row in view.rows.values() if row.attempt == attempt), None)
-    # Attempts are numbered in order: a record that claims to have left a later one is followed no further.
-    below = []
-    if fork is not None and fork.attempt < attempt:
-        below = [row for row in history_of(view, fork.attempt) if row.step <= fork.step]
-    return sorted(below + rows, key=lambda row: (row.step, row.attempt))
+    attempt = attempts[-1 - reference.back]
+    step = reference.step if reference.step is not None else next(view.history(attempt)).step
+    _check_undamaged(view, step, tip=reference.step is None)
+    found = list(takewhile(lambda row: row.step == step, view.history(attempt, step=step)))
+    if not found:
+        raise _no_such_step(view, reference, attempt)
+    return _only(view, found)
 
 
 def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
@@ -115,7 +103,7 @@ def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
     return newest[0]
 
 
-def _no_such_step(view: RunView, reference: Reference, history: list[RecordRow]) -> Exception:
+def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exception:
     elsewhere = [row for row in view.visible if row.step == reference.step]
     if elsewhere:
         back = len(view.attempts) - 1 - view.attempts.index(elsewhere[-1].attempt)
@@ -123,6 +111,6 @@ def _no_such_step(view: RunView, reference: Reference, history: list[RecordRow])
             f"{view.run}@{reference.step} belongs to an earlier attempt",
             hint=f"{view.run}~{back}@{reference.step} names it",
         )
-    steps = [str(row.step) for row in history]
+    steps = [str(row.step) for row in view.history(attempt)][::-1]
     shown = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "…", *steps[-5:]])
     return NotFound(f"run {view.run!r} has no step {reference.step}", hint=f"steps here: {shown}")

@@ -5,19 +5,24 @@ The folder listing decides what exists, the record decides what it says, the ind
 Whatever is wrong with the index, the answers are the same.
 """
 
+import dataclasses
 import secrets
 import shutil
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
-from layerstore.model import Commit, CommitId
-from layerstore.storage.commits import RecordName, RecordStore
-from layerstore.storage.manifest import Manifest, ManifestUnusable, RecordRow, row_of
+from layerstore.model import Commit
+from layerstore.storage.commits import RecordName, RecordStore, name_in
+from layerstore.storage.environment import ManifestUnusable
+from layerstore.storage.files import Stamp
+from layerstore.storage.manifest import Manifest, RecordRow, row_of
+from layerstore.storage.runview import RunView
 
 Answer = TypeVar("Answer")
 
@@ -26,32 +31,21 @@ class IndexNotice(UserWarning):
     """The index was rebuilt, or cannot be used here; nothing is lost and answers are unchanged."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunView:
-    """The records of one run, as they stand now."""
+# Records that are decoded before the index is told of them: some of them are held in memory at once.
+_BATCH = 256
 
-    run: str
-    rows: dict[CommitId, RecordRow]
-    """Every readable record."""
-    damaged: dict[RecordName, LayerstoreError]
-    """Records that are there and cannot be read."""
 
-    @property
-    def hidden(self) -> set[CommitId]:
-        """Commits that another one supersedes."""
-        return {hidden for row in self.rows.values() for hidden in row.supersedes}
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out about a run, and of which state of its folder."""
 
-    @property
-    def visible(self) -> list[RecordRow]:
-        """What a user sees, by attempt and step."""
-        hidden = self.hidden
-        rows = [row for row in self.rows.values() if row.layers and row.id not in hidden]
-        return sorted(rows, key=lambda row: (row.attempt, row.step, row.id))
-
-    @property
-    def attempts(self) -> list[int]:
-        """The attempts that have visible commits, oldest first."""
-        return sorted({row.attempt for row in self.visible})
+    rows: dict[str, RecordRow]
+    """Of every record there, by its file's name."""
+    strangers: frozenset[str]
+    """What else is in the folder."""
+    view: RunView
+    stamp: Stamp | None
+    """None where the folder was not there: remembered records have vanished with it."""
 
 
 class Catalog:
@@ -62,6 +56,7 @@ class Catalog:
         self._directory = directory
         self._store_id = store_id
         self._manifest: Manifest | None = None
+        self._known: dict[str, _Known] = {}
         self._guard = threading.RLock()  # one thread at a time opens, asks or replaces the index
         self.index_problem: str | None = None
         """Why there is no index, if there is none."""
@@ -76,36 +71,99 @@ class Catalog:
 
     def runs(self) -> list[str]:
         """Return the runs that have records, by name."""
-        return [run for run in self._records.runs() if self._records.names(run)]
+        return [run for run in self._records.runs() if self._has_records(run)]
+
+    def _has_records(self, run: str) -> bool:
+        known = self._known.get(run)
+        if known is not None and known.rows and self._is_as_it_was(known, run):
+            return True
+        return any(name_in(run, name) for name in self._records.listing(run))
 
     def view(self, run: str) -> RunView:
         """
         Return what *run* holds now.
 
+        The folder is listed again only if it may have changed, and records are read only where they are new.
+
         Raises:
             NotFound: It has no record.
         """
+        with self._guard:
+            if self._manifest is not None:
+                self._manifest.check_process()
+            known = self._known.get(run)
+            if known is not None and not self._is_as_it_was(known, run):
+                known = self._looked_again(known, run)
+            if known is None:
+                known = self._found_out(run)
+                # What is damaged may be repaired in place, which its folder does not show.
+                if known.view.damaged:
+                    self._known.pop(run, None)
+                else:
+                    self._known[run] = known
+            return known.view
+
+    def _is_as_it_was(self, known: _Known, run: str) -> bool:
+        """Whether the folder of *run* cannot have changed since it was listed."""
+        return (
+            known.stamp is not None
+            and known.stamp.is_settled
+            and not self._is_on_network
+            and known.stamp == self._records.stamp(run)
+        )
+
+    @cached_property
+    def _is_on_network(self) -> bool:
+        """Whether folders may have times from another machine's clock, or from a cache: those prove nothing."""
+        return self._records.is_on_network()
+
+    def _looked_again(self, known: _Known, run: str) -> _Known | None:
+        """Return *known* with a new stamp if the folder of *run* has the same records, else None."""
+        stamp = self._records.stamp(run)
+        names = frozenset(self._records.listing(run))
+        if names - known.strangers != known.rows.keys():
+            return None
+        found = dataclasses.replace(known, stamp=stamp)
+        self._known[run] = found
+        return found
+
+    def _found_out(self, run: str) -> _Known:
         # The index first: a commit that is published in between is then merely not indexed yet.
         indexed = self._indexed(run)
-        names = self._records.names(run)
-        if not names and not indexed:
-            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs())
-        rows = {name.id: indexed[name] for name in names if name in indexed}
+        stamp = self._records.stamp(run)
+        names = self._records.listing(run)
+        rows = {name: indexed[name] for name in names if name in indexed}
         # Remembered, not forgotten: what a lost record had hidden must not come back in silence.
-        damaged: dict[RecordName, LayerstoreError] = {name: _vanished(name) for name in indexed.keys() - set(names)}
-        unseen: list[tuple[Commit, bytes]] = []
+        gone = sorted(row.name for name, row in indexed.items() if name not in rows)
+        damaged: dict[RecordName, LayerstoreError] = {name: _vanished(name) for name in gone}
+        strangers = set()
+        unseen = []
         for name in names:
-            if name not in indexed:
-                try:
-                    data = self._records.read_bytes(name)
-                    commit = self._records.decode(data, name)
-                except LayerstoreError as exc:
-                    damaged[name] = exc
+            if name not in rows:
+                record_name = name_in(run, name)
+                if record_name is None:
+                    strangers.add(name)
                 else:
-                    unseen.append((commit, data))
-                    rows[name.id] = row_of(commit)
-        self._catch_up(unseen)
-        return RunView(run=run, rows=rows, damaged=damaged)
+                    unseen.append(record_name)
+        if not (rows or unseen or gone):
+            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs())
+        for start in range(0, len(unseen), _BATCH):
+            rows |= self._read_unseen(sorted(unseen)[start : start + _BATCH], damaged)
+        view = RunView(run=run, rows={row.id: row for row in rows.values()}, damaged=damaged)
+        return _Known(rows=rows, strangers=frozenset(strangers), view=view, stamp=stamp)
+
+    def _read_unseen(self, names: list[RecordName], damaged: dict[RecordName, LayerstoreError]) -> dict[str, RecordRow]:
+        """Read the records *names*, tell the index of them, and return their rows; note in *damaged* what fails."""
+        found: list[tuple[Commit, bytes]] = []
+        for name in names:
+            try:
+                data = self._records.read_bytes(name)
+                found.append((self._records.decode(data, name), data))
+            except LayerstoreError as exc:
+                damaged[name] = exc
+        self._catch_up(found)
+        rows = (row_of(commit) for commit, _ in found)
+        return {row.file_name: row for row in rows}
 
     def commit(self, name: RecordName) -> Commit:
         """Read and check the record *name*."""
@@ -117,23 +175,23 @@ class Catalog:
 
     def remembered_runs(self) -> set[str]:
         """Return the runs that the index knows, whether or not anything is left of them."""
-        return {name.run for name in self._with_index(lambda manifest: manifest.rows()) or {}}
+        return self._with_index(lambda manifest: manifest.runs()) or set()
 
     def vanished(self, run: str) -> list[RecordName]:
         """Return the records of *run* that the index remembers and that are not there any more."""
-        return sorted(self._indexed(run).keys() - set(self._records.names(run)))
+        indexed = self._indexed(run)
+        return sorted(indexed[name].name for name in indexed.keys() - set(self._records.listing(run)))
 
     def differences(self, run: str) -> list[str]:
         """Return what the index says of *run* otherwise than its records do; there should be nothing."""
-        indexed = self._indexed(run)
         found = []
-        for name, row in indexed.items():
+        for row in self._indexed(run).values():
             try:
-                commit = self._records.read(name)
+                commit = self._records.read(row.name)
             except LayerstoreError:
                 continue  # a damaged record is reported for itself
             if row_of(commit) != row:
-                found.append(f"the index tells {run}@{name.step} differently than its record does")
+                found.append(f"the index tells {run}@{row.step} differently than its record does")
         return found
 
     # -- the index -----------------------------------------------------------------------------------------------
@@ -149,12 +207,21 @@ class Catalog:
             warnings.warn(f"forgot {_vanished(name)}", IndexNotice, stacklevel=2)
         self.close()
         self._drop()
+        self._known.clear()
         self.index_problem = None
         self._opened()
         return sum(len(self.view(run).rows) for run in self.runs())
 
-    def _indexed(self, run: str) -> dict[RecordName, RecordRow]:
-        return self._with_index(lambda manifest: manifest.rows(run)) or {}
+    def _indexed(self, run: str) -> dict[str, RecordRow]:
+        found = self._with_index(lambda manifest: manifest.rows(run))
+        if found is not None:
+            return found
+        # Without an index nothing is remembered, but what this process has read it need not read again.
+        known = self._known.get(run)
+        return {} if known is None else {name: known.rows[name] for name in self._present(known, run)}
+
+    def _present(self, known: _Known, run: str) -> set[str]:
+        return known.rows.keys() & set(self._records.listing(run))
 
     def _catch_up(self, unseen: list[tuple[Commit, bytes]]) -> None:
         if unseen:

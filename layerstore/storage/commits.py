@@ -16,8 +16,9 @@ from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unse
 from layerstore.layers import is_name
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, Pin
-from layerstore.storage.files import Files
+from layerstore.storage.files import Files, Stamp
 from layerstore.storage.layout import RECORD_NAME, Layout
+from layerstore.storage.placement import network_filesystem
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,6 +28,12 @@ class RecordName:
     run: str
     step: int
     id: CommitId
+
+
+def name_in(run: str, file_name: str) -> RecordName | None:
+    """Return which record of *run* the file *file_name* is, None if it is none."""
+    match = RECORD_NAME.fullmatch(file_name)
+    return None if match is None else RecordName(run, int(match["step"]), CommitId(match["id"]))
 
 
 class RecordStore:
@@ -49,12 +56,20 @@ class RecordStore:
 
     def names(self, run: str) -> list[RecordName]:
         """Return the records of *run* by step, as the folder lists them now."""
-        found = []
-        for name in self._files.names(self._layout.run(run)):
-            match = RECORD_NAME.fullmatch(name)
-            if match:
-                found.append(RecordName(run, int(match["step"]), CommitId(match["id"])))
-        return sorted(found)
+        found = (name_in(run, name) for name in self.listing(run))
+        return sorted(name for name in found if name is not None)
+
+    def listing(self, run: str) -> list[str]:
+        """Return all that is in the folder of *run*, records or not; none where it is not there."""
+        return self._files.names(self._layout.run(run))
+
+    def stamp(self, run: str) -> Stamp | None:
+        """Return what tells one state of the folder of *run* from another, None where it is not there."""
+        return self._files.stamp(self._layout.run(run))
+
+    def is_on_network(self) -> bool:
+        """Whether the folders are on a network filesystem."""
+        return network_filesystem(self._layout.commits) is not None
 
     def strangers(self) -> Iterator[Path]:
         """Yield what lies in ``commits/`` and is no record."""

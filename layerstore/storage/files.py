@@ -14,8 +14,10 @@ import os
 import secrets
 import shutil
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +36,20 @@ _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
 # Python does not offer sync_file_range(2).
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYNC_FILE_RANGE_WRITE = 2
+
+
+# A change of a folder may leave its times as they are if it comes within one tick of the clock that gives them.
+# The coarsest of any filesystem here has two seconds; a folder whose last change is older will show the next one.
+_SETTLED_AFTER_NS = 3 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What tells one state of a folder from another."""
+
+    identity: tuple[int, ...]
+    is_settled: bool
+    """Whether any later change gives another identity; else equal ones prove nothing."""
 
 
 class WeakDurability(UserWarning):
@@ -269,6 +285,16 @@ class Files:
                 return sorted(os.listdir(directory))  # noqa: PTH208  # names, not paths
             except FileNotFoundError:
                 return []
+
+    def stamp(self, directory: Path) -> "Stamp | None":
+        """Return what tells one state of the names in *directory* from another, None where it is not there."""
+        state = self._lstat(directory)
+        if state is None:
+            return None
+        times = (state.st_mtime_ns, state.st_ctime_ns)
+        return Stamp(
+            identity=(state.st_dev, state.st_ino, *times), is_settled=time.time_ns() - max(times) > _SETTLED_AFTER_NS
+        )
 
     def device(self, path: Path) -> int:
         """Return the number of the filesystem that *path* is on."""

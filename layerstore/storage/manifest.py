@@ -1,86 +1,113 @@
 """
-The index: an LMDB environment that finds records, and the only user of lmdb.
+The index: what it says of each record, in blocks of rows.
 
-It is never the truth. Every row carries its own checksum and key, the whole is rebuilt from the records at any time,
+It is never the truth. Every block carries its own checksum and key, the whole is rebuilt from the records at any time,
 and no answer depends on a row being there. So damage here costs time and nothing else.
 
-Rows (docs/reference/format.md, section 7):
-    header    what this index belongs to
-    r KEY     a record's row: its attempt, what it hides, and step -> layer versions
-    c KEY     the record's bytes, verbatim: for ``repair`` alone
-KEY is run key (16 bytes) + step (8 bytes, big-endian) + commit id (16 bytes).
+Entries (docs/reference/format.md, section 7):
+    header              what this index belongs to
+    r RUN NUMBER        a block: some rows of the run whose name hashes to RUN, in the order in which they came
+Whatever can be derived from rows (their order, what is hidden, which attempts there are) is derived when it is asked
+for and never stored: so nothing here can contradict something else here.
 """
 
-import contextlib
-import os
-import stat
-import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import lmdb
-import lmdb.verify
-
-from layerstore.errors import IntegrityError, Internal, LayerstoreError, Locked, StorageIO
+from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.format.canonical import pack, unpack
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import digest
-from layerstore.limits import MANIFEST_MAP_BYTES, MANIFEST_MAP_BYTES_MAX, PAGE_BYTES
 from layerstore.model import Commit, CommitId, Fork
 from layerstore.storage.commits import RecordName
-from layerstore.storage.locks import lock
+from layerstore.storage.copies import Copies
+from layerstore.storage.environment import Environment, ManifestUnusable, Transaction
 
-SCHEMA = 1
+SCHEMA = 2
 _HEADER_KEY = b"header"
-_ROW, _COPY = b"r", b"c"
-_LOCK_FILE_BYTES = 2 * PAGE_BYTES
-# Where a meta page has the flags of LMDB's table of free pages and of ours, and what they are.
-_FLAGS_AT, _FLAGS = (44, 92), [b"\x08\x00", b"\x00\x00"]
-# Each try is spoilt only by another process's commit.
-_PREFLIGHT_TRIES = 20
-# LMDB itself would wait for ever for another writer, even one that was suspended.
-_WRITER_DEADLINE_SECONDS = 10.0
+_BLOCK = b"r"
+_RUN_KEY_BYTES = 16
+# A block is written anew for each row that it gets, and read as a whole: about 10 kB for 80 layers.
+BLOCK_ROWS = 64
+
+# What a row says of one layer, one bit each.
+SAVED = 1
+COUNTED = 2
 
 
-class ManifestUnusable(LayerstoreError):
-    """The index cannot be used as it is; the records can."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRow:
-    """What the index says of one layer in one commit."""
-
-    layer: str
-    version: str
-    step: int
-    """At which the version was saved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordRow:
-    """What the index says of one record."""
+class RecordRow(NamedTuple):
+    """What the index says of one record: enough to find the ones that a plan needs, and none of their content."""
 
     run: str
     step: int
-    id: str
+    id: CommitId
     attempt: int
     fork: Fork | None
     save_number: int
     supersedes: tuple[CommitId, ...]
-    layers: tuple[LayerRow, ...]
+    layer_names: tuple[str, ...]
+    """In the model's order; one and the same tuple in all rows that have it."""
+    flags: bytes
+    """``SAVED`` and ``COUNTED``, for each layer."""
 
     @property
     def name(self) -> RecordName:
         """Where the record is."""
-        return RecordName(self.run, self.step, CommitId(self.id))
+        return RecordName(self.run, self.step, self.id)
+
+    @property
+    def file_name(self) -> str:
+        """What the record's file is called."""
+        return f"{self.step}.{self.id}"
+
+    @property
+    def saved(self) -> tuple[bool, ...]:
+        """Whether each layer was saved by this very commit, and not inherited."""
+        return tuple(bool(flag & SAVED) for flag in self.flags)
+
+    @property
+    def counted(self) -> tuple[bool, ...]:
+        """Whether it is known how many updates the optimizer had made to each layer."""
+        return tuple(bool(flag & COUNTED) for flag in self.flags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowKind:
+    """What many rows of a block have in common."""
+
+    attempt: int
+    fork: Fork | None
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hiding:
+    """What one row of a block supersedes."""
+
+    row: int
+    commits: tuple[CommitId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlock:
+    """Some rows of a run, by columns: reading a column costs no more than reading one of its values."""
+
+    run: str
+    names: tuple[str, ...]
+    kinds: tuple[RowKind, ...]
+    kind: tuple[int, ...]
+    save_numbers: tuple[int, ...]
+    hiding: tuple[Hiding, ...]
+    flags: tuple[bytes, ...]
 
 
 def row_of(commit: Commit) -> RecordRow:
     """Return the row that *commit* has in every index."""
     record = commit.record
+    here = (record.run, record.attempt, record.step)
     return RecordRow(
         run=record.run,
         step=record.step,
@@ -89,23 +116,13 @@ def row_of(commit: Commit) -> RecordRow:
         fork=record.fork,
         save_number=record.save_number,
         supersedes=record.supersedes,
-        layers=tuple(
-            LayerRow(layer=entry.layer, version=entry.version.id, step=entry.origin.step) for entry in record.layers
+        layer_names=tuple(entry.layer for entry in record.layers),
+        flags=bytes(
+            SAVED * ((entry.origin.run, entry.origin.attempt, entry.origin.step) == here)
+            | COUNTED * (entry.optimizer_step is not None)
+            for entry in record.layers
         ),
     )
-
-
-# LMDB forbids opening one file twice in a process: its locks would be lost with the first close.
-_open_environments: dict[tuple[int, int], "_Shared"] = {}
-_registry_guard = threading.Lock()
-
-
-@dataclass(slots=True)
-class _Shared:
-    environment: Any
-    read_only: bool
-    users: int = 0
-    pid: int = field(default_factory=os.getpid)
 
 
 class Manifest:
@@ -122,9 +139,8 @@ class Manifest:
             ManifestUnusable: It is damaged, of another store or schema, or cannot be opened here.
         """
         self._store_id = store_id
-        self._directory = directory
-        self._shared: _Shared | None = _acquire(directory)
-        self._read_only = self._shared.read_only
+        self._copies = Copies(directory / "copies", store_id=store_id)
+        self._environment = Environment(directory)
         try:
             self._check_header()
         except BaseException:
@@ -133,93 +149,138 @@ class Manifest:
 
     def close(self) -> None:
         """Release the index; twice is harmless."""
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            _release(self._directory, shared)
+        self._environment.close()
+
+    def check_process(self) -> None:
+        """Raise Internal if the index is closed, or was opened before a fork."""
+        self._environment.check_process()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def rows(self, run: str | None = None) -> dict[RecordName, RecordRow]:
+    def rows(self, run: str) -> dict[str, RecordRow]:
         """
-        Return the rows of *run*, or of every run.
+        Return the rows of *run* by the names of their records' files.
 
         Raises:
             ManifestUnusable: One of them is not as it was written.
         """
-        with self._transaction() as transaction:
-            prefix = _ROW if run is None else _ROW + _run_key(run)
-            found = {}
-            for key, data in _scan(transaction, prefix):
-                row = self._row(key, data)
-                found[row.name] = row
-            return found
+        names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        found: dict[str, RecordRow] = {}
+        with self._environment.reading() as transaction:
+            for key, data in transaction.scan(_BLOCK + _run_key(run)):
+                block = self._block(key, data)
+                found.update(zip(block.names, _rows_of(block, names), strict=True))
+        return found
 
-    def run_keys(self) -> set[bytes]:
-        """Return the keys of all runs that have rows."""
-        with self._transaction() as transaction:
-            return {key[1:17] for key, _ in _scan(transaction, _ROW)}
+    def runs(self) -> set[str]:
+        """Return the names of all runs that have rows."""
+        found = set()
+        with self._environment.reading() as transaction:
+            start = _BLOCK
+            while entry := next(transaction.scan(_BLOCK, start=start), None):
+                found.add(self._block(*entry).run)
+                start = entry[0][: len(_BLOCK) + _RUN_KEY_BYTES] + b"\xff" * 5
+        return found
 
     def copy(self, name: RecordName) -> bytes | None:
         """Return the verbatim copy of the record *name*, for ``repair`` alone."""
-        with self._transaction() as transaction:
-            data = transaction.get(_key(_COPY, name))
-        return None if data is None else self._unsealed(_key(_COPY, name), data)
+        return self._copies.find(f"commits/{name.run}/{name.step}.{name.id}")
 
-    def _row(self, key: bytes, data: bytes) -> RecordRow:
+    def _block(self, key: bytes, data: bytes) -> RowBlock:
         try:
-            row = from_plain(RecordRow, unpack(self._unsealed(key, data), what="an index row"), what="an index row")
+            block = from_plain(RowBlock, unpack(self._unsealed(key, data), what="a block"), what="a block")
         except IntegrityError as exc:
             raise ManifestUnusable(f"the index is damaged: {exc}") from exc
-        if _key(_ROW, row.name) != key:
-            raise ManifestUnusable("the index is damaged: a row lies under another key")
-        return row
+        if not key.startswith(_BLOCK + _run_key(block.run)):
+            raise ManifestUnusable("the index is damaged: a block lies under another run")
+        return block
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def update(self, *, add: Iterable[tuple[Commit, bytes]] = (), drop: Iterable[RecordName] = ()) -> None:
         """Add records, each with its bytes, and drop others, in one transaction."""
-        rows = []
+        if self._environment.read_only:
+            return
+        changes: dict[str, dict[str, RecordRow | None]] = {}
+        copies = {}
+        for name in drop:
+            changes.setdefault(name.run, {})[f"{name.step}.{name.id}"] = None
         for commit, data in add:
             row = row_of(commit)
-            rows.append((_key(_ROW, row.name), pack(to_plain(row))))
-            rows.append((_key(_COPY, row.name), data))
-        gone = [_key(kind, name) for name in drop for kind in (_ROW, _COPY)]
-        if not self._read_only:
-            self._write(rows, gone)
+            changes.setdefault(row.run, {})[row.file_name] = row
+            copies[row.file_name] = data
+        self._environment.change(lambda transaction: self._apply(transaction, changes, copies))
 
-    def _write(self, rows: list[tuple[bytes, bytes]], gone: list[bytes]) -> None:
-        try:
-            self._write_once(rows, gone)
-        except lmdb.MapFullError:
-            self._grow()
-            self._write_once(rows, gone)
+    def _apply(
+        self, transaction: Transaction, changes: dict[str, dict[str, RecordRow | None]], copies: dict[str, bytes]
+    ) -> None:
+        for run, wanted in changes.items():
+            blocks = {
+                key: dict(zip(block.names, _rows_of(block, {}), strict=True))
+                for key, data in transaction.scan(_BLOCK + _run_key(run))
+                for block in [self._block(key, data)]
+            }
+            new = self._change_known(transaction, blocks, wanted)
+            try:
+                self._copies.append([copies[row.file_name] for row in new])
+            except OSError as exc:
+                raise ManifestUnusable(f"the index cannot be written: {exc}") from exc
+            self._append(transaction, run, blocks, new)
 
-    def _write_once(self, rows: list[tuple[bytes, bytes]], gone: list[bytes]) -> None:
-        with self._turn(), self._transaction(write=True) as transaction:
-            for key in gone:
-                transaction.delete(key)
-            for key, payload in rows:
-                transaction.put(key, self._sealed(key, payload))
+    def _change_known(
+        self,
+        transaction: Transaction,
+        blocks: dict[bytes, dict[str, RecordRow]],
+        wanted: dict[str, RecordRow | None],
+    ) -> list[RecordRow]:
+        """Replace and drop rows where they are; return those that are nowhere yet."""
+        known = set()
+        for key, rows in blocks.items():
+            mine = rows.keys() & wanted.keys()
+            known |= mine
+            if any(rows[name] != wanted[name] for name in mine):
+                for name in mine:
+                    row = wanted[name]
+                    if row is None:
+                        del rows[name]
+                    else:
+                        rows[name] = row
+                self._put(transaction, key, list(rows.values()))
+        return [row for name, row in wanted.items() if row is not None and name not in known]
 
-    def _grow(self) -> None:
-        environment = self._environment()
-        size_bytes = environment.info()["map_size"] * 2
-        if size_bytes > MANIFEST_MAP_BYTES_MAX:
-            raise ManifestUnusable(f"the index has reached its limit of {MANIFEST_MAP_BYTES_MAX} bytes")
-        environment.set_mapsize(size_bytes)
+    def _append(
+        self, transaction: Transaction, run: str, blocks: dict[bytes, dict[str, RecordRow]], new: list[RecordRow]
+    ) -> None:
+        """Fill the last block and add more."""
+        if not new:
+            return
+        last = max(blocks, default=None)
+        number = 0 if last is None else int.from_bytes(last[-4:], "big")
+        pending = [] if last is None else list(blocks[last].values())
+        pending += new
+        for start in range(0, len(pending), BLOCK_ROWS):
+            key = _BLOCK + _run_key(run) + number.to_bytes(4, "big")
+            self._put(transaction, key, pending[start : start + BLOCK_ROWS])
+            number += 1
+
+    def _put(self, transaction: Transaction, key: bytes, rows: list[RecordRow]) -> None:
+        if rows:
+            transaction.put(key, self._sealed(key, pack(to_plain(_block_of(rows)))))
+        else:
+            transaction.delete(key)
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def _check_header(self) -> None:
         expected = pack({"store": self._store_id, "schema": SCHEMA})
-        with self._transaction() as transaction:
+        with self._environment.reading() as transaction:
             data = transaction.get(_HEADER_KEY)
-            empty = data is None and next(_scan(transaction, b""), None) is None
+            empty = data is None and next(transaction.scan(b""), None) is None
         if data is not None and self._unsealed(_HEADER_KEY, data) == expected:
             return
-        if not empty or self._read_only:
+        if not empty or self._environment.read_only:
             raise ManifestUnusable("the index belongs to another store, another version, or has lost its header")
-        self._write_once([(_HEADER_KEY, expected)], [])
+        self._environment.change(lambda transaction: transaction.put(_HEADER_KEY, self._sealed(_HEADER_KEY, expected)))
 
     def _sealed(self, key: bytes, payload: bytes) -> bytes:
         return seal(Envelope(store_id=self._store_id, name=f"index/{key.hex()}", payload=payload))
@@ -230,168 +291,44 @@ class Manifest:
         except LayerstoreError as exc:
             raise ManifestUnusable(f"the index is damaged: {exc}") from exc
 
-    def _environment(self) -> Any:
-        shared = self._shared
-        if shared is None:
-            raise Internal("the index was used after it was closed")
-        if shared.pid != os.getpid():
-            raise Internal(
-                f"this store was opened in process {shared.pid} and is used in its child {os.getpid()}",
-                hint="open the store again after the fork, or start workers with 'spawn'",
-            )
-        return shared.environment
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for other writers, for a while: whoever is stuck keeps its index, the others make a new one."""
-        try:
-            with lock(self._directory / "writer.lock", what="the index", deadline_seconds=_WRITER_DEADLINE_SECONDS):
-                yield
-        except (Locked, StorageIO) as exc:
-            raise ManifestUnusable(f"the index cannot be written: {exc}") from exc
-
-    @contextlib.contextmanager
-    def _transaction(self, *, write: bool = False) -> Iterator[Any]:
-        """Yield a transaction that never outlives its function."""
-        environment = self._environment()
-        try:
-            try:
-                transaction = environment.begin(write=write)
-            except lmdb.MapResizedError:  # another process has grown it
-                environment.set_mapsize(0)
-                transaction = environment.begin(write=write)
-            with transaction:
-                yield transaction
-        except lmdb.MapFullError:
-            raise
-        except lmdb.Error as exc:
-            # After any failed commit the environment is suspect, whatever LMDB says next time.
-            raise ManifestUnusable(f"the index failed: {exc}") from exc
-
-
-def _scan(transaction: Any, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-    with transaction.cursor() as cursor:
-        if not cursor.set_range(prefix):
-            return
-        for key, data in cursor:
-            if not key.startswith(prefix):
-                return
-            yield key, data
-
 
 def _run_key(run: str) -> bytes:
     return digest(run.encode())
 
 
-def _key(kind: bytes, name: RecordName) -> bytes:
-    return kind + _run_key(name.run) + name.step.to_bytes(8, "big") + bytes.fromhex(name.id)
+def _block_of(rows: Sequence[RecordRow]) -> RowBlock:
+    """Return *rows*, of one run, by columns."""
+    kinds = {(row.attempt, row.fork, row.layer_names): None for row in rows}
+    place = {kind: number for number, kind in enumerate(kinds)}
+    return RowBlock(
+        run=rows[0].run,
+        names=tuple(row.file_name for row in rows),
+        kinds=tuple(RowKind(attempt=attempt, fork=fork, layers=layers) for attempt, fork, layers in kinds),
+        kind=tuple(place[row.attempt, row.fork, row.layer_names] for row in rows),
+        save_numbers=tuple(row.save_number for row in rows),
+        hiding=tuple(Hiding(row=place, commits=row.supersedes) for place, row in enumerate(rows) if row.supersedes),
+        flags=tuple(row.flags for row in rows),
+    )
 
 
-def _acquire(directory: Path) -> _Shared:
-    with _registry_guard:
-        try:
-            if directory.is_symlink():
-                raise ManifestUnusable(f"{directory} is a link, which is not followed")
-            directory.mkdir(parents=True, exist_ok=True)
-            state = directory.stat()
-        except OSError as exc:
-            raise ManifestUnusable(f"the index folder cannot be used: {exc}") from exc
-        identity = (state.st_dev, state.st_ino)
-        shared = _open_environments.get(identity)
-        if shared is None or shared.pid != os.getpid():
-            read_only = not os.access(directory, os.W_OK)
-            shared = _Shared(_open_environment(directory, read_only=read_only), read_only)
-            _open_environments[identity] = shared
-        shared.users += 1
-        return shared
-
-
-def _release(directory: Path, shared: _Shared) -> None:
-    with _registry_guard:
-        shared.users -= 1
-        if shared.users or shared.pid != os.getpid():
-            return
-        shared.environment.close()
-        for identity, other in list(_open_environments.items()):
-            if other is shared:
-                del _open_environments[identity]
-
-
-def _open_environment(directory: Path, *, read_only: bool) -> Any:
-    _preflight(directory)
-    try:
-        if not read_only:
-            _preallocate_lock_file(directory / "lock.mdb")
-        environment = lmdb.open(
-            str(directory),
-            map_size=MANIFEST_MAP_BYTES,
-            subdir=True,
-            readonly=read_only,
-            create=not read_only,
-            metasync=True,
-            sync=True,
-            map_async=False,
-            writemap=False,
-            lock=True,
-            max_dbs=0,
-            mode=0o666,
-            lib_version=0,
+def _rows_of(block: RowBlock, shared: dict[tuple[str, ...], tuple[str, ...]]) -> list[RecordRow]:
+    """Return the rows of *block*; tuples of layer names that are in *shared* are taken from there."""
+    kinds = [(kind.attempt, kind.fork, shared.setdefault(kind.layers, kind.layers)) for kind in block.kinds]
+    hiding = {hides.row: hides.commits for hides in block.hiding}
+    digits = 32
+    return [
+        RecordRow(
+            block.run,
+            int(name[: -digits - 1]),
+            CommitId(name[-digits:]),
+            kinds[kind][0],
+            kinds[kind][1],
+            save_number,
+            hiding.get(place, ()),
+            kinds[kind][2],
+            flags,
         )
-        if not read_only:
-            environment.reader_check()
-    except (lmdb.Error, OSError) as exc:
-        raise ManifestUnusable(f"the index cannot be opened: {exc}") from exc
-    return environment
-
-
-def _preflight(directory: Path) -> None:
-    """
-    Refuse a data file that LMDB would trip over: what it maps and believes can kill the process instead of raising.
-
-    LMDB's pages have no checksums, so their structure is walked, which takes 1 ms for each 100 commits.
-    What a sound structure holds is checked row by row. An absent or empty file is fine, LMDB makes a new one.
-    """
-    path = directory / "data.mdb"
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise ManifestUnusable("the index is not a regular file")
-        for _ in range(_PREFLIGHT_TRIES):
-            before = _meta_pages(path)
-            problem = _structural_problem(path, before) if before else None
-            if problem is None:
-                return
-            # Another process may have written meanwhile: pages are reused only after the next commit.
-            if _meta_pages(path) == before:
-                raise ManifestUnusable(f"the index is damaged: {problem}")
-    except FileNotFoundError:
-        return
-    except OSError as exc:
-        raise ManifestUnusable(f"the index cannot be read: {exc}") from exc
-
-
-def _meta_pages(path: Path) -> bytes:
-    """Return LMDB's two first pages: every commit changes one of them."""
-    with path.open("rb") as file:
-        return file.read(2 * PAGE_BYTES)
-
-
-def _structural_problem(path: Path, meta_pages: bytes) -> str | None:
-    # Duplicate keys, say, would be sound for the verifier, and LMDB fails an assertion over them: we use none.
-    for page in (0, PAGE_BYTES):
-        if [meta_pages[page + at : page + at + 2] for at in _FLAGS_AT] != _FLAGS:
-            return "its tables have flags that they never get"
-    try:
-        problems = lmdb.verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]  # it has no annotations
-        return next(iter(problems), None)
-    except lmdb.verify.VerifyError as exc:
-        return str(exc)
-
-
-def _preallocate_lock_file(path: Path) -> None:
-    """Give the lock file its blocks: on a full disk LMDB's own way ends in a signal instead of an error."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        if os.fstat(fd).st_size < _LOCK_FILE_BYTES:
-            os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
-    finally:
-        os.close(fd)
+        for place, (name, kind, save_number, flags) in enumerate(
+            zip(block.names, block.kind, block.save_numbers, block.flags, strict=True)
+        )
+    ]

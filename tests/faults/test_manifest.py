@@ -430,7 +430,7 @@ def _ask_in_a_new_interpreter(path: Path) -> tuple[str, list[str]]:
 def _suspended_writer(path: Path) -> None:
     with Store(path) as store:
         store.log()
-        environment = store._rooms.catalog._opened()._environment()
+        environment = store._rooms.catalog._opened()._environment.environment()
         with (
             lock(path / "manifest" / "writer.lock", what="a test", deadline_seconds=1.0),
             environment.begin(write=True),

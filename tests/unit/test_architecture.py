@@ -65,7 +65,7 @@ WHY_SHORT = (
 
 # Library -> the modules that may import it (a trailing dot means the whole room), and why no other may.
 FOREIGN = {
-    "lmdb": (("layerstore.storage.manifest",), "the index is a cache behind one door: its errors are mapped there"),
+    "lmdb": (("layerstore.storage.environment",), "the index is a cache behind one door: its errors are mapped there"),
     "msgpack": (("layerstore.format.canonical",), "only its canonical form may be read or written"),
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
@@ -94,7 +94,8 @@ WHY_NO_PICKLE = (
 OWN_FILES = {
     "layerstore.storage.files": "it is the seam",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
-    "layerstore.storage.manifest": "LMDB owns its folder; its lock file is only given its blocks beforehand",
+    "layerstore.storage.copies": "it belongs to the index: nothing is lost with it",
+    "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
     "layerstore.storage.placement": "it reads the system's list of mounts",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",

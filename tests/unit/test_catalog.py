@@ -13,16 +13,19 @@ import lmdb
 import pytest
 
 from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound
-from layerstore.limits import PAGE_BYTES
+from layerstore.format.envelope import MAGIC
+from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
 from layerstore.model import Commit
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
 from layerstore.storage import placement
-from layerstore.storage.catalog import IndexNotice, RunView
+from layerstore.storage.catalog import IndexNotice
+from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
-from layerstore.storage.manifest import Manifest, ManifestUnusable, row_of
+from layerstore.storage.manifest import BLOCK_ROWS, Manifest, row_of
 from layerstore.storage.placement import manifest_directory, network_filesystem
+from layerstore.storage.runview import RunView
 from tests.unit import samples
 
 
@@ -281,6 +284,7 @@ def test_every_flipped_value_is_found(rooms: Rooms) -> None:
 def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
     """A whole row that a damaged page shows under another key is refused."""
     directory = rooms.layout.manifest
+    publish(rooms, samples.commit(samples.record(run="other")))
     rooms.catalog.close()
     with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
         first, second = [bytes(key) for key, _ in transaction.cursor() if key[:1] == b"r"][:2]
@@ -291,7 +295,7 @@ def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
         contextlib.closing(Manifest(directory, store_id=rooms.identity.store_id)) as manifest,
         pytest.raises(ManifestUnusable),
     ):
-        manifest.rows("sft")
+        manifest.runs()
 
 
 @pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
@@ -392,24 +396,53 @@ def test_the_index_grows_when_it_is_full(rooms: Rooms, monkeypatch: pytest.Monke
     """A full map is doubled and the write repeated, unseen by whoever asked."""
     rooms.catalog.close()
     shutil.rmtree(rooms.layout.manifest)
-    monkeypatch.setattr("layerstore.storage.manifest.MANIFEST_MAP_BYTES", 64 * 1024)
-    commits = [samples.commit(samples.record(step=step, tag="x" * 2000)) for step in range(40)]
+    monkeypatch.setattr("layerstore.storage.environment.MANIFEST_MAP_BYTES", 64 * 1024)
+    names = [f"layer.{step}".ljust(2000, ".") for step in range(100)]
+    commits = [samples.commit(samples.record(step=step, layers=[samples.entry(names[step])])) for step in range(100)]
     with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
         for commit in commits:
-            manifest.update(add=[(commit, b"y" * 3000)])
+            manifest.update(add=[(commit, b"")])
 
-        assert len(manifest.rows("sft")) == 40
-        name = row_of(commits[7]).name
-        assert manifest.copy(name) == b"y" * 3000
+        assert list(manifest.rows("sft").values()) == [row_of(commit) for commit in commits]
 
 
-def test_a_row_keeps_its_verbatim_copy(rooms: Rooms) -> None:
-    """The index keeps each record's bytes, for repair alone."""
-    name = rooms.catalog.view("sft").visible[0].name
+def test_every_record_has_a_verbatim_copy(rooms: Rooms) -> None:
+    """The index keeps each record's bytes beside it, for repair alone, and finds them whatever lies around them."""
+    names = [row.name for row in rooms.catalog.view("sft").visible]
+    expected = [rooms.records.read_bytes(name) for name in names]
     with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
-        assert manifest.copy(name) == rooms.records.read_bytes(name)
-        manifest.update(drop=[name])
-        assert manifest.copy(name) is None
+        assert [manifest.copy(name) for name in names] == expected
+        path = rooms.layout.manifest / "copies"
+        path.write_bytes(b"x" * IO_CHUNK_BYTES + expected[0][:-9] + expected[1] + MAGIC * 2 + expected[2][:40])
+        assert [manifest.copy(name) for name in names] == [None, expected[1], None]
+        path.unlink()
+        assert manifest.copy(names[0]) is None
+
+
+def test_a_record_is_copied_once(rooms: Rooms) -> None:
+    """Whoever catches up on what another process has told the index adds nothing to it."""
+    commit = rooms.records.read(rooms.catalog.view("sft").visible[0].name)
+    before = (rooms.layout.manifest / "copies").stat().st_size
+    rooms.catalog.add(commit)
+
+    assert before == (rooms.layout.manifest / "copies").stat().st_size
+
+
+def test_rows_are_dropped_wherever_they_are(rooms: Rooms) -> None:
+    """Blocks that lose rows keep the others, and an empty one goes."""
+    commits = [samples.commit(samples.record(step=step, run="long")) for step in range(3 * BLOCK_ROWS)]
+    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+        manifest.update(add=[(commit, b"") for commit in commits[:100]])
+        manifest.update(add=[(commit, b"") for commit in commits[50:]])
+        assert list(manifest.rows("long").values()) == [row_of(commit) for commit in commits]
+        gone = [1, *range(BLOCK_ROWS, 2 * BLOCK_ROWS), 3 * BLOCK_ROWS - 1]
+        manifest.update(drop=[row_of(commits[step]).name for step in gone])
+
+        left = [row_of(commit) for step, commit in enumerate(commits) if step not in gone]
+        assert list(manifest.rows("long").values()) == left
+        manifest.update(add=[(commits[1], b"")], drop=[row.name for row in left])
+        assert list(manifest.rows("long").values()) == [row_of(commits[1])]
+        assert manifest.runs() == {"long", "sft"}
 
 
 @pytest.mark.parametrize("value", ["0", "1"])

@@ -49,8 +49,9 @@ ON_DISK = (
     model.PolicyUse,
     model.Observed,
     model.Pin,
-    manifest.RecordRow,
-    manifest.LayerRow,
+    manifest.RowBlock,
+    manifest.RowKind,
+    manifest.Hiding,
 )
 
 

@@ -304,7 +304,8 @@ def test_either_list_may_name_any_auxiliary_layer() -> None:
         name: f"{{name: {name}.weight, model: run/checkpoint-200}}"
         for name in ("model.norm", "lm_head", "model.embed_tokens")
     }
-    more = f"post_weights: [{entries['lm_head']}, {entries['model.embed_tokens']}]\npre_weights: [{entries['model.norm']}]\n"
+    post = f"{entries['lm_head']}, {entries['model.embed_tokens']}"
+    more = f"post_weights: [{post}]\npre_weights: [{entries['model.norm']}]\n"
 
     assert set(steps(plan(recipe(*WHOLE, more=more), llama())).values()) == {200}
 

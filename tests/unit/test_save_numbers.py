@@ -10,7 +10,9 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import AlreadyExists, InvalidInput
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.setup import open_rooms
 from layerstore.storage.commits import RecordStore
+from layerstore.storage.files import Files
 from layerstore.storage.manifest import Manifest
 from tests.unit import samples
 from tests.unit.test_verbs import checkpoint, snapshot
@@ -25,12 +27,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def rooms(tmp_path: Path) -> Iterator[Rooms]:
-    """Return the rooms of a store with the commit of step 2, indexed."""
+    """Return the rooms, opened afresh, of a store with the commit of step 2, indexed."""
     made = samples.rooms(tmp_path / "store")
     made.records.publish(samples.commit(samples.record(step=2)))
     made.catalog.view("sft")
-    yield made
     made.catalog.close()
+    again = open_rooms(made.layout.root, Files())
+    yield again
+    again.catalog.close()
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------
@@ -104,7 +108,7 @@ def then_once(look: Callable[..., Any], act: Callable[[], None]) -> Callable[...
     return looking
 
 
-@pytest.mark.parametrize(("owner", "look"), [(Manifest, "rows"), (RecordStore, "names")])
+@pytest.mark.parametrize(("owner", "look"), [(Manifest, "rows"), (RecordStore, "listing")])
 def test_a_commit_that_is_published_meanwhile_has_not_vanished(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch, owner: type, look: str
 ) -> None:

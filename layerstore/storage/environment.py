@@ -1,0 +1,282 @@
+"""
+One LMDB environment, kept from everything that it may not do, and the only user of lmdb.
+
+LMDB maps its file and believes what it finds there, so its structure is looked at before it is opened;
+it must not be opened twice in a process, nor used across a fork; it would wait for another writer for ever.
+What its values say is the business of ``manifest.py``.
+"""
+
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import lmdb.verify
+
+from layerstore.errors import Internal, LayerstoreError, Locked, StorageIO
+from layerstore.limits import MANIFEST_MAP_BYTES, MANIFEST_MAP_BYTES_MAX, PAGE_BYTES
+from layerstore.storage.locks import lock
+
+_LOCK_FILE_BYTES = 2 * PAGE_BYTES
+# Where a meta page has the flags of LMDB's table of free pages and of ours, and what they are.
+_FLAGS_AT, _FLAGS = (44, 92), [b"\x08\x00", b"\x00\x00"]
+# Each try is spoilt only by another process's commit.
+_PREFLIGHT_TRIES = 20
+# LMDB itself would wait for ever for another writer, even one that was suspended.
+_WRITER_DEADLINE_SECONDS = 10.0
+
+
+class ManifestUnusable(LayerstoreError):
+    """The index cannot be used as it is; the records can."""
+
+
+class Transaction:
+    """One look at the index, or one change of it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return the value at *key*."""
+        data: bytes | None = self._inner.get(key)
+        return data
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Set the value at *key*."""
+        self._inner.put(key, data)
+
+    def delete(self, key: bytes) -> None:
+        """Remove *key*, if it is there."""
+        self._inner.delete(key)
+
+    def scan(self, prefix: bytes, *, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """Yield what lies under keys that start with *prefix*, in their order, from the key *start* on."""
+        with self._inner.cursor() as cursor:
+            if not cursor.set_range(prefix if start is None else start):
+                return
+            for key, data in cursor:
+                if not key.startswith(prefix):
+                    return
+                yield key, data
+
+
+class Environment:
+    """The LMDB environment in a folder, shared by all who open it in this process."""
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Open what is in *directory*, or make it where there is nothing.
+
+        Raises:
+            ManifestUnusable: It is damaged, or cannot be opened here.
+        """
+        self._directory = directory
+        self._shared: _Shared | None = _acquire(directory)
+        self.read_only = self._shared.read_only
+        """Whether the folder cannot be written: then it is read as it stands."""
+
+    def close(self) -> None:
+        """Release the environment; twice is harmless."""
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            _release(shared)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Transaction]:
+        """Yield one consistent look; it never outlives its function."""
+        with self._transaction(write=False) as inner:
+            yield Transaction(inner)
+
+    def change(self, work: Callable[[Transaction], None]) -> None:
+        """
+        Call *work*, all of whose changes are durable together once this returns; where it fails there are none.
+
+        Where the map is full it grows and *work* is called once more.
+        """
+        try:
+            self._change_once(work)
+        except lmdb.MapFullError:
+            self._grow()
+            self._change_once(work)
+
+    def _change_once(self, work: Callable[[Transaction], None]) -> None:
+        with self._turn(), self._transaction(write=True) as inner:
+            work(Transaction(inner))
+
+    def _grow(self) -> None:
+        environment = self.environment()
+        size_bytes = environment.info()["map_size"] * 2
+        if size_bytes > MANIFEST_MAP_BYTES_MAX:
+            raise ManifestUnusable(f"the index has reached its limit of {MANIFEST_MAP_BYTES_MAX} bytes")
+        environment.set_mapsize(size_bytes)
+
+    def check_process(self) -> None:
+        """Raise Internal if the environment is closed, or was opened before a fork."""
+        self.environment()
+
+    def environment(self) -> Any:
+        """Return LMDB's own object."""
+        shared = self._shared
+        if shared is None:
+            raise Internal("the index was used after it was closed")
+        if shared.pid != os.getpid():
+            raise Internal(
+                f"this store was opened in process {shared.pid} and is used in its child {os.getpid()}",
+                hint="open the store again after the fork, or start workers with 'spawn'",
+            )
+        return shared.environment
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for other writers, for a while: whoever is stuck keeps its index, the others make a new one."""
+        try:
+            with lock(self._directory / "writer.lock", what="the index", deadline_seconds=_WRITER_DEADLINE_SECONDS):
+                yield
+        except (Locked, StorageIO) as exc:
+            raise ManifestUnusable(f"the index cannot be written: {exc}") from exc
+
+    @contextlib.contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[Any]:
+        environment = self.environment()
+        try:
+            try:
+                transaction = environment.begin(write=write)
+            except lmdb.MapResizedError:  # another process has grown it
+                environment.set_mapsize(0)
+                transaction = environment.begin(write=write)
+            with transaction:
+                yield transaction
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error as exc:
+            # After any failed commit the environment is suspect, whatever LMDB says next time.
+            raise ManifestUnusable(f"the index failed: {exc}") from exc
+
+
+# LMDB forbids opening one file twice in a process: its locks would be lost with the first close.
+_open_environments: dict[tuple[int, int], "_Shared"] = {}
+_registry_guard = threading.Lock()
+
+
+@dataclass(slots=True)
+class _Shared:
+    environment: Any
+    read_only: bool
+    users: int = 0
+    pid: int = field(default_factory=os.getpid)
+
+
+def _acquire(directory: Path) -> _Shared:
+    with _registry_guard:
+        try:
+            if directory.is_symlink():
+                raise ManifestUnusable(f"{directory} is a link, which is not followed")
+            directory.mkdir(parents=True, exist_ok=True)
+            state = directory.stat()
+        except OSError as exc:
+            raise ManifestUnusable(f"the index folder cannot be used: {exc}") from exc
+        identity = (state.st_dev, state.st_ino)
+        shared = _open_environments.get(identity)
+        if shared is None or shared.pid != os.getpid():
+            read_only = not os.access(directory, os.W_OK)
+            shared = _Shared(_open_environment(directory, read_only=read_only), read_only)
+            _open_environments[identity] = shared
+        shared.users += 1
+        return shared
+
+
+def _release(shared: _Shared) -> None:
+    with _registry_guard:
+        shared.users -= 1
+        if shared.users or shared.pid != os.getpid():
+            return
+        shared.environment.close()
+        for identity, other in list(_open_environments.items()):
+            if other is shared:
+                del _open_environments[identity]
+
+
+def _open_environment(directory: Path, *, read_only: bool) -> Any:
+    _preflight(directory)
+    try:
+        if not read_only:
+            _preallocate_lock_file(directory / "lock.mdb")
+        environment = lmdb.open(
+            str(directory),
+            map_size=MANIFEST_MAP_BYTES,
+            subdir=True,
+            readonly=read_only,
+            create=not read_only,
+            metasync=True,
+            sync=True,
+            map_async=False,
+            writemap=False,
+            lock=True,
+            max_dbs=0,
+            mode=0o666,
+            lib_version=0,
+        )
+        if not read_only:
+            environment.reader_check()
+    except (lmdb.Error, OSError) as exc:
+        raise ManifestUnusable(f"the index cannot be opened: {exc}") from exc
+    return environment
+
+
+def _preflight(directory: Path) -> None:
+    """
+    Refuse a data file that LMDB would trip over: what it maps and believes can kill the process instead of raising.
+
+    LMDB's pages have no checksums, so their structure is walked every time. That is why rows come in blocks:
+    ten thousand commits are two hundred values. What a sound structure holds is checked value by value.
+    An absent or empty file is fine, LMDB makes a new one.
+    """
+    path = directory / "data.mdb"
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ManifestUnusable("the index is not a regular file")
+        for _ in range(_PREFLIGHT_TRIES):
+            before = _meta_pages(path)
+            problem = _structural_problem(path, before) if before else None
+            if problem is None:
+                return
+            # Another process may have written meanwhile: pages are reused only after the next commit.
+            if _meta_pages(path) == before:
+                raise ManifestUnusable(f"the index is damaged: {problem}")
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise ManifestUnusable(f"the index cannot be read: {exc}") from exc
+
+
+def _meta_pages(path: Path) -> bytes:
+    """Return LMDB's two first pages: every commit changes one of them."""
+    with path.open("rb") as file:
+        return file.read(2 * PAGE_BYTES)
+
+
+def _structural_problem(path: Path, meta_pages: bytes) -> str | None:
+    # Duplicate keys, say, would be sound for the verifier, and LMDB fails an assertion over them: we use none.
+    for page in (0, PAGE_BYTES):
+        if [meta_pages[page + at : page + at + 2] for at in _FLAGS_AT] != _FLAGS:
+            return "its tables have flags that they never get"
+    try:
+        problems = lmdb.verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]  # it has no annotations
+        return next(iter(problems), None)
+    except lmdb.verify.VerifyError as exc:
+        return str(exc)
+
+
+def _preallocate_lock_file(path: Path) -> None:
+    """Give the lock file its blocks: on a full disk LMDB's own way ends in a signal instead of an error."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        if os.fstat(fd).st_size < _LOCK_FILE_BYTES:
+            os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
+    finally:
+        os.close(fd)
