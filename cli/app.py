@@ -25,6 +25,7 @@ from typer.exceptions import TyperException
 import layerstore
 from layerstore.cli.compose import compose
 from layerstore.cli.demo import demo
+from layerstore.cli.drop import drop
 from layerstore.cli.ingest import ingest
 from layerstore.cli.init import init
 from layerstore.cli.log import log
@@ -50,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, ingest, log, show, ls, compose, pin, verify, reindex, demo):
+for _command in (init, ingest, log, show, ls, compose, pin, drop, verify, reindex, demo):
     app.command()(_command)
 
 

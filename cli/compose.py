@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 PolicyName = Annotated[
     str,
-    typer.Option(
-        metavar="P", help="latest, exact, parity, filter or an installed one: which save each layer is from."
-    ),
+    typer.Option(metavar="P", help="latest, exact, parity, filter or an installed one: which save each layer is from."),
 ]
 MaxStaleness = Annotated[
     int | None,

@@ -14,12 +14,14 @@ from types import TracebackType
 
 from layerstore.model import LayerEntry, Pin
 from layerstore.ops import compose as compose_verb
+from layerstore.ops import drop as drop_verb
 from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
 from layerstore.ops import verify as verify_verb
 from layerstore.ops.compose import Written
 from layerstore.ops.composition import Composition, as_resolved, check_members, compose_by_policy, compose_exact
+from layerstore.ops.drop import Dropped
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
@@ -297,6 +299,17 @@ class Store:
         """Delete the pin *name*; the commit stays."""
         self._rooms.prepare_writing()
         self._rooms.records.delete_pin(name)
+
+    def drop(self, ref: str, *, last: bool = False, dry_run: bool = False) -> Dropped:
+        """
+        Hide the commit *ref* by a new record; ingesting its checkpoint again shows it again.
+
+        Nothing is removed, and commits that inherited its layers keep them.
+        The last commit of an attempt is only hidden with *last*; with *dry_run* nothing is written.
+        """
+        if dry_run:
+            return drop_verb.plan_drop(self._rooms, ref, last=last).outcome
+        return drop_verb.execute_drop(self._rooms, ref, last=last)
 
     def verify(self, ref: str | None = None, *, read_data: bool = False, progress: Progress | None = None) -> Verdict:
         """Check the whole store, or what *ref* needs; *read_data* also re-hashes every object."""

@@ -240,6 +240,7 @@ def _commit(
             hint="--replace hides the old commit, --rollback says that training went back to an earlier step, "
             "--run NAME that this is another run",
         )
+    # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
     record = _record(plan, content, intent)
     writer.publish()
     commit = make_commit(record, _observed(writer))

@@ -62,28 +62,40 @@ def place_of(
     """
     if resumed_from is not None:
         return _resumed(rooms, view, step=step, ref=resumed_from)
-    if view is None or not view.attempts:
-        return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited={})
-    attempt = view.attempts[-1]
+    if view is None or not view.rows:
+        return Place(attempt=1, fork=None, save_number=0, inherited={})
+    attempt = newest_attempt(view)
     newest = next(saves_below(view, attempt=attempt, step=step), None)
     before = None if newest is None else rooms.catalog.commit(newest.name).record
     if rollback:
         return _after_rollback(view, step=step, before=before)
     own = [row for row in view.rows.values() if row.attempt == attempt]
     # Hidden ones count too: a number is given once. What is filled in later comes later in the count.
-    number = rivals[0].save_number if rivals else 1 + max(row.save_number for row in own)
+    replaced = rivals or _dropped(view, attempt, step)
+    number = replaced[0].save_number if replaced else 1 + max(row.save_number for row in own)
     return Place(
         attempt=attempt,
         fork=own[0].fork,
         save_number=number,
         inherited={} if before is None else _by_layer(before),
         unseen=() if before is None else _unseen(view, before.save_number, number),
-        supersedes=tuple(sorted(CommitId(rival.id) for rival in rivals)),
+        supersedes=tuple(sorted(CommitId(row.id) for row in replaced)),
     )
+
+
+def newest_attempt(view: RunView) -> int:
+    """Return the attempt that goes on: the newest that has commits, or had any where all are dropped."""
+    return view.attempts[-1] if view.attempts else _newest_number(view)
 
 
 def _newest_number(view: RunView | None) -> int:
     return 0 if view is None else max((row.attempt for row in view.rows.values()), default=0)
+
+
+def _dropped(view: RunView, attempt: int, step: int) -> list[RecordRow]:
+    """Return the records that hide *step* and nothing else, unless something was saved there since."""
+    rows = (row for row in view.rows.values() if (row.step, row.attempt) == (step, attempt))
+    return [row for row in rows if not row.layer_names and row.id not in view.hidden]
 
 
 def _unseen(view: RunView, before: int, number: int) -> tuple[int, ...]:
@@ -92,7 +104,7 @@ def _unseen(view: RunView, before: int, number: int) -> tuple[int, ...]:
 
 
 def _after_rollback(view: RunView, *, step: int, before: CommitRecord | None) -> Place:
-    tip = max(row.step for row in view.visible if row.attempt == view.attempts[-1])
+    tip = max((row.step for row in view.of_attempt(newest_attempt(view))), default=step)
     if step > tip:
         raise InvalidInput(
             f"--rollback: step {step} is after {view.run}@{tip}, the newest: training did not go back",
@@ -100,7 +112,7 @@ def _after_rollback(view: RunView, *, step: int, before: CommitRecord | None) ->
         )
     return Place(
         attempt=1 + _newest_number(view),
-        fork=None if before is None else Fork(attempt=view.attempts[-1], step=before.step),
+        fork=None if before is None else Fork(attempt=newest_attempt(view), step=before.step),
         save_number=0 if before is None else before.save_number + 1,
         inherited={} if before is None else _by_layer(before),
     )
@@ -137,7 +149,7 @@ def rows_at(view: RunView | None, step: int) -> list[RecordRow]:
     """Return the visible commits of *step* in the newest attempt."""
     if view is None:
         return []
-    newest = view.attempts[-1] if view.attempts else 1
+    newest = newest_attempt(view)
     return [row for row in view.visible if row.step == step and row.attempt == newest]
 
 

@@ -32,10 +32,18 @@ def only_run(rooms: Rooms) -> str:
     if not runs:
         raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
     if len(runs) > 1:
+        # A run of which everything was dropped is none that could be meant.
+        runs = [run for run in runs if not is_dropped(rooms.catalog.view(run))] or runs[:1]
+    if len(runs) > 1:
         raise InvalidInput(
             f"the store holds {len(runs)} runs: {', '.join(runs[:10])}", hint="name one: RUN or RUN@STEP"
         )
     return runs[0]
+
+
+def is_dropped(view: RunView) -> bool:
+    """Whether every commit of the run is hidden, none of them by damage."""
+    return not view.visible and not view.damaged
 
 
 def resolve(rooms: Rooms, text: str | None) -> Resolved:
@@ -60,6 +68,11 @@ def resolve(rooms: Rooms, text: str | None) -> Resolved:
 def find_row(view: RunView, reference: Reference) -> RecordRow:
     """Return the row of *view* that *reference* means."""
     attempts = view.attempts
+    if not attempts:
+        _raise_damaged(view)
+        raise NotFound(
+            f"run {view.run!r} has no visible commit: all were dropped", hint="ingest one of its checkpoints again"
+        )
     if reference.back >= len(attempts):
         _raise_damaged(view)
         raise NotFound(

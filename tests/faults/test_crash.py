@@ -131,6 +131,13 @@ def do_overwrite(folder: Path, scene: Scene, hook: Hook) -> None:
         store.compose("run@2").write(target, force=True)
 
 
+def do_drop(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Hide the only commit, unless it is hidden."""
+    with Store(folder / "store", hook=hook) as store:
+        if store.log():
+            store.drop("run@2", last=True)
+
+
 def do_reindex(folder: Path, scene: Scene, hook: Hook) -> None:
     """Make the index afresh."""
     with Store(folder / "store", hook=hook) as store:
@@ -138,7 +145,7 @@ def do_reindex(folder: Path, scene: Scene, hook: Hook) -> None:
 
 
 Verb = Callable[[Path, Scene, Hook], None]
-VERBS: list[Verb] = [do_init, do_ingest, do_replace, do_repeat, do_pin, do_compose, do_overwrite]
+VERBS: list[Verb] = [do_init, do_ingest, do_replace, do_repeat, do_pin, do_drop, do_compose, do_overwrite]
 
 
 def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -> list[str]:
@@ -153,7 +160,7 @@ def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -
         composites["run@4"] = scene.later["run@4"]
     if verb is do_pin and (is_done or "named" in known):
         composites["named"] = scene.earlier["run@2"]
-    if verb is do_replace:
+    if verb is do_replace or (verb is do_drop and (is_done or not known - {"kept"})):
         composites.pop("run@2")
     found = problems(store, scratch, composites)
     if verb is do_replace:
@@ -161,6 +168,8 @@ def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -
             now = composed(opened, "run@2", scratch)
         allowed = [scene.later["other"]] if is_done else [scene.later["other"], scene.earlier["run@2"]]
         found += [] if now in allowed else ["run@2 is neither the old commit nor the new one"]
+    if verb is do_drop and is_done and "run@2" in known:
+        found.append("run@2 is still shown")
     if verb in (do_compose, do_overwrite):
         found += _target_problems(folder, scene, verb, is_done=is_done)
     return found

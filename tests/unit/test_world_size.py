@@ -16,7 +16,8 @@ from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, Layou
 from layerstore.format.canonical import Plain, pack
 from layerstore.format.treecodec import encode
 from layerstore.model import Kind, LayerEntry, ObjectId
-from layerstore.ops.compose import Composition, execute_compose
+from layerstore.ops.compose import execute_compose
+from layerstore.ops.composition import Composition, compose_latest
 from layerstore.ops.progress import Silent
 from layerstore.ops.refs import resolve
 from layerstore.tree import Tree
@@ -157,7 +158,7 @@ def mixed(store: Store, odd: Callable[[LayerEntry], bool]) -> Composition:
     layers = tuple(
         theirs if odd(own) else own for own, theirs in zip(base.record.layers, other.record.layers, strict=True)
     )
-    return Composition(base=base.record, commit=base.commit, policy="latest", layers=layers)
+    return replace(compose_latest(base), layers=layers)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

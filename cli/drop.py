@@ -1,0 +1,71 @@
+"""``layerstore drop``: hide one commit."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown
+
+if TYPE_CHECKING:
+    from layerstore.ops.drop import Dropped
+
+_NAMES_SHOWN_MAX = 8
+
+
+def drop(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@STEP, RUN or RUN~1@STEP; never a pin.")],
+    *,
+    last: Annotated[
+        bool, typer.Option("--last", help="Also where it is the last visible commit of its attempt.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be hidden, and write nothing.")] = False,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Hide one commit.
+
+    Its objects stay until a collection takes what nothing needs.
+    Later commits that have layers from it keep them, and so does a pin.
+    To show it again, ingest the same checkpoint again.
+
+    \b
+    Examples:
+      layerstore drop sft@200 --dry-run
+      layerstore drop sft@200
+    """
+    with opened(store) as opened_store:
+        dropped = opened_store.drop(ref, last=last, dry_run=dry_run)
+    if as_json:
+        say_json(_fields(dropped, dry_run=dry_run))
+    else:
+        _tell(dropped, dry_run=dry_run)
+
+
+def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
+    name = f"{shown(dropped.run)}@{dropped.step} (commit {dropped.commit[:SHORT_ID_DIGITS]})"
+    say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}; nothing was removed")
+    if dropped.inherited_by:
+        say(f"{counted(len(dropped.inherited_by), 'later commit')} keep layers of it: {_some(dropped.inherited_by)}")
+    if dropped.pins:
+        say(f"kept by {counted(len(dropped.pins), 'pin')}: {_some(dropped.pins)}")
+    say(f"{shown(dropped.run)} then means {shown(dropped.tip)}" if dropped.tip else "the run has no other commit")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return shown(", ".join(names[:_NAMES_SHOWN_MAX]) + (" …" if len(names) > _NAMES_SHOWN_MAX else ""))
+
+
+def _fields(dropped: "Dropped", *, dry_run: bool) -> dict[str, object]:
+    return {
+        "run": dropped.run,
+        "step": dropped.step,
+        "attempt": dropped.attempt,
+        "commit": dropped.commit,
+        "hidden_by": dropped.hidden_by,
+        "inherited_by": list(dropped.inherited_by),
+        "pins": list(dropped.pins),
+        "tip": dropped.tip,
+        "dry_run": dry_run,
+    }

@@ -1,0 +1,141 @@
+"""
+Drop: one commit is hidden.
+
+Nothing is removed: a record without layers supersedes the commit, and its link is the one moment of the change.
+Commits that inherited layers keep exactly their versions, and ingesting the checkpoint again shows it again.
+"""
+
+import time
+from dataclasses import dataclass
+
+from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.format.records import make_commit
+from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
+from layerstore.ops.refs import Resolved, history_of, resolve
+from layerstore.ops.rooms import Rooms
+from layerstore.storage.catalog import RunView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """What a drop hid, or would hide."""
+
+    run: str
+    step: int
+    attempt: int
+    commit: str
+    """The hidden one."""
+    hidden_by: str
+    """The record that hides it."""
+    inherited_by: tuple[str, ...]
+    """Visible commits of the run that have layers saved by it, and keep them, by step."""
+    pins: tuple[str, ...]
+    """Pins that keep it."""
+    tip: str | None
+    """What the run's name means without it; None where no commit is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPlan:
+    """What would be hidden, and the record that would do it."""
+
+    outcome: Dropped
+    hiding: Commit
+
+
+def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
+    """
+    Find out what hiding the commit *ref* means; nothing is written.
+
+    Raises:
+        NotFound: There is no such commit, or it is hidden already.
+        InvalidInput: *ref* is a pin, or the last commit of its attempt and *last* is False.
+    """
+    resolved = resolve(rooms, ref)
+    record = resolved.record
+    if resolved.pin is not None:
+        raise InvalidInput(
+            f"{resolved.pin!r} is a pin, and drop hides commits; nothing was changed",
+            hint=f"layerstore pin --delete {resolved.pin}, or drop {record.run}@{record.step}",
+        )
+    view = rooms.catalog.view(record.run)
+    tip = _tip_without(view, resolved.commit)
+    siblings = [row for row in view.visible if row.attempt == record.attempt and row.id != resolved.commit]
+    if not siblings and not last:
+        raise InvalidInput(
+            f"{record.run}@{record.step} is the last visible commit of attempt {record.attempt} of {record.run!r}; "
+            "nothing was changed",
+            hint=f"with --last it is hidden all the same; {record.run} then means {tip or 'no commit at all'}",
+        )
+    hiding = make_commit(
+        _hiding(record, CommitId(resolved.commit)), Observed(time_ns=time.time_ns(), bytes_new=0, bytes_reused=0)
+    )
+    outcome = Dropped(
+        run=record.run,
+        step=record.step,
+        attempt=record.attempt,
+        commit=resolved.commit,
+        hidden_by=hiding.id,
+        inherited_by=_inheritors(rooms, view, resolved),
+        pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.base == resolved.commit),
+        tip=tip,
+    )
+    return DropPlan(outcome=outcome, hiding=hiding)
+
+
+def execute_drop(rooms: Rooms, ref: str, *, last: bool = False) -> Dropped:
+    """
+    Hide the commit *ref*; raises as `plan_drop` does.
+
+    Once this returns a power cut cannot bring it back. If it raises, the commit is as it was.
+    """
+    rooms.prepare_writing()
+    run = plan_drop(rooms, ref, last=last).outcome.run
+    with rooms.lock_run(run):
+        # Again: whoever held the lock may have saved or dropped.
+        plan = plan_drop(rooms, ref, last=last)
+        rooms.records.publish(plan.hiding)
+        rooms.catalog.add(plan.hiding)
+    return plan.outcome
+
+
+def _hiding(record: CommitRecord, commit: CommitId) -> CommitRecord:
+    """Return the record that hides *commit*; it has its place and number, so that what is saved there again has too."""
+    return CommitRecord(
+        run=record.run,
+        attempt=record.attempt,
+        fork=record.fork,
+        step=record.step,
+        save_number=record.save_number,
+        world_size=record.world_size,
+        layers=(),
+        states=(),
+        layout=record.layout,
+        policy=PolicyUse(name="drop", parameters={}, decisions={}),
+        supersedes=(commit,),
+    )
+
+
+def _tip_without(view: RunView, commit: str) -> str | None:
+    attempts = {row.attempt for row in view.visible if row.id != commit}
+    if not attempts:
+        return None
+    left = [row for row in history_of(view, max(attempts)) if row.id != commit]
+    return f"{view.run}@{left[-1].step}"
+
+
+def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, ...]:
+    """Return the visible commits that took layers over from *resolved*, as their users call them."""
+    source = resolved.record
+    own = (source.run, source.attempt, source.step, source.save_number)
+    found = []
+    for row in view.visible:
+        if row.id == resolved.commit or row.step < source.step:
+            continue
+        try:
+            origins = [entry.origin for entry in rooms.catalog.commit(row.name).record.layers]
+        except IntegrityError:
+            continue  # verify reports it; what it had keeps nobody from hiding this one
+        if any((origin.run, origin.attempt, origin.step, origin.save_number) == own for origin in origins):
+            found.append(f"{row.run}@{row.step}")
+    return tuple(found)

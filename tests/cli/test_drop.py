@@ -1,0 +1,54 @@
+"""``layerstore drop`` says what it hides, what stays, and what the run's name means then."""
+
+from pathlib import Path
+
+from tests.cli.conftest import Run
+
+FIELDS = ["schema", "run", "step", "attempt", "commit", "hidden_by", "inherited_by", "pins", "tip", "dry_run"]
+
+
+def test_drop_hides_one_commit(run: Run, store: Path) -> None:
+    """The commit, the pin that keeps it, and the run's new meaning; the log is shorter by one."""
+    outcome = run("drop", "sft@2", "--store", store)
+
+    assert outcome.code == 0
+    assert outcome.out.startswith("dropped sft@2 (commit ")
+    assert "kept by 1 pin: best" in outcome.out
+    assert "sft then means sft@4" in outcome.out
+    assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4]
+    assert run("drop", "sft@2", "--store", store).code == 13
+
+
+def test_drop_dry_run_changes_nothing(run: Run, store: Path) -> None:
+    """The same fields as the deed, and the commit is still there."""
+    planned = run("drop", "sft", "--dry-run", "--json", "--store", store)
+
+    assert list(planned.fields) == FIELDS
+    assert (planned.fields["step"], planned.fields["tip"], planned.fields["dry_run"]) == (4, "sft@2", True)
+    assert run("drop", "sft", "--dry-run", "--store", store).out.startswith("would drop sft@4 ")
+    done = run("drop", "sft", "--json", "--store", store)
+    assert planned.fields | {"dry_run": False} == done.fields
+
+
+def test_drop_refuses_pins_and_the_last_commit(run: Run, store: Path) -> None:
+    """Both hints are what to do instead; --last is the consent."""
+    of_a_pin = run("drop", "best", "--store", store)
+    run("drop", "sft@4", "--store", store)
+    of_the_last = run("drop", "sft@2", "--store", store)
+    consented = run("drop", "sft@2", "--last", "--store", store)
+
+    assert (of_a_pin.code, of_the_last.code, consented.code) == (2, 2, 0)
+    assert "pin --delete best" in of_a_pin.err
+    assert "--last" in of_the_last.err
+    assert "the run has no other commit" in consented.out
+    assert run("show", "sft", "--store", store).code == 13
+
+
+def test_what_was_dropped_comes_back_with_its_checkpoint(run: Run, store: Path, checkpoints: Path) -> None:
+    """The undo that the help names: saved again, nothing but a record written."""
+    run("drop", "sft@2", "--store", store)
+
+    again = run("ingest", checkpoints / "global_step2", "--store", store, "--json").fields
+
+    assert (again["is_new"], again["objects_new"], again["bytes_new"]) == (True, 0, 0)
+    assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4, 2]
