@@ -25,6 +25,7 @@ from typer.exceptions import TyperException
 import layerstore
 from layerstore.cli.compose import compose
 from layerstore.cli.demo import demo
+from layerstore.cli.diff import diff
 from layerstore.cli.drop import drop
 from layerstore.cli.ingest import ingest
 from layerstore.cli.init import init
@@ -35,6 +36,7 @@ from layerstore.cli.pin import pin
 from layerstore.cli.reindex import reindex
 from layerstore.cli.render import say, say_error, say_json, say_warning
 from layerstore.cli.show import show
+from layerstore.cli.stats import stats
 from layerstore.cli.verify import verify
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 
@@ -51,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, ingest, log, show, ls, compose, pin, drop, verify, reindex, demo):
+for _command in (init, ingest, log, show, ls, diff, stats, compose, pin, drop, verify, reindex, demo):
     app.command()(_command)
 
 

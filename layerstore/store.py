@@ -14,13 +14,16 @@ from types import TracebackType
 
 from layerstore.model import LayerEntry, Pin
 from layerstore.ops import compose as compose_verb
+from layerstore.ops import diff as diff_verb
 from layerstore.ops import drop as drop_verb
 from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
+from layerstore.ops import stats as stats_verb
 from layerstore.ops import verify as verify_verb
 from layerstore.ops.compose import Written
 from layerstore.ops.composition import Composition, as_resolved, check_members, compose_by_policy, compose_exact
+from layerstore.ops.diff import Diff
 from layerstore.ops.drop import Dropped
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
@@ -30,6 +33,7 @@ from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
 from layerstore.ops.staleness import Staleness, check_staleness
+from layerstore.ops.stats import Stats
 from layerstore.ops.summary import summary
 from layerstore.ops.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
@@ -286,6 +290,19 @@ class Store:
     def ls(self, ref: str | None = None, *, layer: str | None = None) -> list[LayerLine]:
         """Return the layers of one commit with their sizes."""
         return queries.layer_lines(self._rooms, resolve(self._rooms, ref), layer=layer)
+
+    def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> Diff:
+        """
+        Compare the commits *a* and *b*, of one run or of two, layer by layer and kind by kind.
+
+        With *stat* also how far the masters moved; what is read for that is verified first.
+        """
+        sides = resolve(self._rooms, a), resolve(self._rooms, b)
+        return diff_verb.diff(self._rooms, *sides, stat=stat, progress=progress or Silent())
+
+    def stats(self, run: str | None = None, *, progress: Progress | None = None) -> Stats:
+        """Count logical, unique and physical bytes: of the whole store, or of what *run* needs."""
+        return stats_verb.stats(self._rooms, run=run, progress=progress or Silent())
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""

@@ -1,6 +1,6 @@
 """Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
 
-from layerstore.errors import AlreadyExists, Conflict, InvalidInput
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import check_name
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.ops.refs import Resolved
@@ -54,3 +54,17 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         raise _taken(name, old.record)
     rooms.records.write_pin(new)
     return new
+
+
+def read_pins(rooms: Rooms) -> tuple[list[Pin], dict[str, LayerstoreError]]:
+    """Return the pins by name, and what is wrong with those that cannot be read."""
+    found: list[Pin] = []
+    damaged: dict[str, LayerstoreError] = {}
+    for name in rooms.records.pin_names():
+        try:
+            found.append(rooms.records.read_pin(name))
+        except NotFound:
+            continue  # deleted meanwhile
+        except LayerstoreError as exc:
+            damaged[name] = exc
+    return found, damaged

@@ -84,6 +84,15 @@ def _hint(number: int | None) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupied:
+    """What a file takes on disk."""
+
+    identity: tuple[int, int]
+    """Device and inode: two names of one file have the same."""
+    disk_bytes: int
+
+
 class NewFile:
     """A file being written. Closed and removed if anything goes wrong before it was published."""
 
@@ -256,6 +265,14 @@ class Files:
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
         return None if state is None else state.st_size
+
+    def occupied(self, path: Path) -> Occupied | None:
+        """Return what the file *path* takes on disk, None where nothing is there; links are not followed."""
+        state = self._lstat(path)
+        if state is None:
+            return None
+        # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are.
+        return Occupied(identity=(state.st_dev, state.st_ino), disk_bytes=state.st_blocks * 512)
 
     def is_directory(self, path: Path) -> bool:
         """Whether *path* is a folder; a link to one is not."""

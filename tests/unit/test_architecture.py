@@ -69,7 +69,10 @@ FOREIGN = {
     "msgpack": (("layerstore.format.canonical",), "only its canonical form may be read or written"),
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
-    "numpy": (("layerstore.zero3.rounding",), "everything else moves bytes and never looks at numbers"),
+    "numpy": (
+        ("layerstore.zero3.rounding", "layerstore.ops.distance"),
+        "rounding makes weights and distance measures masters; everything else moves bytes and never looks at numbers",
+    ),
     "yaml": (
         ("layerstore.policy.recipe.document",),
         "only its parser is used: what constructs values from other people's text could execute it",

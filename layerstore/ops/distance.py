@@ -1,0 +1,117 @@
+"""
+How far two streams of numbers are from each other, in memory that does not grow with them.
+
+Elements come in chunks, in pairs, as the bytes that objects hold; sums are kept in float64.
+numpy is imported when the first chunk arrives: most commands never do.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_BF16 = "BF16"
+_NUMPY_CODES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "<i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "<u1",
+    "BOOL": "<u1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """How far two versions of a layer are from each other."""
+
+    elements: int
+    """How many were compared."""
+    relative_l2: float
+    """Length of the difference over the length of the first; infinite where the first is all zeros."""
+    cosine: float
+    """Of the angle between the two; NaN where one of them is all zeros."""
+    nonfinite_a: int | None
+    """NaNs and infinities in the first; None where equal bytes were not read at all."""
+    nonfinite_b: int | None
+    left_out: tuple[str, ...] = ()
+    """Parameters that cannot be compared: on one side only, of another shape, or of a type without arithmetic."""
+
+
+def nothing_between(elements: int) -> Distance:
+    """Return the distance of bytes that are known to be equal."""
+    return Distance(elements=elements, relative_l2=0.0, cosine=1.0, nonfinite_a=None, nonfinite_b=None)
+
+
+def can_measure(dtype: str) -> bool:
+    """Whether elements of *dtype* are numbers that have a distance."""
+    return dtype == _BF16 or dtype in _NUMPY_CODES
+
+
+class Meter:
+    """Sums over pairs of chunks."""
+
+    def __init__(self) -> None:
+        self._elements = 0
+        self._aa = self._bb = self._ab = self._dd = 0.0
+        self._nonfinite_a = self._nonfinite_b = 0
+
+    def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str) -> None:
+        """Take the next elements of both: equally many."""
+        import numpy as np
+
+        first, second = _numbers(a, dtype_a), _numbers(b, dtype_b)
+        assert first.size == second.size, "both sides advance together"
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is counted and told, not warned of
+            difference = first - second
+            self._aa += (aa := float(first @ first))
+            self._bb += (bb := float(second @ second))
+            self._ab += float(first @ second)
+            self._dd += float(difference @ difference)
+        self._elements += first.size
+        # A sum of squares is finite only if all its terms are: so the usual chunk needs no second look.
+        self._nonfinite_a += 0 if math.isfinite(aa) else int(np.count_nonzero(~np.isfinite(first)))
+        self._nonfinite_b += 0 if math.isfinite(bb) else int(np.count_nonzero(~np.isfinite(second)))
+
+    def distance(self, *, left_out: tuple[str, ...] = ()) -> Distance:
+        """Return what was measured."""
+        return Distance(
+            elements=self._elements,
+            relative_l2=self._relative_l2(),
+            cosine=self._cosine(),
+            nonfinite_a=self._nonfinite_a,
+            nonfinite_b=self._nonfinite_b,
+            left_out=left_out,
+        )
+
+    def _relative_l2(self) -> float:
+        if self._dd == 0:
+            return 0.0
+        return math.sqrt(self._dd) / math.sqrt(self._aa) if self._aa else math.inf
+
+    def _cosine(self) -> float:
+        lengths = math.sqrt(self._aa) * math.sqrt(self._bb)
+        cosine = self._ab / lengths if lengths else math.nan
+        # Rounding may step over the end; NaN compares as nothing and stays.
+        return math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine
+
+
+def _numbers(data: memoryview, dtype: str) -> "npt.NDArray[np.float64]":
+    import numpy as np
+
+    if dtype == _BF16:
+        words = np.frombuffer(data, "<u2").astype(np.uint32)
+        words <<= np.uint32(16)
+        numbers: npt.NDArray[Any] = words.view(np.float32)
+    else:
+        numbers = np.frombuffer(data, _NUMPY_CODES[dtype])
+    return numbers.astype(np.float64)

@@ -1,0 +1,173 @@
+"""``layerstore diff`` and ``layerstore stats`` print what the library found, for people and for programs."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+from layerstore.format.hashing import crc32
+from layerstore.tree import Located
+from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.trees import TreeView
+from tests.bench.generate import generate
+from tests.cli.conftest import Run
+from tests.cli.test_commands import LAYERS
+
+DIFF_FIELDS = ["a", "b", "layers", "same_state", "bytes_same", "bytes_changed", "bytes_only_a", "bytes_only_b"]
+STATS_FIELDS = [
+    "run",
+    "commits",
+    "pins",
+    "logical_bytes",
+    "unique_bytes",
+    "physical_bytes",
+    "saved_ratio",
+    "unneeded",
+    "missing",
+    "runs",
+    "kinds",
+    "layers",
+    "left_out",
+]
+
+
+def test_diff_lists_layers_and_a_total(run: Run, store: Path) -> None:
+    """Who is compared, one line per layer, how many changed; and no failure."""
+    outcome = run("diff", "best", "sft", "--store", store)
+    lines = outcome.out.splitlines()
+
+    assert outcome.code == 0
+    assert lines[0].startswith("a  sft@2 (commit ")
+    assert "pin best" in lines[0]
+    assert lines[1].startswith("b  sft@4 (commit ")
+    assert lines[3].split() == ["LAYER", "MASTER", "OPTIMIZER", "CHANGED"]
+    assert [[name, "changed", "changed"] for name in LAYERS] == [line.split()[:3] for line in lines[4:9]]
+    assert lines[10].startswith("5 layers: 0 same, 5 changed; 0 B same, ")
+
+
+def test_diff_stat_adds_distance_and_angle(run: Run, store: Path) -> None:
+    """Two more columns, with numbers in them; equal commits are at 0 and 1."""
+    lines = run("diff", "sft@2", "sft@4", "--stat", "--store", store).out.splitlines()
+    same = run("diff", "sft@2", "sft@2", "--stat", "--store", store, "--json").fields
+
+    assert lines[3].split()[-3:] == ["REL", "L2", "COSINE"]
+    assert all(float(line.split()[-2]) > 0 and -1 <= float(line.split()[-1]) <= 1 for line in lines[4:9])
+    assert [(layer["relative_l2"], layer["cosine"], layer["nonfinite_a"]) for layer in same["layers"]] == [
+        (0.0, 1.0, None)
+    ] * 5
+
+
+def test_diff_tells_programs_all_fields(run: Run, store: Path) -> None:
+    """The fields are those of the documentation, in its order; numbers only where they were asked for."""
+    plain = run("diff", "sft@2", "sft@4", "--store", store, "--json").fields
+    with_numbers = run("diff", "sft@2", "sft@4", "--stat", "--store", store, "--json").fields
+
+    assert list(plain) == ["schema", *DIFF_FIELDS]
+    assert list(plain["a"]) == ["run", "step", "commit", "pin", "world_size"]
+    assert list(plain["layers"][0]) == ["layer", "same", "status", "kinds", "bytes_changed"]
+    assert list(plain["layers"][0]["kinds"]["master"]) == ["status", "bytes_a", "bytes_b", "bytes_changed"]
+    assert list(with_numbers["layers"][0])[5:] == [
+        "elements",
+        "relative_l2",
+        "cosine",
+        "nonfinite_a",
+        "nonfinite_b",
+        "left_out",
+    ]
+    assert plain["bytes_changed"] == sum(layer["bytes_changed"] for layer in plain["layers"])
+
+
+def test_diff_of_other_world_sizes_points_at_stat(run: Run, store: Path, tmp_path: Path) -> None:
+    """Ids of re-sliced layers tell nothing, which is said with the option that does."""
+    generate(tmp_path / "three", hidden=16, vocab=32, world_size=3)
+    run("ingest", tmp_path / "three", "--store", store)
+
+    outcome = run("diff", "sft@2", "three", "--store", store)
+
+    assert "re-sliced" in outcome.out
+    assert outcome.out.splitlines()[-1] == "re-sliced: cut for 2 and for 3 ranks: compare with --stat"
+
+
+def test_diff_warns_of_numbers_that_are_none(run: Run, store: Path, tmp_path: Path) -> None:
+    """A NaN in a master is a warning with its layer, and null in JSON, which has no word for it."""
+    source = generate(tmp_path / "sft", hidden=16, vocab=32, step=6)
+    _spoil(source / "global_step6")
+    run("ingest", source, "--store", store)
+
+    people = run("diff", "sft@2", "sft@6", "--stat", "--store", store)
+    programs = run("diff", "sft@2", "sft@6", "--stat", "--store", store, "--json")
+
+    spoilt = [layer for layer in programs.fields["layers"] if layer["nonfinite_b"]]
+    assert people.code == 0
+    assert [(layer["nonfinite_a"], layer["nonfinite_b"], layer["relative_l2"]) for layer in spoilt] == [(0, 1, None)]
+    assert f"warning: {spoilt[0]['layer']} of sft@6 holds 1 number that are NaN" in people.err
+    assert "NaN" not in json.dumps(programs.fields)
+
+
+def _spoil(tag: Path) -> None:
+    """Make the first master of rank 0 a NaN, in a way that its archive agrees with."""
+    path = tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    tree = TreeView(read_pt(path).tree, path=path)
+    masters = tree["optimizer_state_dict"]["fp32_flat_groups"][0].tensor().storage.content
+    assert isinstance(masters, Located)
+    data = bytearray(path.read_bytes())
+    data[masters.offset_bytes : masters.offset_bytes + 4] = struct.pack("<f", math.nan)
+    payload = data[masters.offset_bytes : masters.offset_bytes + masters.size_bytes]
+    before, after = (struct.pack("<I", checksum) for checksum in (masters.crc32, crc32(payload)))
+    assert data.count(before) == 2, "in the directory, and beside the payload"
+    path.write_bytes(data.replace(before, after))
+
+
+def test_stats_adds_up(run: Run, store: Path) -> None:
+    """A summary, then runs, kinds and layers."""
+    outcome = run("stats", "--store", store)
+    lines = outcome.out.splitlines()
+
+    assert outcome.code == 0
+    assert [line.split()[0] for line in lines[:5]] == ["commits", "logical", "unique", "physical", "unneeded"]
+    heads = [line.split() for line in lines if line.split()[:1] in (["RUN"], ["KIND"], ["LAYER"])]
+    assert heads == [
+        ["RUN", "COMMITS", "LOGICAL", "UNIQUE", "OWN"],
+        ["KIND", "OBJECTS", "LOGICAL", "UNIQUE"],
+        ["LAYER", "VERSIONS", "LOGICAL", "UNIQUE"],
+    ]
+    assert [line.split()[0] for line in lines[-5:]] == LAYERS
+
+
+def test_stats_tells_programs_all_fields(run: Run, store: Path) -> None:
+    """The fields are those of the documentation, in its order; with a run nothing is said of the others' objects."""
+    fields = run("stats", "--store", store, "--json").fields
+    of_run = run("stats", "sft", "--store", store, "--json").fields
+
+    assert list(fields) == ["schema", *STATS_FIELDS]
+    assert (fields["commits"], fields["unneeded"], fields["missing"]) == (2, {"objects": 0, "bytes": 0}, 0)
+    assert [kind["kind"] for kind in fields["kinds"]] == [
+        "weights",
+        "master",
+        "optimizer",
+        "buffers",
+        "version",
+        "state",
+        "record",
+    ]
+    assert (of_run["run"], of_run["unneeded"]) == ("sft", None)
+
+
+@pytest.mark.parametrize("damage", ["object", "version"])
+def test_stats_counts_what_is_left(run: Run, store: Path, damage: str) -> None:
+    """Damage is a warning, not a failure: verify is what judges."""
+    layer = run("ls", "sft", "--store", store, "--json").fields["layers"][0]
+    path = store / "objects" / layer["version"][:2] / layer["version"]
+    if damage == "object":
+        path = max(
+            (path for path in (store / "objects").rglob("*") if path.is_file()), key=lambda at: at.stat().st_size
+        )
+    path.unlink()
+
+    outcome = run("stats", "--store", store)
+
+    assert outcome.code == 0
+    assert "warning: " in outcome.err
+    assert "missing" in outcome.err
