@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.format.records import make_commit
 from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
-from layerstore.ops.refs import Resolved, history_of, resolve
+from layerstore.ops.refs import Resolved, resolve
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.catalog import RunView
+from layerstore.storage.runview import RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +120,8 @@ def _tip_without(view: RunView, commit: str) -> str | None:
     attempts = {row.attempt for row in view.visible if row.id != commit}
     if not attempts:
         return None
-    left = [row for row in history_of(view, max(attempts)) if row.id != commit]
-    return f"{view.run}@{left[-1].step}"
+    left = next(row for row in view.history(max(attempts)) if row.id != commit)
+    return f"{view.run}@{left.step}"
 
 
 def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, ...]:

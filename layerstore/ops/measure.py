@@ -18,8 +18,8 @@ from layerstore.ops.distance import Distance, Meter, can_measure
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.files import OpenFile
+from layerstore.zero3.places import Slices
 from layerstore.zero3.slices import elements_of, slice_length, valid_elements
-from layerstore.zero3.write import Slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

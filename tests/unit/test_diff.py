@@ -16,7 +16,7 @@ from layerstore.model import BlobRef, Kind
 from layerstore.ops.distance import Meter
 from layerstore.ops.setup import open_rooms
 from layerstore.storage.files import Files
-from layerstore.zero3.write import Slices
+from layerstore.zero3.places import Slices
 from tests.unit.test_verbs import checkpoint
 
 BLOCK_0, BLOCK_1 = "model.layers.0", "model.layers.1"
