@@ -132,11 +132,11 @@ def _fields(ingested: "Ingested") -> dict[str, object]:
     return {
         "run": ingested.run,
         "step": ingested.step,
+        "attempt": ingested.attempt,
         "commit": ingested.commit,
         "is_new": ingested.is_new,
         "layers": len(ingested.layers),
         "layers_saved": len(ingested.layers_saved),
-        "attempt": ingested.attempt,
         "objects_new": ingested.objects_new,
         "objects_reused": ingested.objects_reused,
         "bytes_new": ingested.bytes_new,

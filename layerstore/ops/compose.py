@@ -100,7 +100,7 @@ def execute_compose(
     try:
         rooms.files.make_directories(partial)
         assembly.run()
-        _write_summary(rooms, composition, partial / SUMMARY, durable=durable)
+        summary_size = _write_summary(rooms, composition, partial / SUMMARY, durable=durable)
         _check_nothing_else_is_lost(rooms, target, partial, tag=base.layout.tag)
         _move_into_place(rooms, partial, target)
     except BaseException:
@@ -112,18 +112,21 @@ def execute_compose(
         policy=composition.policy,
         world_size=ranks.world_size,
         out=target,
-        bytes_written=assembly.bytes_written,
+        bytes_written=assembly.bytes_written + summary_size,
         seconds=time.monotonic() - started,
         notes=ranks.notes,
     )
 
 
-def _write_summary(rooms: Rooms, composition: Composition, path: Path, *, durable: bool) -> None:
+def _write_summary(rooms: Rooms, composition: Composition, path: Path, *, durable: bool) -> int:
+    """Write what the composite is made of beside its shards; return how many bytes that took."""
+    data = summary_bytes(summary(composition))
     with rooms.files.create(path) as file:
-        file.write_at(0, summary_bytes(summary(composition)))
+        file.write_at(0, data)
         if durable:
             file.sync()
             rooms.files.sync_directory(path.parent)
+    return len(data)
 
 
 # -- the target ----------------------------------------------------------------------------------------------------

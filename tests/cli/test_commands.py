@@ -12,9 +12,11 @@ LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"
 INGEST_FIELDS = [
     "run",
     "step",
+    "attempt",
     "commit",
     "is_new",
     "layers",
+    "layers_saved",
     "objects_new",
     "objects_reused",
     "bytes_new",
@@ -227,15 +229,23 @@ def test_compose_tells_programs_all_fields(run: Run, store: Path, tmp_path: Path
         "schema",
         "run",
         "step",
+        "attempt",
+        "commit",
         "policy",
+        "parameters",
+        "layers",
+        "staleness",
+        "older_than_due",
+        "notes",
         "world_size",
         "out",
-        "layers",
         "bytes_written",
         "seconds",
-        "notes",
     ]
-    assert {name: {"run": "sft", "step": 2} for name in LAYERS} == fields["layers"]
+    assert {name: ("sft", 2) for name in LAYERS} == {
+        name: (layer["run"], layer["step"]) for name, layer in fields["layers"].items()
+    }
+    assert fields["staleness"]["oldest"]["steps"] == 0
     assert fields["notes"] == []
     assert (
         sum(file.stat().st_size for file in (tmp_path / "out").rglob("*") if file.is_file()) == fields["bytes_written"]
@@ -249,7 +259,7 @@ def test_compose_dry_run_prints_the_plan_and_writes_nothing(run: Run, store: Pat
     outcome = run("compose", "--step", "2", "--dry-run", "--store", store)
 
     rows = [line.split() for line in outcome.out.splitlines()]
-    assert rows[0] == ["LAYER", "FROM", "SIZE"]
+    assert rows[0] == ["LAYER", "FROM", "STEPS", "BEHIND", "SAVES", "BEHIND", "SIZE"]
     assert [[name, "sft@2"] for name in LAYERS] == [row[:2] for row in rows[1:6]]
     assert before == sorted(tmp_path.iterdir())
     assert run("compose", "--dry-run", "--store", store, "--json").fields["dry_run"] is True
