@@ -1,11 +1,14 @@
 """``layerstore ingest``: checkpoints on disk become commits."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.ingest_all import Taken, take_all, take_one
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import Aux, Every, First, Fresh, Last, Share, described_policy
 from layerstore.cli.progress import shown_progress
@@ -14,44 +17,53 @@ from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, say_w
 if TYPE_CHECKING:
     from layerstore.ops.ingest import Ingested
 
+Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
+All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
+RunName = Annotated[str | None, typer.Option(metavar="R", help="The run's name; else the save folder's.")]
+Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; else what `latest` names.")]
+PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Hide what was saved for this step with other content.")]
+PolicyName = Annotated[
+    str, typer.Option(metavar="P", help="full, parity, filter or an installed one: only the layers due are stored.")
+]
+Rollback = Annotated[
+    bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
+]
+ResumedFrom = Annotated[
+    str | None,
+    typer.Option("--resumed-from", metavar="REF", help="The commit or pinned composite that training went on from."),
+]
+LayerPattern = Annotated[
+    str | None,
+    typer.Option(metavar="REGEX", help="Finds the layer in a parameter's name, where the built-in rule does not."),
+]
+AllowGlobal = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Keep this class of a foreign pickle as an inert object; may be repeated."),
+]
+Follow = Annotated[bool, typer.Option("--follow", help="Follow links to files inside the checkpoint.")]
+
 
 def ingest(
-    checkpoints: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")],
+    checkpoints: Checkpoints,
     *,
-    run: Annotated[str | None, typer.Option(metavar="R", help="The run's name; else the save folder's.")] = None,
-    tag: Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; else what `latest` names.")] = None,
-    pin: Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Hide what was saved for this step with other content.")
-    ] = False,
-    policy: Annotated[
-        str,
-        typer.Option(metavar="P", help="full, parity, filter, or an installed one: only the layers due are stored."),
-    ] = "full",
+    all_: All = False,
+    run: RunName = None,
+    tag: Tag = None,
+    pin: PinName = None,
+    replace: Replace = False,
+    policy: PolicyName = "full",
     fresh: Fresh = None,
     first: First = None,
     last: Last = None,
     share: Share = None,
     every: Every = None,
     aux: Aux = None,
-    rollback: Annotated[
-        bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
-    ] = False,
-    resumed_from: Annotated[
-        str | None,
-        typer.Option(
-            "--resumed-from", metavar="REF", help="The commit or pinned composite that training went on from."
-        ),
-    ] = None,
-    layer_pattern: Annotated[
-        str | None,
-        typer.Option(metavar="REGEX", help="Finds the layer in a parameter's name, where the built-in rule does not."),
-    ] = None,
-    allow_global: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Keep this class of a foreign pickle as an inert object; may be repeated."),
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Follow links to files inside the checkpoint.")] = False,
+    rollback: Rollback = False,
+    resumed_from: ResumedFrom = None,
+    layer_pattern: LayerPattern = None,
+    allow_global: AllowGlobal = None,
+    follow: Follow = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -65,42 +77,65 @@ def ingest(
     \b
     Examples:
       layerstore ingest out/checkpoint-200 --run sft
-      layerstore ingest out/checkpoint-* --policy parity
+      layerstore ingest --all out --policy parity
       layerstore ingest run --tag global_step100 --pin best
     """
     from layerstore.errors import InvalidInput
 
-    if pin is not None and len(checkpoints) > 1:
-        raise InvalidInput(f"--pin {pin} was given with {len(checkpoints)} checkpoints: a pin means one commit")
+    if pin is not None and (all_ or len(checkpoints) > 1):
+        raise InvalidInput(f"--pin {pin} was given with several checkpoints: a pin means one commit")
+    if tag is not None and all_:
+        raise InvalidInput("--tag chooses one checkpoint and --all takes every one", hint="leave one of them out")
     settings = {"fresh": fresh, "first": first, "last": last, "share": share, "every": every, "aux": aux}
-    chosen = described_policy(policy, settings)
-    saved: list[Ingested] = []
+    taken = Taken()
     try:
         with opened(store) as opened_store:
-            for checkpoint in sorted(checkpoints, key=_in_step_order):
-                with shown_progress(as_json=as_json) as progress:
-                    ingested = opened_store.ingest(
-                        checkpoint,
-                        run=run,
-                        tag=tag,
-                        replace=replace,
-                        layer_pattern=layer_pattern,
-                        allowed_globals=allow_global or (),
-                        follow=follow,
-                        policy=chosen,
-                        # Only the first of several can have gone back: the others go on from it.
-                        rollback=rollback and not saved,
-                        resumed_from=None if saved else resumed_from,
-                        pin=pin,
-                        progress=progress,
-                    )
-                saved.append(ingested)
-                _tell(ingested, as_json=as_json)
+            save = partial(
+                opened_store.ingest,
+                run=run,
+                replace=replace,
+                policy=described_policy(policy, settings),
+                layer_pattern=layer_pattern,
+                allowed_globals=allow_global or (),
+                follow=follow,
+                pin=pin,
+            )
+            beginning = {"rollback": rollback, "resumed_from": resumed_from}
+            _ingest(checkpoints, _first_with(beginning, save, taken), taken, tag=tag, all_=all_, as_json=as_json)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
-        if as_json and saved:
-            fields = [_fields(ingested) for ingested in saved]
-            say_json(fields[0] if len(checkpoints) == 1 else {"commits": fields})
+        if as_json and (taken.saved or all_):
+            say_json(_fields_of_all(taken, one=len(checkpoints) == 1, all_=all_))
+    taken.raise_first()
+
+
+def _first_with(
+    beginning: dict[str, object], save: Callable[..., "Ingested"], taken: Taken
+) -> Callable[..., "Ingested"]:
+    """Return *save* with what opens an attempt: only the first of several can have gone back, the others follow it."""
+    return lambda *words, **options: save(*words, **options, **({} if taken.saved else beginning))
+
+
+def _ingest(
+    checkpoints: list[Path],
+    save: Callable[..., "Ingested"],
+    taken: Taken,
+    *,
+    tag: str | None,
+    all_: bool,
+    as_json: bool,
+) -> None:
+    def take(checkpoint: Path, tag: str | None) -> None:
+        with shown_progress(as_json=as_json) as progress:
+            ingested = save(checkpoint, tag=tag, progress=progress)
+        taken.saved.append(ingested)
+        _tell(ingested, as_json=as_json)
+
+    if all_:
+        take_all(checkpoints, take, taken, as_json=as_json)
+        return
+    for checkpoint in sorted(checkpoints, key=_in_step_order):
+        take_one(checkpoint, tag, take)
 
 
 def _in_step_order(path: Path) -> list[tuple[int, str]]:
@@ -126,6 +161,14 @@ def _tell(ingested: "Ingested", *, as_json: bool) -> None:
         f"saved {name}: {layers}, {size(ingested.bytes_new)} new, "
         f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s, from {shown(ingested.source)}"
     )
+
+
+def _fields_of_all(taken: Taken, *, one: bool, all_: bool) -> dict[str, object]:
+    """Return the fields of one checkpoint as they are, those of several as a list: with ``--all`` always."""
+    fields = [_fields(ingested) for ingested in taken.saved]
+    if all_:
+        return {"commits": fields, "problems": taken.problem_fields}
+    return fields[0] if one else {"commits": fields}
 
 
 def _fields(ingested: "Ingested") -> dict[str, object]:

@@ -8,16 +8,28 @@ from layerstore.errors import LayerstoreError
 
 if TYPE_CHECKING:
     from layerstore.policy import Filter, Latest, Parity
-    from layerstore.store import Composite, Store, init
+    from layerstore.store import Composite, Store, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 
-__all__ = ["Composite", "Filter", "Latest", "LayerstoreError", "Parity", "Store", "errors", "init", "open"]
+__all__ = [
+    "Composite",
+    "Filter",
+    "Latest",
+    "LayerstoreError",
+    "Parity",
+    "Store",
+    "errors",
+    "find_checkpoints",
+    "init",
+    "open",
+]
 __version__ = "0.1.0"
 
 # Loaded at first use: the store brings numpy and lmdb along, which ``layerstore --help`` need not wait for.
 _HOMES = {
     "Composite": ("store", "Composite"),
     "Store": ("store", "Store"),
+    "find_checkpoints": ("store", "find_checkpoints"),
     "init": ("store", "init"),
     "open": ("store", "open_store"),
     **{policy: ("policy", policy) for policy in ("Filter", "Latest", "Parity")},

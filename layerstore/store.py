@@ -38,6 +38,7 @@ from layerstore.ops.summary import summary
 from layerstore.ops.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.storage.files import Files, Hook, no_hook
+from layerstore.zero3.survey import Survey, survey
 
 StrPath = str | os.PathLike[str]
 
@@ -345,6 +346,11 @@ def init(path: StrPath) -> Store:
     """Make the folder *path* a store and open it; raises AlreadyExists where there is one."""
     make_store(Path(path), Files())
     return Store(path)
+
+
+def find_checkpoints(*folders: StrPath) -> Survey:
+    """Return every ZeRO-3 checkpoint below *folders* in the order of their steps; ingest each by folder and tag."""
+    return survey(map(Path, folders))
 
 
 def open_store(path: StrPath) -> Store:

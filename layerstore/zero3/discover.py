@@ -17,6 +17,7 @@ from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
 from layerstore.zero3.sourcefile import read_source_file, stat_source
 
 LATEST = "latest"
+ZERO3 = "ZeRO-3"
 LATEST_BYTES_MAX = 4096
 # What compose leaves beside the shards: it tells of that composite alone, and is no part of any checkpoint.
 SUMMARY = "layerstore.json"
@@ -29,7 +30,7 @@ RANDOM_STATE = re.compile(r"rng_state(?:_[0-9]{1,7})?\.pth|random_states_[0-9]{1
 _OF_A_RANK = re.compile(r"(?P<what>rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"
-_TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
 _TRAINER_FILES = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth", "scheduler.pt"})
 
 # What other kinds of checkpoint leave in their tag folder, and what to call them.
@@ -95,17 +96,18 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         InvalidInput: *path* holds several and none was chosen.
     """
     # Resolved once: a path that ends in "..", or a link, must not name the run.
-    folder, tag = _resolve(_real(path), tag)
+    given, wanted = real_path(path), tag
+    folder, tag = _resolve(given, wanted)
     for inner in (folder / tag, folder / LATEST):
         if inner.is_symlink() and not follow:
             raise _linked(inner)
-    names = _names(folder / tag)
+    names = list_folder(folder / tag)
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)
     flavour = _flavour(folder, tag)
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
-    notes: list[str] = []
+    notes = [] if wanted is not None or given == folder / tag else _other_tags(folder, tag)
     others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
     return FoundCheckpoint(
         folder=folder,
@@ -118,7 +120,8 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     )
 
 
-def _real(path: Path) -> Path:
+def real_path(path: Path) -> Path:
+    """Return *path* without links or dots; raises InvalidInput for what is no path."""
     try:
         # Looked at, too: a name may be longer than any can be.
         real = path.resolve()
@@ -158,7 +161,7 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
         if tag is not None and tag != path.name:
             raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
         return path.parent, path.name
-    tags = [name for name in _names(path) if _is_tag_folder(path / name)]
+    tags = [name for name in list_folder(path) if _is_tag_folder(path / name)]
     if tags or (path / LATEST).exists() or tag is not None:
         return path, _choose_tag(path, tags, tag)
     return _only_save_folder(path)
@@ -184,6 +187,18 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
     raise InvalidInput(f"{folder} does not say which tag is meant", hint=f"{known}; choose one with --tag")
 
 
+def _other_tags(folder: Path, chosen: str) -> list[str]:
+    """Tell that more is here than what `latest` names: nobody should think that all of it was taken."""
+    others = [name for name in list_folder(folder) if name != chosen and _is_tag_folder(folder / name)]
+    if not others:
+        return []
+    shown = ", ".join(sorted(others, key=_natural)[:5])
+    return [
+        f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
+        f"{' …' if len(others) > 5 else ''}; --all takes every one, --tag another"
+    ]
+
+
 def _read_latest(folder: Path) -> str:
     path = folder / LATEST
     data = read_source_file(path, size_bytes_max=LATEST_BYTES_MAX)
@@ -200,15 +215,15 @@ def _read_latest(folder: Path) -> str:
 
 
 def _only_save_folder(path: Path) -> tuple[Path, str]:
-    inner = [name for name in _names(path) if _is_save_folder(path / name)]
+    inner = [name for name in list_folder(path) if _is_save_folder(path / name)]
     if len(inner) == 1:
         return _resolve(path / inner[0], None)
     if inner:
         raise InvalidInput(
             f"{path} holds {len(inner)} checkpoints: {', '.join(sorted(inner, key=_natural)[:10])}",
-            hint=f"name them: layerstore ingest {path}/{sorted(inner, key=_natural)[-1]}",
+            hint=f"layerstore ingest --all {path}, or one: layerstore ingest {path}/{sorted(inner, key=_natural)[-1]}",
         )
-    _refuse_foreign(path, _names(path))
+    _refuse_foreign(path, list_folder(path))
     raise SourceCheckpoint(
         f"{path} holds no ZeRO-3 checkpoint: no folder with zero_pp_rank_*_states.pt files was found",
         hint="give the folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
@@ -220,17 +235,15 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _is_save_folder(path: Path) -> bool:
-    return path.is_dir() and any(_is_tag_folder(path / name) for name in _names(path))
+    return path.is_dir() and any(_is_tag_folder(path / name) for name in list_folder(path))
 
 
 def _is_tag_folder(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    names = _names(path)
-    return any(_SHARD.fullmatch(name) for name in names) or _foreign(names) is not None
+    return path.is_dir() and folder_kind(list_folder(path)) is not None
 
 
-def _names(path: Path) -> list[str]:
+def list_folder(path: Path) -> list[str]:
+    """Return what is in the folder *path*, by name."""
     try:
         return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
     except OSError as exc:
@@ -248,10 +261,16 @@ def _foreign(names: Iterable[str]) -> str | None:
     return None
 
 
+def folder_kind(names: Iterable[str]) -> str | None:
+    """Return ``ZeRO-3``, or what other checkpoint a folder of these *names* is; None if it is none."""
+    names = list(names)
+    shards = {match["what"] for name in names if (match := _SHARD.fullmatch(name))}
+    return ZERO3 if "model" in shards else _foreign(names) or (ZERO3 if shards else None)
+
+
 def _refuse_foreign(folder: Path, names: list[str]) -> None:
-    stage3 = any((match := _SHARD.fullmatch(name)) and match["what"] == "model" for name in names)
-    kind = None if stage3 else _foreign(names)
-    if kind is not None:
+    kind = folder_kind(names)
+    if kind not in {None, ZERO3}:
         raise Unsupported(
             f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported",
             hint="train with zero_optimization.stage 3 and save again",
@@ -271,12 +290,12 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
 
 def _refuse_unfinished(folder: Path) -> None:
     """Refuse what a Trainer has begun and not finished: ``trainer_state.json`` is nearly the last file it writes."""
-    names = set(_names(folder))
+    names = set(list_folder(folder))
     problem = None
     if _INCOMPLETE_SENTINEL in names:
         problem = f"the Trainer was interrupted and left {_INCOMPLETE_SENTINEL}"
-    elif re.fullmatch(r"checkpoint-\d+", folder.name) and names & _TRAINER_FILES and _TRAINER_STATE not in names:
-        problem = f"it has files of a Trainer, but no {_TRAINER_STATE}"
+    elif re.fullmatch(r"checkpoint-\d+", folder.name) and names & _TRAINER_FILES and TRAINER_STATE not in names:
+        problem = f"it has files of a Trainer, but no {TRAINER_STATE}"
     if problem is not None:
         raise SourceCheckpoint(
             f"{folder} is not finished: {problem}", hint="wait for the save to end, or ingest an earlier checkpoint"
@@ -284,7 +303,7 @@ def _refuse_unfinished(folder: Path) -> None:
 
 
 def _flavour(folder: Path, tag: str) -> str:
-    if (folder / _TRAINER_STATE).exists():
+    if (folder / TRAINER_STATE).exists():
         return "hf"
     if re.fullmatch(r"pytorch_model(_\d+)?", tag):
         return "accelerate"
@@ -379,7 +398,7 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
     pending = [directory]
     while pending:
         current = pending.pop()
-        for name in _names(current):
+        for name in list_folder(current):
             path = current / name
             count += 1
             if count > SOURCE_FILES_MAX:

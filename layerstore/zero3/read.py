@@ -15,7 +15,7 @@ from layerstore.model import Buffer, BufferContent, FlatContent, FragmentContent
 from layerstore.tree import Tensor
 from layerstore.zero3.checkpoint import Checkpoint
 from layerstore.zero3.cut import cut_layers
-from layerstore.zero3.discover import FoundCheckpoint, check_companions
+from layerstore.zero3.discover import TRAINER_STATE, FoundCheckpoint, check_companions
 from layerstore.zero3.gathered import read_gathered
 from layerstore.zero3.members import buffers_of, check_names, frozen_of, optimizer_steps, parameters_of
 from layerstore.zero3.ptfile import PtFile
@@ -89,9 +89,12 @@ def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
 
 def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
     """Return the trainer's own step where it left one: the engine's counter may have started elsewhere."""
-    path = found.folder / "trainer_state.json"
-    if path not in found.others:
-        return default
+    path = found.folder / TRAINER_STATE
+    return step_of_trainer(path) if path in found.others else default
+
+
+def step_of_trainer(path: Path) -> int:
+    """Return the step in a ``trainer_state.json``; raises SourceCheckpoint where it has none."""
     try:
         step = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))["global_step"]
     except (ValueError, TypeError, KeyError, RecursionError) as exc:

@@ -149,7 +149,12 @@ def _regular_size(path: Path, fd: int) -> int:
 def _refused_by_disk(path: Path, exc: OSError | ValueError) -> LayerstoreError:
     number = exc.errno if isinstance(exc, OSError) else errno.ENOENT
     if number in _NO_SUCH_FILE_ERRNOS:
-        return SourceCheckpoint(f"{path}: no such file", path=str(path), reason="missing")
+        return SourceCheckpoint(
+            f"{path}: no such file",
+            hint="if the job's own rotation removed it just now, ingest sooner or let the job keep more",
+            path=str(path),
+            reason="missing",
+        )
     if number in _NOT_A_FILE_ERRNOS:
         return _not_regular(path)
     return StorageIO(f"{path}: cannot be read: {exc}", errno=number, filename=str(path))

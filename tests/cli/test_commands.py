@@ -242,7 +242,7 @@ def test_compose_tells_programs_all_fields(run: Run, store: Path, tmp_path: Path
         "bytes_written",
         "seconds",
     ]
-    assert {name: ("sft", 2) for name in LAYERS} == {
+    assert dict.fromkeys(LAYERS, ("sft", 2)) == {
         name: (layer["run"], layer["step"]) for name, layer in fields["layers"].items()
     }
     assert fields["staleness"]["oldest"]["steps"] == 0

@@ -1,0 +1,180 @@
+"""``layerstore ingest --all``: every checkpoint below a folder, and one that is not whole hurts no other."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.generate import generate
+from tests.cli.conftest import Run
+from tests.cli.test_commands import INGEST_FIELDS
+
+SMALL: dict[str, Any] = {"layers": 1, "hidden": 16, "vocab": 16}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """Return the output folder of a Trainer with steps 9, 10 and 100."""
+    for step in (9, 10, 100):
+        generate(tmp_path / "job" / f"checkpoint-{step}", layout="hf", step=step, **SMALL)
+    return tmp_path / "job"
+
+
+def steps(run: Run) -> list[int]:
+    """Return the steps in the log, oldest first."""
+    return [commit["step"] for commit in reversed(run("log", "--json").fields["commits"])]
+
+
+def test_all_are_saved_in_step_order(run: Run, job: Path) -> None:
+    """What is found is said first, then each as if it had been named; again, each is already saved."""
+    run("init")
+
+    first = run("ingest", "--all", job)
+    second = run("ingest", "--all", job)
+
+    assert (first.code, second.code) == (0, 0)
+    assert first.out.splitlines()[0] == "found 3 checkpoints"
+    assert [line.split()[:2] for line in first.out.splitlines()[1:]] == [
+        ["saved", f"job@{step}"] for step in (9, 10, 100)
+    ]
+    assert [line.startswith("already saved: job@") for line in second.out.splitlines()[1:]] == [True] * 3
+    assert steps(run) == [9, 10, 100]
+    assert [run("show", f"job@{step}", "--json").fields["save_number"] for step in steps(run)] == [0, 1, 2]
+
+
+def test_programs_always_get_a_list(run: Run, tmp_path: Path) -> None:
+    """Also of one: the shape does not depend on what is in a folder."""
+    generate(tmp_path / "raw", **SMALL)
+    run("init")
+
+    fields = run("ingest", "--all", "raw", "--json").fields
+
+    assert list(fields) == ["schema", "commits", "problems"]
+    assert [list(commit) for commit in fields["commits"]] == [INGEST_FIELDS]
+    assert fields["problems"] == []
+
+
+def test_one_that_is_damaged_is_reported_and_the_others_go_on(run: Run, job: Path) -> None:
+    """A warning where it happens; at the end the exit code of the first problem."""
+    shard = next((job / "checkpoint-9").rglob("*rank_1*optim_states.pt"))
+    shard.unlink()
+    (job / "checkpoint-10" / "trainer_state.json").unlink()
+    run("init")
+
+    people = run("ingest", "--all", job)
+    programs = run("ingest", "--all", job, "--json")
+
+    assert (people.code, programs.code) == (21, 21)
+    assert [line.startswith("warning: ") for line in people.err.splitlines()] == [True, True, False, False]
+    assert people.err.splitlines()[-2].startswith("error: 2 of 3 checkpoints not saved: ")
+    assert "rank 1" in programs.error["message"]
+    assert [commit["step"] for commit in programs.fields["commits"]] == [100]
+    assert [list(problem) for problem in programs.fields["problems"]] == [
+        ["path", "kind", "code", "message", "hint"]
+    ] * 2
+    assert "checkpoint-9/" in programs.fields["problems"][0]["path"]
+    assert steps(run) == [100]
+
+
+def test_a_conflict_is_a_problem_like_any_other(run: Run, job: Path) -> None:
+    """Other content for a saved step is neither taken for known nor in the way of the others."""
+    run("init")
+    run("ingest", job / "checkpoint-10")
+    shutil.rmtree(job / "checkpoint-10")
+    generate(job / "checkpoint-10", layout="hf", step=10, seed=1, **SMALL)
+
+    outcome = run("ingest", "--all", job)
+
+    assert outcome.code == 15
+    assert steps(run) == [9, 10, 100]
+
+
+def test_trouble_with_the_store_ends_it_at_once(run: Run, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held lock would be waited for three times over."""
+    from layerstore.storage.locks import lock
+
+    run("init")
+    monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
+    with lock(Path(".layerstore/locks/run-job.lock"), what="run 'job'", deadline_seconds=0):
+        outcome = run("ingest", "--all", job, "--json")
+
+    assert outcome.code == 11
+    assert (outcome.fields["commits"], outcome.fields["problems"]) == ([], [])
+
+
+def test_a_checkpoint_that_vanishes_meanwhile_is_said_to_have(
+    run: Run, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's rotation runs beside us: the first save takes so long that the second checkpoint is gone."""
+    from layerstore import Store
+
+    ingest = Store.ingest
+
+    def slow(store: Store, checkpoint: Path, **options: object) -> object:
+        saved = ingest(store, checkpoint, **options)  # type: ignore[arg-type]  # passed on as they are
+        shutil.rmtree(job / "checkpoint-10", ignore_errors=True)
+        return saved
+
+    monkeypatch.setattr(Store, "ingest", slow)
+    run("init")
+
+    outcome = run("ingest", "--all", job)
+
+    assert outcome.code == 21
+    assert f"{job / 'checkpoint-10'}" in outcome.err
+    assert steps(run) == [9, 100]
+
+
+def test_one_that_is_removed_while_it_is_read(run: Run, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was noticed first, the message says that it was removed."""
+    from layerstore.ops.transfer import transfer
+
+    def rotated(*arguments: object, **options: object) -> object:
+        shutil.rmtree(job / "checkpoint-9", ignore_errors=True)
+        return transfer(*arguments, **options)  # type: ignore[arg-type]  # passed on as they are
+
+    monkeypatch.setattr("layerstore.ops.ingest.transfer", rotated)
+    run("init")
+
+    outcome = run("ingest", job / "checkpoint-9")
+
+    assert outcome.code == 21
+    assert outcome.err.splitlines()[0] == (
+        f"error: {job / 'checkpoint-9'} was removed while it was read; nothing of it was saved"
+    )
+    assert run("log", "--json").fields["commits"] == []
+
+
+@pytest.mark.parametrize("words", [("--pin", "best"), ("--tag", "global_step9")])
+def test_what_means_one_checkpoint_does_not_go_with_all(run: Run, job: Path, words: tuple[str, str]) -> None:
+    """Refused before anything is begun."""
+    run("init")
+
+    assert run("ingest", "--all", job, *words).code == 2
+    assert run("log", "--json").fields["commits"] == []
+
+
+def test_without_all_it_is_said_that_there_are_more(run: Run, checkpoints: Path) -> None:
+    """`latest` decides, but nobody shall think that the whole folder was taken."""
+    run("init")
+
+    by_latest = run("ingest", checkpoints)
+    by_tag = run("ingest", checkpoints, "--tag", "global_step2")
+    by_path = run("ingest", checkpoints / "global_step2")
+
+    assert by_latest.err.splitlines() == [
+        f"warning: took 'global_step4', as 'latest' says; {checkpoints} holds 1 more: global_step2; "
+        "--all takes every one, --tag another"
+    ]
+    assert by_tag.err == by_path.err == ""
+
+
+def test_a_folder_of_several_names_the_option(run: Run, job: Path) -> None:
+    """A Trainer's output folder is no checkpoint, and the hint is what takes all of it."""
+    run("init")
+
+    outcome = run("ingest", job)
+
+    assert outcome.code == 2
+    assert f"layerstore ingest --all {job}" in outcome.err
