@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, Column, age, iso_time, say, say_json, say_table, shown
+from layerstore.cli.render import SHORT_ID_DIGITS, Column, age, iso_time, say, say_json, say_table, say_warning, shown
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -27,6 +27,7 @@ def pin(
     Give a commit a name of its own.
 
     A pin stays readable whatever happens to the commit that it was made from.
+    The times in the list are those of the commits.
 
     \b
     Examples:
@@ -41,7 +42,7 @@ def pin(
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete NAME", hint="layerstore pin --help")
     with opened(store) as opened_store:
         if list_:
-            _say_pins(opened_store.pins(), as_json=as_json)
+            _say_pins(opened_store, as_json=as_json)
         elif delete is not None:
             opened_store.delete_pin(delete)
             say_json({"deleted": delete}) if as_json else say(f"deleted the pin {shown(delete)}; its commit stays")
@@ -57,18 +58,35 @@ def _make(store: "Store", name: str, ref: str | None, *, as_json: bool) -> None:
         say(f"{shown(made.name)} is {shown(made.record.run)}@{made.record.step} (commit {made.base[:SHORT_ID_DIGITS]})")
 
 
-def _say_pins(pins: list["Pin"], *, as_json: bool) -> None:
+def _say_pins(store: "Store", *, as_json: bool) -> None:
+    pins, damaged = store.pins(), store.damaged_pins()
+    for name, reason in damaged.items():
+        say_warning(f"pin {name} is left out, it is damaged: {reason}")
     if as_json:
-        say_json({"pins": [_fields(pin) for pin in pins]})
+        lost = [{"pin": name, "reason": str(reason)} for name, reason in damaged.items()]
+        say_json({"pins": [_fields(pin) for pin in pins], **({"damaged": lost} if lost else {})})
     elif pins:
-        columns = [Column("PIN", folds=True), Column("MEANS", folds=True), Column("COMMIT"), Column("PINNED")]
+        columns = [
+            Column("PIN", folds=True),
+            Column("MEANS", folds=True),
+            Column("COMMIT"),
+            Column("SAVED"),
+            Column("LAYERS", "right"),
+        ]
         say_table(columns, (_row(pin) for pin in pins))
-    else:
+    elif not damaged:
         say("no pins yet; next: layerstore pin NAME REF")
 
 
 def _row(pin: "Pin") -> list[str]:
-    return [pin.name, f"{pin.record.run}@{pin.record.step}", pin.base[:SHORT_ID_DIGITS], age(pin.observed.time_ns)]
+    record = pin.record
+    return [
+        pin.name,
+        f"{record.run}@{record.step}",
+        pin.base[:SHORT_ID_DIGITS],
+        age(pin.observed.time_ns),
+        f"{len(record.layers):,}",
+    ]
 
 
 def _fields(pin: "Pin") -> dict[str, object]:
@@ -78,4 +96,5 @@ def _fields(pin: "Pin") -> dict[str, object]:
         "step": pin.record.step,
         "commit": pin.base,
         "time": iso_time(pin.observed.time_ns),
+        "layers": len(pin.record.layers),
     }

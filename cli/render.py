@@ -171,7 +171,7 @@ def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: 
     """Print what went wrong: one or two lines for people, or one object for programs."""
     if as_json:
         error = {"kind": kind, "code": code, "message": message, "hint": hint}
-        _print(json.dumps({"error": error}), sys.stderr)
+        _print(json.dumps({"schema": JSON_SCHEMA, "error": error}), sys.stderr)
         return
     _complain("error", message)
     if hint is not None:

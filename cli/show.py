@@ -26,6 +26,10 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     """
     Show one commit, and where its layers were saved.
 
+    SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one that it was taken over from.
+    The policy says which layers the save wrote: full wrote every one.
+    Weights beside the shards that are rounded from the masters are derived: made again when needed, so in no SIZE.
+
     \b
     Examples:
       layerstore show sft@200
@@ -53,15 +57,21 @@ def _facts(view: "CommitView") -> dict[str, str]:
         "commit": view.commit,
         "run": f"{view.run}@{view.step}",
         "attempt": f"{view.attempt}, forked from {view.fork}" if view.fork else str(view.attempt),
-        "pin": view.pin or "",
+        "pins": ", ".join(view.pins),
         "saved": f"{age(view.time_ns)} ({iso_time(view.time_ns)})",
         "world size": str(view.world_size),
         "layout": f"{view.flavour}, tag {view.tag}",
-        "policy": f"{view.policy}, save {view.save_number}",
-        "layers": f"{len(view.layers)}, {size(view.size_bytes)}",
+        "policy": f"{_policy(view)}, save {view.save_number}",
+        "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
+        "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",
         "files": _files(view.files),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _policy(view: "CommitView") -> str:
+    parameters = ", ".join(f"{name} {value}" for name, value in view.policy_parameters.items())
+    return f"{view.policy} ({parameters})" if parameters else view.policy
 
 
 def _files(names: tuple[str, ...]) -> str:
@@ -96,6 +106,10 @@ def _fields(view: "CommitView") -> dict[str, object]:
         "flavour": view.flavour,
         "tag": view.tag,
         "policy": view.policy,
+        "policy_parameters": view.policy_parameters,
+        "supersedes": list(view.supersedes),
+        "pins": list(view.pins),
+        "layers_saved": view.layers_saved,
         "size_bytes": view.size_bytes,
         "layers": [layer_fields(line) for line in view.layers],
         "files": list(view.files),

@@ -6,10 +6,10 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, counted, say, say_json, say_table, size
+from layerstore.cli.render import counted, say, say_json, shown, size
 
 if TYPE_CHECKING:
-    from layerstore.ops.verify import Damage, Verdict
+    from layerstore.ops.verify import Verdict
 
 
 def verify(
@@ -55,18 +55,16 @@ def _damage_in_words(verdict: "Verdict") -> str:
 
 
 def _say_verdict(verdict: "Verdict", *, read_data: bool) -> None:
-    if verdict.damaged:
-        columns = [Column("DAMAGED"), *(Column(header, folds=True) for header in ("PATH", "NEEDED BY", "REASON"))]
-        say_table(columns, (_row(damage) for damage in verdict.damaged))
-        say()
+    for damage in verdict.damaged:
+        # No table: a path, a reason and a list of commits beside each other would be folded beyond reading.
+        say(f"damaged {damage.kind}  {shown(damage.path)}")
+        say(f"  {shown(damage.reason)}")
+        if damage.needed_by:
+            say(f"  needed by {shown(', '.join(damage.needed_by))}")
     read = f", {size(verdict.bytes_read)} read" if read_data else ""
     result = "no damage" if verdict.ok else f"{len(verdict.damaged)} damaged"
     orphans = f"; {counted(verdict.orphans, 'orphan')}, which harm nothing" if verdict.orphans else ""
     say(f"checked {counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{read}: {result}{orphans}")
-
-
-def _row(damage: "Damage") -> list[str]:
-    return [damage.kind, damage.path, ", ".join(damage.needed_by), damage.reason]
 
 
 def _fields(verdict: "Verdict") -> dict[str, object]:

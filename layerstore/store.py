@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from layerstore.errors import LayerstoreError
 from layerstore.model import LayerEntry, Pin
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import diff as diff_verb
@@ -311,7 +312,11 @@ class Store:
 
     def pins(self) -> list[Pin]:
         """Return all readable pins, by name."""
-        return self._rooms.records.readable_pins()
+        return pin_verb.read_pins(self._rooms)[0]
+
+    def damaged_pins(self) -> dict[str, LayerstoreError]:
+        """Return the names of pins that cannot be read, and why."""
+        return pin_verb.read_pins(self._rooms)[1]
 
     def delete_pin(self, name: str) -> None:
         """Delete the pin *name*; the commit stays."""

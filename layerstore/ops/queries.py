@@ -62,9 +62,19 @@ class CommitView:
     flavour: str
     tag: str
     policy: str
+    policy_parameters: dict[str, str]
+    supersedes: tuple[str, ...]
+    """Ids of the commits that this one hides, and of records that hid its step."""
+    pins: tuple[str, ...]
+    """All pins of this very content, *pin* among them."""
     layers: tuple[LayerLine, ...]
     files: tuple[str, ...]
     """What is kept byte for byte, beside the shards."""
+
+    @property
+    def layers_saved(self) -> int:
+        """How many of its layers were saved at this very step."""
+        return sum((line.run, line.step) == (self.run, self.step) for line in self.layers)
 
     @property
     def size_bytes(self) -> int:
@@ -224,6 +234,9 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
         flavour=record.layout.flavour,
         tag=record.layout.tag,
         policy=record.policy.name,
+        policy_parameters={str(name): str(value) for name, value in record.policy.parameters.items()},
+        supersedes=record.supersedes,
+        pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.record == record),
         layers=tuple(layer_lines(rooms, resolved)),
         files=tuple(sorted(files)),
     )

@@ -192,6 +192,21 @@ def test_show_tells_programs_all_fields(run: Run, store: Path) -> None:
     assert [layer["layer"] for layer in fields["layers"]] == LAYERS
 
 
+def test_show_tells_what_a_commit_replaced(run: Run, store: Path, tmp_path: Path) -> None:
+    """The id that it hides, the pins of its content (a pin of what it replaced is none), and its policy."""
+    old = run("show", "sft@2", "--store", store, "--json").fields
+    run("ingest", generate(tmp_path / "sft", hidden=16, vocab=32, step=2, seed=1), "--replace", "--store", store)
+
+    new = run("show", "sft@2", "--store", store, "--json").fields
+    people = run("show", "sft@2", "--store", store).out
+
+    assert (old["pins"], old["supersedes"]) == (["best"], [])
+    assert (new["pins"], new["supersedes"]) == ([], [old["commit"]])
+    assert (new["policy"], new["policy_parameters"], new["layers_saved"]) == ("full", {}, 5)
+    assert f"replaces    {old['commit'][:12]}" in people
+    assert "5 of them saved at this step" in people
+
+
 def test_ls_adds_up_the_kinds(run: Run, store: Path) -> None:
     """Each layer's sizes by kind, and a total; kinds that nothing has are left out."""
     lines = run("ls", "sft@4", "--store", store).out.splitlines()
@@ -326,11 +341,26 @@ def test_pins_are_made_listed_and_deleted(run: Run, store: Path) -> None:
     listed = run("pin", "--list", "--store", store, "--json").fields["pins"]
     deleted = run("pin", "--delete", "best", "--store", store, "--json").fields
 
-    assert list(made) == ["schema", "pin", "run", "step", "commit", "time"]
-    assert [(pin["pin"], pin["step"]) for pin in listed] == [("best", 2), ("newest", 4)]
+    assert list(made) == ["schema", "pin", "run", "step", "commit", "time", "layers"]
+    assert [(pin["pin"], pin["step"], pin["layers"]) for pin in listed] == [("best", 2, 5), ("newest", 4, 5)]
     assert deleted["deleted"] == "best"
     assert [line.split()[0] for line in run("pin", "--list", "--store", store).out.splitlines()] == ["PIN", "newest"]
     assert len(run("log", "--store", store, "--json").fields["commits"]) == 2
+
+
+def test_a_damaged_pin_is_not_left_out_in_silence(run: Run, store: Path) -> None:
+    """The others are listed, the damaged one is named: it may be what kept a commit."""
+    run("pin", "newest", "sft", "--store", store)
+    (store / "pins" / "best").write_bytes(b"damaged")
+
+    people = run("pin", "--list", "--store", store)
+    programs = run("pin", "--list", "--store", store, "--json")
+
+    assert (people.code, programs.code) == (0, 0)
+    assert people.out.splitlines()[0].split() == ["PIN", "MEANS", "COMMIT", "SAVED", "LAYERS"]
+    assert [line.split()[0] for line in people.out.splitlines()[1:]] == ["newest"]
+    assert people.err.startswith("warning: pin best is left out, it is damaged: ")
+    assert [pin["pin"] for pin in programs.fields["damaged"]] == ["best"]
 
 
 @pytest.mark.parametrize("words", [(), ("best",), ("--list", "--delete", "best"), ("best", "sft", "--list")])
@@ -364,6 +394,7 @@ def test_verify_tells_what_is_damaged_and_who_needs_it(run: Run, store: Path) ->
 
     assert (unread.code, people.code, programs.code) == (0, 20, 20)
     assert "1 damaged" in people.out
+    assert f"damaged object  objects/{damaged.name[:2]}/{damaged.name}" in people.out.splitlines()
     assert people.err.startswith("error: ")
     assert programs.fields["ok"] is False
     assert list(programs.fields["damaged"][0]) == ["kind", "id", "path", "needed_by", "reason"]

@@ -1,6 +1,7 @@
 """What goes wrong is said in one line, with the exit code that the documentation lists."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -80,6 +81,7 @@ def test_without_a_store_there_is_the_line_that_makes_one(run: Run, words: list[
         "hint": "layerstore init .layerstore, or name yours with --store",
     }
     assert programs.out == ""
+    assert json.loads(programs.err)["schema"] == 1
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=lambda words: words[0])
