@@ -84,9 +84,10 @@ def test_parity_of_a_tied_model() -> None:
 
 
 def test_choices_stand_where_their_checkpoint_is_named() -> None:
-    """A step that the store does not have is told with the line of its slice."""
+    """A step that the store does not have is told with the line of its slice, and the folder to ingest."""
     found = plan(PARITY, llama(4))
 
+    assert (found.base.path, found.layers["model.layers.3"].path) == ("run/checkpoint-200", "run/checkpoint-100")
     assert str(found.layers["model.layers.3"].spot) == f"{FILE}:6:24"
     assert str(found.layers["model.embed_tokens"].spot) == f"{FILE}:8:24"
     assert str(found.base.spot) == f"{FILE}:2:24"

@@ -61,7 +61,7 @@ def read_llmtailor(document: MapNode, *, name: str) -> LLMTailorRecipe:
     run = basename(base.run_folder)
     return LLMTailorRecipe(
         name=name,
-        base=Choice(run=None, step=base.step, spot=base.spot),
+        base=Choice(run=None, step=base.step, path=base.path, spot=base.spot),
         run_hint=run if is_name(run) else None,
         slices=slices,
         pre_weights=pre,

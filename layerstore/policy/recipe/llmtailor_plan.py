@@ -106,7 +106,7 @@ class LLMTailorRecipe:
 def _choice(checkpoint: Checkpoint | None, base: Choice) -> Choice:
     if checkpoint is None:
         return Choice(run=None, step=None, spot=base.spot)
-    return Choice(run=None, step=checkpoint.step, spot=checkpoint.spot)
+    return Choice(run=None, step=checkpoint.step, path=checkpoint.path, spot=checkpoint.spot)
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------

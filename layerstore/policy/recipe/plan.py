@@ -73,6 +73,8 @@ class Choice:
     """How many attempts before the run's newest."""
     step: int | None
     """None means the newest; with no run either, the base's own version of the layer."""
+    path: str | None = None
+    """The checkpoint's folder, where the recipe names one: what to ingest if the store lacks the step."""
     spot: Spot
     """Where the recipe says so."""
 
