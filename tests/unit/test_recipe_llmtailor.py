@@ -537,6 +537,9 @@ HEAD_FIRST = model(*blocks(4), layer("model.norm"), layer("lm_head", ties=["mode
 VALUE_HEAD = model(
     layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("lm_head"), layer("v_head.summary")
 )
+GPT2_UNTIED = model(layer("transformer.wpe"), layer("transformer.wte"), *GPT2.layers[2:], layer("lm_head"))
+PROJECTOR = model(layer("projector"), *llama(4).layers)
+UNNAMED = model(layer("input"), *blocks(4), layer("final"), layer("lm_head"))
 CLASSIFIER = model(layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("score"))
 ROTARY = model(
     layer("model.embed_tokens"), *blocks(4), buffers("model.rotary_emb"), layer("model.norm"), layer("lm_head")
@@ -547,6 +550,9 @@ ROTARY = model(
     ("outline", "norm", "head", "embedding", "extras"),
     [
         (GPT2, "transformer.ln_f", None, "transformer.wte", {"transformer.wpe"}),
+        (GPT2_UNTIED, "transformer.ln_f", "lm_head", "transformer.wte", {"transformer.wpe"}),
+        (PROJECTOR, "model.norm", "lm_head", "model.embed_tokens", {"projector"}),
+        (UNNAMED, "final", "lm_head", "input", set()),
         (NEOX, "gpt_neox.final_layer_norm", "embed_out", "gpt_neox.embed_in", set()),
         (OPT, "model.decoder.final_layer_norm", None, "model.decoder.embed_tokens", {"model.decoder.embed_positions"}),
         (BLOOM, "transformer.ln_f", None, "transformer.word_embeddings", {"transformer.word_embeddings_layernorm"}),
@@ -626,6 +632,14 @@ def test_names_may_carry_wrappers() -> None:
         (
             model(layer("e"), *blocks(4), layer("norm"), layer("head_a"), layer("head_b")),
             "takes one head, and in this model head_a, head_b may each be it",
+        ),
+        (
+            model(layer("front"), layer("side"), *blocks(4), layer("norm"), layer("lm_head")),
+            "takes one embedding, and in this model front, side may each be it",
+        ),
+        (
+            model(layer("e"), *blocks(4), layer("a"), layer("b"), layer("lm_head")),
+            "takes one norm, and in this model a, b may each be it",
         ),
         (
             model(layer("a", ties=["x.weight"]), layer("b", ties=["y.weight"]), *blocks(4), layer("norm")),

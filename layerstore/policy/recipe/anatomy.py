@@ -18,6 +18,8 @@ NORM_GROUP = 0
 
 _NORM = re.compile(r"norm|(^|[._])ln([._]|$)", re.IGNORECASE)
 _HEAD = "lm_head"
+_EMBEDDING = re.compile(r"embed|wte|tok", re.IGNORECASE)
+_OTHER_EMBEDDING = re.compile(r"pos|wpe|type|segment", re.IGNORECASE)
 _HINT = "write base: and layers: instead, which call layers by their names"
 
 
@@ -63,7 +65,7 @@ def anatomy_of(model: ModelOutline) -> Anatomy:
     after = [layer for layer in auxiliary if order[layer.name] > last]
 
     tied = [layer for layer in before + after if layer.ties]
-    embedding = _one(tied or before[:1], what="embedding")
+    embedding = _one(tied, what="embedding") if tied else _embedding(before)
     norm = _norm([layer for layer in before if layer is not embedding], [one for one in after if one is not embedding])
     head = _head([layer for layer in after if layer not in (embedding, norm)], is_tied=bool(tied))
     parts = {*blocks, embedding.name, norm.name, *([head.name] if head else [])}
@@ -92,19 +94,30 @@ def _blocks(model: ModelOutline) -> tuple[str, ...]:
     return tuple(blocks[index] for index in sorted(blocks))
 
 
+def _embedding(before: list[OutlineLayer]) -> OutlineLayer:
+    """Find the embedding of an untied model among what may stand *before* the blocks: positions, norms, projectors."""
+    others = [layer for layer in before if not _NORM.search(layer.name)]
+    named = [layer for layer in others if _EMBEDDING.search(layer.name) and not _OTHER_EMBEDDING.search(layer.name)]
+    return _one(others if len(others) == 1 else named or others, what="embedding")
+
+
 def _norm(before: list[OutlineLayer], after: list[OutlineLayer]) -> OutlineLayer:
     """Find the last norm: after the blocks in most models, before them where the code names it first."""
     named = [layer for layer in after if _NORM.search(layer.name)] or [
         layer for layer in before if _NORM.search(layer.name)
     ]
-    return _one(named or after[:1], what="norm")
+    return _one(named or [layer for layer in after if not _is_head(layer)], what="norm")
 
 
 def _head(candidates: list[OutlineLayer], *, is_tied: bool) -> OutlineLayer | None:
-    named = [layer for layer in candidates if layer.name.rpartition(".")[2] == _HEAD]
+    named = [layer for layer in candidates if _is_head(layer)]
     if is_tied and not named:
         return None  # what remains is an extra: a value head
     return _one(named or candidates, what="head")
+
+
+def _is_head(layer: OutlineLayer) -> bool:
+    return layer.name.rpartition(".")[2] == _HEAD
 
 
 def _one(candidates: list[OutlineLayer], *, what: str) -> OutlineLayer:
