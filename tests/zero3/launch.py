@@ -67,16 +67,23 @@ class Launch:
         return [json.loads(line) for line in (self.root / name / "trace.jsonl").read_text().splitlines()]
 
 
-def cached_launch(cache: Path, module: str, *, resume_from: Path | None = None, names: Sequence[str] = ()) -> Launch:
+def cached_launch(
+    cache: Path,
+    module: str,
+    *,
+    resume_from: Path | None = None,
+    names: Sequence[str] = (),
+    world_size: int = WORLD_SIZE,
+) -> Launch:
     """
-    Return the result of training *module*, from the cache if just this was trained before.
+    Return the result of training *module* on *world_size* ranks, from the cache if just this was trained before.
 
     Safe against other test runs: they wait for the one that trains. An interrupted launch leaves no result.
 
     Raises:
         LaunchError: The program failed or took too long.
     """
-    key = launch_key(module, resume_from, names)
+    key = launch_key(module, resume_from, names, world_size)
     root = cache / f"{module}-{key}"
     finished = cache / f"{module}-{key}.finished"  # written last; its age says when the result was last used
     cache.mkdir(parents=True, exist_ok=True)
@@ -88,16 +95,20 @@ def cached_launch(cache: Path, module: str, *, resume_from: Path | None = None, 
             arguments = ["--out", str(root)]
             arguments += ["--resume-from", str(resume_from)] if resume_from else []
             arguments += [part for name in names for part in ("--scenario", name)]
-            torchrun(f"tests.zero3.{module}", arguments, log=cache / f"{module}-{key}.log")
+            log = cache / f"{module}-{key}.log"
+            torchrun(f"tests.zero3.{module}", arguments, log=log, world_size=world_size)
         finished.touch()
     return Launch(root)
 
 
-def launch_key(module: str, resume_from: Path | None, names: Iterable[str]) -> str:
+def launch_key(module: str, resume_from: Path | None, names: Iterable[str], world_size: int) -> str:
     """Return a short hash of everything that decides what a launch leaves behind."""
     digest = hashlib.sha256(module.encode())
-    for source in SOURCES:
+    own = f"{module}.py"
+    for source in SOURCES if own in SOURCES else (*SOURCES, own):
         digest.update((HERE / source).read_bytes())
+    if world_size != WORLD_SIZE:
+        digest.update(f"{world_size} ranks\n".encode())
     for library in LIBRARIES:
         digest.update(f"{library}={version(library)}\n".encode())
     digest.update("\n".join(names).encode())
@@ -118,14 +129,14 @@ def remove_stale(cache: Path) -> None:
             finished.with_suffix(".log").unlink(missing_ok=True)
 
 
-def torchrun(module: str, arguments: Sequence[str], *, log: Path) -> None:
+def torchrun(module: str, arguments: Sequence[str], *, log: Path, world_size: int = WORLD_SIZE) -> None:
     """
-    Run *module* on all ranks, with its output in *log*.
+    Run *module* on *world_size* ranks, with its output in *log*.
 
     Raises:
         LaunchError: It failed or took too long; no process of it is left.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD_SIZE)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=output, stderr=subprocess.STDOUT)
