@@ -170,7 +170,7 @@ def _batch_notes(first: RankState, before: int, after: int) -> Iterator[str]:
         "the learning rate schedule and global_samples go on where they were, and a Trainer that skips the data it has "
         "seen skips so many batches of the new size"
     )
-    if micro is None:
+    if micro is None or config.get("sequence_parallel_size") not in {None, 1}:  # ranks that share their samples
         yield f"the global batch changes with the number of ranks, from {before} to {after}; {kept}"
         return
     yield (

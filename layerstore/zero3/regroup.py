@@ -150,8 +150,12 @@ def _image(value: Tree) -> object:
 
 
 def same_bytes(tree: Tree) -> bytes:
-    """Return bytes that are equal for equal trees, those of its small tensors included."""
-    return pack(encode(tree, content_to_plain=repr))
+    """Return bytes that are equal for equal trees, those of small tensors included, on whatever device they were."""
+
+    def anywhere(tensor: Tensor) -> Tensor:
+        return replace(tensor, storage=replace(tensor.storage, device=""))
+
+    return pack(encode(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 
 # -- DeepSpeed's numbers of parameters -----------------------------------------------------------------------------

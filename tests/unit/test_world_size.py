@@ -20,8 +20,9 @@ from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import Composition, compose_latest
 from layerstore.ops.progress import Silent
 from layerstore.ops.refs import resolve
-from layerstore.tree import Tree
+from layerstore.tree import Tensor, Tree
 from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.trees import replace_tensors
 from tests.unit.test_verbs import checkpoint, digests
 from tests.zero3.compare import load
 
@@ -238,6 +239,7 @@ def test_random_states_are_left_out_and_named(store: Store, tmp_path: Path) -> N
             "micro batch 6 x accumulation 1 x 2 ranks was a global batch of 12; with 3 ranks it is 18",
         ),
         ({"train_micro_batch_size_per_gpu": "auto"}, "the global batch changes with the number of ranks, from 2 to 3"),
+        ({"sequence_parallel_size": 2}, "the global batch changes with the number of ranks, from 2 to 3"),
         ("config.json", "DeepSpeed's config is not in the checkpoint"),
     ],
 )
@@ -280,6 +282,32 @@ def test_values_that_differ_between_ranks_are_noted(
         ["the ranks saved different values of 'mine': those of ranks from 1 on are left out"],
         ["the ranks saved different values of 'mine': ranks from 2 on take those of rank 0"],
     ]
+
+
+def test_devices_that_differ_between_ranks_are_no_difference(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank saves from a GPU of its own, which says nothing of what it saved."""
+    store.ingest(odd_checkpoint(tmp_path))
+    rooms = store._rooms
+    read = type(rooms).state
+
+    def on_own_device(self: Any, ref: Any) -> Any:
+        state: Any = read(self, ref)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return replace(tensor, storage=replace(tensor.storage, device=f"cuda:{state.rank}"))
+
+        return replace(
+            state,
+            model=replace(state.model, tree=replace_tensors(state.model.tree, moved)),
+            optimizer=replace(state.optimizer, tree=replace_tensors(state.optimizer.tree, moved)),
+        )
+
+    monkeypatch.setattr(type(rooms), "state", on_own_device)
+
+    assert not [note for note in store.compose("sft").notes(world_size=3) if "different" in note]
+    assert store.compose("sft").write(tmp_path / "out", world_size=3).world_size == 3
 
 
 def test_force_replaces_a_composite_of_another_size(store: Store, tmp_path: Path) -> None:
