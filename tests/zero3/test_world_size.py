@@ -15,11 +15,22 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from tests.zero3.compare import checkpoint_differences, full_tensors, load, raw_bytes, tree_differences
+from layerstore.ops.compose import Composition, execute_compose
+from layerstore.ops.progress import Silent
+from layerstore.ops.refs import resolve
+from tests.zero3.compare import (
+    checkpoint_differences,
+    full_tensors,
+    load,
+    rank_trees,
+    raw_bytes,
+    tree_differences,
+)
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, REPOSITORY, Launch, cached_launch, environment
 from tests.zero3.scenarios import (
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,
+    SAVE_STEPS,
     SCENARIO_OF,
     SCENARIOS,
     STEPS,
@@ -195,6 +206,38 @@ def test_notes_name_the_global_batch_and_buffers_that_differ(resized: Resized, s
     assert batch in notes[-1]
     has_own = scenario.name == "rank_buffers"
     assert [has_own] == list({"differed between the 2 ranks" in note for note in notes[:-1]} or {False})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("grouping", ["blocks_first", "auxiliary_first"])
+def test_layers_of_another_step_keep_their_count_in_the_engine(
+    grouping: str, trained: Launch, launch_cache: Path, tmp_path: Path
+) -> None:
+    """A composite of two steps for three ranks, with a param group per layer: numbers and counters are the layers'."""
+    scenario = SCENARIO_OF[f"grouped_{grouping}"]
+    sources = [scenario.tag_dir(trained.root, step=step) for step in SAVE_STEPS]
+    with layerstore.init(tmp_path / "store") as store:
+        for step in SAVE_STEPS:
+            store.ingest(scenario.save_dir(trained.root, step=step), run="run", tag=scenario.tag(step=step))
+        base, later = (resolve(store._rooms, f"run@{step}") for step in SAVE_STEPS)
+        pairs = zip(base.record.layers, later.record.layers, strict=True)
+        layers = tuple(new if "layers.1" in old.layer else old for old, new in pairs)
+        composition = Composition(base=base.record, commit=base.commit, policy="recipe", layers=layers)
+        out = scenario.save_dir(tmp_path / "out", step=RESUME_STEP)
+        out.parent.mkdir(parents=True)
+        execute_compose(store._rooms, composition, out, world_size=3, adam_step="per-layer", progress=Silent())
+
+    launch = cached_launch(launch_cache, "resizing", resume_from=tmp_path / "out", names=[scenario.name], world_size=3)
+
+    taken_up = scenario.tag_dir(launch.root, step=RESUME_STEP)
+    older, newer = (full_tensors(source) for source in sources)
+    expected = {name: newer[name] if "layers.1." in name else of for name, of in older.items()}
+    assert not tree_differences(expected, full_tensors(taken_up))
+    trees = rank_trees(taken_up, 0)
+    states = trees["optim_states"]["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    for group, shapes in enumerate(trees["model_states"]["param_shapes"]):
+        steps = {SAVE_STEPS["layers.1." in name] for name in shapes}
+        assert steps == {float(states[group]["step"])}
 
 
 # -- Hugging Face --------------------------------------------------------------------------------------------------
