@@ -4,21 +4,18 @@ Compose: a commit, or any choice of layer versions, becomes a ZeRO-3 checkpoint 
 Everything is written beside the target and renamed to it when it is whole, verified and durable.
 """
 
-import os
-import secrets
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
 from layerstore.ops.assemble import Assembly
 from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.progress import Progress
 from layerstore.ops.ranks import AdamStep, plan_ranks
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.summary import summary, summary_bytes
-from layerstore.storage.files import mapped_errors
+from layerstore.ops.target import Product, check_nothing_else_is_lost, checked_target, move_into_place, partial_of
 from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
 from layerstore.zero3.places import Slices
 
@@ -74,8 +71,8 @@ def execute_compose(
         LayoutMismatch: A layer does not fit the base, or the base cannot be had for *world_size* ranks.
     """
     started = time.monotonic()
-    target = _checked_target(rooms, out, force=force)
-    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    target = checked_target(rooms, out, _CHECKPOINT, force=force)
+    partial = partial_of(target)
     base = composition.base
     versions = check_members(rooms, composition)
     slices = Slices(versions)
@@ -101,8 +98,9 @@ def execute_compose(
         rooms.files.make_directories(partial)
         assembly.run()
         summary_size = _write_summary(rooms, composition, partial / SUMMARY, durable=durable)
-        _check_nothing_else_is_lost(rooms, target, partial, tag=base.layout.tag)
-        _move_into_place(rooms, partial, target)
+        is_older_form = _older_form(rooms, target, tag=base.layout.tag)
+        check_nothing_else_is_lost(target, partial, what="the composite", is_older_form=is_older_form)
+        move_into_place(rooms, partial, target)
     except BaseException:
         rooms.files.remove_tree(partial)
         raise
@@ -131,86 +129,17 @@ def _write_summary(rooms: Rooms, composition: Composition, path: Path, *, durabl
 
 # -- the target ----------------------------------------------------------------------------------------------------
 
-
-def _checked_target(rooms: Rooms, out: Path, *, force: bool) -> Path:
-    try:
-        with mapped_errors(out, doing="look at"):
-            return _suitable_target(rooms, out, force=force)
-    except ValueError as exc:
-        if isinstance(exc, InvalidInput):
-            raise
-        raise InvalidInput(f"{out} is no path: {exc}", hint="choose another -o") from exc  # a NUL
+_CHECKPOINT = Product(what="a checkpoint", signs=(LATEST,))
 
 
-def _suitable_target(rooms: Rooms, out: Path, *, force: bool) -> Path:
-    target = Path.cwd() / out  # not resolved: a link at the target itself must be seen
-    real, store = target.resolve(), rooms.layout.root
-    if real == store or store in real.parents:
-        raise InvalidInput(f"{out} is inside the store {store}", hint="choose a folder elsewhere with -o")
-    if real in store.parents:
-        raise InvalidInput(f"{out} contains the store {store}", hint="choose a folder elsewhere with -o")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
-    if target.exists() and any(target.iterdir()):
-        _check_replaceable(target, force=force)
-    above = next(folder for folder in target.parents if folder.exists())
-    if not above.is_dir():
-        raise InvalidInput(f"{out} cannot be made: {above} is not a folder", hint="choose another -o")
-    return target
-
-
-def _check_replaceable(target: Path, *, force: bool) -> None:
-    if not force:
-        raise AlreadyExists(
-            f"{target} exists and is not empty; nothing was changed",
-            hint="choose another folder with -o, or replace a checkpoint with --force",
-        )
-    # A slip of the pen must not cost a home folder.
-    if not (target / LATEST).is_file():
-        raise AlreadyExists(
-            f"{target} is not a checkpoint (it has no file {LATEST!r}), so it is not replaced; nothing was changed",
-            hint="choose another folder with -o, or remove it by hand",
-        )
-
-
-def _check_nothing_else_is_lost(rooms: Rooms, target: Path, partial: Path, *, tag: str) -> None:
-    """Raise if *target*, which is about to be replaced, holds anything but this checkpoint, in an older form."""
+def _older_form(rooms: Rooms, target: Path, *, tag: str) -> Callable[[Path], bool]:
+    """Return what knows the files of a checkpoint that is there, which may be of another step, or of more ranks."""
     latest = target / LATEST
     named = rooms.files.read(latest, size_bytes_max=LATEST_BYTES_MAX) if latest.exists() else b""
     tags = {tag, named.decode(errors="replace").strip()}
-    for folder, folders, files in os.walk(target):
-        for name in sorted([*folders, *files]):
-            path = Path(folder, name).relative_to(target)
-            # The checkpoint that is there may be of another step, or of more ranks.
-            is_older_form = path.parts[0] in tags and (len(path.parts) == 1 or SHARD_STEM.fullmatch(path.stem))
-            is_older_form = is_older_form or RANDOM_STATE.fullmatch(str(path))
-            if not is_older_form and not (partial / path).exists():
-                raise AlreadyExists(
-                    f"{target} also holds {str(path)!r}, which the composite does not replace; nothing was changed",
-                    hint="choose another folder with -o, or move it away by hand",
-                )
 
+    def is_older_form(path: Path) -> bool:
+        is_shard = path.parts[0] in tags and (len(path.parts) == 1 or bool(SHARD_STEM.fullmatch(path.stem)))
+        return is_shard or bool(RANDOM_STATE.fullmatch(str(path)))
 
-def _move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:
-    files = rooms.files
-    aside = None
-    if target.exists():
-        aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
-        files.rename(target, aside)
-    try:
-        files.rename(partial, target)
-        files.sync_directory(target.parent)
-    except BaseException:
-        _move_back(rooms, partial, target, aside)
-        raise
-    if aside is not None:
-        files.remove_tree(aside)
-
-
-def _move_back(rooms: Rooms, partial: Path, target: Path, aside: Path | None) -> None:
-    """Put back what was there; where even that fails it stays whole, under the name of *aside*."""
-    with suppress(StorageIO):
-        if not partial.exists():
-            rooms.files.rename(target, partial)
-        if aside is not None:
-            rooms.files.rename(aside, target)
+    return is_older_form

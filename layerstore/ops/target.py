@@ -1,0 +1,120 @@
+"""
+The folder that a verb writes: it appears whole or not at all, and never costs what it does not renew.
+
+All is written to a folder beside it, which is renamed once it is complete.
+"""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
+from layerstore.ops.rooms import Rooms
+from layerstore.storage.files import mapped_errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """What a verb writes, as far as ``--force`` has to recognise an older one."""
+
+    what: str
+    """With its article: ``a checkpoint``."""
+    signs: tuple[str, ...]
+    """Files of which every such folder has at least one."""
+
+
+def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) -> Path:
+    """
+    Return where *out* is, if it may be written.
+
+    Raises:
+        InvalidInput: It is in the store, around the store, or no path for a folder.
+        AlreadyExists: Something is there that may not be replaced.
+    """
+    try:
+        with mapped_errors(out, doing="look at"):
+            return _suitable_target(rooms, out, product, force=force)
+    except ValueError as exc:
+        if isinstance(exc, InvalidInput):
+            raise
+        raise InvalidInput(f"{out} is no path: {exc}", hint="choose another -o") from exc  # a NUL
+
+
+def _suitable_target(rooms: Rooms, out: Path, product: Product, *, force: bool) -> Path:
+    target = Path.cwd() / out  # not resolved: a link at the target itself must be seen
+    real, store = target.resolve(), rooms.layout.root
+    if real == store or store in real.parents:
+        raise InvalidInput(f"{out} is inside the store {store}", hint="choose a folder elsewhere with -o")
+    if real in store.parents:
+        raise InvalidInput(f"{out} contains the store {store}", hint="choose a folder elsewhere with -o")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
+    if target.exists() and any(target.iterdir()):
+        _check_replaceable(target, product, force=force)
+    above = next(folder for folder in target.parents if folder.exists())
+    if not above.is_dir():
+        raise InvalidInput(f"{out} cannot be made: {above} is not a folder", hint="choose another -o")
+    return target
+
+
+def _check_replaceable(target: Path, product: Product, *, force: bool) -> None:
+    if not force:
+        raise AlreadyExists(
+            f"{target} exists and is not empty; nothing was changed",
+            hint=f"choose another folder with -o, or replace {product.what} with --force",
+        )
+    # A slip of the pen must not cost a home folder.
+    if not any((target / sign).is_file() for sign in product.signs):
+        signs = " or ".join(map(repr, product.signs))
+        raise AlreadyExists(
+            f"{target} is not {product.what} (it has no file {signs}), so it is not replaced; nothing was changed",
+            hint="choose another folder with -o, or remove it by hand",
+        )
+
+
+def partial_of(target: Path) -> Path:
+    """Return the folder in which *target* comes into being."""
+    return target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+
+
+def check_nothing_else_is_lost(
+    target: Path, partial: Path, *, what: str, is_older_form: Callable[[Path], bool]
+) -> None:
+    """Raise if *target*, which is about to be replaced, holds anything but *what*, in an older form."""
+    for folder, folders, files in os.walk(target):
+        for name in sorted([*folders, *files]):
+            path = Path(folder, name).relative_to(target)
+            if not is_older_form(path) and not (partial / path).exists():
+                raise AlreadyExists(
+                    f"{target} also holds {str(path)!r}, which {what} does not replace; nothing was changed",
+                    hint="choose another folder with -o, or move it away by hand",
+                )
+
+
+def move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:
+    """Let *partial*, which is complete, become *target*; what was there is gone afterwards."""
+    files = rooms.files
+    aside = None
+    if target.exists():
+        aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
+        files.rename(target, aside)
+    try:
+        files.rename(partial, target)
+        files.sync_directory(target.parent)
+    except BaseException:
+        _move_back(rooms, partial, target, aside)
+        raise
+    if aside is not None:
+        files.remove_tree(aside)
+
+
+def _move_back(rooms: Rooms, partial: Path, target: Path, aside: Path | None) -> None:
+    """Put back what was there; where even that fails it stays whole, under the name of *aside*."""
+    with suppress(StorageIO):
+        if not partial.exists():
+            rooms.files.rename(target, partial)
+        if aside is not None:
+            rooms.files.rename(aside, target)
