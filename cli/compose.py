@@ -1,10 +1,12 @@
-"""``layerstore compose``: a ZeRO-3 checkpoint from stored layers."""
+"""``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from layerstore.cli.compose_hf import ExportOptions, export, is_export
 from layerstore.cli.mixture import PlanOptions, composite_fields, say_mixture, say_notes, say_plan
 from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
 from layerstore.cli.policy import Aux, Every, First, Fresh, Last, Share, described_policy
@@ -12,12 +14,15 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, shown, size
 
 if TYPE_CHECKING:
-    from layerstore import Composite
+    from layerstore import Composite, Store
     from layerstore.ops.compose import Written
 
 PolicyName = Annotated[
-    str,
-    typer.Option(metavar="P", help="latest, exact, parity, filter or an installed one: which save each layer is from."),
+    str | None,
+    typer.Option(metavar="P", help="latest (else), exact, parity, filter or an installed one: where layers are from."),
+]
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", metavar="F", help="A file that says where each layer is from.")
 ]
 MaxStaleness = Annotated[
     int | None,
@@ -33,7 +38,17 @@ WorldSize = Annotated[
     typer.Option(metavar="W", min=1, help="For W ranks; by default as many as the base has.", show_default=False),
 ]
 AdamStep = Annotated[
-    Literal["unify", "per-layer"], typer.Option(help="The optimizer's step counters: the base's, or each layer's own.")
+    Literal["unify", "per-layer"] | None,
+    typer.Option(help="The optimizer's step counters: the base's (unify, else), or each layer's own."),
+]
+Format = Annotated[
+    str, typer.Option("--format", metavar="F", help="zero3: shards to resume from; hf: weights for from_pretrained.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="T", help="With hf: bf16, fp16 or fp32; else as trained.", show_default=False)
+]
+MaxShardSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="With hf: the largest file, such as 2GiB; else 5GB.")
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace DIR if it is there.")]
@@ -44,7 +59,8 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Wh
 def compose(
     ref: Reference = None,
     *,
-    policy: PolicyName = "latest",
+    policy: PolicyName = None,
+    recipe: RecipeFile = None,
     fresh: Fresh = None,
     first: First = None,
     last: Last = None,
@@ -55,8 +71,11 @@ def compose(
     pin: PinName = None,
     run: RunName = None,
     step: Step = None,
+    form: Format = "zero3",
     world_size: WorldSize = None,
-    adam_step: AdamStep = "unify",
+    adam_step: AdamStep = None,
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = None,
     no_verify: NoVerify = False,
     force: Force = False,
     dry_run: DryRun = False,
@@ -65,9 +84,9 @@ def compose(
     as_json: AsJson = False,
 ) -> None:
     """
-    Write a ZeRO-3 checkpoint to resume from.
+    Write a ZeRO-3 checkpoint to resume from, or weights to load with Transformers.
 
-    The policy says which save each layer comes from; all else comes from the commit REF.
+    The policy or recipe says which save each layer comes from; all else comes from the commit REF.
     latest: each layer as the commit has it. exact: every layer from this very step.
     parity: half of the layers from REF, the other half from the save before.
     filter: the ends of the model and the norms from REF, the rest from when its turn was.
@@ -75,38 +94,64 @@ def compose(
 
     \b
     Examples:
-      layerstore compose sft@200 -o resume
-      layerstore compose sft@200 --policy parity --fresh even --dry-run
-      layerstore compose sft --policy filter --every 2 --pin best -o resume
-      layerstore compose sft@200 --world-size 16 -o resume
+      layerstore compose sft@200 --policy parity --world-size 16 -o resume
+      layerstore compose --recipe mix.yaml --pin mix --dry-run
+      layerstore compose best --format hf --dtype bf16 -o model
     """
+    options = ExportOptions(dtype=dtype, max_shard_size=max_shard_size)
+    is_hf = is_export(form, options, only_shards={"--world-size": world_size, "--adam-step": adam_step})
+    _check_purpose(out, pin, dry_run=dry_run)
+    settings = {"fresh": fresh, "first": first, "last": last, "share": share, "every": every, "aux": aux}
+    counters = adam_step or "unify"
+    with opened(store) as opened_store:
+        if recipe is not None:
+            composite = _by_recipe(
+                opened_store, recipe, run=run, others={"REF": ref, "--step": step, "--policy": policy}
+            )
+        else:
+            reference = chosen_reference(opened_store, ref=ref, run=run, step=step)
+            composite = _by_policy(opened_store, reference, policy or "latest", settings)
+        composite.check(max_staleness=max_staleness)
+        if pin is not None and not dry_run:
+            composite.pin(pin)
+        if is_hf:
+            export(composite, out, options, verify=not no_verify, force=force, dry_run=dry_run, as_json=as_json)
+            return
+        if out is None or dry_run:
+            say_plan(composite, PlanOptions(out, pin, dry_run, world_size, counters), as_json=as_json)
+            return
+        with shown_progress(as_json=as_json) as progress:
+            written = composite.write(
+                out, world_size=world_size, adam_step=counters, verify=not no_verify, force=force, progress=progress
+            )
+    _say_written(composite, written, as_json=as_json)
+
+
+def _check_purpose(out: Path | None, pin: str | None, *, dry_run: bool) -> None:
     from layerstore.errors import InvalidInput
-    from layerstore.policy import EXACT
 
     if out is None and not dry_run and pin is None:
         raise InvalidInput(
             "compose does not know where to write", hint="name a folder with -o DIR, or pass --pin NAME or --dry-run"
         )
-    settings = {"fresh": fresh, "first": first, "last": last, "share": share, "every": every, "aux": aux}
-    with opened(store) as opened_store:
-        chosen = policy if policy == EXACT and not any(settings.values()) else described_policy(policy, settings)
-        composite = opened_store.compose(chosen_reference(opened_store, ref=ref, run=run, step=step), policy=chosen)
-        composite.check(max_staleness=max_staleness)
-        if pin is not None and not dry_run:
-            composite.pin(pin)
-        if out is None or dry_run:
-            say_plan(composite, PlanOptions(out, pin, dry_run, world_size, adam_step), as_json=as_json)
-            return
-        with shown_progress(as_json=as_json) as progress:
-            written = composite.write(
-                out,
-                world_size=world_size,
-                adam_step=adam_step,
-                verify=not no_verify,
-                force=force,
-                progress=progress,
-            )
-    _say_written(composite, written, as_json=as_json)
+
+
+def _by_policy(store: "Store", reference: str | None, policy: str, settings: Mapping[str, object]) -> "Composite":
+    from layerstore.policy import EXACT
+
+    is_exact = policy == EXACT and not any(value is not None for value in settings.values())
+    return store.compose(reference, policy=policy if is_exact else described_policy(policy, settings))
+
+
+def _by_recipe(store: "Store", recipe: Path, *, run: str | None, others: Mapping[str, object]) -> "Composite":
+    from layerstore.errors import InvalidInput
+
+    for name, value in others.items():
+        if value is not None:
+            raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
+    composite = store.compose(recipe=recipe, run=run)
+    say_notes(composite.recipe_notes)
+    return composite
 
 
 def _say_written(composite: "Composite", written: "Written", *, as_json: bool) -> None:

@@ -39,6 +39,16 @@ def strip_wrappers(name: str) -> str:
     return bare or name
 
 
+def is_of_adapter(name: str) -> bool:
+    """
+    Whether the parameter *name* is an adapter's, or of a module that an adapter has wrapped.
+
+    >>> is_of_adapter("base_model.model.lm_head.lora_A.default.weight"), is_of_adapter("lm_head.weight")
+    (True, False)
+    """
+    return any(_ADAPTER_COMPONENTS.fullmatch(part) for part in name.split("."))
+
+
 def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
     """
     Name the layer that the parameter or buffer *name* belongs to.

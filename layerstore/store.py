@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from layerstore.errors import LayerstoreError
+from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.model import LayerEntry, Pin
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import diff as diff_verb
 from layerstore.ops import drop as drop_verb
+from layerstore.ops import export as export_verb
 from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
@@ -26,10 +27,12 @@ from layerstore.ops.compose import Written
 from layerstore.ops.composition import Composition, as_resolved, check_members, compose_by_policy, compose_exact
 from layerstore.ops.diff import Diff
 from layerstore.ops.drop import Dropped
+from layerstore.ops.export import Exported, ExportPlan
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.ranks import AdamStep
+from layerstore.ops.recipes import compose_by_recipe, read_recipe
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
@@ -101,6 +104,11 @@ class Composite:
         """Layers that were due where they are taken from, and were not written there: an older version stands in."""
         return self._composition.older_than_due
 
+    @property
+    def recipe_notes(self) -> tuple[str, ...]:
+        """What the recipe leaves to defaults, and what of it has no meaning here."""
+        return self._composition.notes
+
     def summary(self) -> dict[str, object]:
         """Return all of this for programs, as it is written to ``layerstore.json`` beside the shards."""
         return summary(self._composition)
@@ -156,6 +164,38 @@ class Composite:
             Path(out),
             world_size=world_size,
             adam_step=adam_step,
+            verify=verify,
+            durable=durable,
+            force=force,
+            progress=progress or Silent(),
+        )
+
+    def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = "5GB") -> ExportPlan:
+        """Return what `export` would write; nothing is written."""
+        return export_verb.plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
+
+    def export(
+        self,
+        out: StrPath,
+        *,
+        dtype: str | None = None,
+        max_shard_size: int | str = "5GB",
+        verify: bool = True,
+        durable: bool = True,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> Exported:
+        """
+        Write the weights to the folder *out* as Transformers' ``from_pretrained`` loads them.
+
+        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the one that each parameter is trained in.
+        No file has more than *max_shard_size* of tensors, bytes or a text such as ``"2GiB"``, unless one tensor has.
+        The optimizer's objects are not touched. The rest is as for `write`.
+        """
+        return export_verb.execute_export(
+            self._rooms,
+            self.plan_export(dtype=dtype, max_shard_size=max_shard_size),
+            Path(out),
             verify=verify,
             durable=durable,
             force=force,
@@ -254,12 +294,27 @@ class Store:
             self.pin(pin, f"{ingested.run}@{ingested.step}")
         return ingested
 
-    def compose(self, ref: str | None = None, *, policy: str | Policy = "latest") -> Composite:
+    def compose(
+        self,
+        ref: str | None = None,
+        *,
+        policy: str | Policy = "latest",
+        recipe: StrPath | None = None,
+        run: str | None = None,
+    ) -> Composite:
         """
         Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
 
         *policy* is a name, or a policy with its settings: ``layerstore.Parity(fresh="odd")``, or an object of yours.
+        A *recipe* is a YAML file, ours or LLMTailor's, that names the base and every layer's step;
+        *run* is the run that it leaves open.
         """
+        if recipe is not None:
+            if ref is not None or policy != "latest":
+                raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")
+            return Composite(self._rooms, compose_by_recipe(self._rooms, read_recipe(Path(recipe)), run=run))
+        if run is not None:
+            raise InvalidInput("run= is for recipes", hint="name the run in the reference")
         resolved = resolve(self._rooms, ref)
         if policy == EXACT:
             return Composite(self._rooms, compose_exact(resolved))

@@ -38,6 +38,8 @@ class Composition:
     """The chosen version of every layer, in the model's order."""
     older_than_due: tuple[str, ...] = ()
     """Layers that were due at the save they are taken from but not written there: what it had inherited is used."""
+    notes: tuple[str, ...] = ()
+    """What a recipe leaves to defaults, and what of it has no meaning here."""
 
     @property
     def staleness(self) -> Staleness:

@@ -34,7 +34,7 @@ def plan_rank(state: RankState, slices: Slices, *, world_size: int) -> Iterator[
     groups = sub_group_shapes(TreeView(state.model.tree, path=PurePosixPath(state.model.path)))
     for file in (state.model, state.optimizer):
         yield _plan_tree_file(file, slices, groups, rank=state.rank, world_size=world_size)
-    yield from (_plan_source_file(file) for file in state.files)
+    yield from (plan_source_file(file) for file in state.files)
 
 
 def _plan_tree_file(
@@ -144,7 +144,8 @@ def _placed(filling: list[Part], offset: int) -> Iterator[Piece]:
         offset += part.size_bytes
 
 
-def _plan_source_file(file: SourceFile) -> OutputFile:
+def plan_source_file(file: SourceFile) -> OutputFile:
+    """Return the plan of a file that is kept byte for byte."""
     content = file.content
     literal, pieces, size_bytes = (
         (((0, content),), (), len(content))

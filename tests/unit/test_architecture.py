@@ -34,10 +34,10 @@ FLOORS = {
     "storage": 2,
     "zero3": 2,
     "policy": 2,
+    "export": 2,
     "ops": 3,
     "store": 4,
     "live": 5,
-    "export": 5,
     "remote": 5,
     "report": 5,
     "": 6,  # layerstore/__init__.py, the front door
@@ -48,13 +48,14 @@ MAPPED = ("cli", "migrations")
 MIGRATION_ROOMS = {"format", "storage", "migrations"}
 
 WHY_DOWN = (
-    "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy <- ops <- "
-    "store <- live, export, remote, report <- cli, migrations): a lower room that knows an upper one can be neither "
+    "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy | export "
+    "<- ops <- store <- live, remote, report <- cli, migrations): a lower room that knows an upper one can be neither "
     "understood nor tested without it"
 )
 WHY_STRANGERS = (
     "storage and zero3 never see each other, and neither do other rooms of one floor: the disk must not know "
-    "DeepSpeed's files, so that either can change alone; ops introduces them"
+    "DeepSpeed's files, so that either can change alone; ops introduces them. export is of their floor because it is "
+    "what zero3 is, for the files of other tools: pure plans, which ops fills, so that a Composite can offer them"
 )
 WHY_DOUBLES = "testing holds doubles for tests; a library that imports them ships faults to its users"
 WHY_MIGRATIONS = "migrations are frozen: they may use format and storage, because everything above moves on"
@@ -274,7 +275,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_rooms_of_one_floor_do_not_see_each_other() -> None:
-    """Storage, zero3 and policy are strangers, and so are live, export, remote and report."""
+    """Storage, zero3, policy and export are strangers, and so are live, remote and report."""
     report(
         (
             f"{module.at(found.node)}: {module.name} imports {found.target}"

@@ -1,0 +1,112 @@
+"""
+A recipe held against the store: which commits its steps mean, and which version of each layer they have.
+
+Errors begin with the place in the recipe, and end with what to do about it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerstore.errors import InvalidInput, NotFound
+from layerstore.limits import RECIPE_BYTES_MAX
+from layerstore.model import CommitRecord, LayerEntry
+from layerstore.ops.composition import Composition
+from layerstore.ops.refs import Resolved, only_run, resolve
+from layerstore.ops.rooms import Rooms
+
+if TYPE_CHECKING:
+    from layerstore.policy.recipe import Choice, Recipe
+
+RECIPE = "recipe"
+
+
+def read_recipe(path: Path) -> "Recipe":
+    """Read the recipe in the file *path*; nothing of it is looked up yet."""
+    from layerstore.policy.recipe import parse_recipe, read_text  # brings yaml along, which nothing else needs
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(RECIPE_BYTES_MAX + 1)
+    except OSError as exc:
+        raise InvalidInput(f"the recipe {path} cannot be read: {exc.strerror}", hint="name a YAML file") from exc
+    return parse_recipe(read_text(content, name=str(path)), name=str(path))
+
+
+def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Composition:
+    """
+    Take each layer from where *recipe* says; *run* is the run that it leaves open.
+
+    Raises:
+        InvalidInput: The recipe does not fit the model of its base.
+        NotFound: A step that it names is not in the store.
+    """
+    from layerstore.policy.recipe import ModelOutline
+
+    name = _open_run(rooms, recipe, run)
+    with _explained(recipe.base, name):
+        base = resolve(rooms, recipe.base.reference(run=name))
+    record = base.record
+    plan = recipe.plan(ModelOutline.of(rooms.version_of(entry) for entry in record.layers))
+    back = recipe.base.back if recipe.base.run is None or base.pin is None else _back_of(rooms, record)
+    own = {entry.layer: entry for entry in record.layers}
+    found: dict[str, Resolved] = {}
+    layers = []
+    for layer, choice in plan.layers.items():
+        if choice.is_base:
+            layers.append(own[layer])
+            continue
+        reference = choice.reference(run=record.run, back=back)
+        with _explained(choice, record.run):
+            if reference not in found:
+                found[reference] = resolve(rooms, reference)
+            layers.append(_layer_of(found[reference].record, layer, reference))
+    return Composition(
+        base=record,
+        commit=base.commit,
+        time_ns=base.time_ns,
+        policy=RECIPE,
+        parameters={"recipe": recipe.name, "grammar": recipe.grammar},
+        layers=tuple(layers),
+        notes=plan.notes,
+    )
+
+
+def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:
+    """Return the run that the recipe's bare steps mean: the user's word, else the recipe's own, else the only one."""
+    if recipe.base.run is not None:
+        return recipe.base.run
+    if run is not None:
+        return run
+    if recipe.run_hint is not None and rooms.records.names(recipe.run_hint):
+        return recipe.run_hint
+    with recipe.base.spot.located():
+        return only_run(rooms)
+
+
+def _back_of(rooms: Rooms, record: CommitRecord) -> int:
+    """Return how many attempts before the newest *record*'s own is."""
+    attempts = rooms.catalog.view(record.run).attempts
+    return len(attempts) - 1 - attempts.index(record.attempt) if record.attempt in attempts else 0
+
+
+def _layer_of(record: CommitRecord, layer: str, reference: str) -> LayerEntry:
+    for entry in record.layers:
+        if entry.layer == layer:
+            return entry
+    raise NotFound(f"{reference} has no layer {layer!r}", hint="take this layer from a save of the same model")
+
+
+@contextmanager
+def _explained(choice: "Choice", run: str) -> Iterator[None]:
+    """Let errors begin with the recipe's place, and say how a step that is not there gets into the store."""
+    try:
+        with choice.spot.located():
+            yield
+    except NotFound as exc:
+        if choice.path is not None:
+            exc.hint = f"layerstore ingest {choice.path} --run {choice.run or run}"
+        elif choice.step is not None:
+            exc.hint = f"layerstore ingest FOLDER/checkpoint-{choice.step} --run {choice.run or run}; {exc.hint}"
+        raise

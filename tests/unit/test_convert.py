@@ -1,0 +1,73 @@
+"""Promises of the conversion between floating point types: what torch's own cast does."""
+
+import numpy as np
+import pytest
+import torch
+
+from layerstore.zero3.rounding import can_convert, convert, newly_infinite
+
+TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BITS = {"F64": torch.int64, "F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
+PAIRS = [(source, target) for source in TORCH for target in ("F32", "F16", "BF16") if source != target]
+
+
+def numbers(dtype: str) -> torch.Tensor:
+    """Return every value of a small type, or a wide sample of a large one: all exponents, ties, denormals."""
+    if dtype in {"F16", "BF16"}:
+        bits = np.arange(1 << 16, dtype=np.uint16).view(np.int16)
+        return torch.from_numpy(bits).view(TORCH[dtype])
+    chance = np.random.default_rng(0)
+    if dtype == "F32":
+        upper = np.repeat(np.arange(1 << 16, dtype=np.uint32), 2) << np.uint32(16)
+        words = upper | chance.choice(np.array([0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32), len(upper))
+        return torch.from_numpy(words.view(np.int32)).view(torch.float32)
+    return torch.from_numpy(chance.integers(-(1 << 63), (1 << 63) - 1, 1 << 16)).view(torch.float64)
+
+
+def as_bytes(values: torch.Tensor, dtype: str) -> bytes:
+    """Return the bytes of *values*."""
+    return values.view(BITS[dtype]).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_every_number_becomes_what_torch_makes_of_it(source: str, target: str) -> None:
+    """To the last bit; NaNs stay NaNs, whose payload torch itself does not agree on with itself."""
+    values = numbers(source)
+    expected = values.to(TORCH[target])
+
+    actual = torch.frombuffer(
+        bytearray(convert(as_bytes(values, source), source=source, target=target)), dtype=TORCH[target]
+    )
+
+    assert can_convert(source, target)
+    assert torch.equal(expected.isnan(), actual.isnan())
+    kept = ~expected.isnan()
+    assert torch.equal(expected[kept].view(BITS[target]), actual[kept].view(BITS[target]))
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_what_leaves_the_range_is_counted(source: str, target: str) -> None:
+    """Finite numbers that became infinite, and neither those that were nor NaNs."""
+    values = numbers(source)
+    data = as_bytes(values, source)
+    expected = int((values.to(TORCH[target]).isinf() & values.isfinite()).sum())
+
+    converted = convert(data, source=source, target=target)
+
+    assert expected == newly_infinite(data, converted, source=source, target=target)
+    assert (expected > 0) == ((source, target) not in {("F16", "F32"), ("F16", "BF16"), ("BF16", "F32")})
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_the_same_type_stays_as_it_is(dtype: str) -> None:
+    """NaN payloads included."""
+    data = as_bytes(numbers(dtype), dtype)
+
+    assert data == bytes(convert(data, source=dtype, target=dtype))
+
+
+def test_what_is_no_floating_point_is_not_converted() -> None:
+    """Integers have no way to or from a float, only to themselves."""
+    assert can_convert("I8", "I8")
+    assert not can_convert("I8", "F32")
+    assert not can_convert("F32", "F8_E4M3")

@@ -1,0 +1,512 @@
+"""Promises of an export, end to end on generated checkpoints: the right bits, whole or not at all."""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import layerstore
+from layerstore import Composite, Store
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
+from layerstore.format.blobs import encode_version, ref_of
+from layerstore.limits import PAGE_BYTES
+from layerstore.model import BlobRef, Kind
+from layerstore.ops import fill
+from layerstore.ops.compose import plan_compose
+from layerstore.ops.refs import resolve
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.setup import open_rooms
+from layerstore.storage.files import Files
+from layerstore.storage.objects import ObjectStore
+from layerstore.tree import Located
+from layerstore.zero3 import rounding
+from layerstore.zero3.ptfile import layout_pt, read_pt
+from tests.unit.test_verbs import change_gathered, checkpoint, digests, header_of
+from tests.zero3.weights import differing, whole_weights
+
+NORM = "model.norm.weight"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a new store."""
+    with layerstore.init(tmp_path / "store") as made:
+        yield made
+
+
+def weights_in(folder: Path) -> Tensors:
+    """Return all tensors that an export has, in whatever files."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def source_weights(folder: Path, dtype: torch.dtype) -> Tensors:
+    """Return the weights of a checkpoint as torch casts them."""
+    (tag,) = folder.glob("global_step*")
+    return {name: tensor.to(dtype) for name, tensor in whole_weights(tag).items()}
+
+
+def rooms_of(store: Store) -> Rooms:
+    """Return the rooms of *store*."""
+    return open_rooms(store.path, Files())
+
+
+def objects_of(store: Store, ref: str, *kinds: Kind) -> list[Path]:
+    """Return the files of all objects of some kinds."""
+    rooms = rooms_of(store)
+    ids = {
+        stored.id
+        for entry in resolve(rooms, ref).record.layers
+        for stored in rooms.version_of(entry).objects
+        if stored.kind in kinds
+    }
+    return [rooms.layout.object(object_id) for object_id in sorted(ids)]
+
+
+def mixed(store: Store, base: str, other: str) -> tuple[Composite, set[str]]:
+    """Return *base* with every second layer of *other*, and the names of those layers."""
+    rooms = rooms_of(store)
+    composition = plan_compose(resolve(rooms, base))
+    entries = {entry.layer: entry for entry in resolve(rooms, other).record.layers}
+    swapped = {entry.layer for entry in composition.layers[1::2]}
+    layers = tuple(entries[entry.layer] if entry.layer in swapped else entry for entry in composition.layers)
+    return Composite(rooms, replace(composition, layers=layers)), swapped
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "raw": {},
+    "hf": {"layout": "hf"},
+    "one rank": {"world_size": 1, "layout": "hf"},
+    "three ranks": {"world_size": 3, "layout": "hf"},
+    "more ranks than elements": {"world_size": 20, "layers": 1, "hidden": 4, "vocab": 4},
+    "layerwise": {"groups": "layerwise"},
+    "tied": {"tied": True, "layout": "hf"},
+    "frozen layer": {"frozen": ("model.layers.0",), "layout": "hf"},
+    "frozen embedding": {"frozen": ("model.embed_tokens",), "world_size": 3},
+    "fp16": {"precision": "fp16", "layout": "hf"},
+    "fp32": {"precision": "fp32", "layout": "hf"},
+    "odd sizes": {"hidden": 18, "vocab": 37, "world_size": 3, "layout": "hf"},
+    "whole pages": {"hidden": 64, "vocab": 64, "world_size": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [None, *DTYPES])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_an_export_is_what_torch_makes_of_the_masters(
+    store: Store, tmp_path: Path, shape: dict[str, Any], dtype: str | None
+) -> None:
+    """Every parameter once, cast from its master, or from its weights where they are frozen, to the last bit."""
+    source = checkpoint(tmp_path, **shape)
+    store.ingest(source)
+
+    exported = store.compose("sft").export(tmp_path / "out", dtype=dtype)
+
+    trained_in = shape.get("precision", "bf16")
+    assert exported.dtype == (dtype or trained_in)
+    assert not differing(source_weights(source, DTYPES[dtype or trained_in]), weights_in(exported.out))
+    assert exported.bytes_written == sum(path.stat().st_size for path in exported.out.iterdir())
+    assert sorted(exported.files) == sorted(path.name for path in exported.out.iterdir())
+
+
+@pytest.mark.parametrize("shape", ["hf", "tied", "frozen layer", "fp16", "fp32", "odd sizes"])
+def test_an_export_equals_the_trainers_own_file(store: Store, tmp_path: Path, shape: str) -> None:
+    """Tensor for tensor, beside the very same config."""
+    source = checkpoint(tmp_path, **SHAPES[shape])
+    store.ingest(source)
+
+    exported = store.compose("sft").export(tmp_path / "out")
+
+    assert not differing(load_file(source / "model.safetensors"), load_file(exported.out / "model.safetensors"))
+
+
+def test_only_what_belongs_to_the_model_goes_along(store: Store, tmp_path: Path) -> None:
+    """Byte for byte, whether small enough for the record or an object of its own; nothing of the training."""
+    source = checkpoint(tmp_path, layout="hf")
+    (source / "tokenizer.json").write_text("[" + '"token", ' * 20_000 + "0]")
+    (source / "merges.txt").write_text("a b\n")
+    (source / "config.json").write_text('{"torch_dtype":   "bfloat16"}')
+    for name in ("training_args.bin", "optimizer.pt"):
+        (source / name).write_bytes(b"training")
+    store.ingest(source)
+
+    exported = store.compose("sft").export(tmp_path / "out")
+
+    along = {"tokenizer.json", "merges.txt", "config.json"}
+    assert {"model.safetensors", *along} == set(exported.files)
+    assert all((source / name).read_bytes() == (exported.out / name).read_bytes() for name in along)
+    assert exported.notes == ()
+
+
+@pytest.mark.parametrize("padding", ["", "x" * 100_000])
+def test_the_config_says_what_was_written_and_so_does_the_export(store: Store, tmp_path: Path, padding: str) -> None:
+    """Also where it is large enough to be an object of its own."""
+    source = checkpoint(tmp_path, layout="hf")
+    config = {"model_type": "llama", "dtype": "bfloat16", "padding": padding}
+    (source / "config.json").write_text(json.dumps(config))
+    store.ingest(source)
+
+    exported = store.compose("sft").export(tmp_path / "out", dtype="fp32")
+
+    assert json.loads((exported.out / "config.json").read_text()) == config | {"dtype": "float32"}
+    assert exported.notes == ("config.json says float32 now, as the weights are",)
+
+
+def test_without_a_config_the_weights_are_written_and_a_note_says_what_is_missing(store: Store, tmp_path: Path) -> None:
+    """A raw save folder has none."""
+    store.ingest(checkpoint(tmp_path))
+
+    exported = store.compose("sft").export(tmp_path / "out")
+
+    assert exported.files == ("model.safetensors",)
+    assert "no config.json" in exported.notes[0]
+
+
+def test_a_config_that_is_not_json_is_written_as_it_is(store: Store, tmp_path: Path) -> None:
+    """And noted."""
+    source = checkpoint(tmp_path, layout="hf")
+    (source / "config.json").write_text("{torn")
+    store.ingest(source)
+
+    exported = store.compose("sft").export(tmp_path / "out")
+
+    assert (exported.out / "config.json").read_text() == "{torn"
+    assert "not JSON" in exported.notes[0]
+
+
+# -- what is read --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_an_export_needs_nothing_of_the_optimizer(store: Store, tmp_path: Path, dtype: str | None) -> None:
+    """With all its objects deleted the weights are the same, and verified."""
+    source = checkpoint(tmp_path, layout="hf", frozen=("model.layers.0",))
+    store.ingest(source)
+    expected = digests(store.compose("sft").export(tmp_path / "before", dtype=dtype).out)
+    removed = objects_of(store, "sft", Kind.OPTIMIZER)
+    for path in removed:
+        path.unlink()
+
+    exported = store.compose("sft").export(tmp_path / "after", dtype=dtype)
+
+    assert removed
+    assert expected == digests(exported.out)
+    with pytest.raises(IntegrityError, match="is missing"):
+        store.compose("sft").write(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("kind", [Kind.MASTER, Kind.WEIGHTS])
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_a_flipped_bit_is_found_before_the_folder_appears(
+    store: Store, tmp_path: Path, kind: Kind, dtype: str | None
+) -> None:
+    """In any object that is read, whether copied or converted; unverified, it is not looked for."""
+    store.ingest(checkpoint(tmp_path, frozen=("model.layers.0",)))
+    damaged = objects_of(store, "sft", kind)[-1]
+    data = bytearray(damaged.read_bytes())
+    data[-3] ^= 0x10
+    damaged.write_bytes(data)
+    neighbours = sorted(tmp_path.iterdir())
+
+    with pytest.raises(IntegrityError, match=f"object {damaged.name} is damaged"):
+        store.compose("sft").export(tmp_path / "out", dtype=dtype)
+
+    assert neighbours == sorted(tmp_path.iterdir())
+    assert store.compose("sft").export(tmp_path / "out", dtype=dtype, verify=False).out.is_dir()
+
+
+def test_an_object_cut_short_is_found_even_unverified(store: Store, tmp_path: Path) -> None:
+    """Sizes are always looked at."""
+    store.ingest(checkpoint(tmp_path))
+    damaged = objects_of(store, "sft", Kind.MASTER)[0]
+    os.truncate(damaged, damaged.stat().st_size - 1)
+
+    with pytest.raises(IntegrityError, match=f"object {damaged.name} is damaged"):
+        store.compose("sft").export(tmp_path / "out", verify=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_object_is_verified_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many shards its layer is dealt out to."""
+    store.ingest(checkpoint(tmp_path))
+    seen: list[str] = []
+    original = ObjectStore.verify
+
+    def verify(self: ObjectStore, ref: BlobRef) -> None:
+        seen.append(ref.id)
+        original(self, ref)
+
+    monkeypatch.setattr(ObjectStore, "verify", verify)
+
+    store.compose("sft").export(tmp_path / "out", max_shard_size=600)
+
+    assert sorted(seen) == sorted(path.name for path in objects_of(store, "sft", Kind.MASTER))
+
+
+def test_masters_move_in_the_kernel_in_whole_pages(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fp32 nothing passes through the process, and what fills pages starts on them in both files."""
+    store.ingest(checkpoint(tmp_path, hidden=64, vocab=64, world_size=2))
+    moved: list[tuple[int, int, int]] = []
+    original = os.copy_file_range
+
+    def copy(source: int, target: int, count: int, offset_src: int, offset_dst: int) -> int:
+        moved.append((offset_src, offset_dst, count))
+        return original(source, target, count, offset_src, offset_dst)
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    monkeypatch.setattr(fill, "convert", None)
+
+    exported = store.compose("sft").export(tmp_path / "out", dtype="fp32")
+
+    whole = [piece for piece in moved if piece[2] % PAGE_BYTES == 0]
+    assert sum(count for _, _, count in moved) == sum(
+        tensor.numel() * 4 for tensor in weights_in(exported.out).values()
+    )
+    assert sum(count for _, _, count in whole) > 0.9 * sum(count for _, _, count in moved)
+    assert all(source % PAGE_BYTES == target % PAGE_BYTES == 0 for source, target, _ in whole)
+
+
+# -- stored weights ------------------------------------------------------------------------------------------------
+
+
+def test_stored_weights_are_taken_in_their_own_type_and_masters_in_any_other(store: Store, tmp_path: Path) -> None:
+    """What the trainer saved is what it gets back; what it did not save is rounded from what is known best."""
+    source = checkpoint(tmp_path, layout="hf")
+    change_gathered(source, NORM)
+    store.ingest(source)
+    saved, masters = load_file(source / "model.safetensors"), source_weights(source, torch.float32)
+    assert differing(saved, source_weights(source, torch.bfloat16)) == [NORM]
+
+    default, asked, other = (
+        weights_in(store.compose("sft").export(tmp_path / f"{dtype}", dtype=dtype).out)
+        for dtype in (None, "bf16", "fp16")
+    )
+
+    assert not differing(saved, default)
+    assert not differing(saved, asked)
+    assert not differing({name: master.half() for name, master in masters.items()}, other)
+
+
+def test_rounding_that_differs_from_the_trainers_stops_an_export(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the trainer's own file tells the checksum, in the same type, of the same layer."""
+    store.ingest(checkpoint(tmp_path, layout="hf"))
+
+    def convert(data: bytes, *, source: str, target: str) -> memoryview:
+        converted = bytearray(rounding.convert(data, source=source, target=target))
+        converted[-1] ^= 1
+        return memoryview(converted)
+
+    monkeypatch.setattr(fill, "convert", convert)
+
+    with pytest.raises(IntegrityError, match="rounded from its master, is not what it was"):
+        store.compose("sft").export(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert store.compose("sft").export(tmp_path / "out", dtype="fp16").out.is_dir()
+
+
+def test_values_beyond_the_range_become_infinite_and_are_noted(store: Store, tmp_path: Path) -> None:
+    """With the first tensor's name and their number; infinities that were there are not counted."""
+    source = checkpoint(tmp_path, world_size=1)
+    _poke_masters(source, [65504.0, 65519.9, 65520.0, -1e30, float("inf"), float("nan")])
+    store.ingest(source)
+
+    exported = store.compose("sft").export(tmp_path / "out", dtype="fp16")
+    same = store.compose("sft").export(tmp_path / "same", dtype="fp32")
+
+    tensors = weights_in(exported.out)
+    (name,) = (name for name, tensor in tensors.items() if tensor.isnan().any())
+    assert tensors[name].flatten()[:5].tolist() == [65504.0, 65504.0, float("inf"), float("-inf"), float("inf")]
+    assert any(f"2 values of {name!r} are beyond the range of fp16" in note for note in exported.notes)
+    assert not any("range" in note for note in same.notes)
+
+
+def _poke_masters(source: Path, values: list[float]) -> None:
+    """Put *values* at the start of the first group's masters, and the right checksum around them."""
+    (path,) = source.glob("*/*optim_states.pt")
+    tree: Any = read_pt(path).tree
+    poked = tree["optimizer_state_dict"]["fp32_flat_groups"][0].storage
+    data = bytearray(path.read_bytes())
+    start = poked.content.offset_bytes
+    data[start : start + 4 * len(values)] = struct.pack(f"<{len(values)}f", *values)
+    held = {}
+    layout = layout_pt(tree, name=path.stem, alignment_bytes=64)
+    for storage, offset in layout.storages:
+        located = storage.content
+        assert isinstance(located, Located)
+        content = bytes(data[located.offset_bytes : located.offset_bytes + located.size_bytes])
+        held[storage] = zlib.crc32(content)
+        assert offset == located.offset_bytes
+    for offset, literal in layout.skeleton(held):
+        data[offset : offset + len(literal)] = literal
+    path.write_bytes(data)
+
+
+# -- composites ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 3), (3, 2)])
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_layers_of_two_steps_and_of_any_number_of_ranks_make_one_export(
+    store: Store, tmp_path: Path, ranks: tuple[int, int], dtype: str | None
+) -> None:
+    """Each tensor comes from the step that its layer was chosen from."""
+    sources = {
+        step: checkpoint(tmp_path, step=step, world_size=world_size, layout="hf", hidden=18)
+        for step, world_size in zip((2, 4), ranks, strict=True)
+    }
+    for source in sources.values():
+        store.ingest(source)
+    composite, swapped = mixed(store, "sft@4", "sft@2")
+    per_step = {step: source_weights(source, DTYPES[dtype or "bf16"]) for step, source in sources.items()}
+
+    exported = composite.export(tmp_path / "out", dtype=dtype)
+
+    expected = {
+        name: per_step[2 if any(name.startswith(f"{layer}.") for layer in swapped) else 4][name] for name in per_step[4]
+    }
+    assert swapped
+    assert all(differing(weights, expected) for weights in per_step.values())
+    assert not differing(expected, weights_in(exported.out))
+
+
+def test_a_layer_without_weights_is_named(store: Store, tmp_path: Path) -> None:
+    """Nothing is invented where neither a master nor weights are stored."""
+    store.ingest(checkpoint(tmp_path))
+    rooms = rooms_of(store)
+    composition = plan_compose(resolve(rooms, "sft"))
+    entry = composition.layers[-1]
+    version = rooms.version_of(entry)
+    bare = replace(version, objects=tuple(of for of in version.objects if of.kind is not Kind.MASTER))
+    data = encode_version(bare)
+    home = rooms.layout.object(ref_of(data).id)
+    home.parent.mkdir(exist_ok=True)
+    home.write_bytes(data)
+    layers = (*composition.layers[:-1], replace(entry, version=ref_of(data)))
+
+    with pytest.raises(LayoutMismatch, match="neither a master nor weights of"):
+        Composite(rooms, replace(composition, layers=layers)).export(tmp_path / "out")
+
+
+# -- shards --------------------------------------------------------------------------------------------------------
+
+
+def test_shards_and_their_index_hold_every_tensor_once(store: Store, tmp_path: Path) -> None:
+    """No file has more than was asked for, unless one tensor has; the index names the file of each."""
+    source = checkpoint(tmp_path, layout="hf")
+    store.ingest(source)
+
+    exported = store.compose("sft").export(tmp_path / "out", max_shard_size="1KB")
+
+    index = json.loads((exported.out / "model.safetensors.index.json").read_text())
+    shards = sorted(exported.out.glob("model-*-of-*.safetensors"))
+    assert [path.name for path in shards] == [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+    ]
+    assert not (exported.out / "model.safetensors").exists()
+    assert index["weight_map"] == {name: path.name for path in shards for name in load_file(path)}
+    sizes = {path: [tensor.nbytes for tensor in load_file(path).values()] for path in shards}
+    assert all(sum(of_shard) <= 1000 or len(of_shard) == 1 for of_shard in sizes.values())
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes.values()))
+    assert not differing(source_weights(source, torch.bfloat16), weights_in(exported.out))
+    assert all(header_of(path)[0]["__metadata__"] == {"format": "pt"} for path in shards)
+
+
+def test_a_plan_writes_nothing_and_tells_every_file(store: Store, tmp_path: Path) -> None:
+    """With the sizes that an export then has."""
+    store.ingest(checkpoint(tmp_path, layout="hf"))
+    composite = store.compose("sft")
+    neighbours = sorted(tmp_path.iterdir())
+
+    plan = composite.plan_export(max_shard_size="2KB")
+
+    assert neighbours == sorted(tmp_path.iterdir())
+    exported = composite.export(tmp_path / "out", max_shard_size="2KB")
+    assert {file.path: file.size_bytes for file in plan.files} == {
+        path.name: path.stat().st_size for path in exported.out.iterdir()
+    }
+
+
+# -- the target ----------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_folder_is_replaced_only_when_told_and_only_an_export(store: Store, tmp_path: Path) -> None:
+    """Nothing is changed otherwise, and nothing is lost that the new one does not renew."""
+    store.ingest(checkpoint(tmp_path, layout="hf"))
+    composite = store.compose("sft")
+    out = composite.export(tmp_path / "out", max_shard_size="2KB").out
+    shards = composite.write(tmp_path / "shards").out
+    before = digests(tmp_path)
+
+    with pytest.raises(AlreadyExists, match="is not empty"):
+        composite.export(out)
+    with pytest.raises(AlreadyExists, match="also holds 'global_step2'"):
+        composite.export(shards, force=True)
+    with pytest.raises(AlreadyExists, match="is not a checkpoint"):
+        composite.write(out, force=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("mine")
+    with pytest.raises(AlreadyExists, match="is not an export"):
+        composite.export(tmp_path / "home", force=True)
+    assert digests(tmp_path).items() >= before.items()
+
+    composite.export(out, force=True)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    (out / "README.md").write_text("mine")
+    with pytest.raises(AlreadyExists, match=r"also holds 'README\.md'"):
+        composite.export(out, force=True)
+
+
+def test_the_store_is_never_written_into(store: Store, tmp_path: Path) -> None:
+    """Nor around, nor through what is no folder."""
+    store.ingest(checkpoint(tmp_path))
+    composite = store.compose("sft")
+    (tmp_path / "file").write_text("")
+
+    for out, error in (
+        (store.path / "out", InvalidInput),
+        (store.path, InvalidInput),
+        (store.path.parent, InvalidInput),
+        (tmp_path / "file", AlreadyExists),
+        (tmp_path / "file" / "out", InvalidInput),
+        ("a\0b", InvalidInput),
+    ):
+        with pytest.raises(error):
+            composite.export(out)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"max_shard_size": "many"}, {"max_shard_size": 0}])
+def test_bad_options_are_refused_before_anything_is_read(store: Store, tmp_path: Path, options: dict[str, Any]) -> None:
+    """And nothing is written."""
+    store.ingest(checkpoint(tmp_path))
+
+    with pytest.raises(InvalidInput):
+        store.compose("sft").export(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fatal", ["create", "write", "fsync", "rename", "copy", "mkdir"])
+def test_an_error_anywhere_leaves_nothing(store: Store, tmp_path: Path, fatal: str) -> None:
+    """Whatever the disk refuses."""
+    store.ingest(checkpoint(tmp_path, layout="hf"))
+    neighbours = sorted(tmp_path.iterdir())
+
+    def hook(operation: str, path: Path) -> None:
+        if operation == fatal:
+            raise KeyboardInterrupt
+
+    with Store(store.path, hook=hook) as broken, pytest.raises(KeyboardInterrupt):
+        broken.compose("sft").export(tmp_path / "out", dtype="fp32")
+    assert neighbours == sorted(tmp_path.iterdir())
