@@ -39,6 +39,7 @@ from layerstore.ops.setup import make_store, open_rooms
 from layerstore.ops.staleness import Staleness, check_staleness
 from layerstore.ops.stats import Stats
 from layerstore.ops.summary import summary
+from layerstore.ops.tensors import Tensors, open_tensors
 from layerstore.ops.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.storage.files import Files, Hook, no_hook
@@ -169,6 +170,17 @@ class Composite:
             force=force,
             progress=progress or Silent(),
         )
+
+    def tensors(self, kind: str = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
+        """
+        Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they lie together.
+
+        *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; of weights there are only those that do not
+        follow from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it all are there,
+        as ``exp_avg/NAME``. Nothing of a tensor is read before it is asked for, and then verified first.
+        """
+        versions = (self._rooms.version_of(entry) for entry in self._composition.layers)
+        return open_tensors(self._rooms.objects, versions, kind=kind, state=state, verify=verify)
 
     def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = "5GB") -> ExportPlan:
         """Return what `export` would write; nothing is written."""

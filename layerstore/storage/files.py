@@ -10,10 +10,12 @@ Nothing is ever written in place. Tests put their faults at this seam.
 import contextlib
 import ctypes
 import errno as errnos
+import mmap
 import os
 import secrets
 import shutil
 import stat
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -200,6 +202,16 @@ class OpenFile:
                 if not count:
                     raise self.cut_short(offset + len(buffer))
                 buffer, offset = buffer[count:], offset + count
+
+    def map(self) -> mmap.mmap:
+        """Return all bytes as memory that nobody can write to; it stays when the file is closed, or removed."""
+        with mapped_errors(self.path, doing="map"):
+            try:
+                if sys.version_info >= (3, 13):  # else Python keeps a descriptor for each
+                    return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ, trackfd=False)
+                return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ)
+            except ValueError as exc:
+                raise self.cut_short(self.size_bytes) from exc
 
     def cut_short(self, expected_bytes: int) -> IntegrityError:
         """Return the error for a file that ends before *expected_bytes*."""

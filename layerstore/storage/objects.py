@@ -7,6 +7,7 @@ Layout and write order: docs/reference/format.md, sections 3 and 6.
 
 import contextlib
 import errno as errnos
+import mmap
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
@@ -93,10 +94,21 @@ class ObjectStore:
             IntegrityError: A byte differs, or the object is missing or cut short.
         """
         with self.open(ref) as file:
-            hasher = ObjectHasher()
-            for data in read_chunks(file):
-                hasher.update(data)
-        check_hash(ref, hasher)
+            _check_bytes(ref, file)
+
+    def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
+        """
+        Return the bytes of *ref* as read-only memory, which stays when the object is removed.
+
+        With *verify* they are read and hashed first, from the very file that is mapped.
+
+        Raises:
+            IntegrityError: A byte differs, or the object is missing or cut short.
+        """
+        with self.open(ref) as file:
+            if verify:
+                _check_bytes(ref, file)
+            return file.map()
 
     def ids(self) -> Iterator[tuple[ObjectId, Path]]:
         """Yield every object at its place, by id."""
@@ -278,6 +290,13 @@ def read_chunks(file: OpenFile) -> Iterator[memoryview]:
         chunk = buffer[: min(len(buffer), file.size_bytes - offset)]
         file.read_into(chunk, offset)
         yield chunk
+
+
+def _check_bytes(ref: BlobRef, file: OpenFile) -> None:
+    hasher = ObjectHasher()
+    for data in read_chunks(file):
+        hasher.update(data)
+    check_hash(ref, hasher)
 
 
 def check_hash(ref: BlobRef, hasher: ObjectHasher) -> None:

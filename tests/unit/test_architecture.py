@@ -71,8 +71,8 @@ FOREIGN = {
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "numpy": (
-        ("layerstore.zero3.rounding", "layerstore.ops.distance"),
-        "rounding makes weights and distance measures masters; everything else moves bytes and never looks at numbers",
+        ("layerstore.zero3.rounding", "layerstore.ops.distance", "layerstore.ops.tensors"),
+        "rounding makes weights, distance measures masters, tensors hands arrays out; everything else moves bytes",
     ),
     "yaml": (
         ("layerstore.policy.recipe.document",),

@@ -1,0 +1,219 @@
+"""
+A composite's tensors as arrays, straight from the objects: nothing is written, and nothing copied that need not be.
+
+Objects may be mapped, unlike sources: nobody shortens or rewrites them, and removing one leaves its pages.
+numpy is imported when the first array is made: most commands never do.
+"""
+
+import mmap
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakValueDictionary
+
+from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
+from layerstore.format.objects import frame
+from layerstore.model import BlobRef, Kind, LayerVersion, StoredObject, StoredTensor
+from layerstore.storage.objects import ObjectStore
+from layerstore.zero3.slices import elements_of, valid_elements
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array: TypeAlias = npt.NDArray[Any]
+
+# How numpy reads each element type. It knows neither bfloat16 nor the 8-bit floats: those are handed out as bits.
+_NUMPY = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "u1",
+    "BOOL": "?",
+    "C64": "<c8",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One slice of a tensor, where it lies."""
+
+    object: BlobRef
+    offset: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[_Part, ...]
+    """In order; for buffers of which each rank has its own, every rank's."""
+    is_whole: bool
+    """Whether the first part is all of it."""
+
+
+class Tensors(Mapping[str, "Array"]):
+    """
+    Read-only arrays by name, made when they are asked for.
+
+    An object is verified as a whole before the first of its bytes is handed out, once.
+    Arrays and mapping stay valid when the store is closed. An array whose bytes lie together in one object is that
+    object's memory, mapped: `is_mapped` tells, and `parts` gives the pieces of the others, which are copied together.
+    Types that numpy lacks come as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` tells the true one.
+    Safe to share between threads.
+    """
+
+    def __init__(self, objects: ObjectStore, entries: dict[str, _Entry], *, verify: bool) -> None:
+        self._objects = objects
+        self._entries = entries
+        self._verify = verify
+        self._verified: set[BlobRef] = set()
+        # Weakly: each mapping costs a descriptor until its last array is gone.
+        self._maps: WeakValueDictionary[BlobRef, mmap.mmap] = WeakValueDictionary()
+        self._guard = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # the inherited one would make the array
+
+    def __getitem__(self, name: str) -> "Array":
+        """
+        Return the array *name*.
+
+        Raises:
+            KeyError: There is no such tensor.
+            IntegrityError: The object is damaged or missing.
+        """
+        import numpy as np
+
+        entry = self._entries[name]
+        if self.is_mapped(name):
+            return self._array(entry, entry.parts[0]).reshape(entry.shape)
+        # Of bytes, which nobody can make writable again.
+        data = b"".join(self._array(entry, part).data.cast("B") for part in entry.parts)
+        return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
+
+    def parts(self, name: str) -> tuple["Array", ...]:
+        """
+        Return the flat slices of *name* as they are stored, each of them mapped.
+
+        They are those of the ranks that saved it, in order and without padding; of a buffer, each rank's own copy.
+        """
+        entry = self._entries[name]
+        return tuple(self._array(entry, part) for part in entry.parts)
+
+    def dtype(self, name: str) -> str:
+        """Return the code of *name*'s element type, as safetensors has it."""
+        return self._entries[name].dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of *name*."""
+        return self._entries[name].shape
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether the array *name* is an object's own memory; else it is copied together at each look."""
+        return self._entries[name].is_whole
+
+    def _array(self, entry: _Entry, part: _Part) -> "Array":
+        import numpy as np
+
+        return np.frombuffer(self._map(part.object), _NUMPY[entry.dtype], part.elements, part.offset)
+
+    def _map(self, ref: BlobRef) -> mmap.mmap:
+        with self._guard:
+            found = self._maps.get(ref)
+            if found is None:
+                found = self._objects.map(ref, verify=self._verify and ref not in self._verified)
+                self._verified.add(ref)
+                self._maps[ref] = found
+        return found
+
+
+def open_tensors(
+    objects: ObjectStore, versions: Iterable[LayerVersion], *, kind: str, state: str | None, verify: bool
+) -> Tensors:
+    """
+    Return the tensors of one *kind* that *versions* hold, by name; nothing of them is read yet.
+
+    Those of the optimizer have its *state* before their name, unless one is asked for.
+
+    Raises:
+        InvalidInput: There is no such kind, or it has no states.
+        NotFound: The optimizer has no such state.
+    """
+    wanted = _kind(kind, state)
+    entries: dict[str, _Entry] = {}
+    states: set[str] = set()
+    for version in versions:
+        states |= {tensor.state for stored in version.objects if stored.kind is wanted for tensor in stored.tensors}
+        entries |= dict(_entries(version, wanted, state))
+    if state is not None and state not in states:
+        known = ", ".join(sorted(states)) or "none at all"
+        raise NotFound(f"the optimizer has no state {state!r} in these layers", hint=f"there is {known}")
+    return Tensors(objects, entries, verify=verify)
+
+
+def _kind(kind: str, state: str | None) -> Kind:
+    try:
+        wanted = Kind(kind)
+    except ValueError as exc:
+        raise InvalidInput(f"{kind!r} is no kind of tensors", hint=f"choose one of {', '.join(Kind)}") from exc
+    if state is not None and wanted is not Kind.OPTIMIZER:
+        raise InvalidInput(f"{kind} has no states, {state!r} was asked for", hint="only the optimizer has")
+    return wanted
+
+
+def _entries(version: LayerVersion, kind: Kind, state: str | None) -> Iterator[tuple[str, _Entry]]:
+    shapes = {item.name: item.shape for item in (version.buffers if kind is Kind.BUFFERS else version.parameters)}
+    found: dict[str, list[tuple[StoredObject, StoredTensor, int]]] = {}
+    for stored in version.objects:
+        for tensor, offset in zip(stored.tensors, frame(stored.tensors).offsets, strict=True):
+            if stored.kind is kind and state in {None, tensor.state}:
+                name = tensor.key if state is None else tensor.name
+                found.setdefault(name, []).append((stored, tensor, offset))
+    for name, places in found.items():
+        tensor = places[0][1]
+        if tensor.name not in shapes:
+            raise LayoutMismatch(f"layer {version.layer!r} has {kind} of {tensor.name!r}, which it does not describe")
+        yield name, _entry(shapes[tensor.name], places, is_cut=kind is not Kind.BUFFERS)
+
+
+def _entry(shape: tuple[int, ...], places: list[tuple[StoredObject, StoredTensor, int]], *, is_cut: bool) -> _Entry:
+    _, first, _ = places[0]
+    elements = elements_of(shape)
+    for stored, tensor, _ in places:
+        expected = valid_elements(elements, stored.shards, stored.shard) if is_cut else elements
+        if tensor.elements != expected or tensor.dtype != first.dtype:
+            raise LayoutMismatch(
+                f"{first.name!r} has a slice of {tensor.elements} {tensor.dtype} elements, "
+                f"expected {expected} of {first.dtype}"
+            )
+    if is_cut and sum(tensor.elements for _, tensor, _ in places) != elements:
+        raise LayoutMismatch(f"not every slice of {first.name!r} is there")
+    return _Entry(
+        dtype=first.dtype,
+        shape=shape,
+        parts=tuple(
+            _Part(object=BlobRef(id=stored.id, size_bytes=stored.size_bytes), offset=offset, elements=tensor.elements)
+            for stored, tensor, offset in sorted(places, key=lambda place: place[0].shard)
+        ),
+        is_whole=len(places) == 1 or not is_cut,
+    )
