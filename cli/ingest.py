@@ -1,7 +1,7 @@
 """``layerstore ingest``: checkpoints on disk become commits."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,7 +110,7 @@ def ingest(
 
 
 def _first_with(
-    beginning: dict[str, object], save: Callable[..., "Ingested"], taken: Taken
+    beginning: Mapping[str, object], save: Callable[..., "Ingested"], taken: Taken
 ) -> Callable[..., "Ingested"]:
     """Return *save* with what opens an attempt: only the first of several can have gone back, the others follow it."""
     return lambda *words, **options: save(*words, **options, **({} if taken.saved else beginning))

@@ -20,7 +20,7 @@ from layerstore.format.blobs import encode_version, ref_of
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind
 from layerstore.ops import fill
-from layerstore.ops.compose import plan_compose
+from layerstore.ops.composition import compose_latest
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
@@ -76,7 +76,7 @@ def objects_of(store: Store, ref: str, *kinds: Kind) -> list[Path]:
 def mixed(store: Store, base: str, other: str) -> tuple[Composite, set[str]]:
     """Return *base* with every second layer of *other*, and the names of those layers."""
     rooms = rooms_of(store)
-    composition = plan_compose(resolve(rooms, base))
+    composition = compose_latest(resolve(rooms, base))
     entries = {entry.layer: entry for entry in resolve(rooms, other).record.layers}
     swapped = {entry.layer for entry in composition.layers[1::2]}
     layers = tuple(entries[entry.layer] if entry.layer in swapped else entry for entry in composition.layers)
@@ -386,7 +386,7 @@ def test_a_layer_without_weights_is_named(store: Store, tmp_path: Path) -> None:
     """Nothing is invented where neither a master nor weights are stored."""
     store.ingest(checkpoint(tmp_path))
     rooms = rooms_of(store)
-    composition = plan_compose(resolve(rooms, "sft"))
+    composition = compose_latest(resolve(rooms, "sft"))
     entry = composition.layers[-1]
     version = rooms.version_of(entry)
     bare = replace(version, objects=tuple(of for of in version.objects if of.kind is not Kind.MASTER))

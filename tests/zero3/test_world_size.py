@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.ops.compose import Composition, execute_compose
+from layerstore.ops.compose import execute_compose
+from layerstore.ops.composition import compose_latest
 from layerstore.ops.progress import Silent
 from layerstore.ops.refs import resolve
 from tests.zero3.compare import (
@@ -222,7 +223,7 @@ def test_layers_of_another_step_keep_their_count_in_the_engine(
         base, later = (resolve(store._rooms, f"run@{step}") for step in SAVE_STEPS)
         pairs = zip(base.record.layers, later.record.layers, strict=True)
         layers = tuple(new if "layers.1" in old.layer else old for old, new in pairs)
-        composition = Composition(base=base.record, commit=base.commit, policy="recipe", layers=layers)
+        composition = replace(compose_latest(base), layers=layers)
         out = scenario.save_dir(tmp_path / "out", step=RESUME_STEP)
         out.parent.mkdir(parents=True)
         execute_compose(store._rooms, composition, out, world_size=3, adam_step="per-layer", progress=Silent())

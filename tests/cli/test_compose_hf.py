@@ -1,0 +1,122 @@
+"""``compose --format hf`` writes a folder for Transformers, and says so to people and to programs."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import layerstore
+from tests.bench.generate import generate
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def trainers(tmp_path: Path) -> Path:
+    """Return a store with one checkpoint of a Trainer, and its config."""
+    with layerstore.init(tmp_path / "trainers") as store:
+        store.ingest(generate(tmp_path / "run" / "checkpoint-2", layers=2, hidden=16, vocab=32, layout="hf"))
+    return tmp_path / "trainers"
+
+
+def test_it_writes_weights_and_says_how_to_load_them(run: Run, trainers: Path, tmp_path: Path) -> None:
+    """What was written, in which type, and what to do with it; a changed config is warned of."""
+    outcome = run("compose", "run@2", "--format", "hf", "--dtype", "fp32", "-o", "model", "--store", trainers)
+
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"wrote {tmp_path / 'model'}: run@2, policy latest, fp32, 2 files, ")
+    assert "from_pretrained(FOLDER)" in outcome.out
+    assert outcome.err == "warning: config.json says float32 now, as the weights are\n"
+    assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {
+        "torch.float32"
+    }
+
+
+def test_it_does_not_promise_what_cannot_be_loaded(run: Run, store: Path) -> None:
+    """Without a config there is a warning instead."""
+    outcome = run("compose", "sft@2", "--format", "hf", "-o", "model", "--store", store)
+
+    assert outcome.code == 0
+    assert "from_pretrained" not in outcome.out
+    assert outcome.err.startswith("warning: the base has no config.json")
+
+
+def test_it_tells_programs_all_fields(run: Run, trainers: Path, tmp_path: Path) -> None:
+    """The fields are those of the documentation, in its order; notes are there and on stderr."""
+    words = ("compose", "run@2", "--format", "hf", "--dtype", "fp16", "--max-shard-size", "3KB", "-o", "model")
+    outcome = run(*words, "--store", trainers, "--json")
+
+    fields = outcome.fields
+    layers = fields.pop("layers")
+    assert fields == {
+        "schema": 1,
+        "run": "run",
+        "step": 2,
+        "policy": "latest",
+        "out": str(tmp_path / "model"),
+        "format": "hf",
+        "dtype": "fp16",
+        "files": fields["files"],
+        "bytes_written": sum(path.stat().st_size for path in (tmp_path / "model").iterdir()),
+        "seconds": fields["seconds"],
+        "notes": ["config.json says float16 now, as the weights are"],
+    }
+    assert list(layers["lm_head"].items()) == [("run", "run"), ("step", 2)]
+    assert sorted(fields["files"]) == sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert len(fields["files"]) > 3
+
+
+def test_a_dry_run_lists_the_files_and_writes_nothing(run: Run, trainers: Path, tmp_path: Path) -> None:
+    """With their sizes; to programs it says that it was one."""
+    before = sorted(tmp_path.iterdir())
+    words = ("compose", "--format", "hf", "--max-shard-size", "3KB", "--dry-run", "--store", trainers)
+
+    outcome, fields = run(*words), run(*words, "-o", "model", "--json").fields
+
+    assert outcome.code == 0
+    assert "model.safetensors.index.json" in outcome.out
+    assert outcome.out.endswith("base run@2, policy latest, bf16; nothing was written\n")
+    assert (fields["dry_run"], fields["bytes_written"], fields["out"]) == (True, 0, "model")
+    assert all(name in outcome.out for name in fields["files"])
+    assert before == sorted(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dtype", "bf16"], "--dtype is for --format hf only"),
+        (["--max-shard-size", "1GB"], "--max-shard-size is for --format hf only"),
+        (["--format", "gguf"], "'gguf' is no format"),
+        (["--format", "hf", "--dtype", "int8"], "'int8' is no element type to export"),
+        (["--format", "hf", "--max-shard-size", "big"], "'big' is no size"),
+        (["--format", "hf", "--max-shard-size", "0"], "a shard needs at least one byte"),
+    ],
+)
+@pytest.mark.parametrize("more", [["--dry-run"], ["-o", "model"]])
+def test_options_that_do_not_fit_are_refused(
+    run: Run, trainers: Path, tmp_path: Path, words: list[str], message: str, more: list[str]
+) -> None:
+    """With one line and one hint, before anything is written."""
+    outcome = run("compose", *words, *more, "--store", trainers)
+
+    assert outcome.code == 2
+    error, hint = outcome.err.splitlines()
+    assert error == f"error: {message}"
+    assert hint.startswith("hint: ")
+    assert not (tmp_path / "model").exists()
+
+
+def test_it_replaces_only_when_forced(run: Run, trainers: Path, tmp_path: Path) -> None:
+    """As for shards; and neither format replaces the other."""
+    words = ("compose", "--store", trainers, "-o")
+
+    codes = [
+        run(*words, "model", "--format", "hf").code,
+        run(*words, "model", "--format", "hf").code,
+        run(*words, "model", "--format", "hf", "--force", "--no-verify").code,
+        run(*words, "model", "--force").code,
+        run(*words, "shards").code,
+        run(*words, "shards", "--format", "hf", "--force").code,
+    ]
+
+    assert codes == [0, 14, 0, 14, 0, 14]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
