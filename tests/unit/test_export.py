@@ -30,6 +30,7 @@ from layerstore.tree import Located
 from layerstore.zero3 import rounding
 from layerstore.zero3.ptfile import layout_pt, read_pt
 from tests.unit.test_verbs import change_gathered, checkpoint, digests, header_of
+from tests.zero3.compare import rank_trees
 from tests.zero3.weights import differing, whole_weights
 
 NORM = "model.norm.weight"
@@ -422,6 +423,20 @@ def test_shards_and_their_index_hold_every_tensor_once(store: Store, tmp_path: P
     assert index["metadata"]["total_size"] == sum(map(sum, sizes.values()))
     assert not differing(source_weights(source, torch.bfloat16), weights_in(exported.out))
     assert all(header_of(path)[0]["__metadata__"] == {"format": "pt"} for path in shards)
+
+
+def test_shards_follow_the_models_own_order(store: Store, tmp_path: Path) -> None:
+    """Not that of the names: what a forward pass needs first is in the first file, as Transformers has it."""
+    source = checkpoint(tmp_path, layout="hf", layers=12)
+    store.ingest(source)
+    names = list(rank_trees(source / "global_step2", 0)["model_states"]["module"])
+
+    exported = store.compose("sft").export(tmp_path / "out", max_shard_size="4KB")
+
+    files = json.loads((exported.out / "model.safetensors.index.json").read_text())["weight_map"]
+    in_order = [files[name] for name in names]
+    assert in_order == sorted(in_order)
+    assert [files[name] for name in sorted(names)] != in_order
 
 
 def test_a_plan_writes_nothing_and_tells_every_file(store: Store, tmp_path: Path) -> None:
