@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.export.hf import MAX_SHARD_SIZE
 from layerstore.model import LayerEntry, Pin
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import diff as diff_verb
@@ -182,7 +183,7 @@ class Composite:
         versions = (self._rooms.version_of(entry) for entry in self._composition.layers)
         return open_tensors(self._rooms.objects, versions, kind=kind, state=state, verify=verify)
 
-    def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = "5GB") -> ExportPlan:
+    def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
         """Return what `export` would write; nothing is written."""
         return export_verb.plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
 
@@ -191,7 +192,7 @@ class Composite:
         out: StrPath,
         *,
         dtype: str | None = None,
-        max_shard_size: int | str = "5GB",
+        max_shard_size: int | str = MAX_SHARD_SIZE,
         verify: bool = True,
         durable: bool = True,
         force: bool = False,

@@ -7,8 +7,9 @@ what gets another element type passes through a chunk at a time, so memory does 
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,18 +87,20 @@ class Filling:
         for piece in output.pieces:
             by_object.setdefault(piece.object, []).append(piece)
         checksums = {}
-        for ref in self._verified_ahead(by_object, ahead):
-            with self.rooms.objects.open(ref) as source:
-                for piece in by_object[ref]:
-                    if piece.rounding is None:
-                        file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
-                    else:
-                        assert shard is not None, "only weights are converted"
-                        checksums[piece.offset] = self._convert(piece, shard, source, file)
-                    self.progress.advance(piece.size_bytes)
+        # Closed by hand: after an error nothing more is to be verified.
+        with closing(self._verified_ahead(by_object, ahead)) as refs:
+            for ref in refs:
+                with self.rooms.objects.open(ref) as source:
+                    for piece in by_object[ref]:
+                        if piece.rounding is None:
+                            file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
+                        else:
+                            assert shard is not None, "only weights are converted"
+                            checksums[piece.offset] = self._convert(piece, shard, source, file)
+                        self.progress.advance(piece.size_bytes)
         return checksums
 
-    def _verified_ahead(self, refs: Iterable[BlobRef], ahead: ThreadPoolExecutor) -> Iterator[BlobRef]:
+    def _verified_ahead(self, refs: Iterable[BlobRef], ahead: ThreadPoolExecutor) -> Generator[BlobRef, None, None]:
         """Yield each of *refs* once it is known to be sound, while the next ones are being verified."""
         waiting: deque[tuple[BlobRef, Future[None]]] = deque()
         try:
