@@ -62,7 +62,9 @@ def _warn(found: "Diff") -> None:
 
 
 def _tell(found: "Diff", *, stat: bool) -> None:
-    kinds = list(dict.fromkeys(kind for layer in found.layers for kind in layer.kinds))
+    from layerstore.model import Kind
+
+    kinds = [kind.value for kind in Kind if any(kind.value in layer.kinds for layer in found.layers)]
     columns = [
         Column("LAYER", folds=True),
         *(Column(kind.upper()) for kind in kinds),

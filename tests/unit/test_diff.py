@@ -1,6 +1,7 @@
 """Promises of ``diff``: equal bytes are called equal, and the numbers are those of plain arithmetic."""
 
 import math
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import IntegrityError
+from layerstore.limits import MIB
 from layerstore.model import BlobRef, Kind
 from layerstore.ops.distance import Meter
 from layerstore.ops.setup import open_rooms
@@ -134,6 +136,23 @@ def test_what_is_the_same_is_not_read(store: Store, tmp_path: Path) -> None:
 
     assert (distance.relative_l2, distance.cosine, distance.nonfinite_a, distance.nonfinite_b) == (0.0, 1.0, None, None)
     assert distance.elements == masters(store, "sft", BLOCK_0).size
+
+
+@pytest.mark.parametrize("world_sizes", [(1, 1), (2, 3)])
+def test_memory_does_not_grow_with_the_layer(store: Store, tmp_path: Path, world_sizes: tuple[int, int]) -> None:
+    """Two masters of 50 MB are compared within what a few chunks take."""
+    for step, world_size in zip((2, 4), world_sizes, strict=True):
+        store.ingest(checkpoint(tmp_path, step=step, world_size=world_size, layers=1, hidden=1024))
+    distances(store, "sft@2", "sft@2")
+    size_bytes = store.diff("sft@2", "sft@4").layers[1].kinds["master"].bytes_a
+
+    tracemalloc.start()
+    distances(store, "sft@2", "sft@4")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert size_bytes > 48 * MIB
+    assert peak_bytes < 24 * MIB
 
 
 def test_no_number_of_a_damaged_object_is_told(store: Store, tmp_path: Path) -> None:
