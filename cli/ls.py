@@ -45,13 +45,16 @@ def ls(
         *(_size(sum(line.bytes_by_kind[kind] for line in lines)) for kind in kinds),
         size(sum(sum(line.bytes_by_kind.values()) for line in lines)),
     ]
-    say_table(columns, (_row(line, kinds) for line in lines), total=total if len(lines) > 1 else None)
+    several_runs = len({line.run for line in lines}) > 1
+    say_table(
+        columns, (_row(line, kinds, with_run=several_runs) for line in lines), total=total if len(lines) > 1 else None
+    )
 
 
-def _row(line: "LayerLine", kinds: list[str]) -> list[str]:
+def _row(line: "LayerLine", kinds: list[str], *, with_run: bool) -> list[str]:
     return [
         f"{line.layer} (frozen)" if line.frozen else line.layer,
-        str(line.step),
+        f"{line.run}@{line.step}" if with_run else str(line.step),
         f"{line.parameters:,}",
         *(_size(line.bytes_by_kind[kind]) for kind in kinds),
         size(sum(line.bytes_by_kind.values())),

@@ -8,11 +8,12 @@ Commits that inherited layers keep exactly their versions, and ingesting the che
 import time
 from dataclasses import dataclass
 
-from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.format.records import make_commit
 from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
-from layerstore.ops.refs import Resolved, resolve
+from layerstore.ops.refs import Resolved, parse_reference, resolve
 from layerstore.ops.rooms import Rooms
+from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
 
 
@@ -51,6 +52,8 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
         NotFound: There is no such commit, or it is hidden already.
         InvalidInput: *ref* is a pin, or the last commit of its attempt and *last* is False.
     """
+    if _hiding_records(rooms, ref):
+        raise NotFound(f"{ref} is dropped already", hint="to see it again, ingest its checkpoint again")
     resolved = resolve(rooms, ref)
     record = resolved.record
     if resolved.pin is not None:
@@ -90,13 +93,38 @@ def execute_drop(rooms: Rooms, ref: str, *, last: bool = False) -> Dropped:
     Once this returns a power cut cannot bring it back. If it raises, the commit is as it was.
     """
     rooms.prepare_writing()
+    for earlier in _hiding_records(rooms, ref):
+        rooms.records.confirm(earlier.name)  # its writer may have failed in the very last fsync
     run = plan_drop(rooms, ref, last=last).outcome.run
     with rooms.lock_run(run):
         # Again: whoever held the lock may have saved or dropped.
         plan = plan_drop(rooms, ref, last=last)
-        rooms.records.publish(plan.hiding)
+        _publish(rooms, plan.hiding)
         rooms.catalog.add(plan.hiding)
     return plan.outcome
+
+
+def _publish(rooms: Rooms, hiding: Commit) -> None:
+    record = hiding.record
+    try:
+        rooms.records.publish(hiding)
+    except StorageIO as exc:
+        if rooms.files.exists(rooms.layout.record(record.run, record.step, hiding.id)):
+            # Not "repeat the command": RUN means another commit now.
+            exc.hint = f"layerstore drop {record.run}@{record.step} confirms it, once the disk is well"
+        raise
+
+
+def _hiding_records(rooms: Rooms, ref: str) -> list[RecordRow]:
+    """Return the records that hide the step of *ref*, if it names one and nothing visible is there."""
+    reference = parse_reference(ref)
+    if reference.step is None or not rooms.records.names(reference.name):
+        return []
+    view = rooms.catalog.view(reference.name)
+    if any(row.step == reference.step for row in view.visible):
+        return []
+    hidden = view.hidden
+    return [row for row in view.rows.values() if row.step == reference.step and not row.layers and row.id not in hidden]
 
 
 def _hiding(record: CommitRecord, commit: CommitId) -> CommitRecord:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.errors import StorageIO
+from layerstore.errors import NotFound, StorageIO
 from layerstore.ops.setup import make_store
 from layerstore.storage.files import Files, Hook, no_hook
 from layerstore.store import Store, init
@@ -87,6 +87,15 @@ def do_pin(folder: Path, hook: Hook) -> object:
         return store.pin("named", "run@2")
 
 
+def do_drop(folder: Path, hook: Hook) -> object:
+    """Hide a commit; what is hidden already is confirmed first."""
+    with Store(folder / "store", hook=hook) as store:
+        try:
+            return store.drop("run@2", last=True)
+        except NotFound:
+            return None
+
+
 def do_compose(folder: Path, hook: Hook) -> object:
     """Write a checkpoint."""
     with Store(folder / "store", hook=hook) as store:
@@ -101,7 +110,7 @@ def do_overwrite(folder: Path, hook: Hook) -> object:
         return store.compose("run@2").write(folder / "out", force=True)
 
 
-VERBS: list[Verb] = [do_init, do_ingest, do_pin, do_compose, do_overwrite]
+VERBS: list[Verb] = [do_init, do_ingest, do_pin, do_drop, do_compose, do_overwrite]
 
 
 def make_scene(folder: Path) -> dict[str, str]:
@@ -132,6 +141,8 @@ def _dry_pass(folder: Path, verb: Verb) -> list[Call]:
 def refused(folder: Path, verb: Verb, call: Call, number: int, lasting: bool, earlier: dict[str, str]) -> list[str]:
     """Run *verb* while *call* fails with *number*; return all that is not as it should be."""
     hook = Refuser(call, number, lasting=lasting)
+    if verb is do_drop:
+        earlier = {}  # the only commit: hidden or not, the store is sound
     if verb is do_overwrite:
         shutil.copytree(folder / "older", folder / "out")
     target = snapshot(folder / "out")

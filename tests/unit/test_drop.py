@@ -1,5 +1,6 @@
 """Promises of ``drop``: one record hides one commit, nobody else is hurt, and ingest brings it back."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 import layerstore
 from layerstore import Store
-from layerstore.errors import InvalidInput, NotFound
+from layerstore.errors import InvalidInput, NotFound, StorageIO
 from layerstore.format.records import make_commit
 from layerstore.model import Commit, CommitRecord, Fork, LayerEntry, Observed
 from layerstore.ops.setup import open_rooms
@@ -62,14 +63,37 @@ def test_a_dropped_commit_is_hidden_and_nothing_is_removed(store: Store) -> None
 
 
 def test_dropping_twice_is_not_found(store: Store) -> None:
-    """What is hidden cannot be hidden again, and nothing is written by the attempt."""
+    """What is hidden cannot be hidden again, and no file is changed by the attempt."""
     store.drop("sft@4")
     before = snapshot(store)
 
-    with pytest.raises(NotFound, match="has no step 4"):
-        store.drop("sft@4")
+    for dry_run in (True, False):
+        with pytest.raises(NotFound, match="sft@4 is dropped already"):
+            store.drop("sft@4", dry_run=dry_run)
 
     assert before == snapshot(store)
+
+
+def test_an_unconfirmed_drop_is_confirmed_by_its_step(store: Store) -> None:
+    """If the last fsync fails the commit is hidden; the hint names its step, because RUN means another one now."""
+    commits = store.path / "commits" / "sft"
+    syncs: list[Path] = []
+
+    def refuse(operation: str, path: Path) -> None:
+        if operation == "fsync" and path == commits:
+            syncs.append(path)
+            if len(syncs) == 1:
+                raise StorageIO("the disk is ill", errno=errno.EIO, filename=str(path))
+
+    with Store(store.path, hook=refuse) as unlucky:
+        with pytest.raises(StorageIO, match="durability is not confirmed") as caught:
+            unlucky.drop("sft")
+        assert caught.value.hint == "layerstore drop sft@6 confirms it, once the disk is well"
+        with pytest.raises(NotFound, match="sft@6 is dropped already"):
+            unlucky.drop("sft@6")
+
+    assert len(syncs) == 2
+    assert steps(store) == [4, 2]
 
 
 def test_the_runs_name_then_means_the_next_older_commit(store: Store) -> None:
