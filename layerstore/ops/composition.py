@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.past import saves_from
+from layerstore.ops.past import numbers_above, saves_from, view_or_none
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
@@ -93,14 +93,16 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
     if isinstance(policy, Latest):
         return compose_latest(resolved)
     base = resolved.record
+    view = view_or_none(rooms, base.run)
     looked_at: list[RecordRow] = []
 
     def history() -> Iterator[RecordRow]:
-        for save in saves_from(rooms, resolved):
+        for save in saves_from(view, resolved):
             looked_at.append(save)
             yield save
 
-    picks = replay(anchored(policy, base.save_number), history())
+    above = numbers_above(view, attempt=base.attempt, step=base.step)
+    picks = replay(anchored(policy, base.save_number), history(), above=above)
     # A row only finds its record; what the layers are is read there.
     records = {
         position: base if position == 0 else rooms.catalog.commit(looked_at[position].name).record

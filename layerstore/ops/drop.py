@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.format.records import make_commit
+from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
-from layerstore.ops.refs import Resolved, parse_reference, resolve
+from layerstore.ops.refs import Resolved, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -124,7 +125,9 @@ def _hiding_records(rooms: Rooms, ref: str) -> list[RecordRow]:
     if any(row.step == reference.step for row in view.visible):
         return []
     hidden = view.hidden
-    return [row for row in view.rows.values() if row.step == reference.step and not row.layers and row.id not in hidden]
+    return [
+        row for row in view.rows.values() if row.step == reference.step and not row.layer_names and row.id not in hidden
+    ]
 
 
 def _hiding(record: CommitRecord, commit: CommitId) -> CommitRecord:

@@ -25,7 +25,8 @@ from layerstore.model import (
     PolicyUse,
     SourceLayout,
 )
-from layerstore.ops.place import Place, place_beside, place_of, rows_at, saved_at, view_or_none
+from layerstore.ops.past import view_or_none
+from layerstore.ops.place import Place, place_beside, place_of, rows_at, saved_at
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.selection import layers_due

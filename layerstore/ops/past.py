@@ -10,8 +10,22 @@ from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.runview import RunView
 
 
-def saves_from(rooms: Rooms, base: Resolved) -> Iterator[RecordRow]:
-    """Yield *base* and the saves before it in its history, newest first."""
+def numbers_above(view: RunView | None, *, attempt: int, step: int) -> frozenset[int]:
+    """Return the numbers of *attempt*'s saves after *step*: what was filled in below them is no gap."""
+    rows = [] if view is None else view.of_attempt(attempt)
+    return frozenset(row.save_number for row in rows if row.step > step)
+
+
+def view_or_none(rooms: Rooms, run: str) -> RunView | None:
+    """Return what *run* holds; None where it holds nothing, or nothing any more."""
+    try:
+        return rooms.catalog.view(run)
+    except NotFound:
+        return None
+
+
+def saves_from(view: RunView | None, base: Resolved) -> Iterator[RecordRow]:
+    """Yield *base* and the saves before it in its history, newest first; a pin may have outlived its run."""
     record = base.record
     yield row_of(
         Commit(
@@ -20,11 +34,8 @@ def saves_from(rooms: Rooms, base: Resolved) -> Iterator[RecordRow]:
             observed=Observed(time_ns=base.time_ns, bytes_new=0, bytes_reused=0),
         )
     )
-    try:
-        view = rooms.catalog.view(record.run)
-    except NotFound:
-        return  # a pin that outlived its run
-    yield from saves_below(view, attempt=record.attempt, step=record.step)
+    if view is not None:
+        yield from saves_below(view, attempt=record.attempt, step=record.step)
 
 
 def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow]:

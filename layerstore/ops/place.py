@@ -7,11 +7,12 @@ Nothing is written here. The caller holds the run's lock.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from layerstore.errors import InvalidInput, NotFound
+from layerstore.errors import InvalidInput
 from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry
-from layerstore.ops.past import saves_below
+from layerstore.ops.past import numbers_above, saves_below
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
+from layerstore.policy.replay import missing_between
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
 
@@ -78,7 +79,9 @@ def place_of(
         fork=own[0].fork,
         save_number=number,
         inherited={} if before is None else _by_layer(before),
-        unseen=() if before is None else _unseen(view, before.save_number, number),
+        unseen=()
+        if before is None
+        else missing_between(before.save_number, number, numbers_above(view, attempt=attempt, step=step)),
         supersedes=tuple(sorted(CommitId(row.id) for row in replaced)),
     )
 
@@ -96,11 +99,6 @@ def _dropped(view: RunView, attempt: int, step: int) -> list[RecordRow]:
     """Return the records that hide *step* and nothing else, unless something was saved there since."""
     rows = (row for row in view.rows.values() if (row.step, row.attempt) == (step, attempt))
     return [row for row in rows if not row.layer_names and row.id not in view.hidden]
-
-
-def _unseen(view: RunView, before: int, number: int) -> tuple[int, ...]:
-    visible = {row.save_number for row in view.visible}
-    return tuple(between for between in range(before + 1, number) if between not in visible)
 
 
 def _after_rollback(view: RunView, *, step: int, before: CommitRecord | None) -> Place:
@@ -151,11 +149,3 @@ def rows_at(view: RunView | None, step: int) -> list[RecordRow]:
         return []
     newest = newest_attempt(view)
     return [row for row in view.visible if row.step == step and row.attempt == newest]
-
-
-def view_or_none(rooms: Rooms, run: str) -> RunView | None:
-    """Return what *run* holds; None where it holds nothing yet."""
-    try:
-        return rooms.catalog.view(run)
-    except NotFound:
-        return None

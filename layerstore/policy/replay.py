@@ -5,7 +5,7 @@ Each layer comes from its newest save at which it was due. So a composite over f
 that ``latest`` gives over a history that was saved under the same policy.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,35 +37,42 @@ class _Step:
     unseen: Sequence[int]
 
 
-def replay(policy: Policy, history: Iterable[PastSave]) -> dict[str, int]:
+def replay(policy: Policy, history: Iterable[PastSave], *, above: Collection[int] = ()) -> dict[str, int]:
     """
     Return for every layer of the base, the first of *history*, the position of the save that it comes from.
 
     *history* is newest first, and read no further than needed. A save is full where nothing complete lies before it:
     with nothing at all before it, or only saves from before the optimizer's first update.
+    *above* has the numbers of saves after the base: a step that was filled in later has a larger number than those.
     """
-    steps = _with_gaps(history)
+    steps = _with_gaps(history, set(above))
     if getattr(policy, "by_number", False):
         return _newest_due(policy, steps)
     return _forward(policy, list(steps))
 
 
-def _with_gaps(history: Iterable[PastSave]) -> Iterator[_Step]:
+def _with_gaps(history: Iterable[PastSave], seen: set[int]) -> Iterator[_Step]:
     """Yield every save with the numbers that are missing between it and the one before."""
-    seen: set[int] = set()
     current: _Step | None = None
     for position, save in enumerate(history):
         if current is not None:
-            yield _Step(current.position, current.save, _missing(save.save_number, current.save.save_number, seen))
+            yield _Step(
+                current.position, current.save, missing_between(save.save_number, current.save.save_number, seen)
+            )
         current = _Step(position, save, ())
         seen.add(save.save_number)
     if current is not None:
         yield current
 
 
-def _missing(before: int, number: int, seen: set[int]) -> list[int]:
-    # A step that was filled in later has a larger number than those above it: it is no gap.
-    return [between for between in range(before + 1, number) if between not in seen]
+def missing_between(before: int, number: int, above: Collection[int]) -> tuple[int, ...]:
+    """
+    Return the numbers of the saves between two neighbours that came to nothing.
+
+    >>> missing_between(2, 6, above={4})
+    (3, 5)
+    """
+    return tuple(between for between in range(before + 1, number) if between not in above)
 
 
 def _newest_due(policy: Policy, steps: Iterator[_Step]) -> dict[str, int]:
