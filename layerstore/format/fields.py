@@ -23,6 +23,8 @@ from layerstore.model import BufferContent, FlatContent, FragmentContent, Object
 Value = TypeVar("Value")
 Reader = Callable[[Plain], Any]
 
+_PLAIN = frozenset({bool, int, float, str, bytes})
+
 # What a storage's content may be, besides bytes; told apart by their fields.
 _CONTENTS: tuple[type[object], ...] = (ObjectContent, FlatContent, FragmentContent, BufferContent)
 
@@ -33,18 +35,21 @@ class _Misfit(Exception):
 
 def to_plain(value: object) -> Plain:
     """Turn a dataclass of ``layerstore.model``, or a part of one, into what ``canonical.pack`` takes."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _field_to_plain(field, value) for field in _fields(type(value))}
-    if isinstance(value, StrEnum):
-        return str(value)
+    kind = type(value)
+    if kind in _PLAIN:
+        return cast(Plain, value)
     if isinstance(value, tuple):
         return [to_plain(item) for item in value]
+    if isinstance(value, StrEnum):
+        return str(value)
+    if dataclasses.is_dataclass(kind):
+        return {
+            field.name: treecodec.encode(getattr(value, field.name), content_to_plain=to_plain)
+            if "tree" in field.metadata
+            else to_plain(getattr(value, field.name))
+            for field in _fields(kind)
+        }
     return cast(Plain, value)
-
-
-def _field_to_plain(field: "dataclasses.Field[Any]", owner: object) -> Plain:
-    value = getattr(owner, field.name)
-    return treecodec.encode(value, content_to_plain=to_plain) if "tree" in field.metadata else to_plain(value)
 
 
 def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
@@ -92,7 +97,7 @@ def _reader_of(cls: Any) -> Reader:
 def _plain_type(field: "dataclasses.Field[Any]") -> type | None:
     """Return the one type that a *field* without structure has."""
     kind = getattr(field.type, "__supertype__", field.type)
-    return kind if kind in {bool, int, float, str, bytes} else None
+    return kind if kind in _PLAIN else None
 
 
 def _mistyped(wanted: type, found: type) -> str:
@@ -137,7 +142,7 @@ def _plain_reader(kind: type) -> Reader:
 def _tuple_reader(hint: Any) -> Reader:
     kind = getattr(hint, "__supertype__", hint)
     read_list = _plain_reader(list)
-    if kind in {bool, int, float, str, bytes}:
+    if kind in _PLAIN:
         # Long columns of numbers and names: one look at all their types.
         def read_column(value: Plain) -> Any:
             for found in set(map(type, read_list(value))) - {kind}:

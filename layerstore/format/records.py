@@ -5,12 +5,14 @@ A record's id is the xxh3_128 of its body; what was merely observed while commit
 so that the same content saved twice has one name.
 """
 
+from collections.abc import Collection
+
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.canonical import Plain, pack, pack_again, unpack
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import digest
-from layerstore.model import Commit, CommitId, CommitRecord, Observed, Pin
+from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Pin
 
 # Flags that this version understands; a record with another one is for a newer layerstore.
 KNOWN_FLAGS: frozenset[str] = frozenset()
@@ -44,10 +46,35 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
     body = payload["body"]
     _check_flags(body, name)
     return Commit(
-        id=CommitId(digest(pack_again(body)).hex()),
+        id=_id_of(body),
         record=from_plain(CommitRecord, body, what=name),
         observed=from_plain(Observed, payload["observed"], what=name),
     )
+
+
+def unseal_entries(
+    data: bytes, *, name: str, store_id: str, layers: Collection[str]
+) -> tuple[tuple[Plain, Plain, CommitId], dict[str, LayerEntry]]:
+    """
+    Read of the commit whose file is called *name* run, step and id, and what it says of *layers*.
+
+    The whole file is checked, as ``unseal_commit`` does, but only what is asked for is built:
+    a composite takes a few layers from each of many commits.
+    """
+    body = _payload(data, name, store_id, parts={"body", "observed"})["body"]
+    _check_flags(body, name)
+    if not isinstance(body, dict) or not isinstance(plain := body.get("layers"), list):
+        raise IntegrityError(f"{name} holds no layers", path=name)
+    found = {}
+    for item in plain:
+        if not isinstance(item, dict) or item.get("layer") in layers:
+            entry = from_plain(LayerEntry, item, what=name)
+            found[entry.layer] = entry
+    return (body.get("run"), body.get("step"), _id_of(body)), found
+
+
+def _id_of(body: Plain) -> CommitId:
+    return CommitId(digest(pack_again(body)).hex())
 
 
 def seal_pin(pin: Pin, *, name: str, store_id: str) -> bytes:

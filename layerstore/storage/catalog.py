@@ -10,14 +10,14 @@ import secrets
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
-from layerstore.model import Commit
+from layerstore.model import Commit, LayerEntry
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import Stamp
@@ -131,26 +131,21 @@ class Catalog:
         # The index first: a commit that is published in between is then merely not indexed yet.
         indexed = self._indexed(run)
         stamp = self._records.stamp(run)
-        names = self._records.listing(run)
-        rows = {name: indexed[name] for name in names if name in indexed}
+        names = set(self._records.listing(run))
+        vanished = indexed.keys() - names
+        rows = {name: row for name, row in indexed.items() if name not in vanished} if vanished else indexed
         # Remembered, not forgotten: what a lost record had hidden must not come back in silence.
-        gone = sorted(row.name for name, row in indexed.items() if name not in rows)
+        gone = sorted(indexed[name].name for name in vanished)
         damaged: dict[RecordName, LayerstoreError] = {name: _vanished(name) for name in gone}
-        strangers = set()
-        unseen = []
-        for name in names:
-            if name not in rows:
-                record_name = name_in(run, name)
-                if record_name is None:
-                    strangers.add(name)
-                else:
-                    unseen.append(record_name)
+        found = {name: name_in(run, name) for name in names - indexed.keys()}
+        strangers = frozenset(name for name, record in found.items() if record is None)
+        unseen = sorted(record for record in found.values() if record is not None)
         if not (rows or unseen or gone):
             raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs())
         for start in range(0, len(unseen), _BATCH):
-            rows |= self._read_unseen(sorted(unseen)[start : start + _BATCH], damaged)
+            rows |= self._read_unseen(unseen[start : start + _BATCH], damaged)
         view = RunView(run=run, rows={row.id: row for row in rows.values()}, damaged=damaged)
-        return _Known(rows=rows, strangers=frozenset(strangers), view=view, stamp=stamp)
+        return _Known(rows=rows, strangers=strangers, view=view, stamp=stamp)
 
     def _read_unseen(self, names: list[RecordName], damaged: dict[RecordName, LayerstoreError]) -> dict[str, RecordRow]:
         """Read the records *names*, tell the index of them, and return their rows; note in *damaged* what fails."""
@@ -168,6 +163,10 @@ class Catalog:
     def commit(self, name: RecordName) -> Commit:
         """Read and check the record *name*."""
         return self._records.read(name)
+
+    def entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
+        """Read and check the record *name*; return what it says of those of *layers* that it has, and build no more."""
+        return self._records.read_entries(name, layers)
 
     def _known_runs(self) -> str:
         runs = self.runs()

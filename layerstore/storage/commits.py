@@ -7,15 +7,15 @@ and durable once that folder is fsynced: *the* commit point.
 
 import contextlib
 import errno as errnos
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO
-from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_pin
+from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.layers import is_name
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.model import Commit, CommitId, Pin
+from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.storage.files import Files, Stamp
 from layerstore.storage.layout import RECORD_NAME, Layout
 from layerstore.storage.placement import network_filesystem
@@ -34,6 +34,10 @@ def name_in(run: str, file_name: str) -> RecordName | None:
     """Return which record of *run* the file *file_name* is, None if it is none."""
     match = RECORD_NAME.fullmatch(file_name)
     return None if match is None else RecordName(run, int(match["step"]), CommitId(match["id"]))
+
+
+def _misnamed(called: str) -> IntegrityError:
+    return IntegrityError(f"{called} does not hold the commit that its name says")
 
 
 class RecordStore:
@@ -60,8 +64,8 @@ class RecordStore:
         return sorted(name for name in found if name is not None)
 
     def listing(self, run: str) -> list[str]:
-        """Return all that is in the folder of *run*, records or not; none where it is not there."""
-        return self._files.names(self._layout.run(run))
+        """Return all that is in the folder of *run*, records or not, in no order; none where it is not there."""
+        return self._files.names_unsorted(self._layout.run(run))
 
     def stamp(self, run: str) -> Stamp | None:
         """Return what tells one state of the folder of *run* from another, None where it is not there."""
@@ -91,6 +95,22 @@ class RecordStore:
         """
         return self.decode(self.read_bytes(name), name)
 
+    def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
+        """
+        Return what the commit *name* says of those of *layers* that it has, checked.
+
+        Raises:
+            IntegrityError: It is damaged or gone.
+        """
+        path = self._layout.record(name.run, name.step, name.id)
+        called = self._layout.name(path)
+        found, entries = unseal_entries(
+            self.read_bytes(name), name=called, store_id=self._store_id, layers=frozenset(layers)
+        )
+        if found != (name.run, name.step, name.id):
+            raise _misnamed(called)
+        return entries
+
     def read_bytes(self, name: RecordName) -> bytes:
         """Return the bytes of the record *name*, unchecked."""
         path = self._layout.record(name.run, name.step, name.id)
@@ -106,7 +126,7 @@ class RecordStore:
         path = self._layout.record(name.run, name.step, name.id)
         commit = unseal_commit(data, name=self._layout.name(path), store_id=self._store_id)
         if (commit.record.run, commit.record.step, commit.id) != (name.run, name.step, name.id):
-            raise IntegrityError(f"{self._layout.name(path)} does not hold the commit that its name says")
+            raise _misnamed(self._layout.name(path))
         return commit
 
     def name_of(self, commit: Commit) -> RecordName:

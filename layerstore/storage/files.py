@@ -309,9 +309,13 @@ class Files:
 
     def names(self, directory: Path) -> list[str]:
         """Return the names in *directory*, sorted; none where it is not there."""
+        return sorted(self.names_unsorted(directory))
+
+    def names_unsorted(self, directory: Path) -> list[str]:
+        """Return the names in *directory* as they come; none where it is not there."""
         with mapped_errors(directory, doing="list"):
             try:
-                return sorted(os.listdir(directory))  # noqa: PTH208  # names, not paths
+                return os.listdir(directory)  # noqa: PTH208  # names, not paths
             except FileNotFoundError:
                 return []
 

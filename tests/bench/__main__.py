@@ -2,10 +2,12 @@
 Compare ingest and compose with ``cp -r`` of the same bytes, in alternating runs inside one warm process.
 
     python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5] [--profile]
+    python -m tests.bench query [--commits 10000] [--layers 80]
 
 Prints one table for each verb: median and best time, the ratio of medians to both baselines, processor time,
 peak anonymous memory of this process, and how much of the processors others used.
 The whole command's time, interpreter's start included, stands beside it; its memory is another process's.
+``query`` asks a store with a long history instead, and prints medians, worst times and bars.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.bench import query
 from tests.bench.generate import generate, generate_size
 from tests.bench.machine import limits
 from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, rehearse
@@ -28,16 +31,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("verb", choices=[*VERBS, "all"])
+    parser.add_argument("verb", choices=[*VERBS, "all", "query"])
     parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint in GiB (default: 2)")
     parser.add_argument("--layout", choices=["raw", "hf"], default="hf")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
     parser.add_argument("--dir", type=Path, help="folder for the data, four times --gb (default: the system's)")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="say where the time goes, by one run more of each")
+    parser.add_argument("--commits", type=int, default=10_000, help="of the history that is asked (default: 10000)")
+    parser.add_argument("--layers", type=int, default=80, help="of each of its commits (default: 80)")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     try:
+        if options.verb == "query":
+            query.run(folder, commits=options.commits, layers=options.layers)
+            return
         warm_up(folder / "tiny", lambda path: generate(path, layout=options.layout))
         source = folder / "run/checkpoint-2"
         generate_size(source, options.gb, layout=options.layout, odd=options.odd)

@@ -142,6 +142,43 @@ def test_log_tells_programs_all_fields(run: Run, store: Path) -> None:
     assert len(commits[0]["commit"]) == 32
 
 
+def test_log_comes_in_pages(run: Run, store: Path) -> None:
+    """The last line of a page is the command that shows the next; programs are told that there is more."""
+    first = run("log", "--limit", "1", "--store", store)
+    fields = run("log", "--limit", "1", "--store", store, "--json").fields
+    hint, _, command = first.out.splitlines()[-1].partition(": ")
+
+    assert hint == "1 older commit"
+    assert [commit["step"] for commit in fields["commits"]] == [4]
+    assert fields["more"] is True
+
+    words = command.split()[1:]
+    assert ["log", "sft", "--before", fields["commits"][0]["commit"][:12]] == words
+    last = run(*words, "--store", store)
+    assert [line.split()[1] for line in last.out.splitlines()] == ["STEP", "2"]
+    assert run(*words, "--store", store, "--json").fields["more"] is False
+    assert run("log", "--limit", "0", "--store", store, "--json").fields["more"] is False
+
+
+@pytest.mark.parametrize(("commit", "code"), [("0000", 13), ("", 2), ("nonsense", 13)])
+def test_log_goes_on_after_one_commit_only(run: Run, store: Path, commit: str, code: int) -> None:
+    """What is no commit of the log, or could be several, is refused in one line."""
+    outcome = run("log", "--before", commit, "--store", store)
+
+    assert outcome.code == code
+    assert len(outcome.err.splitlines()) == 2
+
+
+def test_log_draws_attempts(run: Run, store: Path) -> None:
+    """A run that never went back is one line of descent, plain in a pipe; programs get no drawing."""
+    outcome = run("log", "--graph", "--store", store)
+    lines = [line.split() for line in outcome.out.splitlines()]
+
+    assert lines[0][:4] == ["GRAPH", "RUN", "ATTEMPT", "STEP"]
+    assert [line[:4] for line in lines[1:]] == [["*", "sft", "1", "4"], ["*", "sft", "1", "2"]]
+    assert run("log", "--graph", "--store", store, "--json").fields == run("log", "--store", store, "--json").fields
+
+
 def test_log_of_an_empty_store_says_what_to_do_next(run: Run) -> None:
     """An empty answer is no failure."""
     run("init")

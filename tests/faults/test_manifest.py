@@ -6,6 +6,7 @@ Everything happens in children, because what LMDB maps can kill: that counts as 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -19,6 +20,9 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from layerstore.ops.setup import open_rooms
+from layerstore.storage.catalog import Catalog
+from layerstore.storage.files import Files
 from layerstore.storage.locks import lock
 from layerstore.store import Store, init
 from tests.faults.harness import (
@@ -33,6 +37,7 @@ from tests.faults.harness import (
     truth,
     wait_for,
 )
+from tests.unit import samples
 
 PAGE = 4096
 META = 152
@@ -49,6 +54,8 @@ class Scene:
     folder: Path
     answers: str
     composites: dict[str, str]
+    ask: Callable[[Path], tuple[str, list[str]]]
+    """Returns what the store at a path answers, and the notices it gave."""
 
     @property
     def store(self) -> Path:
@@ -70,7 +77,7 @@ def scene(fast_module_path: Path) -> Scene:
             store.ingest(tiny_checkpoint(folder / f"step{step}", step=step), run="run")
         store.ingest(folder / "step4", run="other", pin="kept")
         composites = {ref: composed(store, ref, folder) for ref in ("run@2", "run@4", "other@4", "kept")}
-        return Scene(folder, answers(store), composites)
+        return Scene(folder, answers(store), composites, ask)
 
 
 def answers(store: Store) -> str:
@@ -132,7 +139,7 @@ def _try_edits(scene: Scene, folder: Path, edits: list[Edit], progress: Path) ->
         shutil.copytree(scene.store / "manifest", path / "manifest")
         edit.apply(path / "manifest" / "data.mdb")
         try:
-            answer, notices = ask(path)
+            answer, notices = scene.ask(path)
         except Exception as error:  # noqa: BLE001 - whatever it is, the index must not cause it
             found.append(f"{edit.what}: {error!r}")
             continue
@@ -170,6 +177,57 @@ def test_a_flipped_bit_is_noticed_or_without_effect(scene: Scene, fast_path: Pat
     places = sorted(chance.sample(range(len(data)), FLIPS))
 
     assert _all_edits(scene, fast_path, flips(data, places, chance)) == []
+
+
+# -- a long index --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long_scene(fast_module_path: Path) -> Scene:
+    """Return a store with so many rows that their blocks fill pages of their own, and with as many runs."""
+    folder = fast_module_path / "long"
+    folder.mkdir()
+    layers = [samples.entry(f"model.layers.{number}") for number in range(40)]
+    rooms = samples.rooms(folder / "store")
+    for step in range(150):
+        rooms.records.publish(samples.commit(samples.record(run="long", step=step, layers=layers)))
+    for number in range(80):
+        rooms.records.publish(samples.commit(samples.record(run=f"run{number}", layers=layers)))
+    with contextlib.closing(rooms.catalog):
+        for run in rooms.catalog.runs():
+            rooms.catalog.view(run)
+    return Scene(folder, ask_long(folder / "store")[0], {}, ask_long)
+
+
+def ask_long(path: Path) -> tuple[str, list[str]]:
+    """Return the rows of some runs in the store at *path*, also after a write to the index."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rooms = open_rooms(path, Files())
+        with contextlib.closing(rooms.catalog) as catalog:
+            first = _rows(catalog)
+            (row,) = catalog.view("run7").visible
+            catalog.add(catalog.commit(row.name))
+            catalog._known.clear()
+            assert first == _rows(catalog)
+    return first, [f"{notice.category.__name__}: {notice.message}" for notice in caught]
+
+
+def _rows(catalog: Catalog) -> str:
+    return repr([catalog.view(run).visible for run in ("long", "run7", "run61")])
+
+
+def test_a_flipped_bit_of_a_long_index_is_noticed_or_without_effect(long_scene: Scene, fast_path: Path) -> None:
+    """Branches, leaves and pages of overflow: a flip costs at most a rebuild, wherever LMDB keeps what it believes."""
+    chance, data = seeded("flips of a long index"), long_scene.data
+    anywhere = chance.sample(range(len(data)), FLIPS // 4)
+    heads = [start + chance.randrange(32) for start in range(0, len(data), PAGE)]
+    assert len(heads) > 30
+
+    assert _all_edits(long_scene, fast_path, flips(data, sorted(anywhere + heads * 2), chance)) == []
+
+
+# -- all of it -----------------------------------------------------------------------------------------------------
 
 
 def meta_flips(data: bytes) -> list[Edit]:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.errors import IntegrityError, NotFound, StorageIO
+from layerstore.errors import IntegrityError, NotFound, StorageIO, Unsupported
+from layerstore.format.records import seal_commit
 from layerstore.model import Commit
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
+from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from tests.unit import samples
 
@@ -76,6 +78,37 @@ def test_every_flipped_byte_of_a_record_is_found(rooms: Rooms) -> None:
         path.write_bytes(data[:end])
         with pytest.raises(IntegrityError):
             rooms.records.read(name)
+
+
+def test_some_entries_of_a_record_are_those_of_the_whole(rooms: Rooms) -> None:
+    """What is built of a record is what the whole record says; a layer that it lacks is left out."""
+    commit = samples.commit()
+    rooms.records.publish(commit)
+    name = rooms.records.name_of(commit)
+    entries = {entry.layer: entry for entry in commit.record.layers}
+
+    assert rooms.catalog.entries(name, ["head", "nobody"]) == {"head": entries["head"]}
+    assert rooms.catalog.entries(name, entries) == entries
+    assert rooms.catalog.entries(name, []) == {}
+
+
+def test_some_entries_of_a_damaged_record_are_not_read(rooms: Rooms) -> None:
+    """The whole file is checked, whatever is asked for; so are its place and its name."""
+    commit = samples.commit()
+    rooms.records.publish(commit)
+    path, name = path_of(rooms, commit), rooms.records.name_of(commit)
+    data = path.read_bytes()
+    for position in range(0, len(data), 5):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises((IntegrityError, Unsupported)):
+            rooms.catalog.entries(name, [])
+    other = rooms.layout.record("sft", 5, commit.id)
+    other.write_bytes(seal_commit(commit, name=rooms.layout.name(other), store_id=rooms.identity.store_id))
+    with pytest.raises(IntegrityError, match="does not hold the commit"):
+        rooms.catalog.entries(RecordName("sft", 5, commit.id), [])
+    path.unlink()
+    with pytest.raises(IntegrityError, match="is gone"):
+        rooms.catalog.entries(name, [])
 
 
 def test_a_record_under_another_name_is_found(rooms: Rooms) -> None:

@@ -1,0 +1,161 @@
+"""
+How fast a store with a long history answers: opening it, planning composites, log and ls.
+
+Each question is asked in turn many times, in one process that has asked it before; medians and the worst are shown.
+What a new process needs is measured in new processes.
+"""
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import layerstore
+from layerstore.store import Store
+from tests.bench.histories import RUN, build, places
+
+_ROUNDS = 200
+_PROCESSES = 7
+# A folder that has just been written to is listed for every question; the others are asked once it has come to rest.
+_REST_SECONDS = 4.0
+
+# What a new process does, with the time of each of its steps.
+_COLD = f"""
+import json, sys, time
+marks = [time.perf_counter()]
+import layerstore, layerstore.store
+marks.append(time.perf_counter())
+store = layerstore.open(sys.argv[1])
+store.runs
+marks.append(time.perf_counter())
+store.compose({RUN!r})
+marks.append(time.perf_counter())
+print(json.dumps([later - earlier for earlier, later in zip(marks, marks[1:])]))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One thing that is measured."""
+
+    name: str
+    ask: Callable[[], object]
+    bar_ms: float | None = None
+    rounds: int = _ROUNDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A composite that is planned, on top of a random commit."""
+
+    name: str
+    ref: Callable[[int], str]
+    """From a random step to a reference."""
+    policy: str
+
+
+PLANS = (
+    Plan(name="latest", ref=lambda _: RUN, policy="latest"),
+    Plan(name="exact", ref=lambda _: RUN, policy="exact"),
+    Plan(name="RUN@STEP", ref=lambda step: f"{RUN}@{step}", policy="latest"),
+    Plan(name="RUN~1", ref=lambda _: f"{RUN}~1", policy="latest"),
+)
+"""Every way to choose layers has a line here."""
+
+
+def run(folder: Path, *, commits: int, layers: int) -> None:
+    """Make the store and print a table of all questions."""
+    path = folder / "store"
+    started = time.perf_counter()
+    build(path, commits=commits, layers=layers)
+    built = time.perf_counter()
+    with layerstore.open(path) as store:
+        assert len(store.log(limit=1)) == 1
+    size_bytes = sum(file.stat().st_size for file in (path / "manifest").iterdir())
+    print(f"{commits:,} commits of {layers} layers, {os.cpu_count()} processors, {platform.platform()}")
+    print(
+        f"made in {built - started:.1f} s; indexed in {time.perf_counter() - built:.1f} s; "
+        f"index {(path / 'manifest/data.mdb').stat().st_size / 1e6:.1f} MB, with copies of records "
+        f"{size_bytes / 1e6:.1f} MB"
+    )
+    time.sleep(_REST_SECONDS)
+    print(f"\n{'':<44}{'median':>10}{'worst':>10}  bar")
+    for name, seconds, bar_ms in _cold(path):
+        _print_line(name, seconds, bar_ms)
+    with layerstore.open(path) as store:
+        for question in _questions(store, path, commits=commits):
+            _print_line(question.name, _timed(question), question.bar_ms)
+
+
+def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
+    chance = random.Random(0)
+    # What the newest attempt's history holds: its own steps, and those below where it forked.
+    newest = list(places(commits))[-1]
+    steps = sorted({place.step for place in places(commits) if place.attempt == newest.attempt})
+    folder = path / "commits" / RUN
+
+    def planned(plan: Plan) -> Callable[[], object]:
+        return lambda: store.compose(plan.ref(chance.choice(steps)), policy=plan.policy)
+
+    def just_changed() -> object:
+        os.utime(folder)
+        return store.compose(f"{RUN}@{chance.choice(steps)}")
+
+    def opened() -> None:
+        with layerstore.open(path) as other:
+            assert other.runs == [RUN]
+
+    last = store.log(RUN, limit=commits // 2)[-1].commit
+    return [
+        Question(name="open", ask=opened, bar_ms=50),
+        *(Question(name=f"plan {plan.name}", ask=planned(plan), bar_ms=10) for plan in PLANS),
+        Question(name="plan RUN@STEP, folder just changed", ask=just_changed, bar_ms=10),
+        Question(name="log, first 50", ask=lambda: store.log(RUN, limit=50)),
+        Question(name="log, 50 from the middle", ask=lambda: store.log(RUN, limit=50, before=last)),
+        Question(name="log --graph, first 50", ask=lambda: store.log_page(RUN, limit=50, graph=True), rounds=50),
+        Question(name="ls", ask=lambda: store.ls(f"{RUN}@{chance.choice(steps)}"), rounds=50),
+        Question(name="layerstore log, whole process", ask=lambda: _command(path, "log"), rounds=_PROCESSES),
+        Question(name="layerstore ls, whole process", ask=lambda: _command(path, "ls"), rounds=_PROCESSES),
+    ]
+
+
+def _timed(question: Question) -> list[float]:
+    question.ask()
+    found = []
+    for _ in range(question.rounds):
+        started = time.perf_counter()
+        question.ask()
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def _cold(path: Path) -> list[tuple[str, list[float], float | None]]:
+    runs = [json.loads(_python("-c", _COLD, str(path))) for _ in range(_PROCESSES)]
+    imports, opens, plans = (list(column) for column in zip(*runs, strict=True))
+    both = [opened + planned for opened, planned in zip(opens, plans, strict=True)]
+    return [
+        ("new process: import", imports, None),
+        ("new process: open", opens, 50.0),
+        ("new process: open and plan latest", both, None),
+    ]
+
+
+def _command(path: Path, verb: str) -> None:
+    _python("-m", "layerstore.cli", verb, "--store", str(path))
+
+
+def _python(*words: str) -> str:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
+
+
+def _print_line(name: str, seconds: list[float], bar_ms: float | None) -> None:
+    median, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
+    verdict = "" if bar_ms is None else f"under {bar_ms:g} ms: {'kept' if median < bar_ms else 'missed'}"
+    print(f"{name:<44}{median:>7.2f} ms{worst:>7.2f} ms  {verdict}", flush=True)

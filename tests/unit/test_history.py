@@ -1,0 +1,519 @@
+"""Promises of histories: whatever happened to a run, its view says what the records alone say."""
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import layerstore
+from layerstore import Store
+from layerstore.errors import InvalidInput, LayerstoreError, NotFound
+from layerstore.model import Commit, CommitId, CommitRecord, Fork
+from layerstore.ops.history import graph, history
+from layerstore.ops.queries import LogPage
+from layerstore.ops.refs import find_row, parse_reference, resolve
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.setup import open_rooms
+from layerstore.storage.catalog import IndexNotice
+from layerstore.storage.commits import RecordName, RecordStore
+from layerstore.storage.files import Files
+from layerstore.storage.manifest import BLOCK_ROWS, RecordRow, row_of
+from layerstore.storage.runview import RunView
+from tests.unit import samples
+
+RUN = "sft"
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Iterator[Rooms]:
+    """Return the rooms of a new store."""
+    made = samples.rooms(tmp_path / "store")
+    yield made
+    made.catalog.close()
+
+
+def publish(rooms: Rooms, step: int, *, attempt: int = 1, fork: Fork | None = None, tag: str = "t") -> Commit:
+    """Publish one commit, and do not tell the index."""
+    commit = samples.commit(samples.record(run=RUN, step=step, attempt=attempt, fork=fork, tag=tag))
+    rooms.records.publish(commit)
+    return commit
+
+
+# -- a slow reference, from records alone --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Reference:
+    """What a run should look like, worked out in the most obvious way from its records."""
+
+    records: dict[CommitId, CommitRecord]
+    damaged: set[RecordName]
+
+    def visible(self) -> list[tuple[int, int, CommitId]]:
+        """Return attempt, step and id of what is neither hidden nor empty, in order."""
+        hidden = {gone for record in self.records.values() for gone in record.supersedes}
+        return sorted(
+            (record.attempt, record.step, key)
+            for key, record in self.records.items()
+            if record.layers and key not in hidden
+        )
+
+    def history(self, attempt: int) -> list[tuple[int, int, CommitId]]:
+        """Return step, attempt and id of all that *attempt* came from, newest first."""
+        own = [(step, of, key) for of, step, key in self.visible() if of == attempt]
+        mine = sorted((record.step, key) for key, record in self.records.items() if record.attempt == attempt)
+        fork = self.records[mine[0][1]].fork if mine else None
+        below = []
+        if fork is not None and fork.attempt < attempt:
+            below = [found for found in self.history(fork.attempt) if found[0] <= fork.step]
+        return sorted(own + below, reverse=True)
+
+    def meant(self, back: int, step: int | None) -> str:
+        """Return the commit that a reference means, or the kind of error that it ends in."""
+        attempts = sorted({attempt for attempt, _, _ in self.visible()})
+        if back >= len(attempts):
+            return "damaged" if self.damaged else "not_found"
+        found = self.history(attempts[-1 - back])
+        at = found[0][0] if step is None else step
+        if any(name.step == at or (step is None and name.step > at) for name in self.damaged):
+            return "damaged"
+        here = [(attempt, key) for of_step, attempt, key in found if of_step == at]
+        newest = [key for attempt, key in here if attempt == max(here)[0]]
+        return "not_found" if not newest else newest[0] if len(newest) == 1 else "conflict"
+
+
+STEPS = st.integers(0, 6)
+
+
+@st.composite
+def happenings(draw: st.DrawFn) -> list[tuple[str, int, int, int, int]]:
+    """Return what happens to a run, in order: each with an attempt, a fork, a step and which earlier commit it hits."""
+    kinds = st.sampled_from(["commit"] * 6 + ["replace", "hide", "damage", "remove", "reopen", "lose index", "look"])
+    return draw(
+        st.lists(st.tuples(kinds, st.integers(1, 4), STEPS, STEPS, st.integers(0, 30)), min_size=1, max_size=25)
+    )
+
+
+class Run:
+    """A store, and beside it what has been done to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.rooms = samples.rooms(path)
+        self.commits: dict[CommitId, Commit] = {}
+        self.damaged: set[CommitId] = set()
+        self.gone: set[CommitId] = set()
+        self.remembered: set[CommitId] = set()
+
+    def happen(self, what: str, attempt: int, fork: int, step: int, which: int) -> None:
+        """Do one thing."""
+        there = [key for key in self.commits if key not in self.gone]
+        hit = there[which % len(there)] if there else None
+        if what in {"commit", "replace", "hide"}:
+            self._publish(what, attempt, fork, step, hit, which)
+        elif what == "reopen":
+            self.rooms.catalog.close()
+            self.rooms = open_rooms(self.rooms.layout.root, Files())
+        elif what == "lose index":
+            self.rooms.catalog.close()
+            shutil.rmtree(self.rooms.layout.manifest, ignore_errors=True)
+            self.rooms = open_rooms(self.rooms.layout.root, Files())
+            self.remembered.clear()
+        elif what == "look":
+            self.look()
+        elif hit is not None:
+            self._harm(hit, removes=what == "remove")
+
+    def _publish(self, what: str, attempt: int, fork: int, step: int, hit: CommitId | None, which: int) -> None:
+        record = samples.record(
+            run=RUN,
+            step=step,
+            attempt=attempt,
+            fork=Fork(attempt=1 + which % 4, step=fork) if which % 5 else None,
+            tag=f"{which % 3}",
+            supersedes=[hit] if hit is not None and what != "commit" else [],
+            layers=[] if what == "hide" else None,
+        )
+        commit = samples.commit(record)
+        if commit.id not in self.commits:
+            self.rooms.records.publish(commit)
+            self.commits[commit.id] = commit
+
+    def _harm(self, key: CommitId, *, removes: bool) -> None:
+        record = self.commits[key].record
+        path = self.rooms.layout.record(record.run, record.step, key)
+        if removes:
+            path.unlink()
+            self.gone.add(key)
+        else:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            self.damaged.add(key)
+
+    def look(self) -> RunView | None:
+        """Ask for the view; after it the index knows what it could read."""
+        try:
+            view = self.rooms.catalog.view(RUN)
+        except NotFound:
+            return None
+        self.remembered |= self.commits.keys() - self.damaged - self.gone
+        return view
+
+    def reference(self) -> Reference:
+        """Return what should be seen now: a record that rots once the index knows it is told by whoever reads it."""
+        names = {key: RecordName(RUN, commit.record.step, key) for key, commit in self.commits.items()}
+        rotten = self.damaged - self.gone - self.remembered
+        vanished = self.gone & self.remembered
+        readable = self.commits.keys() - self.gone - rotten
+        return Reference({key: self.commits[key].record for key in readable}, {names[key] for key in rotten | vanished})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(happenings())
+def test_a_view_says_what_the_records_say(done: list[tuple[str, int, int, int, int]]) -> None:
+    """Attempts, forks, what is hidden, damaged or gone: every question has the answer of the slow way."""
+    with tempfile.TemporaryDirectory(prefix="history-") as folder:
+        run = Run(Path(folder) / "store")
+        try:
+            for what, *numbers in done:
+                run.happen(what, *numbers)
+            expected = run.reference()
+            view = run.look()
+            if view is None:
+                assert not expected.records
+                assert not expected.damaged
+                return
+            _check(view, expected)
+        finally:
+            run.rooms.catalog.close()
+
+
+def _check(view: RunView, expected: Reference) -> None:
+    assert set(view.damaged) == expected.damaged
+    assert [(row.attempt, row.step, row.id) for row in view.visible] == expected.visible()
+    assert {key: row_of(samples.commit(record)) for key, record in expected.records.items()} == view.rows
+    for attempt in range(6):
+        found = [(row.step, row.attempt, row.id) for row in view.history(attempt)]
+        assert found == expected.history(attempt)
+        for step in range(8):
+            below = [(row.step, row.attempt, row.id) for row in view.history(attempt, step=step)]
+            assert below == [row for row in found if row[0] <= step]
+    for back in range(5):
+        for step in [None, *range(7)]:
+            assert _meant(view, back, step) == expected.meant(back, step), (back, step)
+    drawn = [line.row for line in graph(view) if line.row is not None]
+    assert sorted(row.id for row in drawn) == sorted(row.id for row in view.visible)
+
+
+def _meant(view: RunView, back: int, step: int | None) -> str:
+    text = f"{RUN}~{back}" if step is None else f"{RUN}~{back}@{step}"
+    try:
+        return find_row(view, parse_reference(text)).id
+    except LayerstoreError as exc:
+        return exc.kind
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_says_what_was_saved_and_what_is_counted(rooms: Rooms) -> None:
+    """Inherited from an earlier step, another run or another attempt: only what was saved here counts as saved."""
+    entries = [
+        samples.entry("here", step=8, attempt=2),
+        samples.entry("earlier", step=4, attempt=2),
+        samples.entry("elsewhere", step=8, attempt=2, run="other"),
+        samples.entry("another attempt", step=8, attempt=1),
+        dataclasses.replace(samples.entry("uncounted", step=8, attempt=2), optimizer_step=None),
+    ]
+    rooms.records.publish(samples.commit(samples.record(run=RUN, step=8, attempt=2, layers=entries)))
+    for _ in range(2):
+        (row,) = history(rooms, RUN)
+
+        assert row.saved == (True, False, False, False, True)
+        assert row.counted == (True, True, True, True, False)
+        assert row.layer_names == tuple(entry.layer for entry in entries)
+        rooms.catalog.close()
+        rooms = open_rooms(rooms.layout.root, Files())
+    rooms.catalog.close()
+
+
+def test_rows_share_their_layers_names(rooms: Rooms) -> None:
+    """Ten thousand rows hold the names of eighty layers once, also across blocks."""
+    for step in range(BLOCK_ROWS + 1):
+        publish(rooms, step)
+    rooms.catalog.view(RUN)
+    rooms.catalog.close()
+    again = open_rooms(rooms.layout.root, Files())
+    with contextlib.closing(again.catalog):
+        names = {id(row.layer_names) for row in history(again, RUN)}
+
+    assert len(names) == 1
+
+
+def test_a_history_begins_where_it_is_asked_to(rooms: Rooms) -> None:
+    """The newest attempt where none is named; from a step downwards; nothing of a run without visible commits."""
+    for step in (100, 800, 1000):
+        publish(rooms, step)
+    for step in (850, 900):
+        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800))
+
+    assert [row.step for row in history(rooms, RUN)] == [900, 850, 800, 100]
+    assert [row.step for row in history(rooms, RUN, 1)] == [1000, 800, 100]
+    assert [row.step for row in history(rooms, RUN, 2, step=899)] == [850, 800, 100]
+    assert list(history(rooms, RUN, 3)) == []
+    with pytest.raises(NotFound):
+        history(rooms, "nobody")
+
+
+def test_a_long_chain_of_attempts_ends_in_no_recursion(rooms: Rooms) -> None:
+    """Training that went back a thousand times, each time further, is still followed and drawn."""
+    count = 1200
+    rows = [
+        RecordRow(RUN, 10 * count - number, CommitId(f"{number:032x}"), number, fork, number, (), ("layer",), b"\x01")
+        for number in range(1, count + 1)
+        for fork in [Fork(attempt=number - 1, step=10 * count) if number > 1 else None]
+    ]
+    view = RunView(run=RUN, rows={row.id: row for row in rows}, damaged={})
+
+    assert sum(1 for _ in view.history(count)) == count
+    assert sum(line.row is not None for line in graph(view)) == count
+
+
+# -- what is known again -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let folders seem to have rested for a minute."""
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 60 * 10**9)
+
+
+def a_tick() -> None:
+    """Wait until the clock that gives files their times has gone on."""
+    time.sleep(0.02)
+
+
+class Listings:
+    """Counts how often a run is listed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = RecordStore.listing
+
+        def listing(records: RecordStore, run: str) -> list[str]:
+            self.count += 1
+            return original(records, run)
+
+        monkeypatch.setattr(RecordStore, "listing", listing)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_folder_at_rest_is_listed_once(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing can have changed nothing is looked at again, and every change is seen."""
+    publish(rooms, 2)
+    listings = Listings(monkeypatch)
+    first = rooms.catalog.view(RUN)
+    a_tick()
+    assert rooms.catalog.view(RUN) is first
+    assert listings.count == 1
+
+    other = open_rooms(rooms.layout.root, Files())
+    commit = publish(other, 4)
+    assert [row.step for row in rooms.catalog.view(RUN).visible] == [2, 4]
+    a_tick()
+    other.layout.record(RUN, 4, commit.id).unlink()
+    assert [name.step for name in rooms.catalog.view(RUN).damaged] == [4]
+
+
+def test_a_folder_that_has_just_changed_is_listed_again(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times may be the same after the next change; records that are known are not read again for that."""
+    publish(rooms, 2)
+    listings = Listings(monkeypatch)
+    first = rooms.catalog.view(RUN)
+    monkeypatch.setattr(RecordStore, "read_bytes", lambda *_: pytest.fail("a known record was read"))
+
+    assert rooms.catalog.view(RUN) is first
+    assert listings.count == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_network_filesystem_is_always_listed(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine's clock, or a cache of attributes, proves nothing."""
+    publish(rooms, 2)
+    monkeypatch.setattr(RecordStore, "is_on_network", lambda _: True)
+    listings = Listings(monkeypatch)
+    rooms.catalog.view(RUN)
+    rooms.catalog.view(RUN)
+
+    assert listings.count == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_record_that_is_repaired_in_place_is_seen(rooms: Rooms) -> None:
+    """A folder does not show that a file in it was written to, so what is damaged is looked at every time."""
+    commit = publish(rooms, 2)
+    publish(rooms, 4)
+    path = rooms.layout.record(RUN, 2, commit.id)
+    sound = path.read_bytes()
+    path.write_bytes(b"")
+    assert [name.step for name in rooms.catalog.view(RUN).damaged] == [2]
+    path.write_bytes(sound)
+
+    assert rooms.catalog.view(RUN).damaged == {}
+    assert resolve(rooms, f"{RUN}@2").commit == commit.id
+
+
+@pytest.mark.usefixtures("settled")
+def test_what_was_forgotten_stays_forgotten(rooms: Rooms) -> None:
+    """After a reindex nobody remembers what had vanished, this process included."""
+    commit = publish(rooms, 2)
+    publish(rooms, 4)
+    rooms.catalog.view(RUN)
+    a_tick()
+    rooms.layout.record(RUN, 2, commit.id).unlink()
+    assert len(rooms.catalog.view(RUN).damaged) == 1
+    with pytest.warns(IndexNotice, match="forgot"):
+        rooms.catalog.rebuild()
+
+    assert rooms.catalog.view(RUN).damaged == {}
+
+
+def test_strangers_in_the_folder_are_no_news(rooms: Rooms) -> None:
+    """What is no record is neither read nor taken for a change of the run."""
+    publish(rooms, 2)
+    first = rooms.catalog.view(RUN)
+    (rooms.layout.run(RUN) / ".swp").write_bytes(b"")
+    second = rooms.catalog.view(RUN)
+
+    assert second == first
+    assert rooms.catalog.view(RUN) is second
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(rooms: Rooms) -> Iterator[Store]:
+    """Return a store in which training went back once: attempt 1 to step 1000, attempt 2 from 800 to 900."""
+    for step in (100, 800, 1000):
+        publish(rooms, step)
+    for step in (850, 900):
+        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800))
+    with layerstore.open(rooms.layout.root) as opened:
+        yield opened
+
+
+def shown(page: LogPage) -> list[str]:
+    """Return a page's lines as the drawing, attempt and step."""
+    return [
+        f"{line.drawing} {line.entry.attempt}@{line.entry.step}" if line.entry else line.drawing for line in page.lines
+    ]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6])
+def test_pages_make_up_the_whole_log(store: Store, limit: int, graph: bool) -> None:
+    """Page after page, drawn or not, shows what one long page shows, and each says how many commits follow."""
+    whole = store.log_page(RUN, graph=graph)
+    assert whole.more == ()
+
+    found, before, left = [], None, 5
+    while left:
+        page = store.log_page(RUN, limit=limit, before=before, graph=graph)
+        found += shown(page)
+        left -= len(page.entries)
+        assert [(more.run, more.commits) for more in page.more] == ([(RUN, left)] if left else [])
+        before = page.more[0].after if left else None
+
+    assert found == shown(whole)
+
+
+def test_a_log_is_drawn(store: Store) -> None:
+    """The drawing stands before the commits."""
+    assert shown(store.log_page(RUN, graph=True)) == ["* 2@900", "* 2@850", "| * 1@1000", "|/", "* 1@800", "* 1@100"]
+
+
+def test_every_run_has_its_page(store: Store, rooms: Rooms) -> None:
+    """The limit is for each run, and a commit names its run for the next page."""
+    for step in (1, 2):
+        rooms.records.publish(samples.commit(samples.record(run="other", step=step)))
+
+    page = store.log_page(limit=1)
+    assert [(entry.run, entry.step) for entry in page.entries] == [("other", 2), (RUN, 900)]
+    assert [(more.run, more.commits) for more in page.more] == [("other", 1), (RUN, 4)]
+    assert [entry.step for entry in store.log(before=page.more[0].after[:8])] == [1]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_page_of_nothing_is_refused(store: Store, limit: int) -> None:
+    """Nobody is told that there is more and given no way to it."""
+    with pytest.raises(InvalidInput, match="is none"):
+        store.log(limit=limit)
+
+
+# -- drawings ------------------------------------------------------------------------------------------------------
+
+
+def drawn(rooms: Rooms) -> list[str]:
+    """Return the drawing of the run, with attempt and step of each commit."""
+    lines = graph(rooms.catalog.view(RUN))
+    return [line.drawing + (f" {line.row.attempt}@{line.row.step}" if line.row else "") for line in lines]
+
+
+def test_attempts_are_drawn_beside_what_they_left(rooms: Rooms) -> None:
+    """The newest history stands on the left; what was abandoned joins it where training went back to."""
+    for step in (100, 800, 850, 1000):
+        publish(rooms, step)
+    for step in (850, 900):
+        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800))
+    for step in (860, 1100):
+        publish(rooms, step, attempt=3, fork=Fork(attempt=2, step=850))
+
+    assert drawn(rooms) == [
+        "* 3@1100",
+        "* 3@860",
+        "| * 2@900",
+        "|/",
+        "* 2@850",
+        "| * 1@1000",
+        "| * 1@850",
+        "|/",
+        "* 1@800",
+        "* 1@100",
+    ]
+
+
+def test_what_was_abandoned_may_have_been_left_itself(rooms: Rooms) -> None:
+    """An attempt that left another above where the newest one did is drawn inside what that abandoned."""
+    for step in (100, 800, 900, 1000):
+        publish(rooms, step)
+    publish(rooms, 950, attempt=2, fork=Fork(attempt=1, step=900))
+    publish(rooms, 850, attempt=3, fork=Fork(attempt=1, step=800))
+    publish(rooms, 810, attempt=4, fork=Fork(attempt=1, step=800))
+
+    assert drawn(rooms) == [
+        "* 4@810",
+        "| * 3@850",
+        "|/",
+        "| * 2@950",
+        "| | * 1@1000",
+        "| |/",
+        "| * 1@900",
+        "|/",
+        "* 1@800",
+        "* 1@100",
+    ]
+
+
+def test_a_fresh_start_is_a_line_of_its_own(rooms: Rooms) -> None:
+    """An attempt that forks nowhere joins nothing."""
+    publish(rooms, 100)
+    publish(rooms, 50, attempt=2, tag="new")
+
+    assert drawn(rooms) == ["* 2@50", "* 1@100"]
