@@ -325,7 +325,9 @@ class Store:
         if recipe is not None:
             if ref is not None or policy != "latest":
                 raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")
-            return Composite(self._rooms, compose_by_recipe(self._rooms, read_recipe(Path(recipe)), run=run))
+            return Composite(
+                self._rooms, compose_by_recipe(self._rooms, read_recipe(self._rooms, Path(recipe)), run=run)
+            )
         if run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
         resolved = resolve(self._rooms, ref)

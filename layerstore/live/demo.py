@@ -22,7 +22,7 @@ from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError
 from layerstore.live.demo_needs import check_needs
 from layerstore.live.demo_training import tag_of
 from layerstore.live.ranks import Event, Ranks
-from layerstore.storage.files import mapped_errors
+from layerstore.storage.kernel import mapped_errors
 from layerstore.store import init, open_store
 
 RANKS = 2

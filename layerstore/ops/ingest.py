@@ -205,8 +205,8 @@ def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
     names = frozenset(layer.layer for layer in plan.checkpoint.layers)
     if rivals and not (plan.replace or plan.opens_attempt):
         # Most likely the same again: only by the very layers that were stored then can it be seen to be the same.
-        place, record = place_beside(rooms, rivals[0])
-        return _Intent(place=place, policy=record.policy, due=names - place.inherited.keys(), rivals=rivals)
+        place, use = place_beside(rooms, rivals[0])
+        return _Intent(place=place, policy=use, due=names - place.inherited.keys(), rivals=rivals)
     place = place_of(rooms, view, step=plan.step, rivals=rivals, rollback=plan.rollback, resumed_from=plan.resumed_from)
     if isinstance(plan.policy, Latest):
         use = PolicyUse(name=plan.policy.name, parameters={}, decisions={})
@@ -224,10 +224,10 @@ def _commit(
     rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, writer: ObjectWriter
 ) -> tuple[Commit, bool]:
     for rival in intent.rivals:
-        beside, theirs = place_beside(rooms, rival)
-        if frozenset(entry.layer for entry in theirs.layers) - beside.inherited.keys() != intent.due:
+        beside, use = place_beside(rooms, rival)
+        if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
             continue
-        record = _record(plan, content, replaced(intent, place=beside, policy=theirs.policy))
+        record = _record(plan, content, replaced(intent, place=beside, policy=use))
         if commit_id(record) == rival.id:
             if writer.count_new:  # objects that the store had lost: this heals it
                 _publish_healing(writer)

@@ -7,11 +7,12 @@ Nothing is written here. The caller holds the run's lock.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from layerstore.errors import InvalidInput
-from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry
+from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry, PolicyUse
 from layerstore.ops.past import numbers_above, saves_below
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
+from layerstore.policy import Latest
 from layerstore.policy.replay import missing_between
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -31,19 +32,27 @@ class Place:
     supersedes: tuple[CommitId, ...] = ()
 
 
-def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, CommitRecord]:
-    """Return the place of *rival*, for a commit that may turn out to be the same, and its record."""
-    record = rooms.catalog.commit(rival.name).record
-    return (
-        Place(
-            attempt=record.attempt,
-            fork=record.fork,
-            save_number=record.save_number,
-            inherited={entry.layer: entry for entry in record.layers if not saved_at(record, entry)},
-            supersedes=record.supersedes,
-        ),
-        record,
+def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:
+    """Return the place of *rival*, for a commit that may turn out to be the same, and the policy it was saved under."""
+    inherited: dict[str, LayerEntry] = {}
+    policy = PolicyUse(name=Latest.name, parameters={}, decisions={})
+    try:
+        record = rooms.catalog.commit(rival.name).record
+    except IntegrityError:
+        # Of a full save the index knows enough to make the record again, and so to heal it.
+        if not all(rival.saved):
+            raise
+    else:
+        inherited = {entry.layer: entry for entry in record.layers if not saved_at(record, entry)}
+        policy = record.policy
+    place = Place(
+        attempt=rival.attempt,
+        fork=rival.fork,
+        save_number=rival.save_number,
+        inherited=inherited,
+        supersedes=rival.supersedes,
     )
+    return place, policy
 
 
 def saved_at(record: CommitRecord, entry: LayerEntry) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerstore.errors import InvalidInput, NotFound
+from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 RECIPE = "recipe"
 
 
-def read_recipe(path: Path) -> "Recipe":
+def read_recipe(rooms: Rooms, path: Path) -> "Recipe":
     """Read the recipe in the file *path*; nothing of it is looked up yet."""
     from layerstore.policy.recipe import parse_recipe, read_text  # brings yaml along, which nothing else needs
 
     try:
-        with path.open("rb") as file:
-            content = file.read(RECIPE_BYTES_MAX + 1)
-    except OSError as exc:
-        raise InvalidInput(f"the recipe {path} cannot be read: {exc.strerror}", hint="name a YAML file") from exc
+        content = rooms.files.read(path.resolve(), size_bytes_max=RECIPE_BYTES_MAX)
+    except (IntegrityError, StorageIO) as exc:
+        raise InvalidInput(f"the recipe cannot be read: {exc}", hint="name a YAML file with --recipe") from exc
     return parse_recipe(read_text(content, name=str(path)), name=str(path))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.files import mapped_errors
+from layerstore.storage.kernel import mapped_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

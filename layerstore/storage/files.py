@@ -8,7 +8,6 @@ Nothing is ever written in place. Tests put their faults at this seam.
 """
 
 import contextlib
-import ctypes
 import errno as errnos
 import mmap
 import os
@@ -25,6 +24,7 @@ from types import TracebackType
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES, SYNC_AHEAD_BYTES, WRITE_BYTES
+from layerstore.storage.kernel import begin_sync, mapped_errors, reserve
 
 Hook = Callable[[str, Path], None]
 """Called with the operation's name and its path before each change of the disk."""
@@ -33,12 +33,6 @@ Hook = Callable[[str, Path], None]
 _COPY_UNSUPPORTED = {errnos.EXDEV, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.EINVAL, errnos.EBADF, errnos.EPERM}
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
-
-
-# Python does not offer sync_file_range(2).
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_SYNC_FILE_RANGE_WRITE = 2
-
 
 # A change of a folder may leave its times as they are if it comes within one tick of the clock that gives them.
 # The coarsest of any filesystem here has two seconds; a folder whose last change is older will show the next one.
@@ -60,30 +54,6 @@ class WeakDurability(UserWarning):
 
 def no_hook(operation: str, path: Path) -> None:
     """Do nothing: what production does before each change."""
-
-
-@contextlib.contextmanager
-def mapped_errors(path: Path, *, doing: str) -> Iterator[None]:
-    """Turn OSError into StorageIO that says what was tried, where."""
-    try:
-        yield
-    except StorageIO:
-        raise
-    except OSError as exc:
-        reason = os.strerror(exc.errno) if exc.errno else str(exc)
-        raise StorageIO(
-            f"cannot {doing} {path}: {reason}", errno=exc.errno, filename=str(path), hint=_hint(exc.errno)
-        ) from exc
-
-
-def _hint(number: int | None) -> str | None:
-    if number in {errnos.ENOSPC, errnos.EDQUOT}:
-        return "free some space and repeat the command; nothing that was saved before is affected"
-    if number == errnos.EFBIG:
-        return "raise the limit on file sizes (ulimit -f) and repeat the command"
-    if number == errnos.EMFILE:
-        return "raise the limit on open files (ulimit -n) and repeat the command"
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +112,14 @@ class NewFile:
         self._waiting_bytes += size_bytes
         if self._sync_ahead and self._waiting_bytes >= SYNC_AHEAD_BYTES:
             self._waiting_bytes = 0
-            # The whole file: what is on its way already is not sent twice. Errors show up in fsync.
-            _LIBC.sync_file_range(self.fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+            begin_sync(self.fd)
 
     def set_size(self, size_bytes: int) -> None:
         """Give the file its length; what is not written reads as zeros."""
         self._hook("truncate", self.path)
         with mapped_errors(self.path, doing="resize"):
-            os.ftruncate(self.fd, size_bytes)
+            if not reserve(self.fd, size_bytes):
+                os.ftruncate(self.fd, size_bytes)
 
     def make_executable(self) -> None:
         """Let whoever may read the file also execute it."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import Locked
-from layerstore.storage.files import mapped_errors
+from layerstore.storage.kernel import mapped_errors
 
 _POLL_SECONDS = 0.05
 # What says who holds a lock; longer texts are cut, they are for people.

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import AlreadyExists
+from layerstore.ops import transfer
 from layerstore.ops.setup import make_store
 from layerstore.storage.files import Files, Hook
 from layerstore.store import Store, init
@@ -65,6 +66,12 @@ class Scene:
     def other(self) -> Path:
         """Another checkpoint of step 2."""
         return self.folder / "other"
+
+
+@pytest.fixture(autouse=True)
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the verbs make their calls in the same order each time: the nth of a kind is then always the same one."""
+    monkeypatch.setattr(transfer, "WORKERS_MAX", 1)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 import layerstore
 from layerstore import Store
 from layerstore.errors import InvalidInput, LayerstoreError, NotFound
+from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
 from layerstore.ops.history import graph, history
 from layerstore.ops.queries import LogPage
-from layerstore.ops.refs import find_row, parse_reference, resolve
+from layerstore.ops.refs import find_row, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
 from layerstore.storage.catalog import IndexNotice

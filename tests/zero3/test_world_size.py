@@ -259,7 +259,9 @@ def test_gathered_weights_are_the_same_at_any_size(
     files = [{path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} for folder in (source, out)]
     gone = {name for name in files[0] if name.startswith(("rng_state", "random_states"))}
     assert len(gone) == WORLD_SIZE
-    assert {name: data for name, data in files[0].items() if name not in gone} == files[1]
+    assert {name: data for name, data in files[0].items() if name not in gone} == {
+        name: data for name, data in files[1].items() if name != "layerstore.json"
+    }
     assert len(list(out.joinpath(shards).glob("*optim_states.pt"))) == world_size
 
 
