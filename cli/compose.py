@@ -1,6 +1,5 @@
 """``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +8,19 @@ import typer
 from layerstore.cli.compose_hf import ExportOptions, export, is_export
 from layerstore.cli.mixture import PlanOptions, composite_fields, say_mixture, say_notes, say_plan
 from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
-from layerstore.cli.policy import Aux, Every, First, Fresh, Last, Share, described_policy
+from layerstore.cli.policy import (
+    Aux,
+    Budget,
+    Every,
+    First,
+    Fresh,
+    Last,
+    Settings,
+    Share,
+    Stalest,
+    Threshold,
+    described_policy,
+)
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, shown, size
 
@@ -19,7 +30,9 @@ if TYPE_CHECKING:
 
 PolicyName = Annotated[
     str | None,
-    typer.Option(metavar="P", help="latest (else), exact, parity, filter or an installed one: where layers are from."),
+    typer.Option(
+        metavar="P", help="latest (else), exact, parity, filter, drift, or an installed one: where layers are from."
+    ),
 ]
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", metavar="F", help="A file that says where each layer is from.")
@@ -67,6 +80,9 @@ def compose(
     share: Share = None,
     every: Every = None,
     aux: Aux = None,
+    threshold: Threshold = None,
+    budget: Budget = None,
+    stalest: Stalest = None,
     max_staleness: MaxStaleness = None,
     pin: PinName = None,
     run: RunName = None,
@@ -101,13 +117,11 @@ def compose(
     options = ExportOptions(dtype=dtype, max_shard_size=max_shard_size)
     is_hf = is_export(form, options, only_shards={"--world-size": world_size, "--adam-step": adam_step})
     _check_purpose(out, pin, dry_run=dry_run)
-    settings = {"fresh": fresh, "first": first, "last": last, "share": share, "every": every, "aux": aux}
+    settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
     counters = adam_step or "unify"
     with opened(store) as opened_store:
         if recipe is not None:
-            composite = _by_recipe(
-                opened_store, recipe, run=run, others={"REF": ref, "--step": step, "--policy": policy}
-            )
+            composite = _by_recipe(opened_store, recipe, settings, run=run, others=(ref, step, policy))
         else:
             reference = chosen_reference(opened_store, ref=ref, run=run, step=step)
             composite = _by_policy(opened_store, reference, policy or "latest", settings)
@@ -136,17 +150,21 @@ def _check_purpose(out: Path | None, pin: str | None, *, dry_run: bool) -> None:
         )
 
 
-def _by_policy(store: "Store", reference: str | None, policy: str, settings: Mapping[str, object]) -> "Composite":
+def _by_policy(store: "Store", reference: str | None, policy: str, settings: Settings) -> "Composite":
     from layerstore.policy import EXACT
 
-    is_exact = policy == EXACT and not any(value is not None for value in settings.values())
+    is_exact = policy == EXACT and not settings.given
     return store.compose(reference, policy=policy if is_exact else described_policy(policy, settings))
 
 
-def _by_recipe(store: "Store", recipe: Path, *, run: str | None, others: Mapping[str, object]) -> "Composite":
+def _by_recipe(
+    store: "Store", recipe: Path, settings: Settings, *, run: str | None, others: tuple[object, object, object]
+) -> "Composite":
     from layerstore.errors import InvalidInput
 
-    for name, value in others.items():
+    others_by_name = dict(zip(("REF", "--step", "--policy"), others, strict=True))
+    others_by_name |= {f"--{name}": value for name, value in settings.given.items()}
+    for name, value in others_by_name.items():
         if value is not None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
     composite = store.compose(recipe=recipe, run=run)

@@ -10,7 +10,19 @@ import typer
 
 from layerstore.cli.ingest_all import Taken, take_all, take_one
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.policy import Aux, Every, First, Fresh, Last, Share, described_policy
+from layerstore.cli.policy import (
+    Aux,
+    Budget,
+    Every,
+    First,
+    Fresh,
+    Last,
+    Settings,
+    Share,
+    Stalest,
+    Threshold,
+    described_policy,
+)
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, say_warning, shown, size
 
@@ -24,7 +36,10 @@ Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; els
 PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Hide what was saved for this step with other content.")]
 PolicyName = Annotated[
-    str, typer.Option(metavar="P", help="full, parity, filter or an installed one: only the layers due are stored.")
+    str,
+    typer.Option(
+        metavar="P", help="full, parity, filter, drift, or an installed one: only layers that are due are stored."
+    ),
 ]
 Rollback = Annotated[
     bool, typer.Option("--rollback", help="Training went back to an earlier step: a new attempt begins.")
@@ -59,6 +74,9 @@ def ingest(
     share: Share = None,
     every: Every = None,
     aux: Aux = None,
+    threshold: Threshold = None,
+    budget: Budget = None,
+    stalest: Stalest = None,
     rollback: Rollback = False,
     resumed_from: ResumedFrom = None,
     layer_pattern: LayerPattern = None,
@@ -86,7 +104,7 @@ def ingest(
         raise InvalidInput(f"--pin {pin} was given with several checkpoints: a pin means one commit")
     if tag is not None and all_:
         raise InvalidInput("--tag chooses one checkpoint and --all takes every one", hint="leave one of them out")
-    settings = {"fresh": fresh, "first": first, "last": last, "share": share, "every": every, "aux": aux}
+    settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
     taken = Taken()
     try:
         with opened(store) as opened_store:

@@ -4,8 +4,7 @@ The options that describe a policy, the same for every command that has one.
 An option that is not given is not passed on: each policy knows its own defaults, and which options it has.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -26,14 +25,41 @@ Aux = Annotated[
     typer.Option("--aux", metavar="rotate|always", help="filter: whether embeddings and heads take turns too."),
 ]
 
+Threshold = Annotated[
+    float | None, typer.Option("--threshold", metavar="X", help="drift: relative movement above which a layer is due.")
+]
+Budget = Annotated[str | None, typer.Option("--budget", metavar="SIZE", help="drift: what a save may take, like 2GB.")]
+Stalest = Annotated[int | None, typer.Option("--stalest", metavar="N", help="drift: no layer older than N saves.")]
 
-def described_policy(name: str, settings: Mapping[str, object]) -> "Policy":
+
+class Settings(NamedTuple):
+    """What was given of all policies' settings; None where it was not."""
+
+    fresh: str | None
+    first: int | None
+    last: int | None
+    share: str | None
+    every: int | None
+    aux: str | None
+    threshold: float | None
+    budget: str | None
+    stalest: int | None
+
+    @property
+    def given(self) -> dict[str, object]:
+        """Those that were."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def described_policy(name: str, settings: Settings) -> "Policy":
     """Return the policy *name* with those of *settings* that were given."""
     from layerstore.policy import policy_named
 
-    given = {key: value for key, value in settings.items() if value is not None}
+    given = settings.given
     if "share" in given:
         given["share"] = _fraction(str(given["share"]))
+    if "budget" in given:
+        given["budget"] = _size(str(given["budget"]))
     return policy_named(name, given)
 
 
@@ -46,3 +72,9 @@ def _fraction(text: str) -> object:
         return Fraction(text)
     except (ValueError, ZeroDivisionError) as exc:
         raise InvalidInput(f"--share {text!r} is no share", hint="write it like 1/2 or 0.25") from exc
+
+
+def _size(text: str) -> int:
+    from layerstore.export.hf import size_in_bytes
+
+    return size_in_bytes(text)

@@ -7,12 +7,13 @@ from layerstore import errors
 from layerstore.errors import LayerstoreError
 
 if TYPE_CHECKING:
-    from layerstore.policy import Filter, Latest, Parity
+    from layerstore.policy import Drift, Filter, Latest, Parity
     from layerstore.store import Composite, Store, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 
 __all__ = [
     "Composite",
+    "Drift",
     "Filter",
     "Latest",
     "LayerstoreError",
@@ -32,7 +33,7 @@ _HOMES = {
     "find_checkpoints": ("store", "find_checkpoints"),
     "init": ("store", "init"),
     "open": ("store", "open_store"),
-    **{policy: ("policy", policy) for policy in ("Filter", "Latest", "Parity")},
+    **{policy: ("policy", policy) for policy in ("Drift", "Filter", "Latest", "Parity")},
 }
 
 

@@ -217,5 +217,5 @@ def size_in_bytes(size: int | str) -> int:
         base = 1024 if match["binary"] else 1000
         size = int(float(match["number"]) * base ** _POWERS[match["unit"].upper()])
     if size < 1:
-        raise InvalidInput("a shard needs at least one byte", hint="write a number of bytes, or 5GB, 500MB, 2GiB")
+        raise InvalidInput("a size needs at least one byte", hint="write a number of bytes, or 5GB, 500MB, 2GiB")
     return size

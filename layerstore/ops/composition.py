@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.past import numbers_above, saves_from, view_or_none
+from layerstore.ops.past import numbers_above, saved_at, saves_from, view_or_none
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
@@ -102,13 +102,23 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
             yield save
 
     above = numbers_above(view, attempt=base.attempt, step=base.step)
-    picks = replay(anchored(policy, base.save_number), history(), above=above)
-    # A row only finds its record; what the layers are is read there.
-    records = {
-        position: base if position == 0 else rooms.catalog.commit(looked_at[position].name).record
-        for position in set(picks.values())
+    read: dict[int, CommitRecord] = {0: base}
+
+    def record_of(position: int) -> CommitRecord:
+        # A row only finds its record; what the layers are is read there.
+        if position not in read:
+            read[position] = rooms.catalog.commit(looked_at[position].name).record
+        return read[position]
+
+    picks = replay(
+        anchored(policy, base.save_number),
+        history(),
+        above=above,
+        recorded=lambda position: _decided(record_of(position), policy),
+    )
+    entries = {
+        position: {entry.layer: entry for entry in record_of(position).layers} for position in set(picks.values())
     }
-    entries = {position: {entry.layer: entry for entry in record.layers} for position, record in records.items()}
     layers = tuple(entries[picks[entry.layer]][entry.layer] for entry in base.layers)
     return Composition(
         base=base,
@@ -117,8 +127,14 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
-        older_than_due=tuple(entry.layer for entry in layers if entry.origin.step != records[picks[entry.layer]].step),
+        older_than_due=tuple(entry.layer for entry in layers if not saved_at(record_of(picks[entry.layer]), entry)),
     )
+
+
+def _decided(record: CommitRecord, policy: Policy) -> frozenset[str] | None:
+    """Return what *policy* decided at the save of *record*, None where that was saved under another."""
+    due = record.policy.decisions.get("due")
+    return frozenset(map(str, due)) if record.policy.name == policy.name and isinstance(due, list) else None
 
 
 def as_resolved(composition: Composition) -> Resolved:

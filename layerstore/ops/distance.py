@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _BF16 = "BF16"
+# Root mean square that a layer counts as having at least: initial weights are larger, learned zeros smaller.
+_FLOOR = 1e-3
 _NUMPY_CODES = {
     "F64": "<f8",
     "F32": "<f4",
@@ -92,6 +94,15 @@ class Meter:
             nonfinite_b=self._nonfinite_b,
             left_out=left_out,
         )
+
+    def movement(self) -> float | None:
+        """
+        Return the length of the difference over that of the first, which counts as no shorter than a floor.
+
+        Else a layer that began with zeros would have moved infinitely far. None where nothing was added.
+        """
+        floor = _FLOOR * math.sqrt(self._elements)
+        return math.sqrt(self._dd) / max(math.sqrt(self._aa), floor) if self._elements else None
 
     def _relative_l2(self) -> float:
         if self._dd == 0:

@@ -25,8 +25,8 @@ from layerstore.model import (
     PolicyUse,
     SourceLayout,
 )
-from layerstore.ops.past import view_or_none
-from layerstore.ops.place import Place, place_beside, place_of, rows_at, saved_at
+from layerstore.ops.past import saved_at, view_or_none
+from layerstore.ops.place import Place, place_beside, place_of, rows_at
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.selection import layers_due
@@ -211,11 +211,11 @@ def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
     if isinstance(plan.policy, Latest):
         use = PolicyUse(name=plan.policy.name, parameters={}, decisions={})
         return _Intent(place=place, policy=use, due=names, rivals=rivals)
-    due = layers_due(rooms, plan.checkpoint, place, plan.policy, run=plan.run)
+    due, decisions = layers_due(rooms, plan.checkpoint, place, plan.policy, run=plan.run)
     use = PolicyUse(
         name=plan.policy.name,
         parameters=plan.policy.parameters,
-        decisions={"due": [layer.layer for layer in plan.checkpoint.layers if layer.layer in due]},
+        decisions=decisions,
     )
     return _Intent(place=place, policy=use, due=due, rivals=rivals)
 

@@ -3,11 +3,17 @@
 from collections.abc import Iterator
 
 from layerstore.errors import Conflict, NotFound
-from layerstore.model import Commit, CommitId, Observed
+from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.runview import RunView
+
+
+def saved_at(record: CommitRecord, entry: LayerEntry) -> bool:
+    """Whether *entry* of *record* was saved there, and not inherited."""
+    origin = entry.origin
+    return (origin.run, origin.attempt, origin.step) == (record.run, record.attempt, record.step)
 
 
 def numbers_above(view: RunView | None, *, attempt: int, step: int) -> frozenset[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry, PolicyUse
-from layerstore.ops.past import numbers_above, saves_below
+from layerstore.ops.past import numbers_above, saved_at, saves_below
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Latest
@@ -53,12 +53,6 @@ def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:
         supersedes=rival.supersedes,
     )
     return place, policy
-
-
-def saved_at(record: CommitRecord, entry: LayerEntry) -> bool:
-    """Whether *entry* of *record* was saved there, and not inherited."""
-    origin = entry.origin
-    return (origin.run, origin.attempt, origin.step) == (record.run, record.attempt, record.step)
 
 
 def place_of(

@@ -5,6 +5,7 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 
 from layerstore.errors import InvalidInput
+from layerstore.policy.drift import Drift
 from layerstore.policy.due import Policy
 from layerstore.policy.filter import Filter
 from layerstore.policy.latest import Latest
@@ -16,7 +17,13 @@ ENTRY_POINTS = "layerstore.policies"
 EXACT = "exact"
 """Not a policy but a demand: every layer from this very step."""
 
-_OWN: dict[str, type[Latest | Parity | Filter]] = {"latest": Latest, "full": Latest, "parity": Parity, "filter": Filter}
+_OWN: dict[str, type[Latest | Parity | Filter | Drift]] = {
+    "latest": Latest,
+    "full": Latest,
+    "parity": Parity,
+    "filter": Filter,
+    "drift": Drift,
+}
 
 
 def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Policy:
@@ -74,4 +81,4 @@ def _installed(name: str) -> Callable[..., object] | None:
     return None
 
 
-__all__ = ["EXACT", "Filter", "Latest", "Parity", "Policy", "checked", "names", "policy_named"]
+__all__ = ["EXACT", "Drift", "Filter", "Latest", "Parity", "Policy", "checked", "names", "policy_named"]

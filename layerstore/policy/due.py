@@ -6,7 +6,7 @@ it says which save each layer of a composite comes from (``replay``).
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from layerstore.errors import InvalidInput
@@ -23,6 +23,12 @@ class Save:
     """Every layer, in the model's order."""
     ages: Mapping[str, int]
     """How many saves ago each layer was last written; a layer that never was is not in it."""
+    movements: Mapping[str, float] = field(default_factory=dict)
+    """How far each layer has moved since, relative to its length; empty unless the policy ``measures``."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes that writing each layer takes; likewise."""
+    recorded: frozenset[str] | None = None
+    """What this policy has decided at this save, where its record says so: for policies ``by_record``."""
 
 
 @runtime_checkable
@@ -63,10 +69,11 @@ def due_layers(policy: Policy, save: Save) -> frozenset[str]:
 def due_since(policy: Policy, save: Save, *, unseen: Collection[int]) -> frozenset[str]:
     """Return what is due at *save*, with what was due at the *unseen* saves before it, which came to nothing."""
     found = due_layers(policy, save)
-    for number in unseen:
+    # A policy that goes by its records has looked at what was there already, whatever came to nothing since.
+    for number in () if getattr(policy, "by_record", False) else unseen:
         if len(found) == len(save.layers):
             break
-        found |= due_layers(policy, Save(number=number, layers=save.layers, ages=save.ages))
+        found |= due_layers(policy, replace(save, number=number))
     return found
 
 

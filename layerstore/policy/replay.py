@@ -5,7 +5,7 @@ Each layer comes from its newest save at which it was due. So a composite over f
 that ``latest`` gives over a history that was saved under the same policy.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,17 +37,28 @@ class _Step:
     unseen: Sequence[int]
 
 
-def replay(policy: Policy, history: Iterable[PastSave], *, above: Collection[int] = ()) -> dict[str, int]:
+def _nothing_recorded(position: int) -> None:
+    """Tell that no decision is on record."""
+
+
+def replay(
+    policy: Policy,
+    history: Iterable[PastSave],
+    *,
+    above: Collection[int] = (),
+    recorded: Callable[[int], frozenset[str] | None] = _nothing_recorded,
+) -> dict[str, int]:
     """
     Return for every layer of the base, the first of *history*, the position of the save that it comes from.
 
     *history* is newest first, and read no further than needed. A save is full where nothing complete lies before it:
     with nothing at all before it, or only saves from before the optimizer's first update.
     *above* has the numbers of saves after the base: a step that was filled in later has a larger number than those.
+    *recorded* returns what the policy has decided at the save of a position, for policies that go by their records.
     """
     steps = _with_gaps(history, set(above))
     if getattr(policy, "by_number", False):
-        return _newest_due(policy, steps)
+        return _newest_due(policy, steps, recorded)
     return _forward(policy, list(steps))
 
 
@@ -75,7 +86,9 @@ def missing_between(before: int, number: int, above: Collection[int]) -> tuple[i
     return tuple(between for between in range(before + 1, number) if between not in above)
 
 
-def _newest_due(policy: Policy, steps: Iterator[_Step]) -> dict[str, int]:
+def _newest_due(
+    policy: Policy, steps: Iterator[_Step], recorded: Callable[[int], frozenset[str] | None]
+) -> dict[str, int]:
     """Walk back from the base until every layer has its save."""
     found: dict[str, int] = {}
     waiting: dict[str, int] = {}
@@ -90,7 +103,8 @@ def _newest_due(policy: Policy, steps: Iterator[_Step]) -> dict[str, int]:
             found[layer] = waiting.pop(layer)
         for layer in waiting:
             waiting[layer] = step.position
-        save = Save(number=step.save.save_number, layers=step.save.layer_names, ages={})
+        decided = recorded(step.position) if getattr(policy, "by_record", False) else None
+        save = Save(number=step.save.save_number, layers=step.save.layer_names, ages={}, recorded=decided)
         for layer in due_since(policy, save, unseen=step.unseen) & waiting.keys():
             found[layer] = waiting.pop(layer)
         if not waiting:

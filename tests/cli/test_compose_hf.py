@@ -93,7 +93,7 @@ def test_a_dry_run_lists_the_files_and_writes_nothing(run: Run, trainers: Path, 
         (["--format", "gguf"], "'gguf' is no format"),
         (["--format", "hf", "--dtype", "int8"], "'int8' is no element type to export"),
         (["--format", "hf", "--max-shard-size", "big"], "'big' is no size"),
-        (["--format", "hf", "--max-shard-size", "0"], "a shard needs at least one byte"),
+        (["--format", "hf", "--max-shard-size", "0"], "a size needs at least one byte"),
     ],
 )
 @pytest.mark.parametrize("more", [["--dry-run"], ["-o", "model"]])

@@ -68,10 +68,9 @@ class Scene:
         return self.folder / "other"
 
 
-@pytest.fixture(autouse=True)
-def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the verbs make their calls in the same order each time: the nth of a kind is then always the same one."""
-    monkeypatch.setattr(transfer, "WORKERS_MAX", 1)
+def _with_one_worker() -> None:
+    """Let the verbs of this process make their calls in one order: the nth of a kind is then always the same one."""
+    vars(transfer)["WORKERS_MAX"] = 1
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +205,7 @@ def _target_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -
 
 
 def _crash(folder: Path, scene: Scene, verb: Verb, call: Call) -> None:
+    _with_one_worker()
     verb(folder, scene, Killer(call))
 
 
@@ -235,6 +235,7 @@ def _aftermaths(folder: Path, scene: Scene, verb: Verb) -> list[str]:
 
 
 def _dry_pass(folder: Path, scene: Scene, verb: Verb) -> list[Call]:
+    _with_one_worker()
     recorder = Recorder()
     verb(folder, scene, recorder)
     return recorder.calls

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from layerstore import policy as policies
 from layerstore.errors import InvalidInput
-from layerstore.policy import Filter, Latest, Parity, Policy, policy_named
+from layerstore.policy import Drift, Filter, Latest, Parity, Policy, policy_named
 from layerstore.policy.anatomy import anatomy, norms
 from layerstore.policy.due import Save, anchored
 from layerstore.policy.replay import replay
@@ -320,3 +320,70 @@ def test_a_step_that_was_filled_in_later_is_no_gap() -> None:
 
     assert (found["model.layers.1"], found["model.layers.0"]) == (0, 1)
     assert (below["model.layers.1"], below["model.layers.0"]) == (1, 0)
+
+
+# -- drift ---------------------------------------------------------------------------------------------------------
+
+SIZES = dict.fromkeys(LLAMA, 100)
+
+
+def moved(number: int, movements: dict[str, float], *, age: int = 1) -> Save:
+    """Return a save at which layers have moved, and the others have not; 500 is nobody's turn in a thousand."""
+    return Save(
+        number=number,
+        layers=LLAMA,
+        ages=dict.fromkeys(LLAMA, age),
+        movements=dict.fromkeys(LLAMA, 0.0) | movements,
+        sizes=SIZES,
+    )
+
+
+def test_drift_takes_what_moved_worst_first_within_its_budget() -> None:
+    """Below the threshold nothing is due, above it as much as the budget allows."""
+    movements = {"model.layers.0": 0.2, "model.layers.1": 0.5, "model.layers.2": 0.3, "lm_head": 0.001}
+
+    assert Drift(threshold=0.01, stalest=1000).due(moved(500, movements)) == blocks(0, 1, 2)
+    assert Drift(threshold=0.01, stalest=1000, budget=200).due(moved(500, movements)) == blocks(1, 2)
+    assert Drift(threshold=0.4, stalest=1000).due(moved(500, movements)) == blocks(1)
+
+
+def test_a_layer_larger_than_the_budget_saves_up_for_its_turn() -> None:
+    """It is due once the saves that it sat out could have paid for it."""
+    chosen = Drift(budget=30, stalest=1000)
+    movements = {"lm_head": 1.0}
+
+    assert chosen.due(moved(500, movements, age=3)) == set()
+    assert chosen.due(moved(500, movements, age=4)) == {"lm_head"}
+
+
+@pytest.mark.parametrize("movement", [float("nan"), float("inf")])
+def test_what_is_no_number_is_due(movement: float) -> None:
+    """A layer that has gone wrong has moved."""
+    assert Drift(stalest=1000).due(moved(500, {"lm_head": movement})) == {"lm_head"}
+
+
+def test_no_layer_grows_older_than_the_bound_and_none_waits_for_it_with_all_others() -> None:
+    """Without any movement, layers are renewed in turns: never nearly all at one save."""
+    chosen = Drift(threshold=1e9, stalest=8)
+    written = dict.fromkeys(LLAMA, 0)
+    for number in range(1, 200):
+        ages = {layer: number - last for layer, last in written.items()}
+        assert max(ages.values()) <= chosen.stalest
+        due = chosen.due(Save(number=number, layers=LLAMA, ages=ages, movements=dict.fromkeys(LLAMA, 0.0), sizes=SIZES))
+        assert len(due) <= 2  # eleven layers in eight turns
+        written |= dict.fromkeys(due, number)
+
+
+@pytest.mark.parametrize("settings", [{"threshold": -1.0}, {"threshold": float("nan")}, {"budget": 0}, {"stalest": 0}])
+def test_a_drift_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
+    """With what it may be."""
+    with pytest.raises(InvalidInput):
+        Drift(**settings)
+
+
+def test_drift_goes_by_what_was_recorded() -> None:
+    """Saves that it did not decide were full; what came to nothing in between changes nothing."""
+    decided = {0: frozenset({"lm_head"}), 1: frozenset({"model.norm"})}
+    found = replay(Drift(), [Past(9), Past(5), Past(0)], recorded=decided.get)
+
+    assert (found["lm_head"], found["model.norm"], found["model.layers.0"]) == (0, 1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import layerstore
-from layerstore import Filter, Parity, Store
+from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
 from layerstore.model import LayerEntry
 from tests.bench.generate import generate
@@ -355,3 +355,69 @@ def test_a_pinned_mixture_is_not_exact(store: Store, saved: Checkpoints) -> None
 
     with pytest.raises(LayoutMismatch):
         store.compose("mix", policy="exact")
+
+
+# -- drift ---------------------------------------------------------------------------------------------------------
+
+
+def nudged(source: Path, target: Path, block: int) -> Path:
+    """Copy a checkpoint with the masters of one block moved, and its step one further."""
+    import shutil
+
+    import torch
+
+    shutil.copytree(source, target)
+    for path in target.rglob("*optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        shapes = torch.load(next(path.parent.glob(path.name.replace("bf16_", "").replace("optim", "model"))))
+        offset = 0
+        for flat, group in zip(tree["optimizer_state_dict"]["fp32_flat_groups"], shapes["param_shapes"], strict=True):
+            offset = 0
+            for name, shape in group.items():
+                length = -(-shape.numel() // 2)
+                if f"layers.{block}." in name:
+                    flat.data[offset : offset + length] *= 1.5
+                offset += length
+        torch.save(tree, path)
+    return target
+
+
+def test_drift_stores_what_moved_and_records_why(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """The composite over the recorded history is what was saved."""
+    first = saved(1, layout="raw")
+    second = nudged(first, tmp_path / "nudged" / "checkpoint-1", block=2)
+    store.ingest(first, run="r", policy=Drift(stalest=100))
+    moved = store.ingest(second, run="other", resumed_from="r", policy=Drift(threshold=0.1, stalest=100))
+    decisions = store.compose("other")._composition.base.policy.decisions
+
+    # The first layer because at the first of a hundred saves it is its turn.
+    assert moved.layers_saved == ("model.embed_tokens", "model.layers.2")
+    assert isinstance(decisions["movements"], dict)
+    assert decisions["movements"]["model.layers.2"] == pytest.approx(0.5)
+    assert decisions["movements"]["model.layers.1"] == 0
+    assert versions(store, "other", policy="drift") == versions(store, "other")
+
+
+def test_drift_over_recorded_history_is_what_was_saved(store: Store, saved: Checkpoints) -> None:
+    """All layers of these checkpoints move: the budget spreads them over the saves."""
+    for step in range(1, 7):
+        store.ingest(saved(step), run="r", policy=Drift(budget=4000, stalest=5))
+    stored = [len(entry_steps) for entry_steps in (set(steps(store, f"r@{step}").values()) for step in range(1, 7))]
+
+    assert max(stored) > 2
+    assert versions(store, "r", policy=Drift()) == versions(store, "r")
+    assert versions(store, "r@4", policy=Drift()) == versions(store, "r@4")
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_movement_is_the_same_at_any_world_size(store: Store, saved: Checkpoints, other: int) -> None:
+    """The sample is by position in the whole parameter."""
+    store.ingest(saved(1, layout="raw"), run="a")
+    store.ingest(saved(2, layout="raw"), run="a", policy=Drift(threshold=1e9, stalest=100))
+    store.compose("a@1").write(saved.folder / "cut" / "checkpoint-1", world_size=other)
+    store.ingest(saved.folder / "cut" / "checkpoint-1", run="b")
+    store.ingest(saved(2, layout="raw"), run="b", policy=Drift(threshold=1e9, stalest=100))
+    decisions = [store.compose(run)._composition.base.policy.decisions for run in ("a", "b")]
+
+    assert decisions[0]["movements"] == decisions[1]["movements"]
+    assert decisions[0]["movements"]
