@@ -101,25 +101,20 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
             looked_at.append(save)
             yield save
 
-    above = numbers_above(view, attempt=base.attempt, step=base.step)
-    read: dict[int, CommitRecord] = {0: base}
-
-    def record_of(position: int) -> CommitRecord:
-        # A row only finds its record; what the layers are is read there.
-        if position not in read:
-            read[position] = rooms.catalog.commit(looked_at[position].name).record
-        return read[position]
-
     picks = replay(
         anchored(policy, base.save_number),
         history(),
-        above=above,
-        recorded=lambda position: _decided(record_of(position), policy),
+        above=numbers_above(view, attempt=base.attempt, step=base.step),
+        recorded=lambda position: _decided(_record(rooms, resolved, looked_at[position], position), policy),
     )
-    entries = {
-        position: {entry.layer: entry for entry in record_of(position).layers} for position in set(picks.values())
-    }
-    layers = tuple(entries[picks[entry.layer]][entry.layer] for entry in base.layers)
+    wanted: dict[int, list[str]] = {}
+    for layer, position in picks.items():
+        wanted.setdefault(position, []).append(layer)
+    found = {entry.layer: entry for entry in base.layers if picks[entry.layer] == 0}
+    for position in wanted.keys() - {0}:
+        # A row only finds its record; what the layers are is read there.
+        found |= rooms.catalog.entries(looked_at[position].name, wanted[position])
+    layers = tuple(found[entry.layer] for entry in base.layers)
     return Composition(
         base=base,
         commit=resolved.commit,
@@ -127,8 +122,12 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
-        older_than_due=tuple(entry.layer for entry in layers if not saved_at(record_of(picks[entry.layer]), entry)),
+        older_than_due=tuple(entry.layer for entry in layers if not saved_at(looked_at[picks[entry.layer]], entry)),
     )
+
+
+def _record(rooms: Rooms, base: Resolved, row: RecordRow, position: int) -> CommitRecord:
+    return base.record if position == 0 else rooms.catalog.commit(row.name).record
 
 
 def _decided(record: CommitRecord, policy: Policy) -> frozenset[str] | None:

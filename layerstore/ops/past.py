@@ -10,7 +10,7 @@ from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.runview import RunView
 
 
-def saved_at(record: CommitRecord, entry: LayerEntry) -> bool:
+def saved_at(record: CommitRecord | RecordRow, entry: LayerEntry) -> bool:
     """Whether *entry* of *record* was saved there, and not inherited."""
     origin = entry.origin
     return (origin.run, origin.attempt, origin.step) == (record.run, record.attempt, record.step)

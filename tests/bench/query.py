@@ -15,9 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import layerstore
+from layerstore import Filter, Parity
+from layerstore.policy import Policy
 from layerstore.store import Store
 from tests.bench.histories import RUN, build, places
 
@@ -58,14 +61,19 @@ class Plan:
     name: str
     ref: Callable[[int], str]
     """From a random step to a reference."""
-    policy: str
+    policy: str | Policy
 
+
+_SLOW_FILTER = Filter(first=0, last=0, share=Fraction(1, 10), every=10)
 
 PLANS = (
     Plan(name="latest", ref=lambda _: RUN, policy="latest"),
     Plan(name="exact", ref=lambda _: RUN, policy="exact"),
     Plan(name="RUN@STEP", ref=lambda step: f"{RUN}@{step}", policy="latest"),
     Plan(name="RUN~1", ref=lambda _: f"{RUN}~1", policy="latest"),
+    Plan(name="parity", ref=lambda step: f"{RUN}@{step}", policy=Parity()),
+    Plan(name="filter, half at every 5th", ref=lambda step: f"{RUN}@{step}", policy=Filter()),
+    Plan(name="filter, a tenth at every 10th", ref=lambda step: f"{RUN}@{step}", policy=_SLOW_FILTER),
 )
 """Every way to choose layers has a line here."""
 
