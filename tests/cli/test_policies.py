@@ -1,0 +1,127 @@
+"""Policies, attempts and recipes from the command line."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.generate import generate
+from tests.cli.conftest import Run
+
+RECIPE = """
+base: 3
+layers:
+  "model.layers.[even]": 1
+rest: base
+"""
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> list[Path]:
+    """Return three checkpoints of one run."""
+    return [
+        generate(tmp_path / "sft" / f"checkpoint-{step}", layers=4, hidden=8, vocab=8, step=step, seed=step)
+        for step in (1, 2, 3)
+    ]
+
+
+def test_a_selective_run_is_composed_without_a_policy(run: Run, saves: list[Path]) -> None:
+    """And says how much was stored, and how old the layers are."""
+    run("init")
+    saved = run("ingest", *saves, "--policy", "parity")
+    planned = run("compose", "--dry-run", "--json").fields
+
+    assert [line.split(": ")[1].split(",")[0] for line in saved.out.splitlines()] == [
+        "7 layers",
+        "3 layers of 7",
+        "4 layers of 7",
+    ]
+    assert {layer["step"] for layer in planned["layers"].values()} == {2, 3}
+    assert planned["staleness"]["oldest"]["steps"] == 1
+    assert planned["staleness"]["optimizer_steps"] == {"2": 3, "3": 4}
+
+
+def test_settings_reach_their_policy(run: Run, saves: list[Path]) -> None:
+    """Each option in its place; one that belongs to another policy is refused."""
+    run("init")
+    run("ingest", *saves)
+    even = run("compose", "--policy", "parity", "--fresh", "even", "--dry-run", "--json").fields
+    some = run("compose", "--policy", "filter", "--first", "1", "--last", "0", "--share", "1/3", "--dry-run", "--json")
+    wrong = run("compose", "--policy", "parity", "--share", "1/3", "--dry-run")
+    share = run("compose", "--policy", "filter", "--share", "a", "--dry-run")
+
+    assert even["layers"]["model.layers.0"]["step"] == 3
+    assert even["parameters"] == {"fresh": "even"}
+    assert some.fields["parameters"]["share"] == "1/3"
+    assert (wrong.code, share.code) == (2, 2)
+    assert "no setting 'share'" in wrong.err
+
+
+def test_an_old_layer_is_refused_and_nothing_is_written(run: Run, saves: list[Path], tmp_path: Path) -> None:
+    """With exit code 15."""
+    run("init")
+    run("ingest", *saves)
+    refused = run("compose", "--policy", "parity", "--max-staleness", "0", "-o", "out", "--pin", "mix")
+
+    assert refused.code == 15
+    assert not (tmp_path / "out").exists()
+    assert run("pin", "--list", "--json").fields["pins"] == []
+
+
+def test_a_pinned_composite_is_written_without_its_policy(run: Run, saves: list[Path], tmp_path: Path) -> None:
+    """The pin is the composite."""
+    run("init")
+    run("ingest", *saves)
+    pinned = run("compose", "--policy", "parity", "--pin", "mix")
+    written = run("compose", "mix", "-o", "out", "--json").fields
+
+    assert pinned.out.splitlines()[-1].endswith("kept as pin mix")
+    assert written["policy"] == "parity"
+    assert {layer["step"] for layer in written["layers"].values()} == {2, 3}
+    assert (tmp_path / "out" / "latest").is_file()
+
+
+def test_going_back_opens_an_attempt(run: Run, saves: list[Path]) -> None:
+    """Only for the first of several checkpoints: the others go on from it."""
+    run("init")
+    run("ingest", *saves)
+    again = [
+        generate(saves[0].parents[1] / "again" / f"checkpoint-{step}", layers=4, hidden=8, vocab=8, step=step, seed=9)
+        for step in (2, 3)
+    ]
+    back = run("ingest", *again, "--run", "sft", "--rollback", "--json")
+
+    assert [commit["attempt"] for commit in back.fields["commits"]] == [2, 2]
+    assert run("compose", "sft~1", "--dry-run", "--json").fields["attempt"] == 1
+    assert "attempt" in run("show", "sft").out
+
+
+def test_a_recipe_says_where_each_layer_is_from(run: Run, saves: list[Path], tmp_path: Path) -> None:
+    """A dry run prints the plan; a step that is not there is named with its place and the command to run."""
+    run("init")
+    run("ingest", *saves)
+    (tmp_path / "mix.yaml").write_text(RECIPE)
+    planned = run("compose", "--recipe", "mix.yaml", "--dry-run")
+    (tmp_path / "wrong.yaml").write_text(RECIPE.replace(": 1", ": 7"))
+    missing = run("compose", "--recipe", "wrong.yaml", "--dry-run")
+    both = run("compose", "sft@1", "--recipe", "mix.yaml", "--dry-run")
+
+    rows = {line.split()[0]: line.split()[1] for line in planned.out.splitlines() if line.startswith("model.")}
+    assert (rows["model.layers.0"], rows["model.layers.1"]) == ("sft@1", "sft@3")
+    assert (missing.code, both.code) == (13, 2)
+    assert "wrong.yaml:4:" in missing.err
+    assert "layerstore ingest" in missing.err
+
+
+def test_a_recipe_of_llmtailors_is_taken_as_it_stands(run: Run, saves: list[Path], tmp_path: Path) -> None:
+    """Its checkpoints are steps of the run."""
+    run("init")
+    run("ingest", *saves)
+    ranges = [(3, 0, 0), (3, 0, 1), (2, 1, 2), (3, 2, 3), (2, 3, 4), (3, 5, 5), (2, 6, 6)]
+    lines = [f"  - {{sources: [{{model: sft/checkpoint-{step}, layer_range: [{a}, {b}]}}]}}" for step, a, b in ranges]
+    weights = "pre_weights: [{name: model.embed_tokens.weight, model: sft/checkpoint-2}]"
+    (tmp_path / "theirs.yaml").write_text("\n".join(["slices:", *lines, weights, "merge_method: passthrough", ""]))
+    planned = run("compose", "--recipe", "theirs.yaml", "--dry-run", "--json").fields
+    parity = run("compose", "--policy", "parity", "--dry-run", "--json").fields
+
+    assert planned["layers"] == parity["layers"]
+    assert planned["policy"] == "recipe"
