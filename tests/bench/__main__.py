@@ -2,6 +2,7 @@
 Compare ingest and compose with ``cp -r`` of the same bytes, in alternating runs inside one warm process.
 
     python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5] [--profile]
+    python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench query [--commits 10000] [--layers 80]
 
 Prints one table for each verb: median and best time, the ratio of medians to both baselines, processor time,
@@ -15,7 +16,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.bench import query
@@ -23,7 +24,7 @@ from tests.bench.generate import generate, generate_size
 from tests.bench.machine import limits
 from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, rehearse
 from tests.bench.stacks import Stacks
-from tests.bench.verbs import BARS, COPY, DURABLE_COPY, VERBS, Workplace, warm_up
+from tests.bench.verbs import COPY, DURABLE_COPY, VERBS, Bar, Workplace, bars_for, warm_up
 
 
 def main() -> None:
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint in GiB (default: 2)")
     parser.add_argument("--layout", choices=["raw", "hf"], default="hf")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
+    parser.add_argument("--policy", default="latest", help="compose two saves, mixed by this policy (default: one)")
     parser.add_argument("--dir", type=Path, help="folder for the data, four times --gb (default: the system's)")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="say where the time goes, by one run more of each")
@@ -49,12 +51,18 @@ def main() -> None:
         warm_up(folder / "tiny", lambda path: generate(path, layout=options.layout))
         source = folder / "run/checkpoint-2"
         generate_size(source, options.gb, layout=options.layout, odd=options.odd)
+        older = None
+        if options.policy != "latest":
+            older = generate_size(
+                folder / "run/checkpoint-1", options.gb, layout=options.layout, odd=options.odd, step=1, seed=1
+            )
         os.sync()
-        place = Workplace(folder, source)
+        place = Workplace(folder, source, older=older, policy=options.policy)
+        _print_setting(folder, place, layout=options.layout, odd=options.odd)
         for verb in VERBS if options.verb == "all" else [options.verb]:
             contenders = place.contenders(verb)
             timings = alternate(contenders, rounds=options.runs, tell=_tell)
-            print("\n".join(["", *_table(timings), ""]), flush=True)
+            print("\n".join(["", *_table(timings, bars_for(folder)), ""]), flush=True)
             if options.profile:
                 _print_profiles(contenders)
         place.close()
@@ -73,7 +81,7 @@ def _print_setting(folder: Path, place: Workplace, *, layout: str, odd: bool) ->
     print(", ".join(f"{what} {rate:.1f}" for what, rate in limits(folder)), flush=True)
 
 
-def _table(timings: dict[str, list[Timing]]) -> Iterator[str]:
+def _table(timings: dict[str, list[Timing]], bars: Iterable[Bar]) -> Iterator[str]:
     medians = {name: median_seconds(runs) for name, runs in timings.items()}
     best = {name: best_seconds(runs) for name, runs in timings.items()}
     yield f"{'':<34}{'median':>8}{'best':>8}{'x cp':>7}{'x cp+sync':>11}{'cpu':>7}{'peak MB':>9}{'others':>8}  bar"
@@ -84,12 +92,12 @@ def _table(timings: dict[str, list[Timing]]) -> Iterator[str]:
         yield (
             f"{name:<34}{medians[name]:>7.2f}s{best[name]:>7.2f}s{medians[name] / medians[COPY]:>7.2f}"
             f"{medians[name] / medians[DURABLE_COPY]:>11.2f}{cpu:>6.2f}s{peak:>9.0f}{others:>8.0%}"
-            f"  {_verdict(name, medians, best)}"
+            f"  {_verdict(name, medians, best, bars)}"
         )
 
 
-def _verdict(name: str, medians: dict[str, float], best: dict[str, float]) -> str:
-    for bar in BARS:
+def _verdict(name: str, medians: dict[str, float], best: dict[str, float], bars: Iterable[Bar]) -> str:
+    for bar in bars:
         if bar.contender == name:
             ratio, ratio_of_best = (found[name] / found[bar.baseline] for found in (medians, best))
             kept = "kept" if ratio <= bar.ratio_max else "missed"

@@ -1,10 +1,11 @@
 """The benchmarks: what each verb is compared with, and which ratio it must keep to."""
 
+import fcntl
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -38,12 +39,40 @@ BARS = (
 )
 """For shapes that fill pages; the odd ones are reported beside them."""
 
+SHARING_RATIO_MAX = 0.3
+"""Of an unverified compose to a real copy, where the filesystem can let both share their blocks."""
+
+_FICLONE = 0x40049409
+
+
+def bars_for(folder: Path) -> list[Bar]:
+    """Return the bars on the filesystem of *folder*."""
+    unverified = BARS[-1]
+    return [*BARS[:-1], replace(unverified, ratio_max=SHARING_RATIO_MAX) if _shares_blocks(folder) else unverified]
+
+
+def _shares_blocks(folder: Path) -> bool:
+    source, target = folder / "share-source", folder / "share-target"
+    source.write_bytes(bytes(4096))
+    try:
+        with source.open("rb") as of_source, target.open("wb") as of_target:
+            fcntl.ioctl(of_target.fileno(), _FICLONE, of_source.fileno())
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        source.unlink()
+        target.unlink(missing_ok=True)
+
 
 class Workplace:
     """A source checkpoint, and a folder where copies, stores and composites come and go."""
 
-    def __init__(self, folder: Path, source: Path) -> None:
+    def __init__(self, folder: Path, source: Path, *, older: Path | None = None, policy: str = "latest") -> None:
         self.source = source
+        self._older = older
+        self._policy = policy
         self.size_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         self._copy = folder / "copy"
         self._out = folder / "out"
@@ -54,7 +83,10 @@ class Workplace:
         """Return what takes turns in the benchmark of *verb*."""
         self.close()
         if verb != "ingest":
-            self._fresh_store().ingest(self.source, run=RUN)
+            store = self._fresh_store()
+            for saved in (self._older, self.source):
+                if saved is not None:
+                    store.ingest(saved, run=RUN)
         copies = [
             Contender(COPY, self._run_copy, self._clear),
             Contender(DURABLE_COPY, self._run_durable_copy, self._clear),
@@ -93,13 +125,17 @@ class Workplace:
             Contender(
                 "compose, not durable or verified", lambda: self._compose(verify=False, durable=False), self._clear
             ),
-            Contender("the whole command", lambda: self._command("compose", RUN, "-o", str(self._out)), self._clear),
+            Contender(
+                "the whole command",
+                lambda: self._command("compose", RUN, "--policy", self._policy, "-o", str(self._out)),
+                self._clear,
+            ),
         ]
 
     # -- what they do ----------------------------------------------------------------------------------------------
 
     def _run_copy(self) -> None:
-        subprocess.run(["cp", "-r", self.source, self._copy], check=True)
+        subprocess.run(["cp", "-r", "--reflink=never", self.source, self._copy], check=True)
 
     def _run_durable_copy(self) -> None:
         self._run_copy()
@@ -112,7 +148,10 @@ class Workplace:
 
     def _compose(self, *, verify: bool, durable: bool) -> None:
         assert self._store is not None
-        self._store.compose(RUN).write(self._out, verify=verify, durable=durable)
+        self._store.compose(RUN, policy=self._policy).write(self._out, verify=verify, durable=durable)
+
+    def _compose_command(self) -> None:
+        self._command("compose", RUN, "--policy", self._policy, "-o", str(self._out))
 
     def _command(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "layerstore.cli", *arguments, "--store", str(self._store_path)]
