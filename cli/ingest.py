@@ -1,7 +1,7 @@
 """``layerstore ingest``: checkpoints on disk become commits."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,12 +98,12 @@ def ingest(
       layerstore ingest --all out --policy parity
       layerstore ingest run --tag global_step100 --pin best
     """
-    from layerstore.errors import InvalidInput
-
-    if pin is not None and (all_ or len(checkpoints) > 1):
-        raise InvalidInput(f"--pin {pin} was given with several checkpoints: a pin means one commit")
-    if tag is not None and all_:
-        raise InvalidInput("--tag chooses one checkpoint and --all takes every one", hint="leave one of them out")
+    _check_number(
+        several=all_ or len(checkpoints) > 1,
+        pin=pin,
+        tag=tag if all_ else None,
+        opens_attempt=rollback or resumed_from is not None,
+    )
     settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
     taken = Taken()
     try:
@@ -116,10 +116,11 @@ def ingest(
                 layer_pattern=layer_pattern,
                 allowed_globals=allow_global or (),
                 follow=follow,
+                rollback=rollback,
+                resumed_from=resumed_from,
                 pin=pin,
             )
-            beginning = {"rollback": rollback, "resumed_from": resumed_from}
-            _ingest(checkpoints, _first_with(beginning, save, taken), taken, tag=tag, all_=all_, as_json=as_json)
+            _ingest(checkpoints, save, taken, tag=tag, all_=all_, as_json=as_json)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
         if as_json and (taken.saved or all_):
@@ -127,11 +128,19 @@ def ingest(
     taken.raise_first()
 
 
-def _first_with(
-    beginning: Mapping[str, object], save: Callable[..., "Ingested"], taken: Taken
-) -> Callable[..., "Ingested"]:
-    """Return *save* with what opens an attempt: only the first of several can have gone back, the others follow it."""
-    return lambda *words, **options: save(*words, **options, **({} if taken.saved else beginning))
+def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
+    """Raise InvalidInput if something was given with several checkpoints that can only be meant for one."""
+    from layerstore.errors import InvalidInput
+
+    if tag is not None:
+        raise InvalidInput("--tag chooses one checkpoint and --all takes every one", hint="leave one of them out")
+    if pin is not None and several:
+        raise InvalidInput(f"--pin {pin} was given with several checkpoints: a pin means one commit")
+    if opens_attempt and several:
+        raise InvalidInput(
+            "--rollback and --resumed-from are for one checkpoint: the first that was saved after going back",
+            hint="ingest that one alone, then the others without the option",
+        )
 
 
 def _ingest(

@@ -107,12 +107,14 @@ def _say_lines(lines: list["LogLine"]) -> None:
         Column("NEW", "right"),
         *([Column("PINS", folds=True)] if with_pins else []),
     ]
+    blank = [""] * (len(columns) - with_graph)
     say_table(
         columns,
         (
             [
                 *([line.drawing] if with_graph else []),
-                *([] if line.entry is None else _row(line.entry, with_attempts=with_attempts, with_pins=with_pins)),
+                # Where two lines of descent meet there is no commit.
+                *(_row(line.entry, with_attempts=with_attempts, with_pins=with_pins) if line.entry else blank),
             ]
             for line in lines
         ),

@@ -17,6 +17,8 @@ from layerstore.limits import NAME_BYTES_MAX
 # Wrappers add these in front of, or between, the names of the model itself.
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_PREFIXES = ("base_model.model.", "module.")
+# No model has more blocks than that; Python itself refuses to read much longer numbers.
+_INDEX_DIGITS_MAX = 18
 # An adapter belongs to the layer of the module that it adapts.
 _ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_module|ia3_\w+")
 
@@ -94,7 +96,7 @@ def block_index(layer: str) -> int | None:
     (3, None)
     """
     last = layer.rpartition(".")[2]
-    return int(last) if last.isdecimal() else None
+    return int(last) if last.isdecimal() and len(last) <= _INDEX_DIGITS_MAX else None
 
 
 def layers_in_order(names: Iterable[str], *, pattern: re.Pattern[str] | None = None) -> dict[str, list[str]]:

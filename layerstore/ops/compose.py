@@ -5,14 +5,14 @@ Everything is written beside the target and renamed to it when it is whole, veri
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.ops.assemble import Assembly
 from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.progress import Progress
-from layerstore.ops.ranks import AdamStep, plan_ranks
+from layerstore.ops.ranks import AdamStep, Ranks, plan_ranks
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.summary import summary, summary_bytes
 from layerstore.ops.target import Product, check_nothing_else_is_lost, checked_target, move_into_place, partial_of
@@ -97,7 +97,8 @@ def execute_compose(
     try:
         rooms.files.make_directories(partial)
         assembly.run()
-        summary_size = _write_summary(rooms, composition, partial / SUMMARY, durable=durable)
+        fields = _summary(composition, ranks, adam_step)
+        summary_size = _write_summary(rooms, fields, partial / SUMMARY, durable=durable)
         is_older_form = _older_form(rooms, target, tag=base.layout.tag)
         check_nothing_else_is_lost(target, partial, what="the composite", is_older_form=is_older_form)
         move_into_place(rooms, partial, target)
@@ -116,9 +117,18 @@ def execute_compose(
     )
 
 
-def _write_summary(rooms: Rooms, composition: Composition, path: Path, *, durable: bool) -> int:
+def _summary(composition: Composition, ranks: Ranks, adam_step: AdamStep) -> dict[str, object]:
+    return {
+        **summary(composition),
+        "world_size": ranks.world_size,
+        "adam_step": adam_step,
+        "notes": [*composition.notes, *ranks.notes],
+    }
+
+
+def _write_summary(rooms: Rooms, fields: Mapping[str, object], path: Path, *, durable: bool) -> int:
     """Write what the composite is made of beside its shards; return how many bytes that took."""
-    data = summary_bytes(summary(composition))
+    data = summary_bytes(fields)
     with rooms.files.create(path) as file:
         file.write_at(0, data)
         if durable:

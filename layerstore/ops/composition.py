@@ -5,13 +5,14 @@ Pure data until it is written. Which layer comes from where is a policy's or a r
 whether they fit together is checked here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion, PolicyUse
 from layerstore.ops.past import numbers_above, saved_at, saves_from, view_or_none
 from layerstore.ops.refs import Resolved
+from layerstore.ops.resumed import resumed_layers
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
 from layerstore.policy import EXACT, Latest, Policy
@@ -77,7 +78,7 @@ def compose_exact(resolved: Resolved) -> Composition:
         LayoutMismatch: Some layers were not saved at this step; the message names one.
     """
     record = resolved.record
-    older = [entry for entry in record.layers if (entry.origin.run, entry.origin.step) != (record.run, record.step)]
+    older = [entry for entry in record.layers if not saved_at(record, entry)]
     if older:
         first = older[0]
         raise LayoutMismatch(
@@ -96,24 +97,46 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
     view = view_or_none(rooms, base.run)
     looked_at: list[RecordRow] = []
 
+    resumed: list[LayerEntry] = []
+
     def history() -> Iterator[RecordRow]:
         for save in saves_from(view, resolved):
+            if looked_at and save.attempt != looked_at[-1].attempt and (yield from beginning()):
+                return
             looked_at.append(save)
             yield save
+        yield from beginning()
+
+    def beginning() -> Generator[RecordRow, None, bool]:
+        """Yield what the attempt just left went on from, if that was a composite: nothing older has a part in it."""
+        found = None if view is None else resumed_layers(rooms, view, looked_at[-1].attempt)
+        if found is not None:
+            looked_at.append(found[0])
+            resumed.extend(found[1])
+            yield found[0]
+        return found is not None
+
+    def decided(position: int) -> frozenset[str] | None:
+        if resumed and position == len(looked_at) - 1:
+            return frozenset(looked_at[position].layer_names)  # training began with all of these
+        record = base if position == 0 else rooms.catalog.commit(looked_at[position].name).record
+        return _decided(record, policy)
 
     picks = replay(
         anchored(policy, base.save_number),
         history(),
-        above=numbers_above(view, attempt=base.attempt, step=base.step),
-        recorded=lambda position: _decided(_record(rooms, resolved, looked_at[position], position), policy),
+        above=lambda position: numbers_above(view, looked_at[position]),
+        recorded=decided,
     )
     wanted: dict[int, list[str]] = {}
     for layer, position in picks.items():
         wanted.setdefault(position, []).append(layer)
     found = {entry.layer: entry for entry in base.layers if picks[entry.layer] == 0}
-    for position in wanted.keys() - {0}:
+    last = len(looked_at) - 1 if resumed else None
+    for position in wanted.keys() - {0, last}:
         # A row only finds its record; what the layers are is read there.
         found |= rooms.catalog.entries(looked_at[position].name, wanted[position])
+    found |= {entry.layer: entry for entry in resumed if picks.get(entry.layer) == last}
     layers = tuple(found[entry.layer] for entry in base.layers)
     return Composition(
         base=base,
@@ -122,12 +145,12 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
-        older_than_due=tuple(entry.layer for entry in layers if not saved_at(looked_at[picks[entry.layer]], entry)),
+        older_than_due=tuple(
+            entry.layer
+            for entry in layers
+            if picks[entry.layer] != last and not saved_at(looked_at[picks[entry.layer]], entry)
+        ),
     )
-
-
-def _record(rooms: Rooms, base: Resolved, row: RecordRow, position: int) -> CommitRecord:
-    return base.record if position == 0 else rooms.catalog.commit(row.name).record
 
 
 def _decided(record: CommitRecord, policy: Policy) -> frozenset[str] | None:

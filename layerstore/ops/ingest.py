@@ -26,8 +26,17 @@ from layerstore.model import (
     SourceLayout,
 )
 from layerstore.ops.past import saved_at, view_or_none
-from layerstore.ops.place import Place, place_beside, place_of, rows_at
+from layerstore.ops.place import (
+    Place,
+    check_not_abandoned,
+    elsewhere,
+    opens_the_same,
+    place_beside,
+    place_of,
+    rows_at,
+)
 from layerstore.ops.progress import Progress
+from layerstore.ops.resumed import resumed_decision
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.selection import layers_due
 from layerstore.ops.transfer import Content, transfer
@@ -166,8 +175,19 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         bytes_derived=content.bytes_derived,
         seconds=time.monotonic() - started,
         source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
-        notes=plan.checkpoint.notes,
+        notes=(*plan.checkpoint.notes, *_doubts(plan, commit.record, is_new=is_new)),
     )
+
+
+def _doubts(plan: IngestPlan, record: CommitRecord, *, is_new: bool) -> Iterator[str]:
+    """Say that less is stored than was asked for: the step was saved before, under another policy."""
+    saved = sum(saved_at(record, entry) for entry in record.layers)
+    if not is_new and saved < len(record.layers) and record.policy.name != plan.policy.name:
+        yield (
+            f"{record.run}@{record.step} was saved under policy {record.policy.name}: {saved} of its "
+            f"{len(record.layers)} layers are stored, the others are older; --replace stores what policy "
+            f"{plan.policy.name} asks for"
+        )
 
 
 @contextlib.contextmanager
@@ -208,22 +228,39 @@ def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
         place, use = place_beside(rooms, rivals[0])
         return _Intent(place=place, policy=use, due=names - place.inherited.keys(), rivals=rivals)
     place = place_of(rooms, view, step=plan.step, rivals=rivals, rollback=plan.rollback, resumed_from=plan.resumed_from)
+    resumed = {} if plan.resumed_from is None else resumed_decision(place.inherited.values())
     if isinstance(plan.policy, Latest):
-        use = PolicyUse(name=plan.policy.name, parameters={}, decisions={})
+        use = PolicyUse(name=plan.policy.name, parameters={}, decisions=resumed)
         return _Intent(place=place, policy=use, due=names, rivals=rivals)
     due, decisions = layers_due(rooms, plan.checkpoint, place, plan.policy, run=plan.run)
     use = PolicyUse(
         name=plan.policy.name,
         parameters=plan.policy.parameters,
-        decisions=decisions,
+        decisions=decisions | resumed,
     )
     return _Intent(place=place, policy=use, due=due, rivals=rivals)
+
+
+def _is_same_content(plan: IngestPlan, record: CommitRecord, content: Content) -> bool:
+    """
+    Whether *record* holds what *content* was taken from: all that is no layer, and the layers that both saved.
+
+    Frozen layers prove nothing, and where no other was saved by both, nothing is known.
+    """
+    trained = {layer.layer for layer in plan.checkpoint.layers if not all(of.frozen for of in layer.parameters)}
+    saved = {entry.layer: entry.version for entry in record.layers if saved_at(record, entry)}
+    both = saved.keys() & content.versions.keys()
+    is_known = bool(both & trained)
+    return is_known and record.states == content.states and all(saved[of] == content.versions[of] for of in both)
 
 
 def _commit(
     rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, writer: ObjectWriter
 ) -> tuple[Commit, bool]:
+    view = view_or_none(rooms, plan.run)
     for rival in intent.rivals:
+        if plan.opens_attempt and not opens_the_same(view, rival, intent.place):
+            continue  # training that went back may well come to the same bits again
         beside, use = place_beside(rooms, rival)
         if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
             continue
@@ -241,6 +278,12 @@ def _commit(
             hint="--replace hides the old commit, --rollback says that training went back to an earlier step, "
             "--run NAME that this is another run",
         )
+    if not plan.opens_attempt:
+        for row in elsewhere(view, plan.step):
+            twin = rooms.catalog.commit(row.name)
+            if _is_same_content(plan, twin.record, content):
+                check_not_abandoned(view, row)
+                return twin, False
     # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
     record = _record(plan, content, intent)
     writer.publish()

@@ -8,7 +8,8 @@ Runs of neighbours, not single elements: a disk reads a page for either.
 from collections.abc import Iterator, Mapping
 
 from layerstore.dtypes import by_code
-from layerstore.model import Kind, LayerEntry, Parameter
+from layerstore.errors import IntegrityError
+from layerstore.model import BlobRef, Kind, LayerEntry, Parameter
 from layerstore.ops.distance import Meter, can_measure
 from layerstore.ops.hashing import SourceReader
 from layerstore.ops.rooms import Rooms
@@ -28,11 +29,21 @@ def movements(rooms: Rooms, layers: tuple[LayerSource, ...], inherited: Mapping[
         found = {
             layer.layer: _movement(rooms, reader, layer, inherited[layer.layer])
             for layer in layers
-            if layer.layer in inherited
+            if layer.layer in inherited and _is_there(rooms, inherited[layer.layer])
         }
     finally:
         reader.close()
     return {layer: movement for layer, movement in found.items() if movement is not None}
+
+
+def _is_there(rooms: Rooms, entry: LayerEntry) -> bool:
+    """Whether the store still has the masters of *entry*; what it has lost has moved out of sight."""
+    try:
+        version = rooms.version_of(entry)
+        masters = (of for of in version.objects if of.kind is Kind.MASTER)
+        return all(rooms.objects.find(BlobRef(id=of.id, size_bytes=of.size_bytes)) for of in masters)
+    except IntegrityError:
+        return False
 
 
 def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, entry: LayerEntry) -> float | None:

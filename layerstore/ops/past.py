@@ -16,8 +16,13 @@ def saved_at(record: CommitRecord | RecordRow, entry: LayerEntry) -> bool:
     return (origin.run, origin.attempt, origin.step) == (record.run, record.attempt, record.step)
 
 
-def numbers_above(view: RunView | None, *, attempt: int, step: int) -> frozenset[int]:
-    """Return the numbers of *attempt*'s saves after *step*: what was filled in below them is no gap."""
+def numbers_above(view: RunView | None, save: RecordRow) -> frozenset[int]:
+    """Return the numbers of the saves after *save* in its attempt: what was filled in below them is no gap."""
+    return numbers_after(view, attempt=save.attempt, step=save.step)
+
+
+def numbers_after(view: RunView | None, *, attempt: int, step: int) -> frozenset[int]:
+    """Return the numbers of *attempt*'s saves after *step*."""
     rows = [] if view is None else view.of_attempt(attempt)
     return frozenset(row.save_number for row in rows if row.step > step)
 

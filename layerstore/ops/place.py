@@ -7,9 +7,9 @@ Nothing is written here. The caller holds the run's lock.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from layerstore.errors import IntegrityError, InvalidInput
+from layerstore.errors import Conflict, IntegrityError, InvalidInput
 from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry, PolicyUse
-from layerstore.ops.past import numbers_above, saved_at, saves_below
+from layerstore.ops.past import numbers_after, saved_at, saves_below
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Latest
@@ -66,6 +66,8 @@ def place_of(
     """
     if resumed_from is not None:
         return _resumed(rooms, view, step=step, ref=resumed_from)
+    if view is not None and view.damaged and not view.rows:
+        raise next(iter(view.damaged.values()))  # its numbers are taken, whatever has become of its records
     if view is None or not view.rows:
         return Place(attempt=1, fork=None, save_number=0, inherited={})
     attempt = newest_attempt(view)
@@ -84,7 +86,7 @@ def place_of(
         inherited={} if before is None else _by_layer(before),
         unseen=()
         if before is None
-        else missing_between(before.save_number, number, numbers_above(view, attempt=attempt, step=step)),
+        else missing_between(before.save_number, number, numbers_after(view, attempt=attempt, step=step)),
         supersedes=tuple(sorted(CommitId(row.id) for row in replaced)),
     )
 
@@ -144,6 +146,32 @@ def _resumed(rooms: Rooms, view: RunView | None, *, step: int, ref: str) -> Plac
 
 def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
     return {entry.layer: entry for entry in record.layers}
+
+
+def opens_the_same(view: RunView | None, rival: RecordRow, place: Place) -> bool:
+    """Whether *rival* began its attempt just where *place* would: then the command was merely repeated."""
+    if view is None:
+        return False
+    steps = (None if fork is None else fork.step for fork in (rival.fork, place.fork))
+    return rival.id == view.of_attempt(rival.attempt)[0].id and len(set(steps)) == 1
+
+
+def elsewhere(view: RunView | None, step: int) -> list[RecordRow]:
+    """Return the visible commits of *step* in other attempts than the newest."""
+    if view is None:
+        return []
+    newest = newest_attempt(view)
+    return [row for row in view.visible if row.step == step and row.attempt != newest]
+
+
+def check_not_abandoned(view: RunView | None, row: RecordRow) -> None:
+    """Raise Conflict if *row* is not in the newest attempt's history: saving it there would bring it back."""
+    if view is None or any(other.id == row.id for other in view.history(newest_attempt(view), step=row.step)):
+        return
+    raise Conflict(
+        f"{view.run}@{row.step} belongs to attempt {row.attempt}, which training has left; nothing was changed",
+        hint="leave this checkpoint out, or pass --rollback if training took it up again",
+    )
 
 
 def rows_at(view: RunView | None, step: int) -> list[RecordRow]:

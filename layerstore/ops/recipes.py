@@ -13,6 +13,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
+from layerstore.ops.past import saved_at
 from layerstore.ops.refs import Resolved, only_run, resolve
 from layerstore.ops.rooms import Rooms
 
@@ -48,10 +49,16 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         base = resolve(rooms, recipe.base.reference(run=name))
     record = base.record
     plan = recipe.plan(ModelOutline.of(rooms.version_of(entry) for entry in record.layers))
-    back = recipe.base.back if recipe.base.run is None or base.pin is None else _back_of(rooms, record)
+    back = recipe.base.back
+    if base.pin is not None and any(choice.run is None and not choice.is_base for choice in plan.layers.values()):
+        with recipe.base.spot.located():
+            back = _back_of(rooms, record)
     own = {entry.layer: entry for entry in record.layers}
     found: dict[str, Resolved] = {}
     layers = []
+    notes = [*plan.notes]
+    if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
+        notes.append(f"the recipe speaks of run {recipe.run_hint!r}, which is not in the store: {name!r} is meant")
     for layer, choice in plan.layers.items():
         if choice.is_base:
             layers.append(own[layer])
@@ -60,7 +67,13 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         with _explained(choice, record.run):
             if reference not in found:
                 found[reference] = resolve(rooms, reference)
-            layers.append(_layer_of(found[reference].record, layer, reference))
+            entry = _layer_of(found[reference].record, layer, reference)
+            if found[reference].pin is None and not saved_at(found[reference].record, entry):
+                notes.append(
+                    f"{choice.spot}: {layer} was not saved at {reference}, which has its version of step "
+                    f"{entry.origin.step}"
+                )
+            layers.append(entry)
     return Composition(
         base=record,
         commit=base.commit,
@@ -68,7 +81,7 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         policy=RECIPE,
         parameters={"recipe": recipe.name, "grammar": recipe.grammar},
         layers=tuple(layers),
-        notes=plan.notes,
+        notes=tuple(notes),
     )
 
 
@@ -87,7 +100,12 @@ def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:
 def _back_of(rooms: Rooms, record: CommitRecord) -> int:
     """Return how many attempts before the newest *record*'s own is."""
     attempts = rooms.catalog.view(record.run).attempts
-    return len(attempts) - 1 - attempts.index(record.attempt) if record.attempt in attempts else 0
+    if record.attempt not in attempts:
+        raise NotFound(
+            f"attempt {record.attempt} of {record.run}, which the base is of, has no visible commit",
+            hint=f"name every step's run: {record.run}@STEP",
+        )
+    return len(attempts) - 1 - attempts.index(record.attempt)
 
 
 def _layer_of(record: CommitRecord, layer: str, reference: str) -> LayerEntry:

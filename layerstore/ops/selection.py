@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from layerstore.model import Kind, LayerEntry, LayerVersion
+from layerstore.errors import IntegrityError
+from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion
 from layerstore.ops.movement import movements
 from layerstore.ops.place import Place
 from layerstore.ops.rooms import Rooms
@@ -19,7 +20,7 @@ def layers_due(
     Return the layers to be stored, and what the record is to say of why.
 
     Everything where the history has no complete save yet; else what *policy* says, together with every layer
-    that has changed its shape since, or that the optimizer has updated for the first time.
+    that has changed its shape since, that the optimizer has updated for the first time, or that the store has lost.
     """
     layers = checkpoint.layers
     save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=_ages(place, run))
@@ -49,9 +50,14 @@ def _ages(place: Place, run: str) -> dict[str, int]:
 def _can_inherit(rooms: Rooms, layer: LayerSource, entry: LayerEntry | None) -> bool:
     if entry is None or (layer.optimizer_step is not None and entry.optimizer_step is None):
         return False
-    version = rooms.version_of(entry)
+    try:
+        version = rooms.version_of(entry)
+        is_whole = all(rooms.objects.find(BlobRef(id=of.id, size_bytes=of.size_bytes)) for of in version.objects)
+    except IntegrityError:
+        return False  # what the store has lost is stored again, and verify reports it
     return (
-        version.parameters == layer.parameters
+        is_whole
+        and version.parameters == layer.parameters
         and version.buffers == layer.buffers
         and _stored_states(version) == _source_states(layer)
     )

@@ -14,6 +14,7 @@ class LayerAge:
 
     layer: str
     run: str
+    attempt: int
     step: int
     """At which it was saved."""
     steps: int | None
@@ -45,7 +46,7 @@ class Staleness:
     @property
     def is_mixed(self) -> bool:
         """Whether not all layers are of one save."""
-        return len({(age.run, age.step) for age in self.layers}) > 1
+        return len({(age.run, age.attempt, age.step) for age in self.layers}) > 1
 
 
 def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
@@ -59,6 +60,7 @@ def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
     return LayerAge(
         layer=entry.layer,
         run=origin.run,
+        attempt=origin.attempt,
         step=origin.step,
         steps=base.step - origin.step if is_own else None,
         saves=base.save_number - origin.save_number if is_own else None,

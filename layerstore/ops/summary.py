@@ -20,7 +20,12 @@ def summary(composition: Composition) -> dict[str, object]:
         "policy": composition.policy,
         "parameters": dict(composition.parameters),
         "layers": {
-            entry.layer: {"run": entry.origin.run, "step": entry.origin.step, "version": entry.version.id}
+            entry.layer: {
+                "run": entry.origin.run,
+                "attempt": entry.origin.attempt,
+                "step": entry.origin.step,
+                "version": entry.version.id,
+            }
             for entry in composition.layers
         },
         "staleness": staleness_fields(composition.staleness),
@@ -38,7 +43,14 @@ def staleness_fields(staleness: Staleness) -> dict[str, object]:
 
 
 def _age_fields(age: LayerAge) -> dict[str, object]:
-    return {"layer": age.layer, "run": age.run, "step": age.step, "steps": age.steps, "saves": age.saves}
+    return {
+        "layer": age.layer,
+        "run": age.run,
+        "attempt": age.attempt,
+        "step": age.step,
+        "steps": age.steps,
+        "saves": age.saves,
+    }
 
 
 def summary_bytes(fields: Mapping[str, object]) -> bytes:

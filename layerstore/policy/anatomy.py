@@ -5,14 +5,15 @@ It follows from names and their order, never from a list of architectures.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from layerstore.layers import block_index
 
-# The last component of a normalisation's name: norm, final_layer_norm, norm_f, ln_f, ln_post.
-_NORM = re.compile(r"(?:.*_)?(?:\w*norm\w*|ln)(?:_.*|\d*)", re.IGNORECASE)
+# A word of the last component of a normalisation's name: norm, final_layer_norm, norm_f, layernorm, norm1, ln_f.
+_NORM = re.compile(r"[a-z]*norm\d*|ln\d*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class Anatomy:
     stacks: tuple[tuple[str, ...], ...]
     """Blocks by the module that holds them: one stack in most models, two in an encoder-decoder."""
     input_side: tuple[str, ...]
-    """Before the first block: embeddings."""
+    """Before the blocks that they go with: embeddings."""
     output_side: tuple[str, ...]
-    """After it: norms and heads."""
+    """After these: norms and heads."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -55,12 +56,30 @@ def anatomy(layers: tuple[str, ...]) -> Anatomy:
     for layer in layers:
         if block_index(layer) is not None:
             stacks.setdefault(layer.rpartition(".")[0], []).append(layer)
-    first = next((position for position, layer in enumerate(layers) if block_index(layer) is not None), len(layers))
+    first = {stack: layers.index(blocks[0]) for stack, blocks in stacks.items()}
+    auxiliary = [(position, layer) for position, layer in enumerate(layers) if block_index(layer) is None]
+    is_input = {layer: position < _beginning(layer, first, end=len(layers)) for position, layer in auxiliary}
     return Anatomy(
         stacks=tuple(map(tuple, stacks.values())),
-        input_side=layers[:first],
-        output_side=tuple(layer for layer in layers[first:] if block_index(layer) is None),
+        input_side=tuple(layer for _, layer in auxiliary if is_input[layer]),
+        output_side=tuple(layer for _, layer in auxiliary if not is_input[layer]),
     )
+
+
+def _beginning(layer: str, first: Mapping[str, int], *, end: int) -> int:
+    """
+    Return where the blocks begin that an auxiliary layer goes with.
+
+    Those of the stack with which it shares most of its name: ``encoder.final_layer_norm`` goes with
+    ``encoder.block``. What shares no name with any goes with the first.
+    """
+    shared = {stack: _shared(layer.split("."), stack.split(".")) for stack in first}
+    most = max(shared.values(), default=0)
+    return min((first[stack] for stack, count in shared.items() if count == most), default=end)
+
+
+def _shared(left: Sequence[str], right: Sequence[str]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def norms(layers: Sequence[str]) -> frozenset[str]:
@@ -70,4 +89,4 @@ def norms(layers: Sequence[str]) -> frozenset[str]:
     >>> sorted(norms(["model.embed_tokens", "model.norm", "transformer.ln_f", "lm_head"]))
     ['model.norm', 'transformer.ln_f']
     """
-    return frozenset(layer for layer in layers if _NORM.fullmatch(layer.rpartition(".")[2]))
+    return frozenset(layer for layer in layers if any(map(_NORM.fullmatch, layer.rpartition(".")[2].split("_"))))

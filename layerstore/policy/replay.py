@@ -37,6 +37,11 @@ class _Step:
     unseen: Sequence[int]
 
 
+def _nothing_above(position: int) -> Collection[int]:
+    """Tell that no save comes after another one in its attempt."""
+    return ()
+
+
 def _nothing_recorded(position: int) -> None:
     """Tell that no decision is on record."""
 
@@ -45,7 +50,7 @@ def replay(
     policy: Policy,
     history: Iterable[PastSave],
     *,
-    above: Collection[int] = (),
+    above: Callable[[int], Collection[int]] = _nothing_above,
     recorded: Callable[[int], frozenset[str] | None] = _nothing_recorded,
 ) -> dict[str, int]:
     """
@@ -53,25 +58,25 @@ def replay(
 
     *history* is newest first, and read no further than needed. A save is full where nothing complete lies before it:
     with nothing at all before it, or only saves from before the optimizer's first update.
-    *above* has the numbers of saves after the base: a step that was filled in later has a larger number than those.
+    *above* returns the numbers of the saves that come after the one of a position, in its attempt: a step that was
+    filled in later has a larger number than those.
     *recorded* returns what the policy has decided at the save of a position, for policies that go by their records.
     """
-    steps = _with_gaps(history, set(above))
+    steps = _with_gaps(history, above)
     if getattr(policy, "by_number", False):
         return _newest_due(policy, steps, recorded)
     return _forward(policy, list(steps))
 
 
-def _with_gaps(history: Iterable[PastSave], seen: set[int]) -> Iterator[_Step]:
+def _with_gaps(history: Iterable[PastSave], above: Callable[[int], Collection[int]]) -> Iterator[_Step]:
     """Yield every save with the numbers that are missing between it and the one before."""
     current: _Step | None = None
     for position, save in enumerate(history):
         if current is not None:
-            yield _Step(
-                current.position, current.save, missing_between(save.save_number, current.save.save_number, seen)
-            )
+            before, number = save.save_number, current.save.save_number
+            unseen = missing_between(before, number, above(current.position)) if number > before + 1 else ()
+            yield _Step(current.position, current.save, unseen)
         current = _Step(position, save, ())
-        seen.add(save.save_number)
     if current is not None:
         yield current
 

@@ -70,8 +70,9 @@ class Catalog:
     # -- questions -----------------------------------------------------------------------------------------------
 
     def runs(self) -> list[str]:
-        """Return the runs that have records, by name."""
-        return [run for run in self._records.runs() if self._has_records(run)]
+        """Return the runs that have records, or that the index remembers to have had some, by name."""
+        there = {run for run in self._records.runs() if self._has_records(run)}
+        return sorted(there | self.remembered_runs())
 
     def _has_records(self, run: str) -> bool:
         known = self._known.get(run)

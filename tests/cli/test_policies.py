@@ -81,16 +81,22 @@ def test_a_pinned_composite_is_written_without_its_policy(run: Run, saves: list[
 
 
 def test_going_back_opens_an_attempt(run: Run, saves: list[Path]) -> None:
-    """Only for the first of several checkpoints: the others go on from it."""
+    """By the first checkpoint saved since; the others go on from it."""
     run("init")
     run("ingest", *saves)
     again = [
         generate(saves[0].parents[1] / "again" / f"checkpoint-{step}", layers=4, hidden=8, vocab=8, step=step, seed=9)
         for step in (2, 3)
     ]
-    back = run("ingest", *again, "--run", "sft", "--rollback", "--json")
+    several = run("ingest", *again, "--run", "sft", "--rollback")
+    back = run("ingest", again[0], "--run", "sft", "--rollback", "--json")
+    on = run("ingest", again[1], "--run", "sft", "--json")
+    drawn = run("log", "sft", "--graph")
 
-    assert [commit["attempt"] for commit in back.fields["commits"]] == [2, 2]
+    assert several.code == 2
+    assert (back.fields["attempt"], on.fields["attempt"]) == (2, 2)
+    assert drawn.code == 0
+    assert "|/" in drawn.out
     assert run("compose", "sft~1", "--dry-run", "--json").fields["attempt"] == 1
     assert "attempt" in run("show", "sft").out
 

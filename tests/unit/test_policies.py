@@ -19,6 +19,15 @@ from layerstore.tree import Tree
 
 LLAMA = ("model.embed_tokens", *(f"model.layers.{index}" for index in range(8)), "model.norm", "lm_head")
 GPT2 = ("transformer.wte", "transformer.wpe", *(f"transformer.h.{index}" for index in range(4)), "transformer.ln_f")
+VISION = (
+    "visual.patch_embed",
+    *(f"visual.blocks.{index}" for index in range(2)),
+    "visual.merger",
+    "model.embed_tokens",
+    *(f"model.layers.{index}" for index in range(2)),
+    "model.norm",
+    "lm_head",
+)
 T5 = (
     "shared",
     *(f"encoder.block.{index}" for index in range(3)),
@@ -49,6 +58,7 @@ def blocks(*indices: int) -> set[str]:
         (GPT2, 1, ("transformer.wte", "transformer.wpe"), ("transformer.ln_f",)),
         (T5, 2, ("shared",), ("encoder.final_layer_norm", "decoder.final_layer_norm", "lm_head")),
         (("only", "auxiliary"), 0, ("only", "auxiliary"), ()),
+        (VISION, 2, ("visual.patch_embed", "model.embed_tokens"), ("visual.merger", "model.norm", "lm_head")),
     ],
 )
 def test_a_model_is_taken_apart_by_names_and_order(
@@ -65,7 +75,7 @@ def test_a_model_is_taken_apart_by_names_and_order(
 @pytest.mark.parametrize("name", ["model.norm", "ln_f", "encoder.final_layer_norm", "norm_f", "ln_post", "layernorm"])
 def test_norms_are_known_by_name(name: str) -> None:
     """Whatever an architecture calls them."""
-    assert norms([name, "lm_head", "embed_tokens", "linear"]) == {name}
+    assert norms([name, "lm_head", "embed_tokens", "linear", "abnormal_head"]) == {name}
 
 
 # -- parity --------------------------------------------------------------------------------------------------------
@@ -316,7 +326,7 @@ def test_a_step_that_was_filled_in_later_is_no_gap() -> None:
     """Its number is larger than those above it."""
     history = [Past(1), Past(2), Past(0)]  # steps 300, 200, 100; 200 came last
     found = replay(Parity(), history)
-    below = replay(Parity(), history[1:], above={1})
+    below = replay(Parity(), history[1:], above=lambda position: {1})
 
     assert (found["model.layers.1"], found["model.layers.0"]) == (0, 1)
     assert (below["model.layers.1"], below["model.layers.0"]) == (1, 0)

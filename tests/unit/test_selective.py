@@ -421,3 +421,70 @@ def test_movement_is_the_same_at_any_world_size(store: Store, saved: Checkpoints
 
     assert decisions[0]["movements"] == decisions[1]["movements"]
     assert decisions[0]["movements"]
+
+
+# -- what a review asked for ---------------------------------------------------------------------------------------
+
+
+def test_full_saves_after_a_composite_still_know_what_it_was(store: Store, saved: Checkpoints) -> None:
+    """Replayed over them, the policy gives what selective saves inherited: the composite's layers, not its base's."""
+    for run, policy in (("full", "full"), ("half", "parity")):
+        for step in (100, 200):
+            store.ingest(saved(step), run=run)
+        store.compose(f"{run}@200", policy=Parity(fresh="even")).pin(f"mix-{run}")
+        for step in (250, 300):
+            resumed = f"mix-{run}" if step == 250 else None
+            store.ingest(saved(step, seed=7), run=run, policy=policy, resumed_from=resumed)
+
+    for step in (250, 300):
+        assert versions(store, f"full@{step}", policy="parity") == versions(store, f"half@{step}")
+
+
+def test_a_lost_object_of_an_inherited_layer_is_stored_again(store: Store, saved: Checkpoints) -> None:
+    """Success is not reported over a hole."""
+    store.ingest(saved(1), run="r", policy="parity")
+    (kept,) = {
+        stored.id
+        for entry in entries(store, "r")
+        if entry.layer == "model.layers.0"
+        for stored in store._rooms.version_of(entry).objects
+        if stored.kind == "master" and stored.shard == 0
+    }
+    (store.path / "objects" / kept[:2] / kept).unlink()
+    second = store.ingest(saved(2), run="r", policy="parity")
+
+    assert "model.layers.0" in second.layers_saved
+    assert "model.layers.2" not in second.layers_saved
+    store.compose("r").check()
+
+
+def test_a_step_that_is_only_half_stored_is_said_to_be(store: Store, saved: Checkpoints) -> None:
+    """Nobody shall delete the folder believing that all of it is in the store."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r", policy="parity")
+
+    assert any("3 of its 7 layers" in note for note in store.ingest(saved(2), run="r").notes)
+    assert not store.ingest(saved(2), run="r", policy="parity").notes
+
+
+def test_checkpoints_that_training_has_left_do_not_come_back(store: Store, saved: Checkpoints) -> None:
+    """Ingesting a whole folder again after going back: what is below the fork is known, what is above is refused."""
+    for step in (100, 200, 300):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(250, seed=7), run="r", rollback=True)
+
+    assert not store.ingest(saved(200), run="r").is_new
+    with pytest.raises(Conflict, match="attempt 1"):
+        store.ingest(saved(300), run="r")
+    assert store.compose("r").step == 250
+
+
+def test_the_same_bits_again_are_another_attempt_all_the_same(store: Store, saved: Checkpoints) -> None:
+    """Training that goes back may well come to the same checkpoint: what came after it is abandoned."""
+    for step in (100, 200, 300, 400):
+        store.ingest(saved(step), run="r")
+    again = store.ingest(saved(300), run="r", rollback=True)
+
+    assert (again.is_new, again.attempt) == (True, 2)
+    assert store.compose("r").step == 300
+    assert not store.ingest(saved(300), run="r", rollback=True).is_new

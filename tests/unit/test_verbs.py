@@ -428,7 +428,7 @@ def test_policies_that_are_not_there_are_named(store: Store, tmp_path: Path) -> 
     store.ingest(checkpoint(tmp_path))
     with pytest.raises(InvalidInput, match="no policy 'newest'") as caught:
         store.compose("sft", policy="newest")
-    assert caught.value.hint == "policies: exact, filter, full, latest, parity"
+    assert caught.value.hint == "policies: drift, exact, filter, full, latest, parity"
 
     assert store.compose("sft", policy="exact").layers == store.compose("sft").layers
 

@@ -1,0 +1,86 @@
+"""
+What an attempt resumed from, where that was no commit as it stands but a composite: kept by the attempt's first record.
+
+Training went on from the composite's layers, not from its base's. Records that inherit layers name these; a full
+record does not, so its decisions do.
+"""
+
+from collections.abc import Iterable
+from typing import cast
+
+from layerstore.errors import IntegrityError
+from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
+from layerstore.ops.rooms import Rooms
+from layerstore.storage.manifest import COUNTED, RecordRow
+from layerstore.storage.runview import RunView
+from layerstore.tree import Tree
+
+KEY = "resumed"
+
+_FIELDS = (str, str, int, str, int, int, int, int | None)
+_Said = tuple[str, str, int, str, int, int, int, int | None]
+
+
+def resumed_decision(layers: Iterable[LayerEntry]) -> dict[Tree, Tree]:
+    """Return what the first record of an attempt says of the *layers* that it resumed from."""
+    return {
+        KEY: [
+            [
+                entry.layer,
+                entry.version.id,
+                entry.version.size_bytes,
+                entry.origin.run,
+                entry.origin.attempt,
+                entry.origin.step,
+                entry.origin.save_number,
+                entry.optimizer_step,
+            ]
+            for entry in layers
+        ]
+    }
+
+
+def resumed_layers(rooms: Rooms, view: RunView, attempt: int) -> tuple[RecordRow, list[LayerEntry]] | None:
+    """
+    Return the save that *attempt* went on from, as a row of its own, with its layers.
+
+    None where it went on from a commit as that stands, or from nothing.
+    """
+    own = [row for row in view.rows.values() if row.attempt == attempt and row.layer_names]
+    if not own:
+        return None
+    first = min(own, key=lambda row: (row.save_number, row.step))
+    said = rooms.catalog.commit(first.name).record.policy.decisions.get(KEY)
+    if said is None:
+        return None
+    layers = _decoded(said, first)
+    row = first._replace(
+        step=first.fork.step if first.fork else 0,
+        attempt=first.fork.attempt if first.fork else attempt,
+        save_number=first.save_number - 1,
+        layer_names=tuple(entry.layer for entry in layers),
+        flags=bytes(COUNTED * (entry.optimizer_step is not None) for entry in layers),
+    )
+    return row, layers
+
+
+def _decoded(said: Tree, row: RecordRow) -> list[LayerEntry]:
+    entries = [_entry(each) for each in said] if isinstance(said, list) else [None]
+    found = [entry for entry in entries if entry is not None]
+    if len(found) != len(entries):
+        raise IntegrityError(f"{row.run}@{row.step} says what it resumed from in a form that is not known")
+    return found
+
+
+def _entry(said: Tree) -> LayerEntry | None:
+    if not isinstance(said, list) or len(said) != len(_FIELDS):
+        return None
+    if not all(isinstance(value, kind) for value, kind in zip(said, _FIELDS, strict=True)):
+        return None
+    layer, version, size_bytes, run, attempt, step, number, count = cast("_Said", tuple(said))
+    return LayerEntry(
+        layer=layer,
+        version=BlobRef(id=ObjectId(version), size_bytes=size_bytes),
+        origin=Origin(run=run, attempt=attempt, step=step, save_number=number),
+        optimizer_step=count,
+    )
