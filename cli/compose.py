@@ -118,7 +118,6 @@ def compose(
     is_hf = is_export(form, options, only_shards={"--world-size": world_size, "--adam-step": adam_step})
     _check_purpose(out, pin, dry_run=dry_run)
     settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
-    counters = adam_step or "unify"
     with opened(store) as opened_store:
         if recipe is not None:
             composite = _by_recipe(opened_store, recipe, settings, run=run, others=(ref, step, policy))
@@ -126,19 +125,44 @@ def compose(
             reference = chosen_reference(opened_store, ref=ref, run=run, step=step)
             composite = _by_policy(opened_store, reference, policy or "latest", settings)
         composite.check(max_staleness=max_staleness)
-        if pin is not None and not dry_run:
-            composite.pin(pin)
-        if is_hf:
-            export(composite, out, options, verify=not no_verify, force=force, dry_run=dry_run, as_json=as_json)
-            return
-        if out is None or dry_run:
-            say_plan(composite, PlanOptions(out, pin, dry_run, world_size, counters), as_json=as_json)
-            return
+        asked = PlanOptions(out, pin, dry_run, world_size, adam_step or "unify")
+        _carry_out(composite, asked, options if is_hf else None, verify=not no_verify, force=force, as_json=as_json)
+
+
+def _carry_out(
+    composite: "Composite",
+    asked: PlanOptions,
+    as_export: ExportOptions | None,
+    *,
+    verify: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the composite, or say what it would be; pin it, but only once nothing can be refused any more."""
+    if asked.out is None and not asked.is_dry_run:
+        _pin_if_asked(composite, asked.pin)
+    if as_export is not None:
+        export(composite, asked, as_export, verify=verify, force=force, as_json=as_json)
+    elif asked.out is None or asked.is_dry_run:
+        say_plan(composite, asked, as_json=as_json)
+    else:
         with shown_progress(as_json=as_json) as progress:
             written = composite.write(
-                out, world_size=world_size, adam_step=counters, verify=not no_verify, force=force, progress=progress
+                asked.out,
+                world_size=asked.world_size,
+                adam_step=asked.adam_step,
+                verify=verify,
+                force=force,
+                progress=progress,
             )
-    _say_written(composite, written, as_json=as_json)
+        _say_written(composite, written, as_json=as_json)
+    if asked.out is not None and not asked.is_dry_run:
+        _pin_if_asked(composite, asked.pin)
+
+
+def _pin_if_asked(composite: "Composite", pin: str | None) -> None:
+    if pin is not None:
+        composite.pin(pin)
 
 
 def _check_purpose(out: Path | None, pin: str | None, *, dry_run: bool) -> None:

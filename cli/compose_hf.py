@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerstore.cli.mixture import composite_fields, say_mixture, say_notes
+from layerstore.cli.mixture import PlanOptions, composite_fields, say_mixture, say_notes
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, size
 
@@ -39,7 +39,7 @@ def is_export(form: str, options: ExportOptions, *, only_shards: Mapping[str, ob
     foreign, other, why = (
         (only_shards, "zero3", "an export has neither ranks nor an optimizer")
         if form == "hf"
-        else (only_weights, "hf", "shards keep the types that were saved")
+        else (only_weights, "hf", "shards keep the types and the files that were saved")
     )
     for name, value in foreign.items():
         if value is not None:
@@ -48,21 +48,15 @@ def is_export(form: str, options: ExportOptions, *, only_shards: Mapping[str, ob
 
 
 def export(
-    composite: "Composite",
-    out: Path | None,
-    options: ExportOptions,
-    *,
-    verify: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
+    composite: "Composite", asked: PlanOptions, options: ExportOptions, *, verify: bool, force: bool, as_json: bool
 ) -> None:
-    """Write the export and say so, or with *dry_run*, or without *out*, only what it would be."""
+    """Write the export and say so, or in a dry run, or without a folder, only what it would be."""
     from layerstore.export.hf import MAX_SHARD_SIZE
 
     max_shard_size = options.max_shard_size or MAX_SHARD_SIZE
-    if out is None or dry_run:
-        _say_plan(composite, composite.plan_export(dtype=options.dtype, max_shard_size=max_shard_size), out, as_json)
+    out = asked.out
+    if out is None or asked.is_dry_run:
+        _say_plan(composite, composite.plan_export(dtype=options.dtype, max_shard_size=max_shard_size), asked, as_json)
         return
     with shown_progress(as_json=as_json) as progress:
         exported = composite.export(
@@ -91,17 +85,18 @@ def export(
         say("load it with AutoModelForCausalLM.from_pretrained(FOLDER), or whatever class the model is of")
 
 
-def _say_plan(composite: "Composite", plan: "ExportPlan", out: Path | None, as_json: bool) -> None:
+def _say_plan(composite: "Composite", plan: "ExportPlan", asked: PlanOptions, as_json: bool) -> None:
     say_notes(plan.notes)
     if as_json:
         files = tuple(file.path for file in plan.files)
-        say_json({**_fields(composite, plan, out=out, files=files, bytes_written=0, seconds=0.0), "dry_run": True})
+        fields = _fields(composite, plan, out=asked.out, files=files, bytes_written=0, seconds=0.0)
+        say_json({**fields, "pin": asked.pin, "dry_run": asked.is_dry_run})
         return
     columns = [Column("FILE", folds=True), Column("SIZE", "right")]
     rows = ([file.path, size(file.size_bytes)] for file in plan.files)
     say_table(columns, rows, total=["total", size(plan.size_bytes)])
     say()
-    say(f"base {shown(composite.run)}@{composite.step}, policy {composite.policy}, {plan.dtype}; nothing was written")
+    say(f"base {shown(composite.run)}@{composite.step}, policy {composite.policy}, {plan.dtype}; {asked.outcome}")
 
 
 def _fields(

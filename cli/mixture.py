@@ -20,6 +20,12 @@ class PlanOptions:
     world_size: int | None
     adam_step: Literal["unify", "per-layer"]
 
+    @property
+    def outcome(self) -> str:
+        """What became of the plan."""
+        is_kept = self.pin is not None and not self.is_dry_run
+        return f"kept as pin {shown(self.pin)}" if is_kept else "nothing was written"
+
 
 def say_plan(composite: "Composite", options: PlanOptions, *, as_json: bool) -> None:
     """Print which save each layer comes from, and what would not carry over."""
@@ -42,10 +48,8 @@ def say_plan(composite: "Composite", options: PlanOptions, *, as_json: bool) -> 
     say_layers(composite)
     say()
     say_mixture(composite)
-    kept = options.pin is not None and not options.is_dry_run
-    outcome = f"kept as pin {shown(options.pin)}" if kept else "nothing was written"
     ranks = counted(world_size, "rank")
-    say(f"base {shown(composite.run)}@{composite.step}, policy {composite.policy}, {ranks}; {outcome}")
+    say(f"base {shown(composite.run)}@{composite.step}, policy {composite.policy}, {ranks}; {options.outcome}")
 
 
 def say_layers(composite: "Composite") -> None:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 _PANEL = "Policy"
 
 Fresh = Annotated[
-    str | None, typer.Option("--fresh", metavar="even|odd", help="parity: the half that the newest save supplies.")
+    str | None,
+    typer.Option(
+        "--fresh", metavar="even|odd", help="parity: the half of the base; at ingest, of the run's first save."
+    ),
 ]
 First = Annotated[int | None, typer.Option("--first", metavar="N", help="filter: blocks always due at the start.")]
 Last = Annotated[int | None, typer.Option("--last", metavar="N", help="filter: blocks always due at the end.")]

@@ -60,7 +60,7 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
     if resolved.pin is not None:
         raise InvalidInput(
             f"{resolved.pin!r} is a pin, and drop hides commits; nothing was changed",
-            hint=f"layerstore pin --delete {resolved.pin}, or drop {record.run}@{record.step}",
+            hint=f"layerstore pin --delete {resolved.pin}; layerstore log {record.run} lists the commits",
         )
     view = rooms.catalog.view(record.run)
     tip = _tip_without(view, resolved.commit)

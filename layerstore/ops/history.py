@@ -75,10 +75,10 @@ def _branches(view: RunView) -> Iterator[_Branch]:
         rows = []
         joins = None
         for row in view.history(attempt):
-            if row.id in taken:
+            if row.id not in taken:
+                rows.append(row)  # also what an attempt has saved below its own fork
+            elif joins is None:
                 joins = row.id
-                break
-            rows.append(row)
         taken.update(row.id for row in rows)
         if rows:
             yield _Branch(rows, joins)

@@ -112,7 +112,9 @@ def _layer_of(record: CommitRecord, layer: str, reference: str) -> LayerEntry:
     for entry in record.layers:
         if entry.layer == layer:
             return entry
-    raise NotFound(f"{reference} has no layer {layer!r}", hint="take this layer from a save of the same model")
+    raise NotFound(
+        f"{reference} has no layer {layer!r}", hint="take this layer from a save of the same model", layer=layer
+    )
 
 
 @contextmanager
@@ -124,6 +126,6 @@ def _explained(choice: "Choice", run: str) -> Iterator[None]:
     except NotFound as exc:
         if choice.path is not None:
             exc.hint = f"layerstore ingest {choice.path} --run {choice.run or run}"
-        elif choice.step is not None:
+        elif choice.step is not None and "layer" not in exc.facts:
             exc.hint = f"layerstore ingest FOLDER/checkpoint-{choice.step} --run {choice.run or run}; {exc.hint}"
         raise

@@ -79,5 +79,5 @@ def check_staleness(base: CommitRecord, staleness: Staleness, *, steps_max: int)
         found = f"is from step {oldest.step}, {oldest.steps} steps before"
     raise Conflict(
         f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {steps_max} steps old",
-        hint="allow more with --max-staleness, or compose another step; --dry-run shows every layer's age",
+        hint="allow more, or compose another step; --dry-run without --max-staleness shows every layer's age",
     )

@@ -14,6 +14,8 @@ from layerstore.policy.parity import Parity
 ENTRY_POINTS = "layerstore.policies"
 """The group in which an installed package offers its own policies: a name, and what makes the policy when called."""
 
+_HINT = "it is for compose alone: --policy exact"
+
 EXACT = "exact"
 """Not a policy but a demand: every layer from this very step."""
 
@@ -24,6 +26,8 @@ _OWN: dict[str, type[Latest | Parity | Filter | Drift]] = {
     "filter": Filter,
     "drift": Drift,
 }
+
+_WITH_SETTINGS = ("parity", "filter", "drift")
 
 
 def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Policy:
@@ -40,6 +44,8 @@ def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Pol
     else:
         make = _installed(name)
     if make is None:
+        if name == EXACT:
+            raise InvalidInput("exact is no policy but a demand on a composite, without settings", hint=_HINT)
         raise InvalidInput(f"there is no policy {name!r}", hint=f"policies: {', '.join(sorted([EXACT, *names()]))}")
     try:
         policy = make(**settings)
@@ -67,7 +73,7 @@ def _check_settings(name: str, settings: Mapping[str, object], *, known: list[st
     if unknown:
         raise InvalidInput(
             f"policy {name!r} has no setting {unknown[0]!r}",
-            hint=f"its settings: {', '.join(known)}" if known else "it has none",
+            hint=f"its settings: {', '.join(known)}" if known else f"settings are for {', '.join(_WITH_SETTINGS)}",
         )
 
 
