@@ -66,8 +66,8 @@ def place_of(
     """
     if resumed_from is not None:
         return _resumed(rooms, view, step=step, ref=resumed_from)
-    if view is not None and view.damaged and not view.rows:
-        raise next(iter(view.damaged.values()))  # its numbers are taken, whatever has become of its records
+    if view is not None and view.damaged and not rooms.records.names(view.run):
+        raise next(iter(view.damaged.values()))  # its numbers are taken, wherever its records have gone
     if view is None or not view.rows:
         return Place(attempt=1, fork=None, save_number=0, inherited={})
     attempt = newest_attempt(view)

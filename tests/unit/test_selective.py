@@ -8,7 +8,7 @@ import pytest
 
 import layerstore
 from layerstore import Drift, Filter, Parity, Store
-from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.model import LayerEntry
 from tests.bench.generate import generate
 
@@ -488,3 +488,40 @@ def test_the_same_bits_again_are_another_attempt_all_the_same(store: Store, save
     assert (again.is_new, again.attempt) == (True, 2)
     assert store.compose("r").step == 300
     assert not store.ingest(saved(300), run="r", rollback=True).is_new
+
+
+def test_a_run_whose_folder_is_gone_is_not_begun_anew(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """The index remembers it: its numbers are taken, and the log says what is missing."""
+    store.ingest(saved(1), run="r")
+    (store.path / "commits" / "r").rename(tmp_path / "moved")
+
+    with pytest.raises(IntegrityError, match="vanished"):
+        store.ingest(saved(2), run="r")
+    assert [entry.damage is not None for entry in store.log()] == [True]
+    (tmp_path / "moved").rename(store.path / "commits" / "r")
+    assert store.ingest(saved(2), run="r").is_new
+
+
+def test_an_abandoned_layer_of_the_same_step_is_not_exact(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """A step alone does not say which attempt saved it."""
+    for step in (100, 200):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(200, seed=7), run="r", rollback=True)
+    (tmp_path / "mix.yaml").write_text("base: r@200\nlayers:\n  lm_head: r~1@200\nrest: base\n")
+    plan = store.compose(recipe=tmp_path / "mix.yaml")
+    plan.pin("mix")
+
+    assert plan.staleness.is_mixed
+    with pytest.raises(LayoutMismatch):
+        store.compose("mix", policy="exact")
+
+
+def test_a_recipe_says_when_it_gets_an_older_layer(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """A selective save has not every layer."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="r", policy="parity")
+    (tmp_path / "mix.yaml").write_text("base: 2\nlayers:\n  lm_head: 2\nrest: base\n")
+
+    (note,) = store.compose(recipe=tmp_path / "mix.yaml").recipe_notes
+    assert "lm_head was not saved at r@2" in note
+    assert "mix.yaml:3:" in note
