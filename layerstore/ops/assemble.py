@@ -77,7 +77,8 @@ class Assembly:
         """
         self.progress.start("compose", self.slices.size_bytes)
         with (
-            ThreadPoolExecutor(1, thread_name_prefix="verify") as ahead,
+            # Hashing fills the memory bus with one thread; where only rounding is left, two share it.
+            ThreadPoolExecutor(1 if self.verify else 2, thread_name_prefix="verify") as ahead,
             _Closing(durable=self.durable) as closing,
             ExitStack() as stack,
         ):
