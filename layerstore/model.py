@@ -7,7 +7,7 @@ a new or renamed field here is a change of format.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, Protocol
 
 from layerstore.tree import Tree
 
@@ -69,6 +69,11 @@ class StoredObject:
     chunks: bytes
     """xxh3_64, 8 bytes big-endian each, of every 16 MiB of the file."""
 
+    @property
+    def ref(self) -> "BlobRef":
+        """Its name and size alone."""
+        return BlobRef(id=self.id, size_bytes=self.size_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
@@ -106,6 +111,16 @@ class LayerVersion:
     objects: tuple[StoredObject, ...]
     """By kind, then by shard."""
 
+    @property
+    def optimizer_states(self) -> set[tuple[str, str]]:
+        """What the optimizer keeps of it: parameters, each with the name of a state."""
+        return {
+            (tensor.name, tensor.state)
+            for stored in self.objects
+            if stored.kind is Kind.OPTIMIZER
+            for tensor in stored.tensors
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRef:
@@ -135,6 +150,27 @@ class LayerEntry:
     """The commit's own run and step when it was saved there, else where it was inherited from."""
     optimizer_step: int | None
     """How many updates the optimizer had made to it then; None where it does not count, or counts differ."""
+
+    def saved_by(self, commit: "Saving") -> bool:
+        """Whether *commit* saved it itself, and did not inherit it."""
+        origin = self.origin
+        return (origin.run, origin.attempt, origin.step) == (commit.run, commit.attempt, commit.step)
+
+
+class Saving(Protocol):
+    """What tells one commit from the others: its record has this, and whatever stands for the record."""
+
+    @property
+    def run(self) -> str:
+        """The run that it belongs to."""
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of that run."""
+
+    @property
+    def step(self) -> int:
+        """The trainer's step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

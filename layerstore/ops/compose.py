@@ -15,7 +15,7 @@ from layerstore.ops.progress import Progress
 from layerstore.ops.ranks import AdamStep, Ranks, plan_ranks
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.summary import summary, summary_bytes
-from layerstore.ops.target import Product, check_nothing_else_is_lost, checked_target, move_into_place, partial_of
+from layerstore.ops.target import Product, appearing, checked_target
 from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
 from layerstore.zero3.places import Slices
 
@@ -72,39 +72,27 @@ def execute_compose(
     """
     started = time.monotonic()
     target = checked_target(rooms, out, _CHECKPOINT, force=force)
-    partial = partial_of(target)
     base = composition.base
     versions = check_members(rooms, composition)
     slices = Slices(versions)
     layers = list(zip(composition.layers, versions, strict=True))
     ranks = plan_ranks(rooms, base, layers, slices, world_size=world_size, adam_step=adam_step)
-    assembly = Assembly(
-        rooms=rooms,
-        folder=partial,
-        tag=base.layout.tag,
-        ranks=ranks,
-        slices=slices,
-        own_parameters=frozenset(
-            parameter.name
-            for entry, version in layers
-            for parameter in version.parameters
-            if entry.layer in composition.own_layers
-        ),
-        verify=verify,
-        durable=durable,
-        progress=progress,
-    )
-    try:
-        rooms.files.make_directories(partial)
+    is_older_form = _older_form(rooms, target, tag=base.layout.tag)
+    with appearing(rooms, target, what="the composite", is_older_form=is_older_form) as partial:
+        assembly = Assembly(
+            rooms=rooms,
+            folder=partial,
+            tag=base.layout.tag,
+            ranks=ranks,
+            slices=slices,
+            own_parameters=composition.own_parameters(versions),
+            verify=verify,
+            durable=durable,
+            progress=progress,
+        )
         assembly.run()
         fields = _summary(composition, ranks, adam_step)
         summary_size = _write_summary(rooms, fields, partial / SUMMARY, durable=durable)
-        is_older_form = _older_form(rooms, target, tag=base.layout.tag)
-        check_nothing_else_is_lost(target, partial, what="the composite", is_older_form=is_older_form)
-        move_into_place(rooms, partial, target)
-    except BaseException:
-        rooms.files.remove_tree(partial)
-        raise
     return Written(
         run=base.run,
         step=base.step,

@@ -5,12 +5,12 @@ Pure data until it is written. Which layer comes from where is a policy's or a r
 whether they fit together is checked here.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import LayoutMismatch
-from layerstore.model import CommitRecord, Kind, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.past import numbers_above, saved_at, saves_from, view_or_none
+from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
+from layerstore.ops.past import numbers_above, saves_from, view_or_none
 from layerstore.ops.refs import Resolved
 from layerstore.ops.resumed import resumed_layers
 from layerstore.ops.rooms import Rooms
@@ -47,13 +47,14 @@ class Composition:
         """How old each layer is, seen from the base."""
         return staleness_of(self.base, self.layers)
 
-    @property
-    def own_layers(self) -> frozenset[str]:
-        """The layers that the base itself saved."""
-        base = self.base
-        own = (base.run, base.attempt, base.step)
-        origins = ((entry.layer, entry.origin) for entry in self.layers)
-        return frozenset(layer for layer, of in origins if (of.run, of.attempt, of.step) == own)
+    def own_parameters(self, versions: Iterable[LayerVersion]) -> frozenset[str]:
+        """Return the parameters of the layers that the base itself saved; *versions* are those of all layers."""
+        return frozenset(
+            parameter.name
+            for entry, version in zip(self.layers, versions, strict=True)
+            if entry.saved_by(self.base)
+            for parameter in version.parameters
+        )
 
 
 def compose_latest(resolved: Resolved) -> Composition:
@@ -78,7 +79,7 @@ def compose_exact(resolved: Resolved) -> Composition:
         LayoutMismatch: Some layers were not saved at this step; the message names one.
     """
     record = resolved.record
-    older = [entry for entry in record.layers if not saved_at(record, entry)]
+    older = [entry for entry in record.layers if not entry.saved_by(record)]
     if older:
         first = older[0]
         raise LayoutMismatch(
@@ -125,7 +126,7 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
     picks = replay(
         anchored(policy, base.save_number),
         history(),
-        above=lambda position: numbers_above(view, looked_at[position]),
+        above=lambda at: numbers_above(view, attempt=looked_at[at].attempt, step=looked_at[at].step),
         recorded=decided,
     )
     wanted: dict[int, list[str]] = {}
@@ -148,7 +149,7 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
         older_than_due=tuple(
             entry.layer
             for entry in layers
-            if picks[entry.layer] != last and not saved_at(looked_at[picks[entry.layer]], entry)
+            if picks[entry.layer] != last and not entry.saved_by(looked_at[picks[entry.layer]])
         ),
     )
 
@@ -212,10 +213,10 @@ def _difference(base: LayerVersion, other: LayerVersion) -> str | None:
         found = _named_difference(what, {each.name: each for each in ours}, {each.name: each for each in theirs})
         if found is not None:
             return found
-    missing = sorted(_optimizer_states(base) ^ _optimizer_states(other))
+    missing = sorted(base.optimizer_states ^ other.optimizer_states)
     if missing:
         name, state = missing[0]
-        has_it = "only the base has" if missing[0] in _optimizer_states(base) else "the base has no"
+        has_it = "only the base has" if missing[0] in base.optimizer_states else "the base has no"
         return f"{has_it} the optimizer state {state!r} of {name!r}"
     return None
 
@@ -234,12 +235,3 @@ def _facts(item: object) -> str:
     aliases: Sequence[str] = getattr(item, "aliases", ())
     tied = f", tied with {', '.join(aliases)}" if aliases else ""
     return f"{getattr(item, 'dtype', '')} {shape}{', frozen' if getattr(item, 'frozen', False) else ''}{tied}"
-
-
-def _optimizer_states(version: LayerVersion) -> set[tuple[str, str]]:
-    return {
-        (tensor.name, tensor.state)
-        for stored in version.objects
-        if stored.kind is Kind.OPTIMIZER
-        for tensor in stored.tensors
-    }

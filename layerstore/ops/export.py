@@ -19,7 +19,7 @@ from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.fill import Filling
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.target import Product, check_nothing_else_is_lost, checked_target, move_into_place, partial_of
+from layerstore.ops.target import Product, appearing, checked_target
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole
 from layerstore.zero3.rounding import can_convert
 from layerstore.zero3.slices import elements_of, valid_elements
@@ -83,18 +83,12 @@ def plan_export(
     versions = check_members(rooms, composition)
     state = rooms.state(base.states[0])  # the first rank's: what is not a rank's own comes with it
     slices = Slices(versions)
-    own = {
-        parameter.name
-        for entry, version in zip(composition.layers, versions, strict=True)
-        for parameter in version.parameters
-        if entry.layer in composition.own_layers
-    }
     chosen = choose_members(
         parameters=slices.parameters,
         buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
         gathered=state.gathered,
         dtype=wanted,
-        is_own=own.__contains__,
+        is_own=composition.own_parameters(versions).__contains__,
     )
     tensors = _in_model_order(chosen.tensors, state)
     shards = hf.shard_files(tensors, shard_bytes_max=shard_bytes_max)
@@ -132,16 +126,9 @@ def execute_export(
     """
     started = time.monotonic()
     target = checked_target(rooms, out, _EXPORT, force=force)
-    partial = partial_of(target)
-    filling = Filling(rooms=rooms, folder=partial, verify=verify, durable=durable, progress=progress)
-    try:
-        rooms.files.make_directories(partial)
+    with appearing(rooms, target, what="the export", is_older_form=_is_older_form) as partial:
+        filling = Filling(rooms=rooms, folder=partial, verify=verify, durable=durable, progress=progress)
         filling.run(plan.files, plan.shards)
-        check_nothing_else_is_lost(target, partial, what="the export", is_older_form=_is_older_form)
-        move_into_place(rooms, partial, target)
-    except BaseException:
-        rooms.files.remove_tree(partial)
-        raise
     base = plan.composition.base
     return Exported(
         run=base.run,

@@ -25,7 +25,7 @@ from layerstore.model import (
     PolicyUse,
     SourceLayout,
 )
-from layerstore.ops.past import saved_at, view_or_none
+from layerstore.ops.past import view_or_none
 from layerstore.ops.place import (
     Place,
     check_not_abandoned,
@@ -167,7 +167,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         commit=commit.id,
         is_new=is_new,
         layers=tuple(entry.layer for entry in commit.record.layers),
-        layers_saved=tuple(entry.layer for entry in commit.record.layers if saved_at(commit.record, entry)),
+        layers_saved=tuple(entry.layer for entry in commit.record.layers if entry.saved_by(commit.record)),
         objects_new=writer.count_new,
         objects_reused=writer.count_reused,
         bytes_new=writer.bytes_new,
@@ -181,7 +181,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
 
 def _doubts(plan: IngestPlan, record: CommitRecord, *, is_new: bool) -> Iterator[str]:
     """Say that less is stored than was asked for: the step was saved before, under another policy."""
-    saved = sum(saved_at(record, entry) for entry in record.layers)
+    saved = sum(entry.saved_by(record) for entry in record.layers)
     if not is_new and saved < len(record.layers) and record.policy.name != plan.policy.name:
         yield (
             f"{record.run}@{record.step} was saved under policy {record.policy.name}: {saved} of its "
@@ -248,7 +248,7 @@ def _is_same_content(plan: IngestPlan, record: CommitRecord, content: Content) -
     Frozen layers prove nothing, and where no other was saved by both, nothing is known.
     """
     trained = {layer.layer for layer in plan.checkpoint.layers if not all(of.frozen for of in layer.parameters)}
-    saved = {entry.layer: entry.version for entry in record.layers if saved_at(record, entry)}
+    saved = {entry.layer: entry.version for entry in record.layers if entry.saved_by(record)}
     both = saved.keys() & content.versions.keys()
     is_known = bool(both & trained)
     return is_known and record.states == content.states and all(saved[of] == content.versions[of] for of in both)

@@ -8,8 +8,7 @@ Runs of neighbours, not single elements: a disk reads a page for either.
 from collections.abc import Iterator, Mapping
 
 from layerstore.dtypes import by_code
-from layerstore.errors import IntegrityError
-from layerstore.model import BlobRef, Kind, LayerEntry, Parameter
+from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
 from layerstore.ops.distance import Meter, can_measure
 from layerstore.ops.hashing import SourceReader
 from layerstore.ops.rooms import Rooms
@@ -27,27 +26,16 @@ def movements(rooms: Rooms, layers: tuple[LayerSource, ...], inherited: Mapping[
     reader = SourceReader()
     try:
         found = {
-            layer.layer: _movement(rooms, reader, layer, inherited[layer.layer])
+            layer.layer: _movement(rooms, reader, layer, version)
             for layer in layers
-            if layer.layer in inherited and _is_there(rooms, inherited[layer.layer])
+            if layer.layer in inherited and (version := rooms.whole_version_of(inherited[layer.layer]))
         }
     finally:
         reader.close()
     return {layer: movement for layer, movement in found.items() if movement is not None}
 
 
-def _is_there(rooms: Rooms, entry: LayerEntry) -> bool:
-    """Whether the store still has the masters of *entry*; what it has lost has moved out of sight."""
-    try:
-        version = rooms.version_of(entry)
-        masters = (of for of in version.objects if of.kind is Kind.MASTER)
-        return all(rooms.objects.find(BlobRef(id=of.id, size_bytes=of.size_bytes)) for of in masters)
-    except IntegrityError:
-        return False
-
-
-def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, entry: LayerEntry) -> float | None:
-    version = rooms.version_of(entry)
+def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, version: LayerVersion) -> float | None:
     if version.parameters != layer.parameters:
         return None
     slices = Slices([version])

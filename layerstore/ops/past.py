@@ -3,26 +3,15 @@
 from collections.abc import Iterator
 
 from layerstore.errors import Conflict, NotFound
-from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed
+from layerstore.model import Commit, CommitId, Observed
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.runview import RunView
 
 
-def saved_at(record: CommitRecord | RecordRow, entry: LayerEntry) -> bool:
-    """Whether *entry* of *record* was saved there, and not inherited."""
-    origin = entry.origin
-    return (origin.run, origin.attempt, origin.step) == (record.run, record.attempt, record.step)
-
-
-def numbers_above(view: RunView | None, save: RecordRow) -> frozenset[int]:
-    """Return the numbers of the saves after *save* in its attempt: what was filled in below them is no gap."""
-    return numbers_after(view, attempt=save.attempt, step=save.step)
-
-
-def numbers_after(view: RunView | None, *, attempt: int, step: int) -> frozenset[int]:
-    """Return the numbers of *attempt*'s saves after *step*."""
+def numbers_above(view: RunView | None, *, attempt: int, step: int) -> frozenset[int]:
+    """Return the numbers of *attempt*'s saves after *step*: what was filled in below them is no gap."""
     rows = [] if view is None else view.of_attempt(attempt)
     return frozenset(row.save_number for row in rows if row.step > step)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput
 from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry, PolicyUse
-from layerstore.ops.past import numbers_after, saved_at, saves_below
+from layerstore.ops.past import numbers_above, saves_below
 from layerstore.ops.refs import resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Latest
@@ -43,7 +43,7 @@ def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:
         if not all(rival.saved):
             raise
     else:
-        inherited = {entry.layer: entry for entry in record.layers if not saved_at(record, entry)}
+        inherited = {entry.layer: entry for entry in record.layers if not entry.saved_by(record)}
         policy = record.policy
     place = Place(
         attempt=rival.attempt,
@@ -86,7 +86,7 @@ def place_of(
         inherited={} if before is None else _by_layer(before),
         unseen=()
         if before is None
-        else missing_between(before.save_number, number, numbers_after(view, attempt=attempt, step=step)),
+        else missing_between(before.save_number, number, numbers_above(view, attempt=attempt, step=step)),
         supersedes=tuple(sorted(CommitId(row.id) for row in replaced)),
     )
 

@@ -205,7 +205,7 @@ def _entry(rooms: Rooms, row: RecordRow, pins: list[str]) -> LogEntry:
         step=record.step,
         commit=commit.id,
         time_ns=commit.observed.time_ns,
-        layers_saved=sum(entry.origin.step == record.step for entry in record.layers),
+        layers_saved=sum(entry.saved_by(record) for entry in record.layers),
         layers=len(record.layers),
         bytes_new=commit.observed.bytes_new,
         pins=tuple(pins),

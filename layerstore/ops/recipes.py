@@ -13,7 +13,6 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
-from layerstore.ops.past import saved_at
 from layerstore.ops.refs import Resolved, only_run, resolve
 from layerstore.ops.rooms import Rooms
 
@@ -68,7 +67,7 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
             if reference not in found:
                 found[reference] = resolve(rooms, reference)
             entry = _layer_of(found[reference].record, layer, reference)
-            if found[reference].pin is None and not saved_at(found[reference].record, entry):
+            if found[reference].pin is None and not entry.saved_by(found[reference].record):
                 notes.append(
                     f"{choice.spot}: {layer} was not saved at {reference}, which has its version of step "
                     f"{entry.origin.step}"

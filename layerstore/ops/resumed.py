@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from typing import cast
 
 from layerstore.errors import IntegrityError
-from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
+from layerstore.format.canonical import Plain
+from layerstore.format.fields import from_plain, to_plain
+from layerstore.model import LayerEntry
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import COUNTED, RecordRow
 from layerstore.storage.runview import RunView
@@ -17,27 +19,10 @@ from layerstore.tree import Tree
 
 KEY = "resumed"
 
-_FIELDS = (str, str, int, str, int, int, int, int | None)
-_Said = tuple[str, str, int, str, int, int, int, int | None]
-
 
 def resumed_decision(layers: Iterable[LayerEntry]) -> dict[Tree, Tree]:
     """Return what the first record of an attempt says of the *layers* that it resumed from."""
-    return {
-        KEY: [
-            [
-                entry.layer,
-                entry.version.id,
-                entry.version.size_bytes,
-                entry.origin.run,
-                entry.origin.attempt,
-                entry.origin.step,
-                entry.origin.save_number,
-                entry.optimizer_step,
-            ]
-            for entry in layers
-        ]
-    }
+    return {KEY: [cast(Tree, to_plain(entry)) for entry in layers]}
 
 
 def resumed_layers(rooms: Rooms, view: RunView, attempt: int) -> tuple[RecordRow, list[LayerEntry]] | None:
@@ -65,22 +50,7 @@ def resumed_layers(rooms: Rooms, view: RunView, attempt: int) -> tuple[RecordRow
 
 
 def _decoded(said: Tree, row: RecordRow) -> list[LayerEntry]:
-    entries = [_entry(each) for each in said] if isinstance(said, list) else [None]
-    found = [entry for entry in entries if entry is not None]
-    if len(found) != len(entries):
-        raise IntegrityError(f"{row.run}@{row.step} says what it resumed from in a form that is not known")
-    return found
-
-
-def _entry(said: Tree) -> LayerEntry | None:
-    if not isinstance(said, list) or len(said) != len(_FIELDS):
-        return None
-    if not all(isinstance(value, kind) for value, kind in zip(said, _FIELDS, strict=True)):
-        return None
-    layer, version, size_bytes, run, attempt, step, number, count = cast("_Said", tuple(said))
-    return LayerEntry(
-        layer=layer,
-        version=BlobRef(id=ObjectId(version), size_bytes=size_bytes),
-        origin=Origin(run=run, attempt=attempt, step=step, save_number=number),
-        optimizer_step=count,
-    )
+    what = f"what {row.run}@{row.step} resumed from"
+    if not isinstance(said, list):
+        raise IntegrityError(f"{what} is in a form that is not known")
+    return [from_plain(LayerEntry, cast(Plain, each), what=what) for each in said]

@@ -42,6 +42,14 @@ class Rooms:
             )
         return version
 
+    def whole_version_of(self, entry: LayerEntry) -> LayerVersion | None:
+        """Read the version that *entry* names; None where the store has lost it, or an object of it."""
+        try:
+            version = self.version_of(entry)
+            return version if all(self.objects.find(stored.ref) for stored in version.objects) else None
+        except IntegrityError:
+            return None
+
     def state(self, ref: BlobRef) -> RankState:
         """Read a rank's state, checked."""
         return decode_state(self.objects.read(ref), ref=ref)

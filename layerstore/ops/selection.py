@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from layerstore.errors import IntegrityError
-from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion
+from layerstore.model import Kind, LayerEntry
 from layerstore.ops.movement import movements
 from layerstore.ops.place import Place
 from layerstore.ops.rooms import Rooms
@@ -50,26 +49,13 @@ def _ages(place: Place, run: str) -> dict[str, int]:
 def _can_inherit(rooms: Rooms, layer: LayerSource, entry: LayerEntry | None) -> bool:
     if entry is None or (layer.optimizer_step is not None and entry.optimizer_step is None):
         return False
-    try:
-        version = rooms.version_of(entry)
-        is_whole = all(rooms.objects.find(BlobRef(id=of.id, size_bytes=of.size_bytes)) for of in version.objects)
-    except IntegrityError:
-        return False  # what the store has lost is stored again, and verify reports it
+    version = rooms.whole_version_of(entry)  # what the store has lost is stored again, and verify reports it
     return (
-        is_whole
+        version is not None
         and version.parameters == layer.parameters
         and version.buffers == layer.buffers
-        and _stored_states(version) == _source_states(layer)
+        and version.optimizer_states == _source_states(layer)
     )
-
-
-def _stored_states(version: LayerVersion) -> set[tuple[str, str]]:
-    return {
-        (tensor.name, tensor.state)
-        for stored in version.objects
-        if stored.kind is Kind.OPTIMIZER
-        for tensor in stored.tensors
-    }
 
 
 def _source_states(layer: LayerSource) -> set[tuple[str, str]]:

@@ -249,7 +249,7 @@ def _add_version(tally: _Tally, rooms: Rooms, ref: BlobRef, uses: dict[int, int]
 def _parts(version: LayerVersion, ref: BlobRef) -> Iterable[tuple[str, BlobRef]]:
     yield VERSION, ref
     for stored in version.objects:
-        yield stored.kind.value, BlobRef(id=stored.id, size_bytes=stored.size_bytes)
+        yield stored.kind.value, stored.ref
 
 
 def _add_state(tally: _Tally, rooms: Rooms, ref: BlobRef, uses: dict[int, int]) -> None:

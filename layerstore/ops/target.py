@@ -6,8 +6,8 @@ All is written to a folder beside it, which is renamed once it is complete.
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +75,28 @@ def _check_replaceable(target: Path, product: Product, *, force: bool) -> None:
         )
 
 
-def partial_of(target: Path) -> Path:
-    """Return the folder in which *target* comes into being."""
-    return target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+@contextmanager
+def appearing(
+    rooms: Rooms, target: Path, *, what: str, is_older_form: Callable[[Path], bool]
+) -> Generator[Path, None, None]:
+    """
+    Lend a folder beside *target*, which becomes *target* at the end, or goes again where anything fails.
+
+    Raises:
+        AlreadyExists: *target* also holds what *what* does not replace, by *is_older_form*.
+    """
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        rooms.files.make_directories(partial)
+        yield partial
+        _check_nothing_else_is_lost(target, partial, what=what, is_older_form=is_older_form)
+        _move_into_place(rooms, partial, target)
+    except BaseException:
+        rooms.files.remove_tree(partial)
+        raise
 
 
-def check_nothing_else_is_lost(
+def _check_nothing_else_is_lost(
     target: Path, partial: Path, *, what: str, is_older_form: Callable[[Path], bool]
 ) -> None:
     """Raise if *target*, which is about to be replaced, holds anything but *what*, in an older form."""
@@ -94,7 +110,7 @@ def check_nothing_else_is_lost(
                 )
 
 
-def move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:
+def _move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:
     """Let *partial*, which is complete, become *target*; what was there is gone afterwards."""
     files = rooms.files
     aside = None

@@ -212,7 +212,7 @@ def _entry(shape: tuple[int, ...], places: list[tuple[StoredObject, StoredTensor
         dtype=first.dtype,
         shape=shape,
         parts=tuple(
-            _Part(object=BlobRef(id=stored.id, size_bytes=stored.size_bytes), offset=offset, elements=tensor.elements)
+            _Part(object=stored.ref, offset=offset, elements=tensor.elements)
             for stored, tensor, offset in sorted(places, key=lambda place: place[0].shard)
         ),
         is_whole=len(places) == 1 or not is_cut,

@@ -155,7 +155,7 @@ def _object_path(ref: BlobRef) -> str:
 
 def objects_of_version(version: LayerVersion) -> list[BlobRef]:
     """Return the objects that a layer version needs."""
-    return [BlobRef(id=stored.id, size_bytes=stored.size_bytes) for stored in version.objects]
+    return [stored.ref for stored in version.objects]
 
 
 def objects_of_state(state: RankState) -> list[BlobRef]:

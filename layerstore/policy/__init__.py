@@ -27,7 +27,12 @@ _OWN: dict[str, type[Latest | Parity | Filter | Drift]] = {
     "drift": Drift,
 }
 
-_WITH_SETTINGS = ("parity", "filter", "drift")
+
+def _settings_of(name: str) -> list[str]:
+    return [each.name for each in fields(_OWN[name]) if not each.name.startswith("_")]
+
+
+_WITH_SETTINGS = [name for name in _OWN if _settings_of(name)]
 
 
 def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Policy:
@@ -40,7 +45,7 @@ def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Pol
     settings = settings or {}
     make: Callable[..., object] | None = _OWN.get(name)
     if name in _OWN:
-        _check_settings(name, settings, known=[each.name for each in fields(_OWN[name]) if each.name != "shift"])
+        _check_settings(name, settings, known=_settings_of(name))
     else:
         make = _installed(name)
     if make is None:

@@ -20,7 +20,7 @@ class Parity:
 
     fresh: Literal["even", "odd"] | None = None
     """Which half a composite's base supplies; without, the one that its save number says."""
-    shift: int = 0
+    _shift: int = 0
     """Added to the save's number; set by ``anchored``."""
 
     name: ClassVar[str] = "parity"
@@ -39,11 +39,11 @@ class Parity:
         """Return the policy under which the save *number* writes the half that is to be fresh."""
         if self.fresh is None:
             return self
-        return type(self)(fresh=self.fresh, shift=(number + (self.fresh == "odd")) % 2)
+        return type(self)(fresh=self.fresh, _shift=(number + (self.fresh == "odd")) % 2)
 
     def due(self, save: Save) -> frozenset[str]:
         """Return one half."""
-        remainder = (save.number + self.shift) % 2
+        remainder = (save.number + self._shift) % 2
         parts = anatomy(save.layers)
         blocks = {block for block in parts.blocks if (block_index(block) or 0) % 2 == remainder}
         return frozenset(blocks.union(parts.input_side if remainder else parts.output_side))

@@ -113,7 +113,6 @@ class RowBlock:
 def row_of(commit: Commit) -> RecordRow:
     """Return the row that *commit* has in every index."""
     record = commit.record
-    here = (record.run, record.attempt, record.step)
     return RecordRow(
         run=record.run,
         step=record.step,
@@ -124,9 +123,7 @@ def row_of(commit: Commit) -> RecordRow:
         supersedes=record.supersedes,
         layer_names=tuple(entry.layer for entry in record.layers),
         flags=bytes(
-            SAVED * ((entry.origin.run, entry.origin.attempt, entry.origin.step) == here)
-            | COUNTED * (entry.optimizer_step is not None)
-            for entry in record.layers
+            SAVED * entry.saved_by(record) | COUNTED * (entry.optimizer_step is not None) for entry in record.layers
         ),
     )
 

@@ -74,13 +74,9 @@ class Place:
         """The size of the slice."""
         return slice_bytes(self.tensor)
 
-    @property
-    def _ref(self) -> BlobRef:
-        return BlobRef(id=self.object.id, size_bytes=self.object.size_bytes)
-
     def piece(self, offset: int) -> Piece:
         """Return the piece that copies the slice to *offset*."""
-        return Piece(object=self._ref, object_offset=self.offset, size_bytes=self.size_bytes, offset=offset)
+        return Piece(object=self.object.ref, object_offset=self.offset, size_bytes=self.size_bytes, offset=offset)
 
     def part(self, start: int = 0, elements: int | None = None) -> Part:
         """Return *elements* of the slice from *start* on; without them, all."""
@@ -89,7 +85,7 @@ class Place:
         return Part(
             size_bytes=count * item_bytes,
             checksum=self.tensor.crc32 if count == self.tensor.elements else None,
-            source=(self._ref, self.offset + start * item_bytes),
+            source=(self.object.ref, self.offset + start * item_bytes),
         )
 
 
