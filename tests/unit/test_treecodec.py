@@ -149,7 +149,9 @@ def test_shared_memory_is_still_shared() -> None:
     assert again[0].storage is not again[2].storage
 
 
-@pytest.mark.parametrize("value", [object(), 1j, bytearray(b"x"), range(3), frozenset({1})], ids=repr)
+@pytest.mark.parametrize(
+    "value", [pytest.param(object(), id="an object"), 1j, bytearray(b"x"), range(3), frozenset({1})], ids=repr
+)
 def test_what_is_no_tree_is_refused(value: object) -> None:
     """An object of a type that trees do not have is refused, not guessed at."""
     with pytest.raises(InvalidInput, match="cannot be part of a tree"):

@@ -32,6 +32,10 @@ class Odd:
         """Keep *value*."""
         self.value = value
 
+    def __repr__(self) -> str:
+        """Return a test's name for it, the same in every process."""
+        return f"Odd({self.value!r})"
+
 
 class Opaque:
     """A class whose state cannot be seen."""
