@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint
@@ -22,6 +23,13 @@ from layerstore.zero3.sourcefile import SourceFile, open_source
 
 # Few files are read at a time; a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
+
+
+class Reader(Protocol):
+    """What gives bytes of a source: of files, or of the memory of a running engine."""
+
+    def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
+        """Yield bytes of *path* in order; each chunk is valid until the next one is asked for."""
 
 
 class SourceReader:
@@ -131,7 +139,7 @@ class Inspected:
     tensors: tuple[StoredTensor, ...]
     chunks: bytes
 
-    def content(self, reader: SourceReader) -> Iterator[bytes | memoryview]:
+    def content(self, reader: Reader) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the object, from the source."""
         yield self.header
         for part in self.slices:
@@ -144,7 +152,7 @@ Witness = Callable[[SliceSource, int, memoryview], None]
 
 def inspect(
     slices: tuple[SliceSource, ...],
-    reader: SourceReader,
+    reader: Reader,
     checksums: Checksums,
     *,
     witness: Witness | None = None,

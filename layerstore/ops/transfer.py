@@ -9,16 +9,12 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from layerstore.errors import Unsupported
-from layerstore.format.blobs import encode_state, encode_version, ref_of
-from layerstore.format.hashing import crc32
 from layerstore.format.objects import canonical_order
-from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, WORKERS_MAX
+from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import (
     BlobRef,
     GatheredFile,
@@ -26,23 +22,19 @@ from layerstore.model import (
     Kind,
     LayerVersion,
     ObjectContent,
-    RankState,
     SourceFile,
     StoredObject,
     TensorSource,
 )
 from layerstore.ops.derive import GatheredCheck
-from layerstore.ops.hashing import Checksums, Inspected, SourceReader, crc32_of, inspect
+from layerstore.ops.hashing import Checksums, SourceReader, crc32_of
 from layerstore.ops.progress import Progress
+from layerstore.ops.staging import Staging
 from layerstore.storage.objects import ObjectWriter
-from layerstore.tree import Located, Storage, Tensor
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
-from layerstore.zero3.places import BYTES_KEY
 from layerstore.zero3.sourcefile import read_source_file, stat_source
-from layerstore.zero3.trees import replace_tensors
 
 _OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(?P<rank>\d+)\.(?:pth|pkl)")
-_KINDS = tuple(Kind)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -89,7 +81,6 @@ class _Transfer:
         known_before: bool,
     ) -> None:
         self._checkpoint = checkpoint
-        self._writer = writer
         self._progress = progress
         self._readers = readers
         self._layers = [layer for layer in checkpoint.layers if layer.layer in due]
@@ -99,9 +90,15 @@ class _Transfer:
             if layer.layer not in due
             for name in (*(of.name for of in layer.parameters), *(of.name for of in layer.buffers))
         )
-        self._known_before = known_before
-        self._likely_known: dict[str, bool] = {}
         self._checksums = Checksums()
+        self._staging = Staging(
+            writer,
+            lambda: readers.slices,
+            source=str(checkpoint.found.folder),
+            checksums=self._checksums,
+            advance=progress.advance,
+            known_before=known_before,
+        )
         self._check = GatheredCheck(checkpoint)
 
     def run(self, pool: ThreadPoolExecutor) -> Content:
@@ -115,7 +112,10 @@ class _Transfer:
         for layer in layers:
             objects[layer.layer].extend(self._own_weights(layer))
         gathered = [self._gathered(pool, file.path, file.header, file.tensors) for file in self._checkpoint.gathered]
-        states = [self._state(state, gathered if state.rank == 0 else []) for state in self._checkpoint.states]
+        states = [
+            self._staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
+            for state in self._checkpoint.states
+        ]
         self._checksums.check(self._checkpoint.checks, self._readers.slices)
         return Content(
             versions={layer.layer: self._version(layer, objects[layer.layer]) for layer in layers},
@@ -128,34 +128,7 @@ class _Transfer:
     def _object(self, source: ObjectSource) -> StoredObject:
         """Stage *source*, comparing it with the gathered weights as it goes by."""
         witness = self._check.witness(source, self._readers.gathered)
-        return _stored(source, self._staged(source.kind, source.slices, witness.look if witness else None))
-
-    def _staged(
-        self,
-        kind: str,
-        slices: tuple[SliceSource, ...],
-        witness: Callable[[SliceSource, int, memoryview], None] | None = None,
-    ) -> Inspected:
-        """
-        Stage the object of *slices*, unless the store has it.
-
-        Which it is, is known once all bytes were seen. What is likely to be new is written as it is read;
-        what is likely to be there is read first, and once more, most likely from memory, if it is not.
-        """
-        reader = self._readers.slices
-        look = partial(inspect, slices, reader, self._checksums, witness=witness, advance=self._progress.advance)
-        if self._likely_known.get(kind, self._known_before):
-            found = look()
-            is_known = self._writer.reuse(found.ref)
-            if not is_known:
-                self._writer.stage(found.ref, found.content(reader))
-        else:
-            with self._writer.draft() as draft:
-                found = look(write=draft.write_at)
-                is_known = not draft.keep_as(found.ref)
-        # Frozen layers lie among others: the latest of the same kind is the best guess for the next.
-        self._likely_known[kind] = is_known
-        return found
+        return self._staging.object(source, witness.look if witness else None)
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage the gathered weights that do not follow from their master, as part of their layer."""
@@ -163,7 +136,7 @@ class _Transfer:
         slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
             source = ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices)
-            yield _stored(source, self._staged(source.kind, slices))
+            yield self._staging.object(source)
 
     def _version(self, layer: LayerSource, objects: list[StoredObject]) -> BlobRef:
         version = LayerVersion(
@@ -171,20 +144,9 @@ class _Transfer:
             parameters=layer.parameters,
             buffers=layer.buffers,
             world_size=self._checkpoint.world_size,
-            objects=tuple(sorted(objects, key=lambda stored: (_KINDS.index(stored.kind), stored.shards, stored.shard))),
+            objects=tuple(objects),
         )
-        return self._blob(encode_version(version))
-
-    def _blob(self, data: bytes) -> BlobRef:
-        if len(data) > BLOB_BYTES_MAX:
-            raise Unsupported(
-                f"{self._checkpoint.found.folder}: what is not a layer takes {len(data)} bytes in small pieces, "
-                f"at most {BLOB_BYTES_MAX} are supported",
-                hint="are there thousands of small files in the checkpoint's folder that do not belong to it?",
-            )
-        ref = ref_of(data)
-        self._writer.put(data, ref)
-        return ref
+        return self._staging.version(version)
 
     # -- what is not a layer -------------------------------------------------------------------------------------
 
@@ -211,7 +173,7 @@ class _Transfer:
             source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
         else:
             source = TensorSource.STORED
-            stored = self._bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
+            stored = self._staging.bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
         return GatheredTensor(
             name=tensor.name,
             dtype=tensor.dtype,
@@ -222,57 +184,22 @@ class _Transfer:
             stored=stored,
         )
 
-    def _state(self, state: RankState, gathered: list[GatheredFile]) -> BlobRef:
-        for file in (state.model, state.optimizer):
-            replace_tensors(file.tree, self._with_bytes)
-        paths = [path for path in self._checkpoint.files if _owner(path, self._checkpoint.world_size) == state.rank]
-        complete = replace(state, files=tuple(map(self._source_file, paths)), gathered=tuple(gathered))
-        return self._blob(encode_state(complete))
-
-    def _with_bytes(self, tensor: Tensor) -> Tensor:
-        """Exchange the place of a tensor's bytes for the bytes, or for an object that holds them."""
-        located = tensor.storage.content
-        if isinstance(located, Located):
-            tensor.storage.content = self._stored_content(tensor.storage, located)
-        return tensor
-
-    def _stored_content(self, storage: Storage, located: Located) -> bytes | ObjectContent:
-        if located.size_bytes > INLINE_BYTES_MAX:
-            return self._bytes_object(located.path, located.offset_bytes, located.size_bytes)
-        data = b"".join(map(bytes, self._readers.slices.chunks(located.path, located.offset_bytes, located.size_bytes)))
-        self._checksums.note(located.path, located.offset_bytes, len(data), crc32(data))
-        return data
+    def _files_of(self, rank: int) -> Iterator[SourceFile]:
+        for path in self._checkpoint.files:
+            if _owner(path, self._checkpoint.world_size) == rank:
+                yield self._source_file(path)
 
     def _source_file(self, path: Path) -> SourceFile:
         state = stat_source(path, follow=True)
         content: bytes | ObjectContent
         if state.st_size > INLINE_BYTES_MAX:
-            content = self._bytes_object(path, 0, state.st_size)
+            content = self._staging.bytes_object(path, 0, state.st_size)
         else:
             content = read_source_file(path, size_bytes_max=INLINE_BYTES_MAX)
         return SourceFile(path=self._relative(path), executable=bool(state.st_mode & 0o100), content=content)
 
-    def _bytes_object(self, path: Path, offset: int, size_bytes: int) -> ObjectContent:
-        """Stage a stretch of a file as an object of its own."""
-        part = SliceSource(name=BYTES_KEY, state="", dtype="U8", elements=size_bytes, path=path, offset_bytes=offset)
-        found = self._staged(BYTES_KEY, (part,) if size_bytes else ())
-        checksum = found.tensors[0].crc32 if found.tensors else 0
-        return ObjectContent(object=found.ref, size_bytes=size_bytes, crc32=checksum)
-
     def _relative(self, path: Path) -> str:
         return path.relative_to(self._checkpoint.found.folder).as_posix()
-
-
-def _stored(source: ObjectSource, found: Inspected) -> StoredObject:
-    return StoredObject(
-        id=found.ref.id,
-        size_bytes=found.ref.size_bytes,
-        kind=source.kind,
-        shard=source.shard,
-        shards=source.shards,
-        tensors=found.tensors,
-        chunks=found.chunks,
-    )
 
 
 def _as_slice(tensor: GatheredSource) -> SliceSource:

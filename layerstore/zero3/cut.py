@@ -26,17 +26,22 @@ def cut_layers(
     buffers: Mapping[str, Buffer],
     *,
     steps: list[int | None],
+    world_size: int,
     pattern: re.Pattern[str] | None,
 ) -> tuple[LayerSource, ...]:
-    """Return every layer, in the model's order, with its slices; *pattern* overrides how layers are named."""
+    """
+    Return every layer, in the model's order, with the slices that *ranks* of *world_size* have.
+
+    *pattern* overrides how layers are named.
+    """
 
     def layer(name: str) -> str:
         return layer_of(name, pattern=pattern)
 
     objects: dict[str, list[ObjectSource]] = {}
     for rank in ranks:
-        slices = [*_flat_slices(rank, groups, len(ranks)), *_frozen_slices(rank, parameters, len(ranks))]
-        for name, source in _by_layer(slices, layer, shard=rank.rank, shards=len(ranks)):
+        slices = [*_flat_slices(rank, groups, world_size), *_frozen_slices(rank, parameters, world_size)]
+        for name, source in _by_layer(slices, layer, shard=rank.rank, shards=world_size):
             objects.setdefault(name, []).append(source)
     for name, source in _buffer_objects(ranks, buffers, layer):
         objects.setdefault(name, []).append(source)

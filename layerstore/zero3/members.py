@@ -123,6 +123,8 @@ def _count(counter: Tree) -> int | None:
     """Return a step counter as a number: an int in DeepSpeed's own optimizers, a scalar tensor in torch's."""
     if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in COUNTERS:
         located, dtype = counter.storage.content, counter.storage.dtype
+        if isinstance(located, bytes):
+            return count_of(located[counter.offset * by_code(dtype).bytes :][: by_code(dtype).bytes], dtype)
         assert isinstance(located, Located), "trees that were just read point into their files"
         with open_source(located.path) as file:
             # Its number is compared between ranks before the payloads are checked: rot must not pass for a mixture.

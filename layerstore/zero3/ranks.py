@@ -58,20 +58,24 @@ def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) ->
     """Read every rank's pair of files; raises Unsupported where a setting kept state out of them."""
 
     def read(pair: RankFiles) -> RankSource:
-        model_file = read_pt(pair.model, allowed_globals=allowed_globals)
-        optimizer_file = read_pt(pair.optimizer, allowed_globals=allowed_globals)
-        model = TreeView(model_file.tree, path=pair.model)
-        optimizer = TreeView(optimizer_file.tree, path=pair.optimizer)["optimizer_state_dict"]
-        refuse_settings(model, optimizer)
-        return RankSource(
-            rank=pair.rank,
-            model_file=model_file,
-            optimizer_file=optimizer_file,
-            flats=tuple(_flats(optimizer, model)),
+        return rank_source(
+            pair.rank,
+            read_pt(pair.model, allowed_globals=allowed_globals),
+            read_pt(pair.optimizer, allowed_globals=allowed_globals),
         )
 
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
         return list(pool.map(read, pairs))
+
+
+def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSource:
+    """Return one rank's two files with their flat buffers; raises Unsupported where state was kept out of them."""
+    model = TreeView(model_file.tree, path=model_file.path)
+    optimizer = TreeView(optimizer_file.tree, path=optimizer_file.path)["optimizer_state_dict"]
+    refuse_settings(model, optimizer)
+    return RankSource(
+        rank=rank, model_file=model_file, optimizer_file=optimizer_file, flats=tuple(_flats(optimizer, model))
+    )
 
 
 def check_saved_as_named(ranks: list[RankSource]) -> None:

@@ -66,8 +66,10 @@ def read_checkpoint(
         found=found,
         step=_trainer_step(found, default=_checked_step(engine_step, ranks[0].model.path)),
         world_size=world_size,
-        layers=cut_layers(ranks, groups, parameters, buffers, steps=steps, pattern=layer_pattern),
-        states=tuple(_state(rank, found.folder, buffers) for rank in ranks),
+        layers=cut_layers(
+            ranks, groups, parameters, buffers, steps=steps, world_size=world_size, pattern=layer_pattern
+        ),
+        states=tuple(state_of(rank, found.folder, buffers) for rank in ranks),
         gathered=gathered,
         files=files,
         checks=tuple(storage_checks(ranks)),
@@ -109,7 +111,7 @@ def _checked_step(step: object, path: PurePath) -> int:
     return step
 
 
-def _state(rank: RankSource, folder: Path, buffers: Mapping[str, Buffer]) -> RankState:
+def state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
     """Return the rank's trees with the layers' bytes left out."""
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
