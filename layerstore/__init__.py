@@ -7,6 +7,8 @@ from layerstore import errors
 from layerstore.errors import LayerstoreError
 
 if TYPE_CHECKING:
+    from layerstore.live.attach import attach
+    from layerstore.live.saver import Saver
     from layerstore.policy import Drift, Filter, Latest, Parity
     from layerstore.store import Composite, Store, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
@@ -18,7 +20,9 @@ __all__ = [
     "Latest",
     "LayerstoreError",
     "Parity",
+    "Saver",
     "Store",
+    "attach",
     "errors",
     "find_checkpoints",
     "init",
@@ -29,6 +33,8 @@ __version__ = "0.1.0"
 # Loaded at first use: the store brings numpy and lmdb along, which ``layerstore --help`` need not wait for.
 _HOMES = {
     "Composite": ("store", "Composite"),
+    "Saver": ("live.saver", "Saver"),
+    "attach": ("live.attach", "attach"),
     "Store": ("store", "Store"),
     "find_checkpoints": ("store", "find_checkpoints"),
     "init": ("store", "init"),

@@ -360,3 +360,34 @@ class RankState:
     optimizer: TreeFile
     files: tuple[SourceFile, ...]
     gathered: tuple[GatheredFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPart:
+    """One rank's objects of one layer."""
+
+    layer: str
+    objects: tuple[StoredObject, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """
+    What one rank has contributed to a commit that is not complete yet: all of it durable in the store.
+
+    A part without a state says that the rank has failed, and why: the commit is given up.
+    """
+
+    session: str
+    """Of the ranks that save together: 32 hex digits."""
+    save: int
+    """Counted from 0 in the session."""
+    rank: int
+    agreement: str
+    """A hash of what all ranks of one save have in common."""
+    layers: tuple[LayerPart, ...]
+    """Those that were due."""
+    state: BlobRef | None
+    bytes_new: int
+    bytes_reused: int
+    failure: str

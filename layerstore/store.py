@@ -237,6 +237,11 @@ class Store:
         return self._rooms.layout.root
 
     @property
+    def rooms(self) -> Rooms:
+        """Its open rooms, for `layerstore.live`."""
+        return self._rooms
+
+    @property
     def id(self) -> str:
         """The store's own id."""
         return self._rooms.identity.store_id

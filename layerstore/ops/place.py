@@ -5,7 +5,7 @@ Nothing is written here. The caller holds the run's lock.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput
 from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry, PolicyUse
@@ -16,6 +16,7 @@ from layerstore.policy import Latest
 from layerstore.policy.replay import missing_between
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
+from layerstore.tree import Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,13 @@ class Place:
     unseen: tuple[int, ...] = ()
     """Numbers of saves since then that never became visible, or were dropped."""
     supersedes: tuple[CommitId, ...] = ()
+    decisions: Mapping[Tree, Tree] = field(default_factory=dict)
+    """What the attempt's first record says of how it began."""
+
+
+def place_begun(view: RunView | None) -> Place:
+    """Return the place of a training that begins from nothing, whatever the run has already."""
+    return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited={})
 
 
 def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:

@@ -16,6 +16,7 @@ from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
 from layerstore.storage.locks import lock
 from layerstore.storage.objects import ObjectStore
+from layerstore.storage.parts import PartStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Rooms:
     files: Files
     objects: ObjectStore
     records: RecordStore
+    parts: PartStore
     catalog: Catalog
 
     def version(self, ref: BlobRef) -> LayerVersion:

@@ -14,6 +14,7 @@ from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
 from layerstore.storage.objects import ObjectStore
+from layerstore.storage.parts import PartStore
 from layerstore.storage.placement import manifest_directory
 
 
@@ -76,6 +77,7 @@ def open_rooms(path: Path, files: Files) -> Rooms:
         files=files,
         objects=ObjectStore(layout, files),
         records=records,
+        parts=PartStore(layout, files, store_id=identity.store_id),
         catalog=Catalog(
             records,
             directory=manifest_directory(layout, store_id=identity.store_id),

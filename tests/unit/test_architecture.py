@@ -157,7 +157,7 @@ class Import:
     target: str
     node: ast.stmt
     is_lazy: bool
-    """Whether it stands inside a function."""
+    """Whether it stands inside a function, or is for type checkers alone."""
 
 
 def sources() -> Iterator[Path]:
@@ -185,12 +185,7 @@ NAMES = {module.name for module in MODULES}
 
 def imports_of(module: Module) -> Iterator[Import]:
     """Yield what *module* imports, relative imports resolved, with submodules told from names."""
-    lazy = {
-        id(inner)
-        for function in ast.walk(module.tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(function)
-    }
+    lazy = {id(inner) for part in ast.walk(module.tree) if _is_lazy(part) for inner in ast.walk(part)}
     for node in ast.walk(module.tree):
         is_lazy = id(node) in lazy
         if isinstance(node, ast.Import):
@@ -200,6 +195,12 @@ def imports_of(module: Module) -> Iterator[Import]:
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 yield Import(full if full in NAMES else base, node, is_lazy)
+
+
+def _is_lazy(part: ast.AST) -> bool:
+    """Whether what *part* imports is not imported with its module: in a function, or for type checkers alone."""
+    is_for_types = isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"
+    return is_for_types or isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def _absolute(module: Module, node: ast.ImportFrom) -> str:

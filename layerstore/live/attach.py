@@ -1,0 +1,61 @@
+"""The way in: what a training loop calls."""
+
+from typing import Any
+
+from layerstore.layers import check_name
+from layerstore.live.background import LOG
+from layerstore.live.saver import Frozen, Mode, Pressure, Saver
+from layerstore.live.seams import Engine
+from layerstore.ops.past import view_or_none
+from layerstore.ops.place import place_begun
+from layerstore.policy import Policy, checked, policy_named
+from layerstore.store import Store, StrPath, open_store
+
+
+def attach(
+    engine: Any,
+    store: Store | StrPath,
+    *,
+    run: str,
+    policy: str | Policy = "latest",
+    mode: Mode = "async",
+    host_buffer: int | str = "auto",
+    on_pressure: Pressure = "wait",
+    frozen: Frozen = "once",
+    layer_pattern: str | None = None,
+) -> Saver:
+    """
+    Return what saves *engine*, a DeepSpeed engine under ZeRO stage 3, into *store* as run *run*.
+
+    Every rank calls it. *policy* says which layers are due at each save; see docs/guides/policies.md.
+    *mode* ``sync`` lets every ``save`` wait until it is durable. *host_buffer* bounds the memory for copies on this
+    host, in bytes or as ``"8GB"``. *on_pressure* says what to do where the disk does not keep up: ``wait`` for it,
+    ``skip`` a save, or ``degrade`` it to as many layers as fit. *frozen* weights are written ``once``, or left out.
+
+    On a run that has commits already this begins a new attempt, whose first save is full; to go on with one,
+    call ``layerstore.resume`` first.
+
+    Raises:
+        InvalidInput: *engine* is no DeepSpeed engine.
+        Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
+    """
+    known = Engine(engine)
+    opened = store if isinstance(store, Store) else open_store(store)
+    check_name(run, what="the run's name")
+    if known.ungated and mode == "async":
+        mode = "sync"
+        LOG.warning("saves are synchronous: %s", known.ungated)
+    chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
+    place = place_begun(view_or_none(opened.rooms, run))
+    return Saver(
+        known,
+        opened,
+        run=run,
+        policy=chosen,
+        mode=mode,
+        host_buffer=host_buffer,
+        on_pressure=on_pressure,
+        frozen=frozen,
+        layer_pattern=layer_pattern,
+        place=place,
+    )

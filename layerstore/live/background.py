@@ -1,0 +1,198 @@
+"""
+The threads behind a saver: one copies, one writes, and on the first rank one commits. None speaks to other ranks.
+
+What goes wrong here never reaches training: it is noted with the save, which is then given up.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from layerstore.errors import LayerstoreError
+from layerstore.live.pool import Pool
+from layerstore.live.snapshot import Copier, Snapshot
+from layerstore.model import Commit, LayerEntry, StoredObject
+from layerstore.ops.joining import GivenUp, Joint, join, parts_of
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.shares import ShareWork, fail_share, write_share
+
+LOG = logging.getLogger("layerstore")
+
+POLL_SECONDS = 0.02
+"""How often the first rank looks for the others' parts; they come over a filesystem, which tells nobody."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Timing:
+    """What one save took, as training sees it and as the disk does."""
+
+    blocked_seconds: float = 0.0
+    """Inside ``save`` and at the gate."""
+    copied_bytes: int = 0
+    written_bytes: int = 0
+    durable_seconds: float | None = None
+    """From ``save`` until this rank's share was on disk."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One save of this rank, on its way."""
+
+    step: int
+    number: int
+    work: ShareWork
+    snapshot: Snapshot
+    joint: Joint | None
+    """On the rank that commits."""
+    begun: float = field(default_factory=time.monotonic)
+    timing: Timing = field(default_factory=Timing)
+    is_written: threading.Event = field(default_factory=threading.Event)
+    is_resolved: threading.Event = field(default_factory=threading.Event)
+    """On the rank that commits."""
+    failure: str = ""
+    commit: Commit | None = None
+
+
+class _Worker:
+    """A thread with a queue of jobs."""
+
+    def __init__(self, name: str, work: Callable[[Job], None]) -> None:
+        self._work = work
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # A process that ends without a word takes its threads along; a saver that is closed waits for them.
+        self._thread = threading.Thread(target=self._run, name=f"layerstore-{name}", daemon=True)
+        self._thread.start()
+
+    def add(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._work(job)
+
+
+class Committed(Protocol):
+    """Who wants to hear what became of a save."""
+
+    def __call__(self, job: Job) -> None:
+        """*job* is resolved."""
+
+
+class Background:
+    """One rank's threads."""
+
+    def __init__(self, rooms: Rooms, pool: Pool, copier: Copier, *, is_first: bool) -> None:
+        self._rooms = rooms
+        self._pool = pool
+        self._copier = copier
+        self._frozen: dict[str, StoredObject] = {}
+        self.inherited: dict[str, LayerEntry] = {}
+        """What the next commit inherits; only the committing thread changes it."""
+        self.lost_ranks: Callable[[Job], str] = _nobody
+        self._given_up: set[int] = set()
+        self._stop = threading.Event()
+        self.unresolved: deque[Job] = deque()
+        self._copying = _Worker("copy", self._copy)
+        self._writing = _Worker("write", self._write)
+        self._committing = _Worker("commit", self._commit) if is_first else None
+
+    def add(self, job: Job) -> None:
+        """Begin with *job*."""
+        self._copying.add(job)
+        self._writing.add(job)
+        if self._committing is not None:
+            self._committing.add(job)
+
+    def forget_frozen(self) -> None:
+        """Read frozen weights again at the next save."""
+        self._frozen.clear()
+
+    def give_up(self, number: int) -> None:
+        """Stop waiting for parts of the save *number*: a rank has said that it failed."""
+        self._given_up.add(number)
+
+    def close(self, *, at_once: bool) -> None:
+        """End the threads, when their work is done or *at_once*."""
+        if at_once:
+            self._stop.set()
+            self._pool.close()
+        self._copying.close()
+        self._writing.close()
+        if self._committing is not None:
+            self._committing.close()
+        self._pool.close()
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _copy(self, job: Job) -> None:
+        job.snapshot.fill(self._pool, self._copier)
+
+    def _write(self, job: Job) -> None:
+        try:
+            new, _ = write_share(self._rooms, job.work, job.snapshot, frozen=self._frozen)
+            job.timing.written_bytes = new
+        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+            job.failure = _words(exc)
+            LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # noqa: TRY400  # one line
+            self._tell_failure(job)
+        finally:
+            job.snapshot.discard()
+            job.timing.durable_seconds = time.monotonic() - job.begun
+            job.is_written.set()
+
+    def _tell_failure(self, job: Job) -> None:
+        try:
+            fail_share(self._rooms, job.work, job.failure)
+        except LayerstoreError as exc:
+            # The disk does not even take this: the next exchange tells it.
+            LOG.warning("nor could that be noted in the store: %s", exc)
+
+    def _commit(self, job: Job) -> None:
+        try:
+            job.commit = self._joined(job)
+        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+            job.failure = job.failure or _words(exc)
+            LOG.error("%s", job.failure)  # noqa: TRY400  # one line
+        finally:
+            self._clean_up(job)
+            job.is_resolved.set()
+
+    def _joined(self, job: Job) -> Commit:
+        assert job.joint is not None
+        while (parts := parts_of(self._rooms, job.joint)) is None:
+            if job.number in self._given_up or (job.failure and job.is_written.is_set()):
+                raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
+            if self._stop.wait(POLL_SECONDS):
+                raise GivenUp(f"step {job.step} is given up: the saver was closed before all ranks had written")
+        commit = join(self._rooms, job.joint, parts, inherited=self.inherited)
+        self.inherited = {entry.layer: entry for entry in commit.record.layers}
+        return commit
+
+    def _clean_up(self, job: Job) -> None:
+        try:
+            self._rooms.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
+        except LayerstoreError as exc:
+            LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)
+
+
+def _nobody(job: Job) -> str:
+    return ""
+
+
+def _words(exc: BaseException) -> str:
+    cause = exc.__cause__
+    return f"{exc}: {cause}" if cause is not None else str(exc) or type(exc).__name__
+
+
+def counts(share_layers: Mapping[str, int | None]) -> dict[str, bool]:
+    """Return whether the optimizer has updated each layer."""
+    return {layer: step is not None for layer, step in share_layers.items()}

@@ -1,0 +1,105 @@
+"""
+What all ranks agree on before a save: that it is the same one, that it may be made, and what became of earlier ones.
+
+One all-gather of a few numbers. Every rank draws the same conclusions from the same messages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerstore.errors import Conflict, InvalidInput
+from layerstore.live.exchange import Exchange, Message
+
+# What the numbers of a message are.
+_STEP, _NUMBER, _FLAGS, _FREE, _FAILED, _UPTO, _VISIBLE = range(7)
+_AT_BOUNDARY, _PRESSED = 1, 2
+# As many outcomes as one number tells; more saves are never on their way.
+_WINDOW = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one rank knows."""
+
+    step: int = 0
+    number: int
+    """Of the next save."""
+    is_at_boundary: bool = True
+    is_pressed: bool = False
+    """Whether it still has so much to write that another save would hold training up."""
+    free_bytes: int = 0
+    failed: tuple[int, ...] = ()
+    """Numbers of saves that it could not write."""
+    fates: dict[int, bool]
+    """On the rank that commits: of every save that is resolved, whether it became visible."""
+    problem: str = ""
+    """What is wrong with what was asked of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What all ranks know."""
+
+    fates: dict[int, bool]
+    """Of saves that are resolved: whether each became visible."""
+    failed: frozenset[int]
+    """Saves that some rank could not write."""
+    is_pressed: bool
+    """Whether any rank is."""
+    free_bytes: int
+    """What every rank has free in its pool."""
+
+
+def meet(exchange: Exchange, report: Report) -> Facts:
+    """Tell all ranks *report*, and learn theirs."""
+    return _facts(exchange.all(_message(report)))
+
+
+def agree(exchange: Exchange, report: Report) -> Facts:
+    """
+    Make sure that all ranks want the same save, and that it can be made.
+
+    Raises:
+        TypeError: A rank's client_state cannot be kept.
+        Conflict: They are at different steps.
+        InvalidInput: Gradients are being accumulated.
+    """
+    messages = exchange.all(_message(report))
+    for rank, message in enumerate(messages):
+        if message.text:
+            raise TypeError(f"{message.text} (on rank {rank}); only plain values, tensors and numpy's can be kept")
+    if len({(message.numbers[_STEP], message.numbers[_NUMBER]) for message in messages}) > 1:
+        steps = ", ".join(map(str, sorted({message.numbers[_STEP] for message in messages})))
+        raise Conflict(f"the ranks are not at the same save: they are at step {steps}")
+    if not all(message.numbers[_FLAGS] & _AT_BOUNDARY for message in messages):
+        raise InvalidInput(
+            f"step {report.step} cannot be saved: gradients are being accumulated for an update that is still to come",
+            hint="save after the engine.step() that updates the parameters",
+        )
+    return _facts(messages)
+
+
+def _message(report: Report) -> Message:
+    upto = 1 + max(report.fates, default=-1)
+    numbers = {
+        _STEP: report.step,
+        _NUMBER: report.number,
+        _FLAGS: _AT_BOUNDARY * report.is_at_boundary | _PRESSED * report.is_pressed,
+        _FREE: report.free_bytes,
+        _FAILED: 1 + min(report.failed, default=-1),
+        _UPTO: upto,
+        _VISIBLE: sum(1 << back for back in range(_WINDOW) if report.fates.get(upto - 1 - back)),
+    }
+    return Message(numbers=tuple(numbers[place] for place in range(len(numbers))), text=report.problem)
+
+
+def _facts(messages: Sequence[Message]) -> Facts:
+    # Only the rank that commits has fates to tell.
+    upto = max(message.numbers[_UPTO] for message in messages)
+    visible = max(message.numbers[_VISIBLE] for message in messages)
+    return Facts(
+        fates={upto - 1 - back: bool(visible >> back & 1) for back in range(min(_WINDOW, upto))},
+        failed=frozenset(message.numbers[_FAILED] - 1 for message in messages if message.numbers[_FAILED]),
+        is_pressed=any(message.numbers[_FLAGS] & _PRESSED for message in messages),
+        free_bytes=min(message.numbers[_FREE] for message in messages),
+    )

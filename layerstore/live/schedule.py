@@ -1,0 +1,100 @@
+"""
+Which layers are due at the next save, by what became of the earlier ones.
+
+Every rank keeps one, fed with the same facts: so all come to the same answer without asking each other.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from layerstore.policy import Policy
+from layerstore.policy.due import Save, anchored, due_layers
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save whose fate is not known yet."""
+
+    number: int
+    due: frozenset[str]
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The policy of a saver, and what it goes by."""
+
+    policy: Policy
+    number: int
+    """Of the next save."""
+    visible: dict[str, int] = field(default_factory=dict)
+    """The number of the newest visible save of each layer."""
+    counted: dict[str, bool] = field(default_factory=dict)
+    """Whether the optimizer had updated each layer when it was last saved."""
+    owed: set[str] = field(default_factory=set)
+    """Layers of saves that came to nothing."""
+    pending: list[_Pending] = field(default_factory=list)
+
+    def due(
+        self,
+        layers: tuple[str, ...],
+        *,
+        counted: Mapping[str, bool],
+        movements: Mapping[str, float],
+        sizes: Mapping[str, int],
+    ) -> frozenset[str]:
+        """Return what is to be saved now: all that was never saved, and what the policy says."""
+        last = self.last_saved()
+        save = Save(
+            number=self.number,
+            layers=layers,
+            ages={layer: self.number - last[layer] for layer in layers if layer in last},
+            movements=movements,
+            sizes=sizes,
+        )
+        begun = {layer for layer in layers if counted[layer] and not self.counted.get(layer, True)}
+        new = {layer for layer in layers if layer not in last}
+        found = due_layers(anchored(self.policy, 0), save)
+        return found | begun | new | (self.owed & set(layers))
+
+    def last_saved(self) -> dict[str, int]:
+        """Return the number of the newest save of each layer, as if every pending one became visible."""
+        found = dict(self.visible)
+        for save in self.pending:
+            found |= dict.fromkeys(save.due, save.number)
+        return found
+
+    def begin(self, due: frozenset[str], counted: Mapping[str, bool]) -> int:
+        """Note that a save of *due* has begun; return its number."""
+        number = self.number
+        self.pending.append(_Pending(number, due))
+        self.counted |= {layer: counted[layer] for layer in due}
+        self.owed -= due
+        self.number += 1
+        return number
+
+    def skip(self, due: frozenset[str]) -> None:
+        """Note that a save was left out; what was *due* then is due again."""
+        self.owed |= due
+        self.number += 1
+
+    def fewer(self, due: frozenset[str], sizes: Mapping[str, int], room: int) -> frozenset[str]:
+        """Return those of *due* that fit into *room*, the oldest first, and at least one; the others stay due."""
+        last = self.last_saved()
+        chosen: list[str] = []
+        for layer in sorted(due, key=lambda of: (last.get(of, -1), of)):
+            if chosen and sizes[layer] > room:
+                continue
+            chosen.append(layer)
+            room -= sizes[layer]
+        self.owed |= due - set(chosen)
+        return frozenset(chosen)
+
+    def resolve(self, outcomes: Iterable[tuple[int, bool]]) -> None:
+        """Note which saves became visible, and which came to nothing."""
+        fate = dict(outcomes)
+        for save in [save for save in self.pending if save.number in fate]:
+            self.pending.remove(save)
+            if fate[save.number]:
+                self.visible |= dict.fromkeys(save.due, save.number)
+            else:
+                self.owed |= save.due

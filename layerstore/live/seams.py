@@ -1,0 +1,196 @@
+"""
+Where layerstore meets DeepSpeed's engine: everything here uses names of DeepSpeed's own, and nothing elsewhere does.
+
+All of them were there from 0.12 to 0.19; docs/reference/support.md lists what was tried.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerstore.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+# What the engine believes to save to: nothing is ever written there.
+FOLDER = Path("live")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStates:
+    """What the engine would have put into one rank's two files; its tensors are the live ones."""
+
+    model: dict[str, Any]
+    model_path: Path
+    optimizer: dict[str, Any]
+    optimizer_path: Path
+
+
+class Engine:
+    """A DeepSpeed engine under ZeRO stage 3, as far as layerstore knows it."""
+
+    def __init__(self, engine: Any) -> None:
+        """Raises Unsupported where *engine* is none, or keeps state where nothing can reach it."""
+        stage = getattr(engine, "zero_optimization_stage", None)
+        if not callable(stage) or not hasattr(engine, "checkpoint_engine"):
+            raise InvalidInput(
+                f"attach wants a DeepSpeed engine, found {type(engine).__name__}",
+                hint="pass what deepspeed.initialize returns first, or accelerator.prepare",
+            )
+        if stage() != 3:  # the stage
+            raise Unsupported(
+                f"the engine trains under ZeRO stage {stage()}; only stage 3 is supported",
+                hint="set zero_optimization.stage to 3",
+            )
+        self.engine = engine
+        self._zero = engine.optimizer
+        offload = engine.zero_offload_optimizer()
+        if offload is not None and str(getattr(offload, "device", "none")).endswith("nvme"):
+            raise Unsupported(
+                "the optimizer is offloaded to NVMe: its state is in files of its own",
+                hint="set offload_optimizer.device to 'cpu' or 'none'",
+            )
+        if offload is not None and getattr(offload, "ratio", 1.0) < 1.0:
+            raise Unsupported(
+                f"offload_optimizer.ratio is {offload.ratio} (Twin-Flow): DeepSpeed itself saves only a part of that",
+                hint="set offload_optimizer.ratio to 1",
+            )
+        if type(self._zero).__name__.startswith("SuperOffload"):
+            raise Unsupported(
+                "the optimizer is under SuperOffload: DeepSpeed itself saves only a part of its state",
+                hint="turn offload_optimizer.super_offload off",
+            )
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the optimizer's state."""
+        import torch.distributed as dist
+
+        return int(dist.get_rank(group=self._zero.dp_process_group))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the optimizer's state."""
+        return int(self._zero.partition_count)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all processes."""
+        return int(self.engine.global_rank)
+
+    @property
+    def step(self) -> int:
+        """The engine's own counter."""
+        return int(self.engine.global_steps)
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether no gradient has been accumulated for an update that is still to come."""
+        return int(self.engine.micro_steps) % int(self.engine.gradient_accumulation_steps()) == 0
+
+    @property
+    def device(self) -> "torch.device":
+        """Where the engine computes."""
+        import torch
+
+        return torch.device(self.engine.device)
+
+    @property
+    def ungated(self) -> str:
+        """Why copies cannot be held against the update, in words; empty where they can."""
+        inner = self._zero.optimizer
+        if "Muon" in type(inner).__name__ or getattr(self._zero, "use_muon", False):
+            return "Muon changes its momentum before the optimizer's step begins"
+        if getattr(self._zero, "zenflow", False) or "ZenFlow" in type(self._zero).__name__:
+            return "ZenFlow updates beside the optimizer's step"
+        if not hasattr(inner, "register_step_pre_hook"):
+            return f"{type(inner).__name__} has no hook before its step"
+        return ""
+
+    def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Have *action* called before each update of the optimizer; return what ends that."""
+        handle = self._zero.optimizer.register_step_pre_hook(lambda *_: action())
+        remove: Callable[[], None] = handle.remove
+        return remove
+
+    def states(self, tag: str, client_state: Mapping[str, object], *, exclude_frozen: bool) -> SavedStates:
+        """Return what ``engine.save_checkpoint`` would save now."""
+        import deepspeed
+
+        catcher = _Catcher()
+        engine, real = self.engine, self.engine.checkpoint_engine
+        engine.checkpoint_engine = catcher
+        # DeepSpeed's own copies frozen weights to the host; they are copied once, and not by the main thread.
+        engine._get_param_fragment_func = _fragment
+        try:
+            self._settled(
+                lambda: engine._save_checkpoint(
+                    str(FOLDER), tag, client_state=dict(client_state), exclude_frozen_parameters=exclude_frozen
+                )
+            )
+            optimizer = {
+                "optimizer_state_dict": self._zero.state_dict(),
+                "ds_config": engine.config,
+                "ds_version": deepspeed.__version__,
+            }
+        finally:
+            engine.checkpoint_engine = real
+            del engine._get_param_fragment_func
+        return SavedStates(
+            model=catcher.state,
+            model_path=Path(engine._get_ckpt_name(str(FOLDER), tag)),
+            optimizer=optimizer,
+            optimizer_path=Path(engine._get_zero_ckpt_name(str(FOLDER), tag)),
+        )
+
+    def _settled(self, action: Callable[[], object]) -> None:
+        """Do *action* with all parameters partitioned, as the engine's own save does."""
+        if self.engine._optimizer_has_ckpt_event_prologue():
+            self._zero.checkpoint_event_prologue()
+        action()
+        if self.engine._optimizer_has_ckpt_event_epilogue():
+            self._zero.checkpoint_event_epilogue()
+
+    @property
+    def state_bytes(self) -> int:
+        """What this rank's masters and moments take, the moments of Adam where the optimizer has none yet."""
+        masters = sum(flat.numel() * flat.element_size() for flat in self._zero.fp32_partitioned_groups_flat)
+        kept = self._zero.optimizer.state.values()
+        moments = sum(of.numel() * of.element_size() for state in kept for of in state.values() if hasattr(of, "numel"))
+        return int(masters + (moments or 2 * masters))
+
+    @property
+    def ranks_here(self) -> int:
+        """How many ranks share this host's memory."""
+        return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+    @property
+    def scripts(self) -> list[Path]:
+        """The scripts that the engine's own save puts beside its shards."""
+        import deepspeed
+
+        folder = Path(os.path.dirname(deepspeed.__file__), "utils")  # noqa: PTH120  # as DeepSpeed finds them
+        return [path for name in ("zero_to_fp32.py", "zero_to_torch.py") if (path := folder / name).is_file()]
+
+
+class _Catcher:
+    """What the engine hands its state to, instead of a file."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Keep *state_dict*."""
+        self.state = state_dict
+
+    def preserves_storage_sharing(self) -> bool:
+        """Tell that tensors need not be cloned."""
+        return False
+
+
+def _fragment(parameter: Any) -> "torch.Tensor":
+    held: torch.Tensor = (parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter).detach()
+    return held

@@ -1,0 +1,125 @@
+"""One rank's share of a commit: staged, made durable, and left as a part for the rank that commits."""
+
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import Conflict
+from layerstore.limits import INLINE_BYTES_MAX
+from layerstore.model import Kind, LayerPart, ObjectContent, Part, SourceFile, StoredObject
+from layerstore.ops.hashing import Checksums, Reader
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.staging import Staging
+from layerstore.storage.objects import ObjectWriter
+from layerstore.zero3.checkpoint import LayerSource, ObjectSource
+from layerstore.zero3.share import Share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareWork:
+    """What one rank is to write."""
+
+    session: str
+    save: int
+    share: Share
+    due: frozenset[str]
+    """The layers to be stored."""
+    files: tuple["KeptFile", ...]
+    """What is kept byte for byte beside the rank's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFile:
+    """A file beside a rank's state, whose bytes the reader has."""
+
+    name: str
+    """Below the checkpoint folder, with ``/``."""
+    executable: bool
+    place: Path
+    size_bytes: int
+
+
+def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
+    """Return the objects that a rank has of the layers *due*, in the order in which they are read."""
+    return [source for layer in share.layers if layer.layer in due for source in layer.objects]
+
+
+def write_share(
+    rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: MutableMapping[str, StoredObject]
+) -> tuple[int, int]:
+    """
+    Store what *work* says, and leave the part that says so; return how many bytes were new, and how many were there.
+
+    Frozen weights are read once: *frozen* has their objects by layer, as long as the store has them.
+
+    Raises:
+        Conflict: An object vanished while the part that names it was written.
+    """
+    share = work.share
+    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+        staging = Staging(
+            writer, lambda: reader, source="the engine", checksums=Checksums(), advance=lambda count: None
+        )
+        layers = tuple(
+            LayerPart(layer=layer.layer, objects=tuple(_objects(layer, staging, writer, frozen)))
+            for layer in share.layers
+            if layer.layer in work.due
+        )
+        state = staging.state(share.state, [_kept(file, staging, reader) for file in work.files])
+        writer.publish()
+        rooms.parts.publish(
+            Part(
+                session=work.session,
+                save=work.save,
+                rank=share.rank,
+                agreement=share.agreement,
+                layers=layers,
+                state=state,
+                bytes_new=writer.bytes_new,
+                bytes_reused=writer.bytes_reused,
+                failure="",
+            )
+        )
+        lost = writer.look_again()
+        if lost:
+            raise Conflict(f"{len(lost)} objects were removed while they were written (first: {lost[0].id})")
+        return writer.bytes_new, writer.bytes_reused
+
+
+def _objects(
+    layer: LayerSource, staging: Staging, writer: ObjectWriter, frozen: MutableMapping[str, StoredObject]
+) -> Iterable[StoredObject]:
+    for source in layer.objects:
+        if source.kind is not Kind.WEIGHTS:
+            yield staging.object(source)
+            continue
+        known = frozen.get(layer.layer)
+        if known is None or not writer.reuse(known.ref):
+            frozen[layer.layer] = known = staging.object(source)
+        yield known
+
+
+def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
+    content: bytes | ObjectContent
+    if file.size_bytes > INLINE_BYTES_MAX:
+        content = staging.bytes_object(file.place, 0, file.size_bytes)
+    else:
+        content = b"".join(map(bytes, reader.chunks(file.place, 0, file.size_bytes)))
+    return SourceFile(path=file.name, executable=file.executable, content=content)
+
+
+def fail_share(rooms: Rooms, work: ShareWork, why: str) -> None:
+    """Leave a part that says that this rank has failed."""
+    rooms.parts.publish(
+        Part(
+            session=work.session,
+            save=work.save,
+            rank=work.share.rank,
+            agreement="",
+            layers=(),
+            state=None,
+            bytes_new=0,
+            bytes_reused=0,
+            failure=why or "it failed",
+        )
+    )

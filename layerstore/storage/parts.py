@@ -1,0 +1,68 @@
+"""
+Parts on disk: what ranks that save together have written, until one of them commits it.
+
+A part is visible exactly when it is linked into its session's folder, and all that it names is durable by then.
+"""
+
+from pathlib import Path
+
+from layerstore.errors import StorageIO
+from layerstore.format.parts import part_name, seal_part, unseal_part
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.model import Part
+from layerstore.storage.files import Files
+from layerstore.storage.layout import Layout
+
+
+class PartStore:
+    """The folder ``parts/``."""
+
+    def __init__(self, layout: Layout, files: Files, *, store_id: str) -> None:
+        self._layout = layout
+        self._files = files
+        self._store_id = store_id
+
+    def open_session(self, session: str) -> None:
+        """Make the folder of *session*."""
+        self._files.make_directory(self._layout.parts)
+        self._files.make_directory(self._layout.parts / session)
+
+    def has_session(self, session: str) -> bool:
+        """Whether the folder of *session* is there."""
+        return self._files.is_directory(self._layout.parts / session)
+
+    def publish(self, part: Part) -> None:
+        """Make *part* visible and durable."""
+        target = self._path(part.session, part.save, part.rank)
+        with self._files.temporary(self._layout.tmp) as file:
+            file.write_at(0, seal_part(part, store_id=self._store_id))
+            file.sync()
+            self._files.link_exclusive(file.path, target)
+        self._files.sync_directory(target.parent)
+
+    def find(self, session: str, save: int, rank: int) -> Part | None:
+        """Return a part if it is there; raises IntegrityError where it is damaged."""
+        path = self._path(session, save, rank)
+        if not self._files.exists(path):
+            return None
+        data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+        return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
+
+    def remove(self, session: str, save: int, *, world_size: int) -> None:
+        """Remove the parts of one save: a record names what they named, or nothing ever will."""
+        for rank in range(world_size):
+            path = self._path(session, save, rank)
+            if self._files.exists(path):
+                self._files.discard(path)
+
+    def close_session(self, session: str) -> None:
+        """Remove the folder of *session* if nothing is left in it."""
+        folder = self._layout.parts / session
+        try:
+            if self._files.is_directory(folder) and not self._files.names(folder):
+                self._files.remove_tree(folder)
+        except StorageIO:
+            pass  # a collection removes it
+
+    def _path(self, session: str, save: int, rank: int) -> Path:
+        return self._layout.root / part_name(session, save, rank)
