@@ -137,6 +137,7 @@ def _shortened(groups: slice) -> Callable[[Any], None]:
     return change
 
 
+@pytest.mark.known_fault("llmtailor 12")
 @pytest.mark.parametrize("groups", [slice(1), slice(None)], ids=["one sub-group", "every sub-group"])
 def test_a_moment_of_another_length_is_a_mismatch(place: Path, groups: slice) -> None:
     """Even on all ranks alike, it must not pass for a scalar and leave its layers."""
@@ -187,6 +188,7 @@ def test_an_optimizer_whose_state_may_be_elsewhere_is_unsupported(place: Path) -
 # -- what a Trainer wrote beside them ------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 9")
 def test_a_missing_random_state_makes_a_checkpoint_incomplete(place: Path) -> None:
     """Every rank writes its own: if one did, all did."""
     (place / HF / "rng_state_1.pth").unlink()
@@ -195,6 +197,16 @@ def test_a_missing_random_state_makes_a_checkpoint_incomplete(place: Path) -> No
         ingest(place, HF)
 
 
+@pytest.mark.known_fault("llmtailor 9")
+def test_a_missing_trainer_state_makes_a_checkpoint_unfinished(place: Path) -> None:
+    """Where the Trainer's other files are, its own state is nearly the last: without it the step is not known."""
+    (place / HF / "trainer_state.json").unlink()
+
+    with refused(place, SourceCheckpoint, naming="no trainer_state.json"):
+        ingest(place, HF)
+
+
+@pytest.mark.known_fault("llmtailor 9")
 def test_a_missing_shard_of_weights_makes_a_checkpoint_incomplete(place: Path) -> None:
     """The index of sharded weights names all of them."""
     index = {"metadata": {"total_size": 2}, "weight_map": {"a": "model.safetensors", "b": "absent.safetensors"}}
