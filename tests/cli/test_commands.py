@@ -336,6 +336,7 @@ def test_compose_refuses_sizes_and_steps_that_are_none(run: Run, store: Path, wo
     assert run("compose", "--dry-run", *words, "--store", store).code == 2
 
 
+@pytest.mark.known_fault("llmtailor 8")
 def test_compose_takes_each_layers_own_step(run: Run, store: Path) -> None:
     """Where all layers are of one step, both ways are the same."""
     outcomes = [

@@ -64,6 +64,7 @@ def test_a_stopped_ingest_leaves_no_temporary_file(store: Path, checkpoints: Pat
     assert _run("verify", "--read-data", "--store", store, cwd=store).returncode == 0
 
 
+@pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)], ids=["SIGINT", "SIGTERM"])
 def test_a_stopped_compose_leaves_nothing(store: Path, tmp_path: Path, number: int, code: int) -> None:
     """Neither the folder nor its unfinished twin is there."""

@@ -113,6 +113,7 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
 # -- files that are not there, or not whole ------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 9", "llmtailor 12")
 def test_every_missing_file_is_named(place: Path) -> None:
     """A lost shard of any rank makes the checkpoint incomplete, and the rank is told."""
     for path in shards(place):
@@ -125,6 +126,7 @@ def test_every_missing_file_is_named(place: Path) -> None:
         aside.rename(path)
 
 
+@pytest.mark.known_fault("llmtailor 11")
 def test_a_missing_last_rank_is_told_by_the_others(place: Path) -> None:
     """Even if both its files are gone, the world size in the rest tells."""
     for path in shards(place, "rank_1"):
@@ -134,6 +136,7 @@ def test_a_missing_last_rank_is_told_by_the_others(place: Path) -> None:
         ingest(place)
 
 
+@pytest.mark.known_fault("llmtailor 13")
 def test_no_optimizer_files_at_all_are_unsupported(place: Path) -> None:
     """Weights alone are nothing to resume from."""
     for path in shards(place, "optim"):
@@ -143,6 +146,7 @@ def test_no_optimizer_files_at_all_are_unsupported(place: Path) -> None:
         ingest(place)
 
 
+@pytest.mark.known_fault("llmtailor 12")
 @pytest.mark.parametrize("what", ["model", "optim"])
 def test_a_cut_shard_is_incomplete(place: Path, what: str) -> None:
     """Wherever it was cut."""
@@ -155,6 +159,7 @@ def test_a_cut_shard_is_incomplete(place: Path, what: str) -> None:
             ingest(place)
 
 
+@pytest.mark.known_fault("llmtailor 12")
 @pytest.mark.parametrize("what", ["model", "optim"])
 def test_a_flipped_bit_in_a_shard_is_never_ingested(place: Path, what: str) -> None:
     """Anywhere in the file: refused, or without any effect on what is stored."""
@@ -201,6 +206,7 @@ def test_a_flipped_bit_in_gathered_weights_is_kept_as_it_is(place: Path) -> None
 # -- ranks and tags that do not fit --------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 11")
 def test_mixed_world_sizes_are_a_mismatch(place: Path) -> None:
     """A rank of another job among the others."""
     tiny_checkpoint(place / "three", world_size=3)
@@ -221,6 +227,7 @@ def test_mixed_steps_are_a_mismatch(place: Path) -> None:
         ingest(place)
 
 
+@pytest.mark.known_fault("llmtailor 11")
 def test_an_extra_rank_is_a_mismatch(place: Path) -> None:
     """Files of a larger job that were left behind."""
     for path in shards(place, "rank_1"):
@@ -230,6 +237,7 @@ def test_an_extra_rank_is_a_mismatch(place: Path) -> None:
         ingest(place)
 
 
+@pytest.mark.known_fault("llmtailor 16")
 @pytest.mark.parametrize(
     "latest", [None, b"", b"\n", b"global_step9", b"../../x", b"/etc", b".", b"..", b"\xff\xfe", b"a\nb"]
 )

@@ -272,6 +272,7 @@ def _crash_everywhere(fast_path: Path, scene: Scene, verb: Verb, points: list[Ca
         list(pool.map(crash, points))
 
 
+@pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__[3:])
 def test_a_kill_at_any_step_loses_nothing(fast_path: Path, scene: Scene, verb: Verb) -> None:
     """After a kill at a step of the sample, everything earlier is whole and the verb succeeds."""
@@ -282,6 +283,7 @@ def test_a_kill_at_any_step_loses_nothing(fast_path: Path, scene: Scene, verb: V
     _crash_everywhere(fast_path, scene, verb, points)
 
 
+@pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__[3:])

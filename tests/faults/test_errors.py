@@ -318,6 +318,7 @@ def _full_target(folder: Path, small: Path, earlier: dict[str, str]) -> list[str
     return found + problems(folder / "store", folder / "scratch", earlier)
 
 
+@pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.parametrize("size_bytes", [4096, 32_768, 65_536])
 def test_a_full_disk_under_the_target_leaves_nothing_there(
     scene: tuple[Path, dict[str, str]], fast_path: Path, size_bytes: int

@@ -45,6 +45,7 @@ def add_link(out: Path) -> str:
     return "broken"
 
 
+@pytest.mark.known_fault("llmtailor 9")
 @pytest.mark.parametrize("add", [add_file, add_folder, add_tag, add_link])
 def test_force_never_costs_what_the_composite_does_not_renew(store: Store, tmp_path: Path, add: Any) -> None:
     """Another tag or file in the folder is named, and everything stays as it was."""
@@ -60,6 +61,7 @@ def test_force_never_costs_what_the_composite_does_not_renew(store: Store, tmp_p
     assert neighbours == sorted(tmp_path.iterdir())
 
 
+@pytest.mark.known_fault("llmtailor 9")
 def test_force_replaces_an_older_form_of_the_checkpoint(store: Store, tmp_path: Path) -> None:
     """Whatever the files held: they are what the store says afterwards."""
     store.ingest(checkpoint(tmp_path))

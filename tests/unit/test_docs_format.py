@@ -284,6 +284,7 @@ REFUSED: list[tuple[Edit, str, type[errors.LayerstoreError]]] = [
 ]
 
 
+@pytest.mark.known_fault("llmtailor 11")
 @pytest.mark.parametrize(("edit", "words", "kind"), REFUSED, ids=[words for _, words, _ in REFUSED])
 def test_what_the_support_page_refuses_is_refused(
     tmp_path: Path, edit: Edit, words: str, kind: type[errors.LayerstoreError]

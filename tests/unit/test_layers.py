@@ -67,6 +67,7 @@ NAMES = {
 }
 
 
+@pytest.mark.known_fault("llmtailor 2")
 @pytest.mark.parametrize(("name", "layer"), NAMES.items())
 def test_layers_are_named_by_structure(name: str, layer: str) -> None:
     """Blocks end in their outermost index, everything else is named after the module that owns it."""

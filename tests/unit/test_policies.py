@@ -51,6 +51,7 @@ def blocks(*indices: int) -> set[str]:
 # -- anatomy -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 2")
 @pytest.mark.parametrize(
     ("layers", "stacks", "input_side", "output_side"),
     [

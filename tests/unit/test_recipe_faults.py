@@ -14,6 +14,7 @@ from tests.unit.recipes import FILE, layer, llama, model, plan, refused, steps
 from tests.unit.test_recipe_llmtailor import PARITY, PARITY_TIED, WHOLE, one, recipe
 
 
+@pytest.mark.known_fault("llmtailor 1")
 @given(st.data())
 def test_layers_are_known_by_name_wherever_the_optimizer_has_them(data: st.DataObject) -> None:
     """There, groups listed blocks first gave a composite of wrong layers in silence."""
@@ -30,6 +31,7 @@ def test_layers_are_known_by_name_wherever_the_optimizer_has_them(data: st.DataO
     assert steps(plan(PARITY, outline)) == steps(plan(PARITY, shuffled))
 
 
+@pytest.mark.known_fault("llmtailor 3")
 @pytest.mark.parametrize(
     ("slices", "match"),
     [
@@ -48,6 +50,7 @@ def test_what_is_uncovered_doubled_or_too_much_is_refused(slices: list[str], mat
     assert match in str(caught.value)
 
 
+@pytest.mark.known_fault("llmtailor 5")
 def test_auxiliary_entries_that_disagree_are_told_with_both_places() -> None:
     """There, weights and optimizer state of one layer came from different checkpoints without a word."""
     text = PARITY.replace(
@@ -62,6 +65,7 @@ def test_auxiliary_entries_that_disagree_are_told_with_both_places() -> None:
     )
 
 
+@pytest.mark.known_fault("llmtailor 5")
 def test_an_explicit_head_of_a_tied_model_is_told() -> None:
     """There, it became a second copy of the embedding, or a group that does not exist."""
     tied = llama(4, tied=True)
@@ -75,6 +79,7 @@ def test_an_explicit_head_of_a_tied_model_is_told() -> None:
     assert problem.hint == "remove this entry; model.embed_tokens brings it along"
 
 
+@pytest.mark.known_fault("llmtailor 13")
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -90,6 +95,7 @@ def test_unknown_keys_and_recipes_without_an_optimizer_are_refused(text: str, ma
     refused(text, match=match)
 
 
+@pytest.mark.known_fault("llmtailor 13")
 @pytest.mark.parametrize("folder", ["mail@home", "c++", "a+b@c"])
 def test_paths_with_at_and_plus_work_through_the_mapping(folder: str) -> None:
     """There too they are special in the short form; the error says how to spell them out."""
@@ -106,6 +112,7 @@ def test_paths_with_at_and_plus_work_through_the_mapping(folder: str) -> None:
     assert "model: {model: {path: …}}" in str(caught.value.hint)
 
 
+@pytest.mark.known_fault("llmtailor 14")
 def test_config_and_tokenizer_come_from_a_defined_checkpoint() -> None:
     """There, their donor was the first of an unordered set; here it is base_model, else the newest step."""
     slices = [one(100, 0, 0), one(300, 0, 2), one(200, 2, 4), one(100, 5, 5), one(200, 6, 6)]
@@ -114,6 +121,7 @@ def test_config_and_tokenizer_come_from_a_defined_checkpoint() -> None:
     assert plan(recipe(*slices, more="base_model: run/checkpoint-100\n"), llama()).base.step == 100
 
 
+@pytest.mark.known_fault("llmtailor 15")
 def test_no_layer_comes_from_after_the_base_unseen() -> None:
     """There, newer code looked for layers up to nine steps after the failure."""
     slices = [one(100, 0, 0), one(109, 0, 4), one(100, 5, 5), one(100, 6, 6)]

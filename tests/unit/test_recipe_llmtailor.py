@@ -156,6 +156,7 @@ def test_any_valid_recipe_means_what_its_grammar_says(case: Case) -> None:
 # -- blocks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 3")
 @pytest.mark.parametrize(
     ("ranges", "match"),
     [
@@ -201,6 +202,7 @@ def test_a_recipe_without_blocks_is_refused() -> None:
 # -- auxiliary layers ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 3")
 @pytest.mark.parametrize(
     ("slices", "match", "hint"),
     [
@@ -396,6 +398,7 @@ def test_what_is_no_checkpoint_of_the_run_is_refused(written: str, match: str) -
 # -- the frame -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 13")
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -494,6 +497,7 @@ def test_settings_of_slices_are_noted_too() -> None:
 # -- the base ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 14")
 def test_the_base_is_base_model_else_the_newest_step() -> None:
     """Config, tokenizer, scheduler and counters come from one defined checkpoint."""
     text = recipe(one(100, 0, 0), one(300, 0, 4), one(200, 5, 5), one(200, 6, 6))
@@ -546,6 +550,7 @@ ROTARY = model(
 )
 
 
+@pytest.mark.known_fault("llmtailor 2")
 @pytest.mark.parametrize(
     ("outline", "norm", "head", "embedding", "extras"),
     [

@@ -182,6 +182,7 @@ def test_a_key_of_the_wrong_case_is_answered_with_the_right_one() -> None:
     assert refused("base: 1\n«layer: {}\nrest: base\n", match="no key 'layer'").hint == "did you mean layers?"
 
 
+@pytest.mark.known_fault("llmtailor 15")
 def test_layers_from_after_the_base_are_noted() -> None:
     """A layer that is newer than the counters around it is allowed, and told."""
     text = "base: sft@100\nlayers:\n  lm_head: {head}\nrest: base\n"

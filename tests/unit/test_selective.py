@@ -73,6 +73,7 @@ def test_the_first_save_is_full_and_later_ones_hold_their_half(store: Store, sav
     assert steps(store, "r") == {layer: 3 if layer in third.layers_saved else 2 for layer in third.layers}
 
 
+@pytest.mark.known_fault("llmtailor 18")
 def test_a_selective_history_needs_no_policy_to_compose(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """Its newest commit is the composite that the policy makes of full checkpoints, to the last byte."""
     for step in (1, 2, 3, 4):
@@ -150,6 +151,7 @@ def test_layers_of_unlike_shape_do_not_compose(store: Store, saved: Checkpoints,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.known_fault("llmtailor 18")
 def test_weights_beside_inherited_layers_follow_the_composite(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """The gathered weights of a selective save are those of its layers, not of the checkpoint it was cut from."""
     for step in (1, 2):
@@ -186,6 +188,7 @@ def test_an_old_layer_can_be_refused(store: Store, saved: Checkpoints) -> None:
         plan.check(max_staleness=2)
 
 
+@pytest.mark.known_fault("llmtailor 8")
 def test_the_optimizers_counts_are_reported(store: Store, saved: Checkpoints) -> None:
     """A composite mixes them."""
     for step in (1, 2):
@@ -207,6 +210,7 @@ def test_a_layer_that_was_due_but_not_written_is_reported(store: Store, saved: C
 # -- going back ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 15")
 def test_after_going_back_the_run_means_the_new_attempt_from_its_first_save(store: Store, saved: Checkpoints) -> None:
     """No layer of the abandoned one enters its composites."""
     for step in (100, 200, 300):

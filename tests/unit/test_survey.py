@@ -39,6 +39,7 @@ def test_all_checkpoints_of_a_trainer_come_in_step_order(tmp_path: Path, layout:
     assert [tag.step for tag in survey.found] == [10, 20, 30]
 
 
+@pytest.mark.known_fault("llmtailor 16")
 def test_the_trainers_step_wins_over_the_engines(tmp_path: Path) -> None:
     """As for ingest: the engine's counter may have started elsewhere."""
     folder = checkpoint(tmp_path, layout="hf")

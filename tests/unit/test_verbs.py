@@ -98,6 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.known_fault("llmtailor 9", "llmtailor 11")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_composite_is_its_source(store: Store, tmp_path: Path, shape: dict[str, Any]) -> None:
     """
@@ -128,6 +129,7 @@ def test_lightnings_layout_comes_back(store: Store, tmp_path: Path) -> None:
     assert (written.out / "latest").read_bytes() == b"checkpoint"
 
 
+@pytest.mark.known_fault("llmtailor 1")
 def test_equal_layers_under_other_groupings_share_every_object(store: Store, tmp_path: Path) -> None:
     """What the optimizer's groups are makes no difference to any layer's bytes."""
     first = store.ingest(checkpoint(tmp_path / "a"), run="two")
@@ -340,6 +342,7 @@ def test_a_pins_name_is_its_own(store: Store, tmp_path: Path) -> None:
 # -- composing -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 9")
 def test_a_target_that_is_there_is_not_replaced(store: Store, tmp_path: Path) -> None:
     """A folder with something in it is left alone without force; with force only what the composite renews goes."""
     store.ingest(checkpoint(tmp_path))
@@ -389,6 +392,7 @@ def objects_of(store: Store) -> list[Path]:
     return sorted(path for path in (store.path / "objects").rglob("*") if path.is_file())
 
 
+@pytest.mark.known_fault("llmtailor 12")
 @pytest.mark.parametrize("layout", ["raw", "hf"])
 def test_damage_anywhere_stops_a_verified_compose(store: Store, tmp_path: Path, layout: str) -> None:
     """Whichever object has a flipped byte: nothing appears at the target, and the error is damage."""
@@ -404,6 +408,7 @@ def test_damage_anywhere_stops_a_verified_compose(store: Store, tmp_path: Path, 
     store.compose("sft").write(tmp_path / "out")
 
 
+@pytest.mark.known_fault("llmtailor 9", "llmtailor 12")
 def test_a_missing_object_stops_every_compose(store: Store, tmp_path: Path) -> None:
     """An object that is gone is named, with or without verification, and re-ingesting heals it."""
     source = checkpoint(tmp_path)

@@ -93,6 +93,7 @@ def every_shape_and_size() -> Iterator[Any]:
         )
 
 
+@pytest.mark.known_fault("llmtailor 11")
 @pytest.mark.parametrize(("shape", "before", "after"), list(every_shape_and_size()))
 def test_a_composite_for_other_ranks_is_what_these_would_have_saved(
     store: Store, tmp_path: Path, shape: dict[str, Any], before: int, after: int
@@ -360,6 +361,7 @@ def steps_of(folder: Path) -> dict[str, float]:
     return {name: float(states[group]["step"]) for group, names in enumerate(shapes) for name in names}
 
 
+@pytest.mark.known_fault("llmtailor 8")
 def test_each_layer_keeps_its_own_step_where_groups_allow(store: Store, tmp_path: Path) -> None:
     """With a param group per layer, a layer of step 2 in a composite of step 4 counts from 2 on; unify says 4."""
     store.ingest(odd_checkpoint(tmp_path / "a", step=4, groups="layerwise"), run="two")
@@ -376,6 +378,7 @@ def test_each_layer_keeps_its_own_step_where_groups_allow(store: Store, tmp_path
     )
 
 
+@pytest.mark.known_fault("llmtailor 8")
 def test_layers_that_share_a_counter_cannot_keep_their_own(store: Store, tmp_path: Path) -> None:
     """Under two param groups the error names two layers, their steps and the way out; nothing is written."""
     store.ingest(odd_checkpoint(tmp_path / "a", step=4), run="two")

@@ -118,6 +118,7 @@ def test_weights_that_do_not_follow_from_their_masters_survive(
     assert_same_checkpoint(scenario, poked, tmp_path)
 
 
+@pytest.mark.known_fault("llmtailor 1")
 def test_layers_are_stored_once_whatever_the_grouping(trained: Launch, tmp_path: Path) -> None:
     """One training saved under three groupings of its optimizer adds its layers only once."""
     scenarios = [SCENARIO_OF[f"grouped_{grouping}"] for grouping in GROUPINGS]

@@ -55,6 +55,7 @@ def test_both_saves_are_mixed(
     assert steps == ({BASE_STEP} if scenario.name in NO_MOMENTS_AT_FIRST else set(SAVE_STEPS))
 
 
+@pytest.mark.known_fault("llmtailor 1", "llmtailor 2", "llmtailor 4", "llmtailor 18")
 @each_mixture
 def test_each_parameter_comes_bit_for_bit_from_the_save_that_the_plan_names(
     scenario: Scenario, policy: str, trained: Launch, mixed: Composites, mixed_store: layerstore.Store
@@ -77,6 +78,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.known_fault("llmtailor 6", "llmtailor 8")
 @each_mixture
 def test_what_deepspeed_loads_is_what_was_composed(
     scenario: Scenario, policy: str, mixed: Composites, went_on: Launch

@@ -71,6 +71,7 @@ def meant(parameter: str) -> int:
     return OLD if parameter.startswith("model.embed_tokens.") else NEW
 
 
+@pytest.mark.known_fault("llmtailor 1")
 @pytest.mark.parametrize("name", [*(f"grouped_{grouping}" for grouping in GROUPINGS), "tied"])
 def test_llmtailors_recipe_gives_the_tensors_that_its_grammar_means(trained: Launch, tmp_path: Path, name: str) -> None:
     """Whatever the order of the optimizer's groups, tied or not: master and moments of each parameter, bit for bit."""

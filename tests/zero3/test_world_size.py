@@ -137,6 +137,7 @@ def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str,
     return {name: [digests[argument] for argument in pair] for name, pair in arguments.items()}
 
 
+@pytest.mark.known_fault("llmtailor 11")
 @each([1, 3, 4])
 def test_deepspeed_saves_what_the_composite_holds(resized: Resized, scenario: Scenario) -> None:
     """
@@ -209,6 +210,7 @@ def test_notes_name_the_global_batch_and_buffers_that_differ(resized: Resized, s
     assert [has_own] == list({"differed between the 2 ranks" in note for note in notes[:-1]} or {False})
 
 
+@pytest.mark.known_fault("llmtailor 8")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("grouping", ["blocks_first", "auxiliary_first"])
 def test_layers_of_another_step_keep_their_count_in_the_engine(
