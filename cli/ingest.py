@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
 All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
-RunName = Annotated[str | None, typer.Option(metavar="R", help="The run's name; else the save folder's.")]
+RunName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R",
+        help="The run's name; else the save folder's, for checkpoint-N and the like its parent's.",
+    ),
+]
 Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; else what `latest` names.")]
 PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Hide what was saved for this step with other content.")]
@@ -91,6 +97,8 @@ def ingest(
     They may come from DeepSpeed itself, the HF Trainer, Accelerate or Lightning.
     The same checkpoint a second time writes nothing.
     Several are taken in the order of the numbers in their names.
+    Without --run the run is called like the folder of the training: sft for sft/checkpoint-200,
+    for Accelerate's sft/step_200 and sft/epoch_2, and for its own sft/checkpoints/checkpoint_2.
 
     \b
     Examples:

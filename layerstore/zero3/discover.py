@@ -14,6 +14,7 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
+from layerstore.zero3.runname import run_name
 from layerstore.zero3.sourcefile import read_source_file, stat_source
 
 LATEST = "latest"
@@ -82,8 +83,7 @@ class FoundCheckpoint:
     @property
     def run_name(self) -> str:
         """The run's name where the user gives none."""
-        per_step = re.fullmatch(r"checkpoint[-_]\d+|.*\.ckpt", self.folder.name)
-        return (self.folder.parent if per_step else self.folder).name
+        return run_name(self.folder, flavour=self.flavour)
 
 
 def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> FoundCheckpoint:
@@ -215,13 +215,14 @@ def _read_latest(folder: Path) -> str:
 
 
 def _only_save_folder(path: Path) -> tuple[Path, str]:
-    inner = [name for name in list_folder(path) if _is_save_folder(path / name)]
+    inner = sorted((name for name in list_folder(path) if _is_save_folder(path / name)), key=_natural)
     if len(inner) == 1:
         return _resolve(path / inner[0], None)
     if inner:
+        more = f" and {len(inner) - 10} more" if len(inner) > 10 else ""
         raise InvalidInput(
-            f"{path} holds {len(inner)} checkpoints: {', '.join(sorted(inner, key=_natural)[:10])}",
-            hint=f"layerstore ingest --all {path}, or one: layerstore ingest {path}/{sorted(inner, key=_natural)[-1]}",
+            f"{path} holds {len(inner)} checkpoints: {', '.join(inner[:10])}{more}",
+            hint=f"layerstore ingest --all {path}, or one: layerstore ingest {path}/{inner[-1]}",
         )
     _refuse_foreign(path, list_folder(path))
     raise SourceCheckpoint(

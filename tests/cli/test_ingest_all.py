@@ -178,3 +178,50 @@ def test_a_folder_of_several_names_the_option(run: Run, job: Path) -> None:
 
     assert outcome.code == 2
     assert f"layerstore ingest --all {job}" in outcome.err
+
+
+def test_a_folder_of_many_names_ten_and_counts_the_rest(run: Run, tmp_path: Path) -> None:
+    """So that the number at the front and the names agree."""
+    for step in range(1, 13):
+        shards = tmp_path / "job" / f"checkpoint-{step}" / f"global_step{step}"
+        shards.mkdir(parents=True)
+        (shards / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    run("init")
+
+    outcome = run("ingest", "job")
+
+    assert "holds 12 checkpoints: checkpoint-1, checkpoint-2, " in outcome.err
+    assert "checkpoint-10 and 2 more\n" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("checkpoints/checkpoint_0", "checkpoints/checkpoint_1"),
+        ("checkpoint_0", "checkpoint_1"),
+        ("step_9", "step_10"),
+        ("epoch_0", "step10"),
+    ],
+)
+def test_what_accelerate_saved_of_one_training_is_one_run(run: Run, tmp_path: Path, folders: tuple[str, str]) -> None:
+    """Called like the training's folder, and the same whether it is named itself or found by --all."""
+    for folder, step in zip(folders, (9, 10), strict=True):
+        generate(tmp_path / "sft" / folder, layout="accelerate", step=step, **SMALL)
+    run("init")
+
+    outcome = run("ingest", "--all", "sft")
+    again = run("ingest", f"sft/{folders[1]}")
+
+    assert [line.split()[:2] for line in outcome.out.splitlines()[1:]] == [["saved", "sft@9"], ["saved", "sft@10"]]
+    assert again.out.startswith("already saved: sft@10 ")
+
+
+def test_trainings_beside_each_other_are_runs_of_their_own(run: Run, tmp_path: Path) -> None:
+    """A number at a folder's end need not be a step: histories of two trainings must not become one."""
+    for number in (1, 2):
+        generate(tmp_path / "sweep" / f"run{number}", layout="accelerate", step=9, seed=number, **SMALL)
+        generate(tmp_path / "two" / f"job{number}" / "checkpoints" / "checkpoint_0", layout="accelerate", **SMALL)
+    run("init")
+
+    assert run("ingest", "--all", "sweep", "two").code == 0
+    assert {commit["run"] for commit in run("log", "--json").fields["commits"]} == {"run1", "run2", "job1", "job2"}
