@@ -7,7 +7,7 @@ then the index. The link of the record is what makes it a commit.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -16,6 +16,7 @@ from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, StorageI
 from layerstore.format.records import commit_id, make_commit
 from layerstore.layers import check_name, compile_pattern
 from layerstore.model import (
+    BlobRef,
     Commit,
     CommitId,
     CommitRecord,
@@ -35,7 +36,7 @@ from layerstore.ops.place import (
     place_of,
     rows_at,
 )
-from layerstore.ops.progress import Progress
+from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.resumed import resumed_decision
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.selection import layers_due
@@ -241,17 +242,29 @@ def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
     return _Intent(place=place, policy=use, due=due, rivals=rivals)
 
 
-def _is_same_content(plan: IngestPlan, record: CommitRecord, content: Content) -> bool:
+def _is_same_content(rooms: Rooms, plan: IngestPlan, record: CommitRecord, content: Content) -> bool:
     """
     Whether *record* holds what *content* was taken from: all that is no layer, and the layers that both saved.
 
-    Frozen layers prove nothing, and where no other was saved by both, nothing is known.
+    Equal states alone prove nothing: a raw checkpoint says there little more than its counters and its schedule, which
+    another attempt comes to at the same step with other weights. Nor do frozen layers, which all attempts share.
+    So where no trained layer was saved by both, those that *record* saved are read from the source, too.
     """
+    if record.states != content.states:
+        return False
     trained = {layer.layer for layer in plan.checkpoint.layers if not all(of.frozen for of in layer.parameters)}
     saved = {entry.layer: entry.version for entry in record.layers if entry.saved_by(record)}
-    both = saved.keys() & content.versions.keys()
-    is_known = bool(both & trained)
-    return is_known and record.states == content.states and all(saved[of] == content.versions[of] for of in both)
+    versions = content.versions
+    if not saved.keys() & versions.keys() & trained:
+        versions = _versions_in_source(rooms, plan, saved.keys())
+    both = saved.keys() & versions.keys()
+    return bool(both & trained) and all(saved[of] == versions[of] for of in both)
+
+
+def _versions_in_source(rooms: Rooms, plan: IngestPlan, layers: Collection[str]) -> dict[str, BlobRef]:
+    """Return what *layers* would be stored as; nothing is kept of it."""
+    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as aside:
+        return transfer(plan.checkpoint, aside, Silent(), due=layers, known_before=True).versions
 
 
 def _commit(
@@ -281,7 +294,7 @@ def _commit(
     if not plan.opens_attempt:
         for row in elsewhere(view, plan.step):
             twin = rooms.catalog.commit(row.name)
-            if _is_same_content(plan, twin.record, content):
+            if _is_same_content(rooms, plan, twin.record, content):
                 check_not_abandoned(view, row)
                 return twin, False
     # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.

@@ -483,6 +483,38 @@ def test_checkpoints_that_training_has_left_do_not_come_back(store: Store, saved
     assert store.compose("r").step == 250
 
 
+@pytest.mark.parametrize("layout", ["raw", "hf"])
+def test_a_left_checkpoint_is_known_by_layers_that_are_not_due_now(
+    store: Store, saved: Checkpoints, layout: str
+) -> None:
+    """Where its own attempt saved one half and this one would save the other: told by the half that was saved."""
+    for step in (100, 200, 300):
+        store.ingest(saved(step, layout=layout), run="r", policy="parity")
+    store.ingest(saved(250, seed=7, layout=layout), run="r", policy="parity", rollback=True)
+    before = store.stats()
+
+    with pytest.raises(Conflict, match="attempt 1"):
+        store.ingest(saved(300, layout=layout), run="r", policy="parity")
+    assert store.compose("r").step == 250
+    assert store.stats() == before
+    assert not list((store.path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("layout", ["raw", "hf"])
+def test_a_new_checkpoint_is_not_taken_for_a_left_one(store: Store, saved: Checkpoints, layout: str) -> None:
+    """Of the same step, with the same counters and schedule, and other weights: it is of the attempt that goes on."""
+    for step in (100, 200, 300):
+        store.ingest(saved(step, layout=layout), run="r", policy="parity")
+    left = {entry.layer for entry in entries(store, "r@300") if entry.origin.step == 300}
+    store.ingest(saved(250, seed=7, layout=layout), run="r", policy="parity", rollback=True)
+    new = store.ingest(saved(300, seed=7, layout=layout), run="r", policy="parity")
+    states = [store.compose(ref)._composition.base.states for ref in ("r~1@300", "r@300")]
+
+    assert (new.is_new, new.attempt) == (True, 2)
+    assert not left & set(new.layers_saved)
+    assert (states[0] == states[1]) is (layout == "raw")
+
+
 def test_the_same_bits_again_are_another_attempt_all_the_same(store: Store, saved: Checkpoints) -> None:
     """Training that goes back may well come to the same checkpoint: what came after it is abandoned."""
     for step in (100, 200, 300, 400):
