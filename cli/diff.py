@@ -84,9 +84,7 @@ def _tell(found: "Diff", *, stat: bool) -> None:
 
 def _side(side: "Side") -> str:
     pin = f", pin {side.pin}" if side.pin else ""
-    return shown(
-        f"{side.run}@{side.step} (commit {side.commit[:SHORT_ID_DIGITS]}{pin}), {counted(side.world_size, 'rank')}"
-    )
+    return shown(f"{side.reference} (commit {side.commit[:SHORT_ID_DIGITS]}{pin}), {counted(side.world_size, 'rank')}")
 
 
 def _row(layer: "LayerDiff", kinds: list[str], *, stat: bool) -> list[str]:

@@ -44,10 +44,11 @@ def drop(
 
 
 def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
-    name = f"{shown(dropped.run)}@{dropped.step} (commit {dropped.commit[:SHORT_ID_DIGITS]})"
+    name = f"{shown(dropped.reference)} (commit {dropped.commit[:SHORT_ID_DIGITS]})"
     say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}; nothing was removed")
     if dropped.inherited_by:
-        say(f"{counted(len(dropped.inherited_by), 'later commit')} keep layers of it: {_some(dropped.inherited_by)}")
+        keep = "keeps" if len(dropped.inherited_by) == 1 else "keep"
+        say(f"{counted(len(dropped.inherited_by), 'later commit')} {keep} layers of it: {_some(dropped.inherited_by)}")
     if dropped.pins:
         say(f"kept by {counted(len(dropped.pins), 'pin')}: {_some(dropped.pins)}")
     say(f"{shown(dropped.run)} then means {shown(dropped.tip)}" if dropped.tip else "the run has no other commit")

@@ -27,6 +27,7 @@ def ls(
     """
     with opened(store) as opened_store:
         lines = opened_store.ls(ref, layer=layer)
+        names = [opened_store.name_of(line) for line in lines]
     if as_json:
         say_json({"layers": [layer_fields(line) for line in lines]})
         return
@@ -45,16 +46,17 @@ def ls(
         *(_size(sum(line.bytes_by_kind[kind] for line in lines)) for kind in kinds),
         size(sum(sum(line.bytes_by_kind.values()) for line in lines)),
     ]
-    several_runs = len({line.run for line in lines}) > 1
-    say_table(
-        columns, (_row(line, kinds, with_run=several_runs) for line in lines), total=total if len(lines) > 1 else None
-    )
+    # The step alone says enough where all are steps of one history.
+    is_one_history = all(name == f"{lines[0].run}@{line.step}" for name, line in zip(names, lines, strict=True))
+    steps = [str(line.step) for line in lines] if is_one_history else names
+    rows = (_row(line, step, kinds) for line, step in zip(lines, steps, strict=True))
+    say_table(columns, rows, total=total if len(lines) > 1 else None)
 
 
-def _row(line: "LayerLine", kinds: list[str], *, with_run: bool) -> list[str]:
+def _row(line: "LayerLine", step: str, kinds: list[str]) -> list[str]:
     return [
         f"{line.layer} (frozen)" if line.frozen else line.layer,
-        f"{line.run}@{line.step}" if with_run else str(line.step),
+        step,
         f"{line.parameters:,}",
         *(_size(line.bytes_by_kind[kind]) for kind in kinds),
         size(sum(line.bytes_by_kind.values())),
@@ -70,6 +72,7 @@ def layer_fields(line: "LayerLine") -> dict[str, object]:
     return {
         "layer": line.layer,
         "run": line.run,
+        "attempt": line.attempt,
         "step": line.step,
         "version": line.version,
         "parameters": line.parameters,

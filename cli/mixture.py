@@ -1,5 +1,6 @@
 """What a composite is made of, in words and in fields: the same whatever is made of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -49,7 +50,7 @@ def say_plan(composite: "Composite", options: PlanOptions, *, as_json: bool) -> 
     say()
     say_mixture(composite)
     ranks = counted(world_size, "rank")
-    say(f"base {shown(composite.run)}@{composite.step}, policy {composite.policy}, {ranks}; {options.outcome}")
+    say(f"base {shown(composite.name_of())}, policy {composite.policy}, {ranks}; {options.outcome}")
 
 
 def say_layers(composite: "Composite") -> None:
@@ -63,14 +64,22 @@ def say_layers(composite: "Composite") -> None:
     ]
     sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
     rows = (
-        [age.layer, f"{age.run}@{age.step}", _behind(age.steps), _behind(age.saves), size(of_line)]
+        [age.layer, composite.name_of(age), _behind(age.steps), _behind(age.saves), size(of_line)]
         for age, of_line in zip(composite.staleness.layers, sizes, strict=True)
     )
     say_table(columns, rows, total=["total", "", "", "", size(sum(sizes))])
 
 
 def _behind(count: int | None) -> str:
-    return "?" if count is None else str(count)
+    if count is None:
+        return "?"
+    return "newer" if count < 0 else str(count)
+
+
+def _age(steps: int | None) -> str:
+    if steps is None:
+        return "of another run"
+    return f"{counted(abs(steps), 'step')} {'newer than' if steps < 0 else 'behind'} the base"
 
 
 def say_mixture(composite: "Composite") -> None:
@@ -78,8 +87,7 @@ def say_mixture(composite: "Composite") -> None:
     staleness = composite.staleness
     if staleness.is_mixed:
         oldest = staleness.oldest
-        age = "of another run" if oldest.steps is None else f"{counted(oldest.steps, 'step')} behind the base"
-        say(f"oldest layer: {shown(oldest.layer)} from {shown(oldest.run)}@{oldest.step}, {age}")
+        say(f"oldest layer: {shown(oldest.layer)} from {shown(composite.name_of(oldest))}, {_age(oldest.steps)}")
     if len(staleness.optimizer_steps) > 1:
         counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
         say(f"updates that the optimizer had counted: {counts}; see --adam-step")
@@ -89,6 +97,17 @@ def say_mixture(composite: "Composite") -> None:
             f"{counted(len(composite.older_than_due), 'layer')} had not been written when due "
             f"(first: {shown(first)}): the version before stands in"
         )
+
+
+def policy_in_words(name: str, parameters: Mapping[str, object]) -> str:
+    """
+    Return a policy with its settings.
+
+    >>> policy_in_words("parity", {"fresh": "even"}), policy_in_words("full", {})
+    ('parity (fresh even)', 'full')
+    """
+    settings = ", ".join(f"{key} {value}" for key, value in parameters.items())
+    return f"{name} ({settings})" if settings else name
 
 
 def say_notes(notes: tuple[str, ...]) -> None:

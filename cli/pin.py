@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layerstore.cli.mixture import policy_in_words
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import SHORT_ID_DIGITS, Column, age, iso_time, say, say_json, say_table, say_warning, shown
 
@@ -28,6 +29,7 @@ def pin(
 
     A pin stays readable whatever happens to the commit that it was made from.
     The times in the list are those of the commits.
+    Where a pin is of a composite, MEANS is its base, and MIXED BY the policy that chose its layers.
 
     \b
     Examples:
@@ -55,7 +57,9 @@ def _make(store: "Store", name: str, ref: str | None, *, as_json: bool) -> None:
     if as_json:
         say_json(_fields(made))
     else:
-        say(f"{shown(made.name)} is {shown(made.record.run)}@{made.record.step} (commit {made.base[:SHORT_ID_DIGITS]})")
+        base = f"{store.name_of(made.record)} (commit {made.base[:SHORT_ID_DIGITS]})"
+        mixed_by = _mixed_by(made)
+        say(f"{shown(made.name)} is {f'a mixture by {shown(mixed_by)} on ' if mixed_by else ''}{shown(base)}")
 
 
 def _say_pins(store: "Store", *, as_json: bool) -> None:
@@ -66,30 +70,46 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         lost = [{"pin": name, "reason": str(reason)} for name, reason in damaged.items()]
         say_json({"pins": [_fields(pin) for pin in pins], **({"damaged": lost} if lost else {})})
     elif pins:
+        with_mixtures = any(map(_mixed_by, pins))
         columns = [
             Column("PIN", folds=True),
             Column("MEANS", folds=True),
+            *([Column("MIXED BY", folds=True)] if with_mixtures else []),
             Column("COMMIT"),
             Column("SAVED"),
             Column("LAYERS", "right"),
         ]
-        say_table(columns, (_row(pin) for pin in pins))
+        say_table(columns, (_row(pin, store.name_of(pin.record), with_mixtures=with_mixtures) for pin in pins))
     elif not damaged:
         say("no pins yet; next: layerstore pin NAME REF")
 
 
-def _row(pin: "Pin") -> list[str]:
-    record = pin.record
+def _mixed_by(pin: "Pin") -> str:
+    """Return the policy that mixed what *pin* means; nothing where it is a commit."""
+    from layerstore.ops.refs import is_mixture
+
+    policy = pin.record.policy
+    return policy_in_words(policy.name, _settings(pin)) if is_mixture(pin.record, pin.base) else ""
+
+
+def _settings(pin: "Pin") -> dict[str, str]:
+    return {str(name): str(value) for name, value in pin.record.policy.parameters.items()}
+
+
+def _row(pin: "Pin", reference: str, *, with_mixtures: bool) -> list[str]:
     return [
         pin.name,
-        f"{record.run}@{record.step}",
+        reference,
+        *([_mixed_by(pin)] if with_mixtures else []),
         pin.base[:SHORT_ID_DIGITS],
         age(pin.observed.time_ns),
-        f"{len(record.layers):,}",
+        f"{len(pin.record.layers):,}",
     ]
 
 
 def _fields(pin: "Pin") -> dict[str, object]:
+    from layerstore.ops.refs import is_mixture
+
     return {
         "pin": pin.name,
         "run": pin.record.run,
@@ -97,4 +117,8 @@ def _fields(pin: "Pin") -> dict[str, object]:
         "commit": pin.base,
         "time": iso_time(pin.observed.time_ns),
         "layers": len(pin.record.layers),
+        "attempt": pin.record.attempt,
+        "mixture": is_mixture(pin.record, pin.base),
+        "policy": pin.record.policy.name,
+        "policy_parameters": _settings(pin),
     }

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from layerstore.cli.ls import layer_fields
+from layerstore.cli.mixture import policy_in_words
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
 from layerstore.cli.render import (
     SHORT_ID_DIGITS,
@@ -28,6 +29,7 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
 
     SAVED AT is the step that wrote a layer's version: the commit's own, or an earlier one that it was taken over from.
     The policy says which layers the save wrote: full wrote every one.
+    Of a pinned composite it says where the layers were taken from: that is a mixture.
     Weights beside the shards that are rounded from the masters are derived: made again when needed, so in no SIZE.
 
     \b
@@ -37,10 +39,11 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     """
     with opened(store) as opened_store:
         view = opened_store.show(ref)
+        name, names = opened_store.name_of(view), [opened_store.name_of(line) for line in view.layers]
     if as_json:
         say_json(_fields(view))
         return
-    say_facts(_facts(view))
+    say_facts(_facts(view, name))
     say()
     columns = [
         Column("LAYER", folds=True),
@@ -49,19 +52,21 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
         Column("PARAMETERS", "right"),
         Column("SIZE", "right"),
     ]
-    say_table(columns, (_row(line) for line in view.layers))
+    say_table(columns, map(_row, view.layers, names))
 
 
-def _facts(view: "CommitView") -> dict[str, str]:
+def _facts(view: "CommitView", name: str) -> dict[str, str]:
     facts = {
         "commit": view.commit,
-        "run": f"{view.run}@{view.step}",
+        "run": name,
         "attempt": f"{view.attempt}, forked from {view.fork}" if view.fork else str(view.attempt),
         "pins": ", ".join(view.pins),
+        "mixture": f"{_policy(view)} chose the layers; all else is from {name}" if view.is_mixture else "",
         "saved": f"{age(view.time_ns)} ({iso_time(view.time_ns)})",
         "world size": str(view.world_size),
         "layout": f"{view.flavour}, tag {view.tag}",
-        "policy": f"{_policy(view)}, save {view.save_number}",
+        # That of a mixture did not save anything.
+        "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number}",
         "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",
         "files": _files(view.files),
@@ -70,8 +75,7 @@ def _facts(view: "CommitView") -> dict[str, str]:
 
 
 def _policy(view: "CommitView") -> str:
-    parameters = ", ".join(f"{name} {value}" for name, value in view.policy_parameters.items())
-    return f"{view.policy} ({parameters})" if parameters else view.policy
+    return policy_in_words(view.policy, view.policy_parameters)
 
 
 def _files(names: tuple[str, ...]) -> str:
@@ -82,10 +86,10 @@ def _files(names: tuple[str, ...]) -> str:
     return f"{len(names)} beside the shards: {shown_names}{more}"
 
 
-def _row(line: "LayerLine") -> list[str]:
+def _row(line: "LayerLine", name: str) -> list[str]:
     return [
         line.layer,
-        f"{line.run}@{line.step}",
+        name,
         line.version[:SHORT_ID_DIGITS],
         f"{line.parameters:,}",
         size(sum(line.bytes_by_kind.values())),
@@ -107,6 +111,7 @@ def _fields(view: "CommitView") -> dict[str, object]:
         "tag": view.tag,
         "policy": view.policy,
         "policy_parameters": view.policy_parameters,
+        "mixture": view.is_mixture,
         "supersedes": list(view.supersedes),
         "pins": list(view.pins),
         "layers_saved": view.layers_saved,

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.export.hf import MAX_SHARD_SIZE
-from layerstore.model import LayerEntry, Pin
+from layerstore.model import LayerEntry, Pin, Saving
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import diff as diff_verb
 from layerstore.ops import drop as drop_verb
@@ -34,7 +34,7 @@ from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.ranks import AdamStep
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
-from layerstore.ops.refs import resolve
+from layerstore.ops.refs import reference_to, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
 from layerstore.ops.staleness import Staleness, check_staleness
@@ -90,6 +90,10 @@ class Composite:
     def world_size(self) -> int:
         """How many ranks the base was saved by."""
         return self._composition.base.world_size
+
+    def name_of(self, save: Saving | None = None) -> str:
+        """Return the reference that means the commit *save*, by default the base: ``RUN~1@STEP`` if it was left."""
+        return reference_to(self._rooms, save or self._composition.base)
 
     @property
     def layers(self) -> dict[str, LayerChoice]:
@@ -376,6 +380,10 @@ class Store:
         """
         sides = resolve(self._rooms, a), resolve(self._rooms, b)
         return diff_verb.diff(self._rooms, *sides, stat=stat, progress=progress or Silent())
+
+    def name_of(self, save: Saving) -> str:
+        """Return the reference that means the commit *save* and no other: ``RUN~1@STEP`` if its attempt was left."""
+        return reference_to(self._rooms, save)
 
     def stats(self, run: str | None = None, *, progress: Progress | None = None) -> Stats:
         """Count logical, unique and physical bytes: of the whole store, or of what *run* needs."""

@@ -13,7 +13,7 @@ from layerstore.model import BlobRef, Kind, LayerEntry, StoredObject
 from layerstore.ops.distance import Distance, nothing_between
 from layerstore.ops.measure import measure
 from layerstore.ops.progress import Progress
-from layerstore.ops.refs import Resolved
+from layerstore.ops.refs import Resolved, reference_to
 from layerstore.ops.rooms import Rooms
 from layerstore.zero3.slices import elements_of
 
@@ -29,12 +29,14 @@ class Side:
     step: int
     commit: str
     pin: str | None
+    reference: str
+    """What means the commit."""
     world_size: int
 
     @property
     def name(self) -> str:
         """What a user calls it."""
-        return self.pin or f"{self.run}@{self.step}"
+        return self.pin or self.reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,16 +127,19 @@ def diff(rooms: Rooms, a: Resolved, b: Resolved, *, stat: bool = False, progress
     layers = [_layer(rooms, before, after) for before, after in pairs]
     if stat:
         layers = _measured(rooms, layers, pairs, progress)
-    return Diff(a=_side(a), b=_side(b), layers=tuple(layers), same_state=a.record.states == b.record.states)
+    return Diff(
+        a=_side(rooms, a), b=_side(rooms, b), layers=tuple(layers), same_state=a.record.states == b.record.states
+    )
 
 
-def _side(resolved: Resolved) -> Side:
+def _side(rooms: Rooms, resolved: Resolved) -> Side:
     record = resolved.record
     return Side(
         run=record.run,
         step=record.step,
         commit=resolved.commit,
         pin=resolved.pin,
+        reference=reference_to(rooms, record),
         world_size=record.world_size,
     )
 

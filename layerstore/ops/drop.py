@@ -12,7 +12,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.format.records import make_commit
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
-from layerstore.ops.refs import Resolved, resolve
+from layerstore.ops.refs import Resolved, reference_to, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -25,6 +25,8 @@ class Dropped:
     run: str
     step: int
     attempt: int
+    reference: str
+    """What means it as long as it is visible."""
     commit: str
     """The hidden one."""
     hidden_by: str
@@ -78,6 +80,7 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
         run=record.run,
         step=record.step,
         attempt=record.attempt,
+        reference=reference_to(rooms, record),
         commit=resolved.commit,
         hidden_by=hiding.id,
         inherited_by=_inheritors(rooms, view, resolved),
@@ -168,5 +171,5 @@ def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, .
         except IntegrityError:
             continue  # verify reports it; what it had keeps nobody from hiding this one
         if any((origin.run, origin.attempt, origin.step, origin.save_number) == own for origin in origins):
-            found.append(f"{row.run}@{row.step}")
+            found.append(reference_to(rooms, row))
     return tuple(found)

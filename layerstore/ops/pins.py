@@ -3,7 +3,7 @@
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import check_name
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
-from layerstore.ops.refs import Resolved
+from layerstore.ops.refs import Resolved, reference_to
 from layerstore.ops.rooms import Rooms
 
 
@@ -21,12 +21,12 @@ def check_pin_free(rooms: Rooms, name: str, *, run: str, step: int) -> None:
     if name in rooms.records.pin_names():
         old = rooms.records.read_pin(name).record
         if (old.run, old.step) != (run, step):
-            raise _taken(name, old)
+            raise _taken(rooms, name, old)
 
 
-def _taken(name: str, old: CommitRecord) -> AlreadyExists:
+def _taken(rooms: Rooms, name: str, old: CommitRecord) -> AlreadyExists:
     return AlreadyExists(
-        f"pin {name!r} means {old.run}@{old.step} already",
+        f"pin {name!r} means {reference_to(rooms, old)} already",
         hint=f"layerstore pin --delete {name}, or choose another name",
     )
 
@@ -51,7 +51,7 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         old = rooms.records.read_pin(name)
         if (old.record, old.base) == (new.record, new.base):
             return old
-        raise _taken(name, old.record)
+        raise _taken(rooms, name, old.record)
     rooms.records.write_pin(new)
     return new
 

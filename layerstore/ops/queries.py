@@ -36,6 +36,7 @@ class LayerLine:
 
     layer: str
     run: str
+    attempt: int
     step: int
     """Where this version was saved."""
     version: str
@@ -63,6 +64,8 @@ class CommitView:
     tag: str
     policy: str
     policy_parameters: dict[str, str]
+    is_mixture: bool
+    """Whether it is a pinned composite: then the policy chose its layers, and did not save them."""
     supersedes: tuple[str, ...]
     """Ids of the commits that this one hides, and of records that hid its step."""
     pins: tuple[str, ...]
@@ -74,7 +77,8 @@ class CommitView:
     @property
     def layers_saved(self) -> int:
         """How many of its layers were saved at this very step."""
-        return sum((line.run, line.step) == (self.run, self.step) for line in self.layers)
+        own = (self.run, self.attempt, self.step)
+        return sum((line.run, line.attempt, line.step) == own for line in self.layers)
 
     @property
     def size_bytes(self) -> int:
@@ -235,6 +239,7 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
         tag=record.layout.tag,
         policy=record.policy.name,
         policy_parameters={str(name): str(value) for name, value in record.policy.parameters.items()},
+        is_mixture=resolved.is_mixture,
         supersedes=record.supersedes,
         pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.record == record),
         layers=tuple(layer_lines(rooms, resolved)),
@@ -257,6 +262,7 @@ def layer_line(rooms: Rooms, entry: LayerEntry) -> LayerLine:
     return LayerLine(
         layer=entry.layer,
         run=entry.origin.run,
+        attempt=entry.origin.attempt,
         step=entry.origin.step,
         version=entry.version.id,
         parameters=sum(_elements(parameter.shape) for parameter in version.parameters),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from layerstore.errors import Conflict, InvalidInput, NotFound
+from layerstore.format.records import commit_id
 from layerstore.layers import Reference, parse_reference
-from layerstore.model import CommitRecord
+from layerstore.model import CommitRecord, Saving
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -24,6 +25,17 @@ class Resolved:
     """The pin's name, if it was one."""
     time_ns: int
     """When the commit was written, by its writer's clock."""
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it is a pin of a composite of several saves."""
+        return self.pin is not None and is_mixture(self.record, self.commit)
+
+
+def is_mixture(record: CommitRecord, base: str) -> bool:
+    """Whether *record*, which a pin keeps, is no commit but a mixture of several saves on top of *base*."""
+    is_composite = record.policy.name != "latest" and commit_id(record) != base
+    return is_composite and len({entry.origin for entry in record.layers}) > 1
 
 
 def only_run(rooms: Rooms) -> str:
@@ -127,3 +139,30 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
     steps = [str(row.step) for row in view.history(attempt)][::-1]
     shown = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "…", *steps[-5:]])
     return NotFound(f"run {view.run!r} has no step {reference.step}", hint=f"steps here: {shown}")
+
+
+def reference_to(rooms: Rooms, save: Saving) -> str:
+    """
+    Return what means the commit *save* and no other: ``RUN@STEP``, or ``RUN~1@STEP`` if it is of an attempt before.
+
+    Where nothing does, because it is hidden and its step is another's by now, its attempt is named in words.
+    """
+    plain = f"{save.run}@{save.step}"
+    try:
+        view = rooms.catalog.view(save.run)
+    except NotFound:
+        return plain  # it means nothing any more, and nothing else
+    attempts = view.attempts
+    meant = _attempt_meant(view, attempts[-1], save.step) if attempts else None
+    if meant == save.attempt:
+        return plain
+    if save.attempt in attempts and _attempt_meant(view, save.attempt, save.step) == save.attempt:
+        back = len(attempts) - 1 - attempts.index(save.attempt)
+        return f"{save.run}~{back}@{save.step}"
+    return plain if meant is None else f"{plain} of attempt {save.attempt}"
+
+
+def _attempt_meant(view: RunView, attempt: int, step: int) -> int | None:
+    """Return which attempt's commit *step* means in the history of *attempt*."""
+    row = next(view.history(attempt, step=step), None)
+    return row.attempt if row is not None and row.step == step else None

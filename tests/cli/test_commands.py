@@ -9,6 +9,8 @@ from tests.bench.generate import generate
 from tests.cli.conftest import Run
 
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+PIN_FIELDS_SINCE = ["attempt", "mixture", "policy", "policy_parameters"]
+
 INGEST_FIELDS = [
     "run",
     "step",
@@ -379,7 +381,8 @@ def test_pins_are_made_listed_and_deleted(run: Run, store: Path) -> None:
     listed = run("pin", "--list", "--store", store, "--json").fields["pins"]
     deleted = run("pin", "--delete", "best", "--store", store, "--json").fields
 
-    assert list(made) == ["schema", "pin", "run", "step", "commit", "time", "layers"]
+    assert list(made) == ["schema", "pin", "run", "step", "commit", "time", "layers", *PIN_FIELDS_SINCE]
+    assert (made["attempt"], made["mixture"], made["policy"]) == (1, False, "full")
     assert [(pin["pin"], pin["step"], pin["layers"]) for pin in listed] == [("best", 2, 5), ("newest", 4, 5)]
     assert deleted["deleted"] == "best"
     assert [line.split()[0] for line in run("pin", "--list", "--store", store).out.splitlines()] == ["PIN", "newest"]

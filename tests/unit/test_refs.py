@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import Reference, parse_reference
 from layerstore.model import Commit, CommitId, Fork
-from layerstore.ops.refs import resolve
+from layerstore.ops.refs import reference_to, resolve
 from layerstore.ops.rooms import Rooms
 from tests.unit import samples
 
@@ -213,6 +213,36 @@ def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Rooms, step: int
 
     assert caught.value.hint == hint
     assert meant(forked, hint.split(maxsplit=1)[0])[1] == step
+
+
+@pytest.mark.parametrize(
+    ("attempt", "step", "expected"),
+    [
+        (1, 800, "sft@800"),
+        (1, 850, "sft~2@850"),
+        (2, 850, "sft@850"),
+        (2, 900, "sft~1@900"),
+        (3, 1100, "sft@1100"),
+    ],
+)
+def test_each_commit_has_a_reference_that_means_it(forked: Rooms, attempt: int, step: int, expected: str) -> None:
+    """The plain one where it will do, and else with the attempts counted back."""
+    name = reference_to(forked, samples.record(run="sft", attempt=attempt, step=step))
+
+    assert expected == name
+    assert meant(forked, name) == (attempt, step)
+
+
+def test_what_is_hidden_is_not_called_as_another_is(rooms: Rooms) -> None:
+    """Words where its step is another attempt's by now; where its step means nothing, the plain name does no harm."""
+    for step in (100, 200, 300):
+        hidden = publish(rooms, step, tag="first")
+    publish(rooms, 300, attempt=2, fork=Fork(attempt=1, step=200), tag="second")
+    publish(rooms, 400, attempt=2, fork=Fork(attempt=1, step=200), tag="second", hides=hidden.id)
+
+    assert reference_to(rooms, hidden.record) == "sft@300 of attempt 1"
+    assert reference_to(rooms, samples.record(run="sft", attempt=1, step=500)) == "sft@500"
+    assert reference_to(rooms, samples.record(run="gone", attempt=1, step=5)) == "gone@5"
 
 
 def test_an_attempt_that_forks_nowhere_has_no_history_below(rooms: Rooms) -> None:
