@@ -37,6 +37,7 @@ from layerstore.cli.reindex import reindex
 from layerstore.cli.render import say, say_error, say_json, say_warning
 from layerstore.cli.show import show
 from layerstore.cli.stats import stats
+from layerstore.cli.usage import usage_message
 from layerstore.cli.verify import verify
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 
@@ -135,7 +136,7 @@ def _run(words: list[str]) -> Failure | None:
             if stream is not None:
                 stream.flush()
     except TyperException as exc:
-        return Failure(kind="usage", code=exc.exit_code, message=_one_line(exc.format_message()), hint=_usage_hint(exc))
+        return Failure(kind="usage", code=exc.exit_code, message=usage_message(exc), hint=_usage_hint(exc))
     except LayerstoreError as exc:
         _show_traceback(always=isinstance(exc, Internal))
         return Failure(kind=exc.kind, code=exc.exit_code, message=str(exc), hint=exc.hint)
@@ -182,10 +183,6 @@ def _asks_for_json(words: list[str]) -> bool:
     """Look at the words themselves: a usage error comes before any option was understood."""
     options = words[: words.index("--")] if "--" in words else words
     return "--json" in options
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _usage_hint(exc: TyperException) -> str | None:

@@ -128,7 +128,7 @@ def ingest(
                 resumed_from=resumed_from,
                 pin=pin,
             )
-            _ingest(checkpoints, save, taken, tag=tag, all_=all_, as_json=as_json)
+            _ingest(checkpoints, save, taken, tag=tag, all_=all_, pin=pin, as_json=as_json)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
         if as_json and (taken.saved or all_):
@@ -158,13 +158,14 @@ def _ingest(
     *,
     tag: str | None,
     all_: bool,
+    pin: str | None,
     as_json: bool,
 ) -> None:
     def take(checkpoint: Path, tag: str | None) -> None:
         with shown_progress(as_json=as_json) as progress:
             ingested = save(checkpoint, tag=tag, progress=progress)
         taken.saved.append(ingested)
-        _tell(ingested, as_json=as_json)
+        _tell(ingested, pin=pin, as_json=as_json)
 
     if all_:
         take_all(checkpoints, take, taken, as_json=as_json)
@@ -178,7 +179,7 @@ def _in_step_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def _tell(ingested: "Ingested", *, as_json: bool) -> None:
+def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
     for note in ingested.notes:
         say_warning(note)
     if as_json:
@@ -186,15 +187,20 @@ def _tell(ingested: "Ingested", *, as_json: bool) -> None:
     name = f"{shown(ingested.run)}@{ingested.step} (commit {ingested.commit[:SHORT_ID_DIGITS]})"
     if not ingested.is_new:
         healed = f"{counted(ingested.objects_new, 'missing object')} written again" if ingested.objects_new else ""
-        say(f"already saved: {name}; {healed or 'nothing was written'}")
+        if pin is None:
+            say(f"already saved: {name}; {healed or 'nothing was written'}")
+        else:
+            say(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}")
         return
+    pinned = "" if pin is None else f"; pinned as {shown(pin)}"
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
     layers = counted(len(ingested.layers_saved), "layer")
     if len(ingested.layers_saved) < len(ingested.layers):
         layers += f" of {len(ingested.layers)}"
     say(
         f"saved {name}: {layers}, {size(ingested.bytes_new)} new, "
-        f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s, from {shown(ingested.source)}"
+        f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s, "
+        f"from {shown(ingested.source)}{pinned}"
     )
 
 

@@ -61,7 +61,8 @@ def log(
     elif sound:
         _say_lines(sound)
         for more in page.more:
-            next_page = f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}"
+            options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
+            next_page = f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}"
             say(f"{counted(more.commits, 'older commit')}: {next_page}")
     elif not damaged and before is None:
         say("no commits yet; next: layerstore ingest CHECKPOINT")

@@ -39,7 +39,21 @@ class ExportPlan:
     shards: tuple[hf.ShardFile, ...]
     files: tuple[OutputFile, ...]
     """Of all files: the weights', the index, and what goes beside them."""
-    notes: tuple[str, ...]
+    doubts: tuple[str, ...]
+    """What the reader of the folder should know, whether or not it is written yet."""
+    config_dtype: str | None
+    """The element type that the config is made to name, where the base's does not."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader of the folder to be should know."""
+        return self.notes_with("will say {}")
+
+    def notes_with(self, config_says: str) -> tuple[str, ...]:
+        """Return the notes, of which the one on the config says *config_says*."""
+        if self.config_dtype is None:
+            return self.doubts
+        return (*self.doubts, f"{hf.CONFIG} {config_says.format(self.config_dtype)}, as the weights are")
 
     @property
     def size_bytes(self) -> int:
@@ -94,14 +108,15 @@ def plan_export(
     shards = hf.shard_files(tensors, shard_bytes_max=shard_bytes_max)
     code = _uniform_dtype(tensors)
     files = [file for file in state.files if hf.goes_along(file.path, tag=base.layout.tag)]
-    beside, notes = _beside(rooms, files, code)
+    beside, doubts, config_dtype = _beside(rooms, files, code)
     index = [_literal_file(hf.INDEX, _index(shards))] if len(shards) > 1 else []
     return ExportPlan(
         composition=composition,
         dtype="mixed" if code is None else hf.dtype_name(code),
         shards=shards,
         files=(*(_weights_file(shard, slices) for shard in shards), *index, *beside),
-        notes=(*chosen.notes, *_doubts(state, versions, slices), *notes),
+        doubts=(*chosen.notes, *_doubts(state, versions, slices), *doubts),
+        config_dtype=config_dtype,
     )
 
 
@@ -140,7 +155,7 @@ def execute_export(
         files=tuple(file.path for file in plan.files),
         bytes_written=plan.size_bytes,
         seconds=time.monotonic() - started,
-        notes=(*plan.notes, *filling.notes(plan.dtype)),
+        notes=(*plan.notes_with("says {} now"), *filling.notes(plan.dtype)),
     )
 
 
@@ -258,8 +273,8 @@ def _kind(tensor: Member, slices: Slices) -> Kind:
     return Kind.MASTER
 
 
-def _beside(rooms: Rooms, files: list[SourceFile], code: str | None) -> tuple[list[OutputFile], list[str]]:
-    """Return the files that go beside the weights, and what is to be said of them."""
+def _beside(rooms: Rooms, files: list[SourceFile], code: str | None) -> tuple[list[OutputFile], list[str], str | None]:
+    """Return the files that go beside the weights, what is to be said of them, and the config's type if it changes."""
     planned = [plan_source_file(file) for file in files if file.path != hf.CONFIG]
     config = next((file for file in files if file.path == hf.CONFIG), None)
     if config is None:
@@ -267,18 +282,17 @@ def _beside(rooms: Rooms, files: list[SourceFile], code: str | None) -> tuple[li
             f"the base has no {hf.CONFIG}: from_pretrained needs the model's {hf.CONFIG} beside the weights, "
             "and its tokenizer files"
         )
-        return planned, [note]
+        return planned, [note], None
     if code is None:
         note = f"the parameters have several element types: {hf.CONFIG} is as the base has it"
-        return [plan_source_file(config), *planned], [note]
+        return [plan_source_file(config), *planned], [note], None
     data = _content(rooms, config.content)
     try:
         fitting = hf.config_with_dtype(data, code)
     except (ValueError, RecursionError) as exc:
         note = f"the base's {hf.CONFIG} is not JSON ({exc}): it is written as it is"
-        return [plan_source_file(config), *planned], [note]
-    notes = [f"{hf.CONFIG} says {by_code(code).torch_name} now, as the weights are"] if fitting != data else []
-    return [_literal_file(hf.CONFIG, fitting), *planned], notes
+        return [plan_source_file(config), *planned], [note], None
+    return [_literal_file(hf.CONFIG, fitting), *planned], [], None if fitting == data else by_code(code).torch_name
 
 
 def _content(rooms: Rooms, content: bytes | ObjectContent) -> bytes:

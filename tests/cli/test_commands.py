@@ -101,7 +101,19 @@ def test_ingest_pins_a_single_commit_only(run: Run, checkpoints: Path) -> None:
     refused = run("ingest", checkpoints / "global_step2", checkpoints / "global_step4", "--pin", "worst")
 
     assert (pinned.code, refused.code) == (0, 2)
+    assert pinned.out.splitlines()[-1].endswith("; pinned as best")
     assert [commit["pins"] for commit in run("log", "--json").fields["commits"]] == [["best"]]
+
+
+def test_ingest_says_that_it_pinned_what_was_saved_already(run: Run, store: Path, checkpoints: Path) -> None:
+    """To say that nothing was written would not be true."""
+    again = run("ingest", checkpoints / "global_step4", "--pin", "second", "--store", store)
+    plain = run("ingest", checkpoints / "global_step4", "--store", store)
+
+    assert again.out.startswith("already saved: sft@4 (commit ")
+    assert again.out.endswith("; pinned as second, no layer was written\n")
+    assert plain.out.endswith("; nothing was written\n")
+    assert run("show", "second", "--store", store).code == 0
 
 
 def test_ingest_replaces_only_when_asked(run: Run, store: Path, tmp_path: Path) -> None:
@@ -155,7 +167,9 @@ def test_log_comes_in_pages(run: Run, store: Path) -> None:
     assert fields["more"] is True
 
     words = command.split()[1:]
-    assert ["log", "sft", "--before", fields["commits"][0]["commit"][:12]] == words
+    assert ["log", "sft", "--before", fields["commits"][0]["commit"][:12], "--limit", "1"] == words
+    drawn = run("log", "-n", "1", "--graph", "--store", store).out.splitlines()[-1]
+    assert drawn.split()[-3:] == ["--limit", "1", "--graph"]
     last = run(*words, "--store", store)
     assert [line.split()[1] for line in last.out.splitlines()] == ["STEP", "2"]
     assert run(*words, "--store", store, "--json").fields["more"] is False

@@ -66,6 +66,8 @@ def test_it_tells_programs_all_fields(run: Run, trainers: Path, tmp_path: Path) 
         "notes": ["config.json says float16 now, as the weights are"],
     }
     assert (layers["lm_head"]["run"], layers["lm_head"]["step"]) == ("run", 2)
+    planned = run(*words, "--dry-run", "--store", trainers, "--json").fields
+    assert planned["notes"] == ["config.json will say float16, as the weights are"]
     assert sorted(fields["files"]) == sorted(path.name for path in (tmp_path / "model").iterdir())
     assert len(fields["files"]) > 3
 

@@ -96,6 +96,30 @@ def test_wrong_use_exits_2(run: Run, words: list[str]) -> None:
     assert (programs.error["kind"], programs.error["code"]) == ("usage", 2)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compose", "--step", "x"], "--step x is no whole number"),
+        (["compose", "--step", "1.5"], "--step 1.5 is no whole number"),
+        (["compose", "--step=-1"], "--step -1 is less than 0"),
+        (["compose", "--threshold", "x"], "--threshold x is no number"),
+        (["compose", "--world-size", "0"], "--world-size 0 is less than 1"),
+        (["log", "-n", "ten"], "--limit ten is no whole number"),
+        (["demo", "--steps", "2000"], "--steps 2000 is more than 1000"),
+        (["compose", "--adam-step", "no"], "--adam-step: 'no' is not one of 'unify', 'per-layer'"),
+        (["compose", "--step", "1" * 5000], f"--step {'1' * 5000} is too large"),
+    ],
+)
+def test_a_wrong_number_is_told_in_one_clear_line(run: Run, words: list[str], message: str) -> None:
+    """The option, what was written, and what is wrong with it; no library's words."""
+    people = run(*words)
+    programs = run(*words, "--json")
+
+    assert (people.code, programs.code) == (2, 2)
+    assert people.err.splitlines() == [f"error: {message}", f"hint: layerstore {words[0]} --help"]
+    assert programs.error["message"] == message
+
+
 def test_a_mistyped_command_is_answered_with_the_right_one(run: Run) -> None:
     """The nearest command is suggested."""
     outcome = run("compsoe")
