@@ -93,7 +93,23 @@ def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:
     if recipe.run_hint is not None and rooms.records.names(recipe.run_hint):
         return recipe.run_hint
     with recipe.base.spot.located():
-        return only_run(rooms)
+        try:
+            return only_run(rooms)
+        except InvalidInput as exc:
+            _explain_open_run(recipe, exc)
+            raise
+
+
+def _explain_open_run(recipe: "Recipe", problem: InvalidInput) -> None:
+    """Say in *problem* what the recipe leaves open, and where in it the run can be written."""
+    step = recipe.base.step
+    if recipe.base.path is None:
+        problem.message = f"base {step} is a step of which run? {problem.message}"
+        problem.hint = f"write base: RUN@{step}, or pass --run RUN"
+        return
+    found = "names no run" if recipe.run_hint is None else f"would be of run {recipe.run_hint!r}, which is not here"
+    problem.message = f"{recipe.base.path} {found}; {problem.message}"
+    problem.hint = f"pass --run RUN, or write RUN/checkpoint-{step} and the like wherever the recipe says model:"
 
 
 def _back_of(rooms: Rooms, record: CommitRecord) -> int:

@@ -118,6 +118,44 @@ def test_a_recipe_says_where_each_layer_is_from(run: Run, saves: list[Path], tmp
     assert "layerstore ingest" in missing.err
 
 
+def test_a_recipe_that_leaves_its_run_open_is_told_where_to_write_it(
+    run: Run, saves: list[Path], tmp_path: Path
+) -> None:
+    """Its own key, in either grammar, or the option; what the hint says works."""
+    run("init")
+    run("ingest", *saves)
+    run("ingest", *saves, "--run", "other")
+    (tmp_path / "ours.yaml").write_text(RECIPE)
+    (tmp_path / "better.yaml").write_text(RECIPE.replace("base: 3", "base: other@3"))
+    theirs = (
+        "slices:\n"
+        "  - {sources: [{model: gone/checkpoint-3, layer_range: [0, 0]}]}\n"
+        "  - {sources: [{model: gone/checkpoint-3, layer_range: [0, 4]}]}\n"
+        "  - {sources: [{model: gone/checkpoint-3, layer_range: [5, 5]}]}\n"
+        "  - {sources: [{model: gone/checkpoint-3, layer_range: [6, 6]}]}\n"
+        "merge_method: passthrough\n"
+    )
+    (tmp_path / "theirs.yaml").write_text(theirs)
+    (tmp_path / "other.yaml").write_text(theirs.replace("gone", "other"))
+    (tmp_path / "bare.yaml").write_text(theirs.replace("gone/", ""))
+    ours, gone, bare = (run("compose", "--recipe", f"{name}.yaml", "--dry-run") for name in ("ours", "theirs", "bare"))
+
+    assert ours.err.splitlines() == [
+        "error: ours.yaml:2:7: base 3 is a step of which run? the store holds 2 runs: other, sft",
+        "hint: write base: RUN@3, or pass --run RUN",
+    ]
+    assert gone.err.splitlines() == [
+        "error: theirs.yaml:2:24: gone/checkpoint-3 would be of run 'gone', which is not here; "
+        "the store holds 2 runs: other, sft",
+        "hint: pass --run RUN, or write RUN/checkpoint-3 and the like wherever the recipe says model:",
+    ]
+    assert "checkpoint-3 names no run; the store holds 2 runs" in bare.err
+    for name in ("better", "other"):
+        assert run("compose", "--recipe", f"{name}.yaml", "--dry-run", "--json").fields["run"] == "other"
+    for name in ("ours", "theirs", "bare"):
+        assert run("compose", "--recipe", f"{name}.yaml", "--run", "sft", "--dry-run").code == 0
+
+
 def test_a_recipe_of_llmtailors_is_taken_as_it_stands(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """Its checkpoints are steps of the run."""
     run("init")
