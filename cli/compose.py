@@ -210,7 +210,7 @@ def _say_written(composite: "Composite", written: "Written", *, as_json: bool) -
         )
         return
     say(
-        f"wrote {shown(written.out)}: {shown(composite.name_of())}, policy {written.policy}, "
+        f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, "
         f"{counted(len(composite.layers), 'layer')}, {counted(written.world_size, 'rank')}, "
         f"{size(written.bytes_written)} in {written.seconds:.1f} s"
     )

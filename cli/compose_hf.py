@@ -76,7 +76,7 @@ def export(
         )
         return
     say(
-        f"wrote {shown(exported.out)}: {shown(composite.name_of())}, policy {exported.policy}, "
+        f"wrote {shown(exported.out)}: {shown(composite.name)}, policy {exported.policy}, "
         f"{exported.dtype}, {counted(len(exported.files), 'file')}, "
         f"{size(exported.bytes_written)} in {exported.seconds:.1f} s"
     )
@@ -96,7 +96,7 @@ def _say_plan(composite: "Composite", plan: "ExportPlan", asked: PlanOptions, as
     rows = ([file.path, size(file.size_bytes)] for file in plan.files)
     say_table(columns, rows, total=["total", size(plan.size_bytes)])
     say()
-    say(f"base {shown(composite.name_of())}, policy {composite.policy}, {plan.dtype}; {asked.outcome}")
+    say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {asked.outcome}")
 
 
 def _fields(

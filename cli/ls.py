@@ -27,7 +27,7 @@ def ls(
     """
     with opened(store) as opened_store:
         lines = opened_store.ls(ref, layer=layer)
-        names = [opened_store.name_of(line) for line in lines]
+        names = opened_store.names_of(lines)
     if as_json:
         say_json({"layers": [layer_fields(line) for line in lines]})
         return

@@ -50,7 +50,7 @@ def say_plan(composite: "Composite", options: PlanOptions, *, as_json: bool) -> 
     say()
     say_mixture(composite)
     ranks = counted(world_size, "rank")
-    say(f"base {shown(composite.name_of())}, policy {composite.policy}, {ranks}; {options.outcome}")
+    say(f"base {shown(composite.name)}, policy {composite.policy}, {ranks}; {options.outcome}")
 
 
 def say_layers(composite: "Composite") -> None:
@@ -62,10 +62,11 @@ def say_layers(composite: "Composite") -> None:
         Column("SAVES BEHIND", "right"),
         Column("SIZE", "right"),
     ]
+    ages = composite.staleness.layers
     sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
     rows = (
-        [age.layer, composite.name_of(age), _behind(age.steps), _behind(age.saves), size(of_line)]
-        for age, of_line in zip(composite.staleness.layers, sizes, strict=True)
+        [age.layer, name, _behind(age.steps), _behind(age.saves), size(of_line)]
+        for age, name, of_line in zip(ages, composite.names_of(ages), sizes, strict=True)
     )
     say_table(columns, rows, total=["total", "", "", "", size(sum(sizes))])
 
@@ -87,7 +88,8 @@ def say_mixture(composite: "Composite") -> None:
     staleness = composite.staleness
     if staleness.is_mixed:
         oldest = staleness.oldest
-        say(f"oldest layer: {shown(oldest.layer)} from {shown(composite.name_of(oldest))}, {_age(oldest.steps)}")
+        [name] = composite.names_of([oldest])
+        say(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}")
     if len(staleness.optimizer_steps) > 1:
         counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
         say(f"updates that the optimizer had counted: {counts}; see --adam-step")

@@ -57,7 +57,8 @@ def _make(store: "Store", name: str, ref: str | None, *, as_json: bool) -> None:
     if as_json:
         say_json(_fields(made))
     else:
-        base = f"{store.name_of(made.record)} (commit {made.base[:SHORT_ID_DIGITS]})"
+        [name_of_base] = store.names_of([made.record])
+        base = f"{name_of_base} (commit {made.base[:SHORT_ID_DIGITS]})"
         mixed_by = _mixed_by(made)
         say(f"{shown(made.name)} is {f'a mixture by {shown(mixed_by)} on ' if mixed_by else ''}{shown(base)}")
 
@@ -79,7 +80,9 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
             Column("SAVED"),
             Column("LAYERS", "right"),
         ]
-        say_table(columns, (_row(pin, store.name_of(pin.record), with_mixtures=with_mixtures) for pin in pins))
+        names = store.names_of(pin.record for pin in pins)
+        rows = (_row(pin, name, with_mixtures=with_mixtures) for pin, name in zip(pins, names, strict=True))
+        say_table(columns, rows)
     elif not damaged:
         say("no pins yet; next: layerstore pin NAME REF")
 

@@ -39,7 +39,7 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
     """
     with opened(store) as opened_store:
         view = opened_store.show(ref)
-        name, names = opened_store.name_of(view), [opened_store.name_of(line) for line in view.layers]
+        [name], names = opened_store.names_of([view]), opened_store.names_of(view.layers)
     if as_json:
         say_json(_fields(view))
         return

@@ -34,7 +34,7 @@ from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.ranks import AdamStep
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
-from layerstore.ops.refs import reference_to, resolve
+from layerstore.ops.refs import reference_to, references_to, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
 from layerstore.ops.staleness import Staleness, check_staleness
@@ -91,9 +91,14 @@ class Composite:
         """How many ranks the base was saved by."""
         return self._composition.base.world_size
 
-    def name_of(self, save: Saving | None = None) -> str:
-        """Return the reference that means the commit *save*, by default the base: ``RUN~1@STEP`` if it was left."""
-        return reference_to(self._rooms, save or self._composition.base)
+    @property
+    def name(self) -> str:
+        """The reference that means the base and no other commit: ``RUN~1@STEP`` if its attempt was left."""
+        return reference_to(self._rooms, self._composition.base)
+
+    def names_of(self, saves: Iterable[Saving]) -> list[str]:
+        """Return such a reference for each of *saves*."""
+        return references_to(self._rooms, saves)
 
     @property
     def layers(self) -> dict[str, LayerChoice]:
@@ -341,7 +346,7 @@ class Store:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
         resolved = resolve(self._rooms, ref)
         if policy == EXACT:
-            return Composite(self._rooms, compose_exact(resolved))
+            return Composite(self._rooms, compose_exact(self._rooms, resolved))
         chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
         return Composite(self._rooms, compose_by_policy(self._rooms, resolved, chosen))
 
@@ -381,9 +386,9 @@ class Store:
         sides = resolve(self._rooms, a), resolve(self._rooms, b)
         return diff_verb.diff(self._rooms, *sides, stat=stat, progress=progress or Silent())
 
-    def name_of(self, save: Saving) -> str:
-        """Return the reference that means the commit *save* and no other: ``RUN~1@STEP`` if its attempt was left."""
-        return reference_to(self._rooms, save)
+    def names_of(self, saves: Iterable[Saving]) -> list[str]:
+        """Return for each of *saves* the reference that means it and no other: ``RUN~1@STEP`` if it was left."""
+        return references_to(self._rooms, saves)
 
     def stats(self, run: str | None = None, *, progress: Progress | None = None) -> Stats:
         """Count logical, unique and physical bytes: of the whole store, or of what *run* needs."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
 from layerstore.ops.past import numbers_above, saves_from, view_or_none
-from layerstore.ops.refs import Resolved
+from layerstore.ops.refs import Resolved, references_to
 from layerstore.ops.resumed import resumed_layers
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
@@ -71,7 +71,7 @@ def compose_latest(resolved: Resolved) -> Composition:
     )
 
 
-def compose_exact(resolved: Resolved) -> Composition:
+def compose_exact(rooms: Rooms, resolved: Resolved) -> Composition:
     """
     Take every layer from this very step.
 
@@ -82,9 +82,9 @@ def compose_exact(resolved: Resolved) -> Composition:
     older = [entry for entry in record.layers if not entry.saved_by(record)]
     if older:
         first = older[0]
+        this, other = references_to(rooms, [record, first.origin])
         raise LayoutMismatch(
-            f"{len(older)} of {len(record.layers)} layers were not saved at {record.run}@{record.step}: "
-            f"{first.layer} is from {first.origin.run}@{first.origin.step}",
+            f"{len(older)} of {len(record.layers)} layers were not saved at {this}: {first.layer} is from {other}",
             hint="--policy latest takes each layer's newest version",
         )
     return replace(compose_latest(resolved), policy=EXACT, parameters={})
@@ -196,10 +196,9 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
         if own[entry.layer].version != entry.version:
             difference = _difference(rooms.version_of(own[entry.layer]), version)
             if difference is not None:
-                base = composition.base
+                theirs, ours = references_to(rooms, [entry.origin, composition.base])
                 raise LayoutMismatch(
-                    f"{entry.layer} of {entry.origin.run}@{entry.origin.step} does not fit "
-                    f"{base.run}@{base.step}: {difference}",
+                    f"{entry.layer} of {theirs} does not fit {ours}: {difference}",
                     hint="take this layer from a save of the same model and optimizer",
                 )
     return versions

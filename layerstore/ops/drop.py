@@ -12,7 +12,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.format.records import make_commit
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
-from layerstore.ops.refs import Resolved, reference_to, resolve
+from layerstore.ops.refs import Resolved, reference_to, references_to, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -171,5 +171,5 @@ def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, .
         except IntegrityError:
             continue  # verify reports it; what it had keeps nobody from hiding this one
         if any((origin.run, origin.attempt, origin.step, origin.save_number) == own for origin in origins):
-            found.append(reference_to(rooms, row))
-    return tuple(found)
+            found.append(row)
+    return tuple(references_to(rooms, found))

@@ -2,6 +2,7 @@
 References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to the one commit they mean.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -147,13 +148,29 @@ def reference_to(rooms: Rooms, save: Saving) -> str:
 
     Where nothing does, because it is hidden and its step is another's by now, its attempt is named in words.
     """
+    return references_to(rooms, [save])[0]
+
+
+def references_to(rooms: Rooms, saves: Iterable[Saving]) -> list[str]:
+    """Return what `reference_to` does for each of *saves*; each run is looked at once."""
+    views: dict[str, RunView | None] = {}
+    found = []
+    for save in saves:
+        if save.run not in views:
+            try:
+                views[save.run] = rooms.catalog.view(save.run)
+            except NotFound:
+                views[save.run] = None
+        found.append(_reference(views[save.run], save))
+    return found
+
+
+def _reference(view: RunView | None, save: Saving) -> str:
     plain = f"{save.run}@{save.step}"
-    try:
-        view = rooms.catalog.view(save.run)
-    except NotFound:
+    if view is None or not view.attempts:
         return plain  # it means nothing any more, and nothing else
     attempts = view.attempts
-    meant = _attempt_meant(view, attempts[-1], save.step) if attempts else None
+    meant = _attempt_meant(view, attempts[-1], save.step)
     if meant == save.attempt:
         return plain
     if save.attempt in attempts and _attempt_meant(view, save.attempt, save.step) == save.attempt:

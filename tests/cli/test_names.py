@@ -48,6 +48,7 @@ def test_a_composite_of_an_abandoned_commit_says_so(run: Run) -> None:
     written = run("compose", "old", "-o", "out").out
     exported = run("compose", "old", "--format", "hf", "-o", "model").out
     new = run("compose", "sft", "-o", "new").out
+    exact = run("compose", "old", "--policy", "exact", "--dry-run").err
 
     assert {line.split()[1] for line in plan.splitlines() if line.startswith(("model.", "lm_head"))} == {
         "sft@2",
@@ -57,6 +58,7 @@ def test_a_composite_of_an_abandoned_commit_says_so(run: Run) -> None:
     assert ": sft~1@3, policy" in written
     assert ": sft~1@3, policy" in exported
     assert ": sft@3, policy" in new
+    assert "not saved at sft~1@3: " in exact
 
 
 @pytest.mark.usefixtures("gone_back")
