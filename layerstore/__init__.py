@@ -7,10 +7,12 @@ from layerstore import errors
 from layerstore.errors import LayerstoreError
 
 if TYPE_CHECKING:
+    from layerstore.composite import Composite
     from layerstore.live.attach import attach
+    from layerstore.live.resume import Resumed, resume
     from layerstore.live.saver import Saver
     from layerstore.policy import Drift, Filter, Latest, Parity
-    from layerstore.store import Composite, Store, find_checkpoints, init
+    from layerstore.store import Store, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Latest",
     "LayerstoreError",
     "Parity",
+    "Resumed",
     "Saver",
     "Store",
     "attach",
@@ -27,18 +30,21 @@ __all__ = [
     "find_checkpoints",
     "init",
     "open",
+    "resume",
 ]
 __version__ = "0.1.0"
 
 # Loaded at first use: the store brings numpy and lmdb along, which ``layerstore --help`` need not wait for.
 _HOMES = {
-    "Composite": ("store", "Composite"),
+    "Composite": ("composite", "Composite"),
+    "Resumed": ("live.resume", "Resumed"),
     "Saver": ("live.saver", "Saver"),
     "attach": ("live.attach", "attach"),
     "Store": ("store", "Store"),
     "find_checkpoints": ("store", "find_checkpoints"),
     "init": ("store", "init"),
     "open": ("store", "open_store"),
+    "resume": ("live.resume", "resume"),
     **{policy: ("policy", policy) for policy in ("Drift", "Filter", "Latest", "Parity")},
 }
 

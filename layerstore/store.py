@@ -6,227 +6,35 @@ The store: opens the rooms and hands out the verbs.
     store.compose("sft@200").write("resume")
 """
 
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
-from layerstore.export.hf import MAX_SHARD_SIZE
-from layerstore.model import LayerEntry, Pin, Saving
-from layerstore.ops import compose as compose_verb
+from layerstore.model import Pin, Saving
 from layerstore.ops import diff as diff_verb
 from layerstore.ops import drop as drop_verb
-from layerstore.ops import export as export_verb
 from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
 from layerstore.ops import stats as stats_verb
 from layerstore.ops import verify as verify_verb
-from layerstore.ops.compose import Written
-from layerstore.ops.composition import Composition, as_resolved, check_members, compose_by_policy, compose_exact
+from layerstore.ops.composition import compose_by_policy, compose_exact
 from layerstore.ops.diff import Diff
 from layerstore.ops.drop import Dropped
-from layerstore.ops.export import Exported, ExportPlan
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
-from layerstore.ops.ranks import AdamStep
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
-from layerstore.ops.refs import reference_to, references_to, resolve
+from layerstore.ops.refs import references_to, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
-from layerstore.ops.staleness import Staleness, check_staleness
 from layerstore.ops.stats import Stats
-from layerstore.ops.summary import summary
-from layerstore.ops.tensors import Tensors, open_tensors
 from layerstore.ops.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.storage.files import Files, Hook, no_hook
 from layerstore.zero3.survey import Survey, survey
-
-StrPath = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerChoice:
-    """Where one layer of a composite comes from."""
-
-    run: str
-    step: int
-    version: str
-    """The id of the layer's version."""
-
-
-class Composite:
-    """The answer to a query: a version for each layer and a base for all else. Nothing is written yet."""
-
-    def __init__(self, rooms: Rooms, composition: Composition) -> None:
-        self._rooms = rooms
-        self._composition = composition
-
-    @property
-    def run(self) -> str:
-        """The base's run."""
-        return self._composition.base.run
-
-    @property
-    def step(self) -> int:
-        """The base's step."""
-        return self._composition.base.step
-
-    @property
-    def commit(self) -> str:
-        """The base's id."""
-        return self._composition.commit
-
-    @property
-    def policy(self) -> str:
-        """The policy that chose the layers."""
-        return self._composition.policy
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the base was saved by."""
-        return self._composition.base.world_size
-
-    @property
-    def name(self) -> str:
-        """The reference that means the base and no other commit: ``RUN~1@STEP`` if its attempt was left."""
-        return reference_to(self._rooms, self._composition.base)
-
-    def names_of(self, saves: Iterable[Saving]) -> list[str]:
-        """Return such a reference for each of *saves*."""
-        return references_to(self._rooms, saves)
-
-    @property
-    def layers(self) -> dict[str, LayerChoice]:
-        """Every layer, in the model's order, and where it comes from."""
-        return {entry.layer: _choice(entry) for entry in self._composition.layers}
-
-    @property
-    def staleness(self) -> Staleness:
-        """How old each layer is, seen from the base."""
-        return self._composition.staleness
-
-    @property
-    def older_than_due(self) -> tuple[str, ...]:
-        """Layers that were due where they are taken from, and were not written there: an older version stands in."""
-        return self._composition.older_than_due
-
-    @property
-    def recipe_notes(self) -> tuple[str, ...]:
-        """What the recipe leaves to defaults, and what of it has no meaning here."""
-        return self._composition.notes
-
-    def summary(self) -> dict[str, object]:
-        """Return all of this for programs, as it is written to ``layerstore.json`` beside the shards."""
-        return summary(self._composition)
-
-    def check(self, *, max_staleness: int | None = None) -> None:
-        """
-        Make sure that the layers fit together, and that none is more than *max_staleness* steps older than the base.
-
-        Raises:
-            LayoutMismatch: A layer is not of the base's parameters, shapes, types, ties or optimizer state.
-            Conflict: A layer is too old.
-        """
-        if max_staleness is not None:
-            check_staleness(self._composition.base, self.staleness, steps_max=max_staleness)
-        check_members(self._rooms, self._composition)
-
-    def pin(self, name: str) -> Pin:
-        """Keep this composite under *name*: it outlives the commits that it was made from."""
-        self.check()
-        return pin_verb.pin(self._rooms, name, as_resolved(self._composition))
-
-    def ls(self) -> list[LayerLine]:
-        """Return every layer with its sizes."""
-        return [queries.layer_line(self._rooms, entry) for entry in self._composition.layers]
-
-    def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
-        """Return, in plain sentences, what would not carry over; raises as ``write`` would."""
-        return compose_verb.notes_of(self._rooms, self._composition, world_size=world_size, adam_step=adam_step)
-
-    def write(
-        self,
-        out: StrPath,
-        *,
-        world_size: int | None = None,
-        adam_step: AdamStep = "unify",
-        verify: bool = True,
-        durable: bool = True,
-        force: bool = False,
-        progress: Progress | None = None,
-    ) -> Written:
-        """
-        Write ZeRO-3 shards to the folder *out*, which appears whole or not at all.
-
-        They are for *world_size* ranks, by default as many as saved the base; what cannot go along to another
-        number is in the result's ``notes``. The optimizer's step counters are the base's, or with *adam_step*
-        ``per-layer`` each layer's own, where a param group per layer allows that.
-        Every byte read is verified unless *verify* is False; a power cut cannot tear the folder
-        unless *durable* is False; a folder that is there is only replaced with *force*.
-        """
-        return compose_verb.execute_compose(
-            self._rooms,
-            self._composition,
-            Path(out),
-            world_size=world_size,
-            adam_step=adam_step,
-            verify=verify,
-            durable=durable,
-            force=force,
-            progress=progress or Silent(),
-        )
-
-    def tensors(self, kind: str = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
-        """
-        Return the tensors of one *kind* as read-only arrays by name, mapped from the objects where they lie together.
-
-        *kind* is ``master``, ``optimizer``, ``weights`` or ``buffers``; of weights there are only those that do not
-        follow from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it all are there,
-        as ``exp_avg/NAME``. Nothing of a tensor is read before it is asked for, and then verified first.
-        """
-        versions = (self._rooms.version_of(entry) for entry in self._composition.layers)
-        return open_tensors(self._rooms.objects, versions, kind=kind, state=state, verify=verify)
-
-    def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
-        """Return what `export` would write; nothing is written."""
-        return export_verb.plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
-
-    def export(
-        self,
-        out: StrPath,
-        *,
-        dtype: str | None = None,
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-        verify: bool = True,
-        durable: bool = True,
-        force: bool = False,
-        progress: Progress | None = None,
-    ) -> Exported:
-        """
-        Write the weights to the folder *out* as Transformers' ``from_pretrained`` loads them.
-
-        *dtype* is ``bf16``, ``fp16`` or ``fp32``, by default the one that each parameter is trained in.
-        No file has more than *max_shard_size* of tensors, bytes or a text such as ``"2GiB"``, unless one tensor has.
-        The optimizer's objects are not touched. The rest is as for `write`.
-        """
-        return export_verb.execute_export(
-            self._rooms,
-            self.plan_export(dtype=dtype, max_shard_size=max_shard_size),
-            Path(out),
-            verify=verify,
-            durable=durable,
-            force=force,
-            progress=progress or Silent(),
-        )
-
-
-def _choice(entry: LayerEntry) -> LayerChoice:
-    return LayerChoice(run=entry.origin.run, step=entry.origin.step, version=entry.version.id)
 
 
 class Store:
@@ -449,3 +257,6 @@ def find_checkpoints(*folders: StrPath) -> Survey:
 def open_store(path: StrPath) -> Store:
     """Open the store at *path*; raises NoStore where there is none."""
     return Store(path)
+
+
+__all__ = ["Composite", "Store", "StrPath", "find_checkpoints", "init", "open_store"]

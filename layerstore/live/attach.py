@@ -4,6 +4,7 @@ from typing import Any
 
 from layerstore.layers import check_name
 from layerstore.live.background import LOG
+from layerstore.live.resume import place_resumed, resumed_composition
 from layerstore.live.saver import Frozen, Mode, Pressure, Saver
 from layerstore.live.seams import Engine
 from layerstore.ops.past import view_or_none
@@ -46,7 +47,8 @@ def attach(
         mode = "sync"
         LOG.warning("saves are synchronous: %s", known.ungated)
     chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
-    place = place_begun(view_or_none(opened.rooms, run))
+    view, resumed = view_or_none(opened.rooms, run), resumed_composition(engine)
+    place = place_begun(view) if resumed is None else place_resumed(view, resumed)
     return Saver(
         known,
         opened,

@@ -4,6 +4,8 @@ What the ranks tell each other: one small all-gather in every `save`, on the hos
 A group of its own, over gloo: it needs no accelerator, so nothing of what that computes is waited for.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,25 @@ class Exchange:
         for rank, message in enumerate(self.all(Message(text=problem))):
             if message.text:
                 raise error(message.text if self.size == 1 else f"rank {rank}: {message.text}")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do something that may fail on some ranks; then it fails on all."""
+        problem: LayerstoreError | None = None
+        try:
+            yield
+        except LayerstoreError as exc:
+            problem = exc
+        texts = self.texts("" if problem is None else str(problem) or type(problem).__name__)
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(texts):
+            if text:
+                raise LayerstoreError(f"rank {rank}: {text}")
+
+    def texts(self, text: str) -> list[str]:
+        """Return what every rank says, cut where it is too long."""
+        return [message.text for message in self.all(Message(text=text))]
 
     def first(self, text: str) -> str:
         """Return the first rank's *text*."""

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from layerstore.errors import InvalidInput
 from layerstore.limits import GIB
 from layerstore.live.inert import Memory
+from layerstore.live.randomness import random_state
 from layerstore.live.seams import Engine
 from layerstore.ops.shares import KeptFile
 from layerstore.store import StrPath
@@ -15,9 +16,17 @@ _FILE_BYTES_MAX = 2 * GIB
 
 
 def kept_files(engine: Engine, memory: Memory, extra: Mapping[str, StrPath]) -> tuple[KeptFile, ...]:
-    """Read the files that lie beside the shards; their bytes go to *memory*."""
-    named = {path.name: path for path in engine.scripts} | {_checked(name): Path(path) for name, path in extra.items()}
-    return tuple(_kept(named, memory))
+    """
+    Read the files that lie beside the shards; their bytes go to *memory*.
+
+    Every rank has its random state, the first one all else.
+    """
+    named = {_checked(name): Path(path) for name, path in extra.items()}
+    if engine.rank == 0:
+        named = {path.name: path for path in engine.scripts} | named
+    files = {file.name: file for file in _kept(named, memory)}
+    own = random_state(memory, rank=engine.rank, world_size=engine.world_size)
+    return tuple(sorted(({own.name: own} | files).values(), key=lambda file: file.name))
 
 
 def _kept(named: Mapping[str, Path], memory: Memory) -> Iterator[KeptFile]:

@@ -309,7 +309,7 @@ class Saver:
         share = captured.share
         counted = {layer.layer: layer.optimizer_step is not None for layer in share.layers}
         number = self._schedule.begin(due, counted)
-        files = kept_files(self._engine, captured.model, extra_files) if share.rank == 0 else ()
+        files = kept_files(self._engine, captured.model, extra_files)
         work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files)
         lazy = [
             part

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerstore.errors import InvalidInput, Unsupported
+from layerstore.live.scratch import put, scratch
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +147,27 @@ class Engine:
             optimizer_path=Path(engine._get_zero_ckpt_name(str(FOLDER), tag)),
         )
 
+    @property
+    def optimizer_file(self) -> Path:
+        """The name that the engine would give this rank's optimizer state."""
+        return Path(self.engine._get_zero_ckpt_name(str(FOLDER), "tag"))
+
+    def load(self, model: Callable[[], dict[str, Any]], optimizer: Callable[[], dict[str, Any]], *, tag: str) -> None:
+        """Have the engine load what *model* and *optimizer* return, as if it were in its two files."""
+        engine, real = self.engine, self.engine.checkpoint_engine
+        has_frozen = model().get("frozen_param_fragments") is not None
+        with scratch() as folder:
+            # The loader looks for its files before it asks for their content.
+            put(Path(engine._get_ckpt_name(str(folder), tag)))
+            put(Path(engine._get_zero_ckpt_name(str(folder), tag)))
+            engine.checkpoint_engine = _Giver(model, optimizer)
+            try:
+                path, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=has_frozen)
+            finally:
+                engine.checkpoint_engine = real
+        if path is None:
+            raise Unsupported("DeepSpeed did not load what it was given", hint="which version of DeepSpeed is it?")
+
     def _settled(self, action: Callable[[], object]) -> None:
         """Do *action* with all parameters partitioned, as the engine's own save does."""
         if self.engine._optimizer_has_ckpt_event_prologue():
@@ -189,6 +211,19 @@ class _Catcher:
     def preserves_storage_sharing(self) -> bool:
         """Tell that tensors need not be cloned."""
         return False
+
+
+class _Giver(_Catcher):
+    """What the engine gets its state from, instead of files."""
+
+    def __init__(self, model: Callable[[], dict[str, Any]], optimizer: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._model = model
+        self._optimizer = optimizer
+
+    def load(self, path: str, map_location: object = None) -> dict[str, Any]:
+        """Return what belongs under *path*."""
+        return self._model() if path.endswith("model_states.pt") else self._optimizer()
 
 
 def _fragment(parameter: Any) -> "torch.Tensor":

@@ -5,12 +5,13 @@ Nothing is written here. The caller holds the run's lock.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput
 from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry, PolicyUse
 from layerstore.ops.past import numbers_above, saves_below
 from layerstore.ops.refs import resolve
+from layerstore.ops.resumed import resumed_decision
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Latest
 from layerstore.policy.replay import missing_between
@@ -38,6 +39,25 @@ class Place:
 def place_begun(view: RunView | None) -> Place:
     """Return the place of a training that begins from nothing, whatever the run has already."""
     return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited={})
+
+
+def place_after(view: RunView | None, record: CommitRecord, *, of_commit: str, is_as_it_stands: bool) -> Place:
+    """
+    Return the place of what goes on from *record*, that of the commit *of_commit* or a composite based on it.
+
+    At the tip of the newest attempt that attempt goes on; anywhere else the next one begins, and so it does where
+    the composite's layers are not the commit's own.
+    """
+    newest = None if view is None else next(view.history(newest_attempt(view)), None)
+    if view is None or newest is None or newest.id != of_commit or not is_as_it_stands:
+        return replace(_fork(view, record), decisions={} if is_as_it_stands else resumed_decision(record.layers))
+    own = [row for row in view.rows.values() if row.attempt == newest_attempt(view)]
+    return Place(
+        attempt=newest_attempt(view),
+        fork=view.fork_of(newest_attempt(view)),
+        save_number=1 + max(row.save_number for row in own),
+        inherited=_by_layer(record),
+    )
 
 
 def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:
@@ -132,18 +152,24 @@ def _after_rollback(view: RunView, *, step: int, before: CommitRecord | None) ->
 def _resumed(rooms: Rooms, view: RunView | None, *, step: int, ref: str) -> Place:
     """Open an attempt that inherits what training was resumed from: a composite's own layers, not its base's."""
     record = resolve(rooms, ref).record
-    if view is None or record.run != view.run:
-        if view is not None and view.attempts:
-            raise InvalidInput(
-                f"--resumed-from {ref} is of run {record.run!r}, and {view.run!r} has commits already",
-                hint="only a new run can begin from another one's commit",
-            )
-        return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited=_by_layer(record))
-    if step <= record.step:
+    is_of_run = view is not None and record.run == view.run
+    if view is not None and view.attempts and not is_of_run:
+        raise InvalidInput(
+            f"--resumed-from {ref} is of run {record.run!r}, and {view.run!r} has commits already",
+            hint="only a new run can begin from another one's commit",
+        )
+    if is_of_run and step <= record.step:
         raise InvalidInput(
             f"--resumed-from {ref} is step {record.step}, and the checkpoint is of step {step}: not after it",
             hint="name the commit or composite that training went on from",
         )
+    return _fork(view, record)
+
+
+def _fork(view: RunView | None, record: CommitRecord) -> Place:
+    """Open the attempt that goes on from *record*, or the first one of another run than its own."""
+    if view is None or record.run != view.run:
+        return Place(attempt=1 + _newest_number(view), fork=None, save_number=0, inherited=_by_layer(record))
     return Place(
         attempt=1 + _newest_number(view),
         fork=Fork(attempt=record.attempt, step=record.step),

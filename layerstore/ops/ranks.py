@@ -44,9 +44,12 @@ class Ranks:
 
     def states(self) -> Iterator[RankState]:
         """Yield the state of every rank, by rank."""
-        for rank in range(self.world_size):
-            state = self._state(rank)
-            yield state if self.steps is None else with_own_steps(state, self.steps)
+        yield from map(self.state, range(self.world_size))
+
+    def state(self, rank: int) -> RankState:
+        """Return the state of *rank*."""
+        state = self._state(rank)
+        return state if self.steps is None else with_own_steps(state, self.steps)
 
     def _state(self, rank: int) -> RankState:
         if self.regrouping is None:

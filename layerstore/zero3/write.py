@@ -54,8 +54,7 @@ def _plan_tree_file(
             checksums[storage] = content.crc32
             pieces.append(whole(content, offset))
         else:
-            filling = list(_filling(storage, slices, groups, rank=rank, world_size=world_size))
-            _check_length(storage, filling, file)
+            filling = filling_of(storage, slices, groups, rank=rank, world_size=world_size, path=file.path)
             pieces += _placed(filling, offset)
             if any(part.checksum is None for part in filling):
                 unknown[storage] = offset, filling
@@ -92,6 +91,29 @@ def _combined(filling: list[Part], offset: int, cut: Mapping[int, int]) -> int:
     return combine_crc32(parts)
 
 
+def filling_of(
+    storage: Storage,
+    slices: Slices,
+    groups: Sequence[Mapping[str, Size]],
+    *,
+    rank: int,
+    world_size: int,
+    path: str,
+) -> list[Part]:
+    """
+    Return what fills *storage*, in order: stretches of objects, and padding.
+
+    Raises:
+        LayoutMismatch: The chosen layers do not have just that many bytes for it.
+    """
+    filling = list(_filling(storage, slices, groups, rank=rank, world_size=world_size))
+    expected = storage.elements * by_code(storage.dtype).bytes
+    found = sum(part.size_bytes for part in filling)
+    if found != expected:
+        raise LayoutMismatch(f"{path}: the chosen layers fill {found} bytes of a buffer of {expected}")
+    return filling
+
+
 def _filling(
     storage: Storage, slices: Slices, groups: Sequence[Mapping[str, Size]], *, rank: int, world_size: int
 ) -> Iterator[Part]:
@@ -121,13 +143,6 @@ def _padded_slice(
     padding = (length - valid) * by_code(storage.dtype).bytes
     if padding:
         yield Part(size_bytes=padding, checksum=crc32_of_zeros(padding), source=None)
-
-
-def _check_length(storage: Storage, filling: list[Part], file: TreeFile) -> None:
-    expected = storage.elements * by_code(storage.dtype).bytes
-    found = sum(part.size_bytes for part in filling)
-    if found != expected:
-        raise LayoutMismatch(f"{file.path}: the chosen layers fill {found} bytes of a buffer of {expected}")
 
 
 def _placed(filling: list[Part], offset: int) -> Iterator[Piece]:

@@ -36,21 +36,22 @@ FLOORS = {
     "policy": 2,
     "export": 2,
     "ops": 3,
-    "store": 4,
-    "live": 5,
-    "remote": 5,
-    "report": 5,
-    "": 6,  # layerstore/__init__.py, the front door
-    "cli": 7,
-    "migrations": 7,
+    "composite": 4,
+    "store": 5,
+    "live": 6,
+    "remote": 6,
+    "report": 6,
+    "": 7,  # layerstore/__init__.py, the front door
+    "cli": 8,
+    "migrations": 8,
 }
 MAPPED = ("cli", "migrations")
 MIGRATION_ROOMS = {"format", "storage", "migrations"}
 
 WHY_DOWN = (
     "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy | export "
-    "<- ops <- store <- live, remote, report <- cli, migrations): a lower room that knows an upper one can be neither "
-    "understood nor tested without it"
+    "<- ops <- composite <- store <- live, remote, report <- cli, migrations): a lower room that knows an upper one "
+    "can be neither understood nor tested without it"
 )
 WHY_STRANGERS = (
     "storage and zero3 never see each other, and neither do other rooms of one floor: the disk must not know "
@@ -71,8 +72,9 @@ FOREIGN = {
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "numpy": (
-        ("layerstore.zero3.rounding", "layerstore.ops.distance", "layerstore.ops.tensors"),
-        "rounding makes weights, distance measures masters, tensors hands arrays out; everything else moves bytes",
+        ("layerstore.zero3.rounding", "layerstore.ops.distance", "layerstore.ops.tensors", "layerstore.live."),
+        "rounding makes weights, distance measures masters, tensors hands arrays out, live has what a user has in "
+        "client_state; everything else moves bytes",
     ),
     "yaml": (
         ("layerstore.policy.recipe.document",),
@@ -102,6 +104,7 @@ OWN_FILES = {
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
     "layerstore.storage.placement": "it reads the system's list of mounts",
+    "layerstore.live.scratch": "its folders are DeepSpeed's to look at, and gone at once",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
     "layerstore.zero3.discover": "it looks at the source's folders, which are not the store",
 }

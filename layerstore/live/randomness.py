@@ -1,0 +1,74 @@
+"""
+The random numbers of one rank: kept beside its state, and set again where the same rank goes on.
+
+In the Trainer's own form and under its own name, so that a composed folder serves it as well.
+"""
+
+import random
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+from layerstore.live.inert import Memory
+from layerstore.live.revive import bytes_of, empty, revive
+from layerstore.live.scratch import put, scratch
+from layerstore.model import RankState
+from layerstore.ops.shares import KeptFile
+from layerstore.tree import Located, Storage
+from layerstore.zero3.discover import RANDOM_STATE
+from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.sourcefile import open_source
+
+
+def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
+    """Return this process's generators as a file of its rank; its bytes go to *memory*."""
+    import numpy as np
+    import torch
+
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # the legacy one is what libraries draw from
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.random.get_rng_state()
+    data = BytesIO()
+    torch.save(states, data)
+    name = "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
+    return KeptFile(name=name, executable=False, place=memory.put(name, data.getvalue()), size_bytes=data.tell())
+
+
+def restore_random_state(state: RankState, content_of: Callable[[Any], bytes]) -> bool:
+    """Set this process's generators as *state* has them; False where it has none."""
+    file = next((file for file in state.files if RANDOM_STATE.fullmatch(file.path)), None)
+    if file is None or not file.path.startswith("rng_state"):
+        return False  # Accelerate's own form is Accelerate's to load
+    with scratch() as folder:
+        path = put(folder / file.path, content_of(file.content))
+        states = revive(read_pt(path).tree, _fill)
+    _set(states)
+    return True
+
+
+def _fill(storage: Storage) -> Any:
+    made = empty(storage)
+    located = storage.content
+    assert isinstance(located, Located), "trees that were just read point into their files"
+    with open_source(located.path) as source:
+        source.read_into(bytes_of(made), located.offset_bytes)
+    return made
+
+
+def _set(states: dict[str, Any]) -> None:
+    import numpy as np
+    import torch
+
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+    cuda = states.get("cuda")
+    if cuda is not None and torch.cuda.is_available():
+        if isinstance(cuda, list):
+            torch.cuda.random.set_rng_state_all(cuda)
+        else:
+            torch.cuda.random.set_rng_state(cuda)

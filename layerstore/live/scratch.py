@@ -1,0 +1,20 @@
+"""A folder of this process alone, for a moment: what libraries insist on finding on a disk. No part of any store."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Lend a new folder, which is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="layerstore-") as folder:
+        yield Path(folder)
+
+
+def put(path: Path, data: bytes = b"") -> Path:
+    """Write *data* to *path*, below a scratch folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path

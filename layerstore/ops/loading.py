@@ -1,0 +1,97 @@
+"""One rank of a composite in memory: what fills each of its buffers, read from the objects and verified."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
+from layerstore.model import BlobRef, ObjectContent, RankState
+from layerstore.ops.composition import Composition, check_members
+from layerstore.ops.ranks import AdamStep, plan_ranks
+from layerstore.ops.rooms import Rooms
+from layerstore.tree import Storage
+from layerstore.zero3.places import Part, Slices, whole
+from layerstore.zero3.trees import TreeView, sub_group_shapes
+from layerstore.zero3.write import filling_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """What one rank loads."""
+
+    state: RankState
+    notes: tuple[str, ...]
+    """What does not carry over to this many ranks."""
+    fill: Callable[[Storage, memoryview], None]
+    """Puts the bytes of a storage of the state's trees where it is told to."""
+    content: Callable[[bytes | ObjectContent], bytes]
+    """Returns what a file beside the trees holds."""
+
+
+def plan_load(
+    rooms: Rooms, composition: Composition, *, rank: int, world_size: int, adam_step: AdamStep = "unify"
+) -> RankLoad:
+    """
+    Decide what *rank* of *world_size* loads of *composition*.
+
+    Raises:
+        LayoutMismatch: Its layers do not fit together, or cannot be had by so many ranks.
+    """
+    versions = check_members(rooms, composition)
+    slices = Slices(versions)
+    layers = list(zip(composition.layers, versions, strict=True))
+    ranks = plan_ranks(rooms, composition.base, layers, slices, world_size=world_size, adam_step=adam_step)
+    state = ranks.state(rank)
+    groups = sub_group_shapes(TreeView(state.model.tree, path=PurePosixPath(state.model.path)))
+    verified: set[str] = set()
+
+    def fill(storage: Storage, target: memoryview) -> None:
+        content = storage.content
+        if isinstance(content, bytes):
+            target[:] = content
+            return
+        if isinstance(content, ObjectContent):
+            place = whole(content, 0)
+            parts = [Part(size_bytes=place.size_bytes, checksum=None, source=(place.object, place.object_offset))]
+        else:
+            parts = filling_of(storage, slices, groups, rank=rank, world_size=world_size, path=state.optimizer.path)
+        _verify(rooms, parts, verified)
+        _read(rooms, parts, target)
+
+    def content(of: bytes | ObjectContent) -> bytes:
+        if isinstance(of, bytes):
+            return of
+        data = bytearray(of.size_bytes)
+        place = whole(of, 0)
+        rooms.objects.verify(of.object)
+        _read_stretch(rooms, place.object, place.object_offset, memoryview(data))
+        return bytes(data)
+
+    return RankLoad(state=state, notes=ranks.notes, fill=fill, content=content)
+
+
+def _verify(rooms: Rooms, parts: Iterable[Part], verified: set[str]) -> None:
+    objects = dict.fromkeys(part.source[0] for part in parts if part.source is not None)
+    new = [ref for ref in objects if ref.id not in verified]
+    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+        for _ in pool.map(rooms.objects.verify, new):
+            pass  # raises where one is damaged
+    verified.update(ref.id for ref in new)
+
+
+def _read(rooms: Rooms, parts: Iterable[Part], target: memoryview) -> None:
+    offset = 0
+    for part in parts:
+        into = target[offset : offset + part.size_bytes]
+        if part.source is None:
+            into[:] = bytes(part.size_bytes)
+        else:
+            _read_stretch(rooms, *part.source, into)
+        offset += part.size_bytes
+
+
+def _read_stretch(rooms: Rooms, ref: BlobRef, start: int, into: memoryview) -> None:
+    with rooms.objects.open(ref) as file:
+        for at in range(0, len(into), IO_CHUNK_BYTES):
+            file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
