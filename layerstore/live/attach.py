@@ -3,10 +3,12 @@
 from typing import Any
 
 from layerstore.layers import check_name
-from layerstore.live.background import LOG
+from layerstore.live.dropin import StoreCheckpointEngine
+from layerstore.live.log import LOG
 from layerstore.live.resume import place_resumed, resumed_composition
 from layerstore.live.saver import Frozen, Mode, Pressure, Saver
 from layerstore.live.seams import Engine
+from layerstore.ops.composition import Composition
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import place_begun
 from layerstore.policy import Policy, checked, policy_named
@@ -47,7 +49,7 @@ def attach(
         mode = "sync"
         LOG.warning("saves are synchronous: %s", known.ungated)
     chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
-    view, resumed = view_or_none(opened.rooms, run), resumed_composition(engine)
+    view, resumed = view_or_none(opened.rooms, run), resumed_composition(engine) or _loaded(known)
     place = place_begun(view) if resumed is None else place_resumed(view, resumed)
     return Saver(
         known,
@@ -61,3 +63,9 @@ def attach(
         layer_pattern=layer_pattern,
         place=place,
     )
+
+
+def _loaded(engine: Engine) -> Composition | None:
+    """Return what *engine* has loaded through pointers, before anything was attached to it."""
+    found = engine.checkpoint_engine
+    return found.loaded if isinstance(found, StoreCheckpointEngine) else None

@@ -4,7 +4,6 @@ The threads behind a saver: one copies, one writes, and on the first rank one co
 What goes wrong here never reaches training: it is noted with the save, which is then given up.
 """
 
-import logging
 import queue
 import threading
 import time
@@ -14,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from layerstore.errors import LayerstoreError
+from layerstore.live.files import Files
+from layerstore.live.log import LOG
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
 from layerstore.model import Commit, LayerEntry, StoredObject
 from layerstore.ops.joining import GivenUp, Joint, join, parts_of
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork, fail_share, write_share
-
-LOG = logging.getLogger("layerstore")
 
 POLL_SECONDS = 0.02
 """How often the first rank looks for the others' parts; they come over a filesystem, which tells nobody."""
@@ -39,6 +38,18 @@ class Timing:
     """From ``save`` until this rank's share was on disk."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of one save of this rank."""
+
+    step: int
+    failure: str
+    blocked_seconds: float
+    durable_seconds: float | None
+    copied_bytes: int
+    written_bytes: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Job:
     """One save of this rank, on its way."""
@@ -49,6 +60,7 @@ class Job:
     snapshot: Snapshot
     joint: Joint | None
     """On the rank that commits."""
+    files: Files
     begun: float = field(default_factory=time.monotonic)
     timing: Timing = field(default_factory=Timing)
     is_written: threading.Event = field(default_factory=threading.Event)
@@ -56,6 +68,17 @@ class Job:
     """On the rank that commits."""
     failure: str = ""
     commit: Commit | None = None
+
+    def result(self) -> Result:
+        """Return what is known of it by now."""
+        return Result(
+            step=self.step,
+            failure=self.failure,
+            blocked_seconds=self.timing.blocked_seconds,
+            durable_seconds=self.timing.durable_seconds,
+            copied_bytes=self.snapshot.size_bytes,
+            written_bytes=self.timing.written_bytes,
+        )
 
 
 class _Worker:
@@ -142,7 +165,7 @@ class Background:
             job.timing.written_bytes = new
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = _words(exc)
-            LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # noqa: TRY400  # one line
+            LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
             self._tell_failure(job)
         finally:
             job.snapshot.discard()
@@ -161,7 +184,7 @@ class Background:
             job.commit = self._joined(job)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = job.failure or _words(exc)
-            LOG.error("%s", job.failure)  # noqa: TRY400  # one line
+            LOG.error("%s", job.failure)  # one line
         finally:
             self._clean_up(job)
             job.is_resolved.set()

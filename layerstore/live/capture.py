@@ -8,7 +8,7 @@ from pathlib import Path
 from layerstore.dtypes import by_code
 from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.live.inert import Memory, NotPlain, inert
-from layerstore.live.seams import FOLDER, Engine
+from layerstore.live.seams import SavedStates
 from layerstore.tree import Located, Storage
 from layerstore.zero3.members import buffers_of
 from layerstore.zero3.ptfile import PtFile
@@ -38,24 +38,16 @@ def check_client_state(client_state: Mapping[str, object]) -> str:
     return ""
 
 
-def capture(
-    engine: Engine,
-    *,
-    tag: str,
-    client_state: Mapping[str, object],
-    exclude_frozen: bool,
-    pattern: re.Pattern[str] | None,
-) -> Captured:
+def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern[str] | None) -> Captured:
     """
-    Describe what *engine* holds. Slices stay where they are: they must be copied before the next update.
+    Describe *states*, whose paths are below *folder*. Slices stay where they are: copied before the next update.
 
     Counters, buffers and all else that is no slice is copied here, since it may change at any time.
     """
-    states = engine.states(tag, client_state, exclude_frozen=exclude_frozen)
     model, optimizer = Memory("model"), Memory("optimizer")
     model_file = _file(states.model, states.model_path, model)
     optimizer_file = _file(states.optimizer, states.optimizer_path, optimizer)
-    source = rank_source(engine.rank, model_file, optimizer_file)
+    source = rank_source(rank, model_file, optimizer_file)
     slices, buffers = _slices(source), _buffers(source)
     for file, memory in ((model_file, model), (optimizer_file, optimizer)):
         for storage in file.storages:
@@ -63,7 +55,7 @@ def capture(
                 memory.keep_copy(_place(storage))
             elif storage not in slices:
                 _settle(storage, memory)
-    return Captured(share=share_of(source, folder=FOLDER, pattern=pattern), model=model, optimizer=optimizer)
+    return Captured(share=share_of(source, folder=folder, pattern=pattern), model=model, optimizer=optimizer)
 
 
 def _file(state: object, path: Path, memory: Memory) -> PtFile:

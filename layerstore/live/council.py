@@ -11,7 +11,7 @@ from layerstore.errors import Conflict, InvalidInput
 from layerstore.live.exchange import Exchange, Message
 
 # What the numbers of a message are.
-_STEP, _NUMBER, _FLAGS, _FREE, _FAILED, _UPTO, _VISIBLE = range(7)
+_STEP, _NUMBER, _FLAGS, _FREE, _FAILED_FROM, _FAILED, _UPTO, _VISIBLE = range(8)
 _AT_BOUNDARY, _PRESSED = 1, 2
 # As many outcomes as one number tells; more saves are never on their way.
 _WINDOW = 32
@@ -81,12 +81,14 @@ def agree(exchange: Exchange, report: Report) -> Facts:
 
 def _message(report: Report) -> Message:
     upto = 1 + max(report.fates, default=-1)
+    failed_from = min(report.failed, default=0)
     numbers = {
         _STEP: report.step,
         _NUMBER: report.number,
         _FLAGS: _AT_BOUNDARY * report.is_at_boundary | _PRESSED * report.is_pressed,
         _FREE: report.free_bytes,
-        _FAILED: 1 + min(report.failed, default=-1),
+        _FAILED_FROM: failed_from,
+        _FAILED: sum(1 << ahead for ahead in range(_WINDOW) if failed_from + ahead in report.failed),
         _UPTO: upto,
         _VISIBLE: sum(1 << back for back in range(_WINDOW) if report.fates.get(upto - 1 - back)),
     }
@@ -99,7 +101,12 @@ def _facts(messages: Sequence[Message]) -> Facts:
     visible = max(message.numbers[_VISIBLE] for message in messages)
     return Facts(
         fates={upto - 1 - back: bool(visible >> back & 1) for back in range(min(_WINDOW, upto))},
-        failed=frozenset(message.numbers[_FAILED] - 1 for message in messages if message.numbers[_FAILED]),
+        failed=frozenset(
+            message.numbers[_FAILED_FROM] + ahead
+            for message in messages
+            for ahead in range(_WINDOW)
+            if message.numbers[_FAILED] >> ahead & 1
+        ),
         is_pressed=any(message.numbers[_FLAGS] & _PRESSED for message in messages),
         free_bytes=min(message.numbers[_FREE] for message in messages),
     )

@@ -7,16 +7,16 @@ else hangs on the masters come out right. Which version of each layer that is, a
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 from layerstore.composite import Composite
 from layerstore.errors import IntegrityError, LayoutMismatch, NotFound
-from layerstore.live.background import LOG
 from layerstore.live.exchange import Exchange
+from layerstore.live.log import LOG
 from layerstore.live.randomness import restore_random_state
 from layerstore.live.revive import bytes_of, empty, revive
-from layerstore.live.seams import Engine
+from layerstore.live.seams import ENGINE_KEYS, Engine
 from layerstore.ops.composition import Composition, as_resolved
 from layerstore.ops.loading import RankLoad, plan_load
 from layerstore.ops.past import view_or_none
@@ -27,15 +27,6 @@ from layerstore.storage.runview import RunView
 from layerstore.store import Store, StrPath, open_store
 from layerstore.tree import Storage, Tree
 from layerstore.zero3.trees import TreeView
-
-# What DeepSpeed puts into a rank's model_states; whatever else is there, the user has put there.
-_ENGINE_KEYS = """
-    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
-    data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size
-    mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version ds_autoep_layers autoep_layers
-    universal_checkpoint_info folding
-"""
-ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,38 +97,87 @@ def resume(
 def fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep = "unify") -> Resumed:
     """Fill *engine* from *composite*."""
     composition = composite.composition
-    saved_by = composition.base.world_size
+    saver = getattr(engine.checkpoint_engine, "saver", None)
+    if saver is not None:
+        saver.settle()
     exchange = Exchange()
     try:
         with exchange.together():
-            load = plan_load(
-                store.rooms, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step
-            )
-            _check_precision(engine, load)
+            loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
+            loaded.check_precision(engine.optimizer_file.name)
+            loaded.optimizer()  # before the engine changes anything: from here on nothing is read that could be damaged
         if len(set(exchange.texts(composition.commit))) > 1:
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
-        with exchange.together():
-            model, optimizer = (_Revived(load, file.tree) for file in (load.state.model, load.state.optimizer))
-            optimizer.make()  # before the engine changes anything: from here on nothing is read that could be damaged
-        engine.load(model.make, optimizer.make, tag=composition.base.layout.tag)
+        engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
     finally:
         exchange.close()
-    restored = restore_random_state(load.state, load.content)
-    for note in load.notes if engine.global_rank == 0 else ():
+    restored = restore_random_state(loaded.load.state, loaded.load.content)
+    for note in loaded.load.notes if engine.global_rank == 0 else ():
         LOG.warning("%s: %s", composite.name, note)
     _RESUMED[engine.engine] = composition
-    view = TreeView(load.state.model.tree, path=PurePosixPath(load.state.model.path))
+    if saver is not None:
+        saver.went_to(composition)
+    state = loaded.load.state.model
+    view = TreeView(state.tree, path=PurePosixPath(state.path))
     return Resumed(
         run=composite.run,
         step=composite.step,
         global_steps=view["global_steps"].integer(),
         global_samples=view["global_samples"].integer(),
         skipped_steps=view["skipped_steps"].integer(),
-        client_state={key: value for key, value in model.make().items() if key not in ENGINE_KEYS},
+        client_state={key: value for key, value in loaded.model().items() if key not in ENGINE_KEYS},
         layers={layer: choice.step for layer, choice in composite.layers.items()},
-        random_state_restored=restored and saved_by == engine.world_size,
-        notes=load.notes,
+        random_state_restored=restored and composition.base.world_size == engine.world_size,
+        notes=loaded.load.notes,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """One rank's two files of a composite, as live objects that are made when they are asked for."""
+
+    composition: Composition
+    load: RankLoad
+    _model: "_Revived"
+    _optimizer: "_Revived"
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        composition: Composition,
+        *,
+        rank: int,
+        world_size: int,
+        adam_step: AdamStep = "unify",
+    ) -> Self:
+        """Plan what *rank* of *world_size* loads."""
+        load = plan_load(store.rooms, composition, rank=rank, world_size=world_size, adam_step=adam_step)
+        return cls(
+            composition=composition,
+            load=load,
+            _model=_Revived(load, load.state.model.tree),
+            _optimizer=_Revived(load, load.state.optimizer.tree),
+        )
+
+    def model(self) -> dict[str, Any]:
+        """Return what is in ``model_states``."""
+        return self._model.make()
+
+    def optimizer(self) -> dict[str, Any]:
+        """Return what is in ``optim_states``."""
+        return self._optimizer.make()
+
+    def check_precision(self, name: str) -> None:
+        """Raise where *name*, what the engine calls its optimizer's file, is of another type of computation."""
+        saved = PurePosixPath(self.load.state.optimizer.path).name.startswith("bf16_")
+        wanted = name.startswith("bf16_")
+        if saved != wanted:
+            words = {True: "with", False: "without"}
+            raise LayoutMismatch(
+                f"the checkpoint was saved {words[saved]} bf16, the engine trains {words[wanted]} it",
+                hint="train in the same precision",
+            )
 
 
 class _Revived:
@@ -160,14 +200,3 @@ class _Revived:
         if storage.elements:
             self._load.fill(storage, bytes_of(made))
         return made
-
-
-def _check_precision(engine: Engine, load: RankLoad) -> None:
-    """Raise where the engine computes in another type than the one that saved: their files have other names."""
-    saved, wanted = PurePosixPath(load.state.optimizer.path).name, engine.optimizer_file.name
-    if saved.startswith("bf16_") != wanted.startswith("bf16_"):
-        raise LayoutMismatch(
-            f"the checkpoint was saved {'with' if saved.startswith('bf16_') else 'without'} bf16, the engine trains "
-            f"{'with' if wanted.startswith('bf16_') else 'without'} it",
-            hint="train in the same precision",
-        )

@@ -12,34 +12,42 @@ The saver: a running engine's checkpoints go into the store while training goes 
 back: slices are copied until the next update, which waits for what is left; then each rank writes its own.
 """
 
+import atexit
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from layerstore.errors import Conflict, InvalidInput, LayerstoreError, StorageIO
 from layerstore.layers import compile_pattern
-from layerstore.live.background import LOG, Background, Job
+from layerstore.live.background import Background, Job, Result
 from layerstore.live.capture import Captured, capture, check_client_state
 from layerstore.live.council import Facts, Report, agree, meet
+from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
-from layerstore.live.files import kept_files
+from layerstore.live.files import Destination, Files, flavour_of
+from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
+from layerstore.live.pointers import Pointer
 from layerstore.live.pool import Pool
+from layerstore.live.results import Saved, Status
+from layerstore.live.resume import place_resumed
 from layerstore.live.schedule import Schedule
-from layerstore.live.seams import Engine
+from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
+from layerstore.live.sizes import local_bytes, sizes_of
 from layerstore.live.snapshot import Copier, CudaCopier, Snapshot
 from layerstore.model import Kind, PolicyUse, SourceLayout
+from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
+from layerstore.ops.past import view_or_none
 from layerstore.ops.place import Place
 from layerstore.ops.shares import ShareWork, objects_due
 from layerstore.policy import Latest, Policy
 from layerstore.store import Store, StrPath
 from layerstore.zero3.share import Share
-from layerstore.zero3.slices import elements_of
 
 Mode = Literal["async", "sync"]
 Pressure = Literal["wait", "skip", "degrade"]
@@ -49,34 +57,8 @@ JOBS_MAX = 2
 """Saves that may be on their way: one more waits until the oldest is on disk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What ``save`` has begun."""
-
-    step: int
-    number: int
-    layers_due: tuple[str, ...]
-    skipped: bool
-    blocked_seconds: float
-    """Inside ``save``; the gate comes later."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """How a saver is doing, on this rank."""
-
-    queued: int
-    """Saves that are not on disk yet."""
-    saved: int
-    """Saves of this rank that are."""
-    failed: int
-    newest_step: int | None
-    """That this rank has written."""
-    blocked_seconds: float
-    """Of training, in all saves and at all gates."""
-    copied_bytes: int
-    written_bytes: int
-    errors: tuple[str, ...]
+EXIT_SECONDS_MAX = 600.0
+"""How long a process that ends waits for its saves to become durable, and the first rank for the others'."""
 
 
 class Saver:
@@ -114,22 +96,22 @@ class Saver:
         self._pool = Pool(pool_bytes(engine, host_buffer), pinned=is_cuda)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
         self._background.inherited = dict(place.inherited)
-        self._schedule = Schedule(
-            policy=policy,
-            number=place.save_number,
-            visible={layer: entry.origin.save_number for layer, entry in place.inherited.items()},
-            counted={layer: entry.optimizer_step is not None for layer, entry in place.inherited.items()},
-        )
+        self._schedule = Schedule.after(place, policy)
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Those of which it is not known yet what became of them."""
-        self._done: list[Job] = []
+        self._done: list[Result] = []
         self._fates: dict[int, bool] = {}
         self._newest: tuple[Saved, int] | None = None
         self._updates = 0
         self._is_closed = False
         self._first_decisions = dict(place.decisions)
+        self.step_of: Callable[[], int] = lambda: engine.step
+        """Tells the step where the engine saves by itself: trainers count their own."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
+        self._dropin = drop_in(engine, self)
+        self._uninstall = engine.install(self._dropin)
+        atexit.register(self._at_exit)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -151,9 +133,38 @@ class Saver:
             TypeError: *client_state* holds something else than plain values, tensors and numpy's.
             InvalidInput: Gradients are being accumulated for an update that is still to come.
         """
+        tag = tag or f"global_step{self._engine.step}"
+        kept = dict(client_state or {})
+        is_excluded = self._frozen == "exclude"
+        saved = self._save(
+            self._engine.step if step is None else step,
+            kept,
+            lambda: self._engine.states(tag, kept, exclude_frozen=is_excluded),
+            place=Destination(folder=FOLDER, tag=tag, extra_files=extra_files or {}, is_complete=True),
+        )
+        self._seal()
+        return saved
+
+    def take(self, states: SavedStates, *, folder: Path, tag: str) -> None:
+        """
+        Save the *states* that the engine itself has handed over, on their way to *folder*.
+
+        Whoever saves there may add files until training goes on: these are kept too.
+        """
+        client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
+        self._save(
+            self.step_of(),
+            client_state,
+            lambda: states,
+            place=Destination(folder=folder, tag=tag, extra_files={}, is_complete=False),
+        )
+
+    def _save(
+        self, number: int, client_state: Mapping[str, object], states: Callable[[], SavedStates], *, place: Destination
+    ) -> Saved:
         started = time.monotonic()
-        number = self._engine.step if step is None else step
-        report = self._report(step=number, problem=check_client_state(client_state or {}))
+        self._seal()
+        report = self._report(step=number, problem=check_client_state(client_state))
         facts = agree(self._exchange, report)
         self._learn(facts)
         repeated = self._repeated(number)
@@ -161,14 +172,7 @@ class Saver:
             return repeated
         if self._on_pressure == "wait":
             self._make_room()
-        tag = tag or f"global_step{self._engine.step}"
-        captured = capture(
-            self._engine,
-            tag=tag,
-            client_state=client_state or {},
-            exclude_frozen=self._frozen == "exclude",
-            pattern=self._pattern,
-        )
+        captured = capture(states(), rank=self._engine.rank, folder=place.folder, pattern=self._pattern)
         self._copier.follow()
         due = self._due(captured.share)
         if facts.is_pressed and self._on_pressure == "skip":
@@ -176,8 +180,8 @@ class Saver:
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
             return _saved(number, self._schedule.number - 1, (), started, skipped=True)
         if facts.is_pressed and self._on_pressure == "degrade":
-            due = self._schedule.fewer(due, _local_bytes(captured.share), facts.free_bytes)
-        job = self._begin(number, tag, captured, due, extra_files or {})
+            due = self._schedule.fewer(due, local_bytes(captured.share), facts.free_bytes)
+        job = self._begin(number, captured, due, place)
         job.timing.blocked_seconds += time.monotonic() - started
         if self._mode == "sync":
             self._finish(job, started)
@@ -187,6 +191,7 @@ class Saver:
 
     def wait(self) -> None:
         """Return once every save is visible and durable, or given up. Every rank calls it."""
+        self._seal()
         for job in self._jobs:
             job.is_written.wait()
         # The first rank hears first who has failed; only then can it stop waiting for a part that will not come.
@@ -198,18 +203,17 @@ class Saver:
 
     def status(self) -> Status:
         """Tell how this rank's saves are doing; asks no other rank."""
-        jobs = [*self._done, *self._jobs]
-        written = [job for job in jobs if job.is_written.is_set()]
-        failures = [f"step {job.step}: {job.failure}" for job in written if job.failure]
+        results = [*self._done, *(job.result() for job in self._jobs)]
+        written = [result for result in results if result.durable_seconds is not None]
         return Status(
-            queued=len(jobs) - len(written),
-            saved=len(written) - len(failures),
-            failed=len(failures),
-            newest_step=max((job.step for job in written if not job.failure), default=None),
-            blocked_seconds=sum(job.timing.blocked_seconds for job in jobs),
-            copied_bytes=sum(job.snapshot.size_bytes for job in written),
-            written_bytes=sum(job.timing.written_bytes for job in written),
-            errors=tuple(failures),
+            queued=len(results) - len(written),
+            saved=sum(not result.failure for result in written),
+            failed=sum(bool(result.failure) for result in written),
+            newest_step=max((result.step for result in written if not result.failure), default=None),
+            blocked_seconds=sum(result.blocked_seconds for result in results),
+            copied_bytes=sum(result.copied_bytes for result in written),
+            written_bytes=sum(result.written_bytes for result in written),
+            errors=tuple(f"step {result.step}: {result.failure}" for result in written if result.failure),
         )
 
     def close(self) -> None:
@@ -229,6 +233,7 @@ class Saver:
             self.close()
         elif not self._is_closed:
             # Other ranks may never come to where they could be waited for.
+            self._seal()
             for job in self._jobs:
                 job.is_written.wait()
             self._end(at_once=True)
@@ -238,6 +243,7 @@ class Saver:
     def _gate(self) -> None:
         """Hold the update until nothing of the state before it is left to copy."""
         self._updates += 1
+        self._seal()
         for job in self._jobs:
             if not job.snapshot.copied.is_set():
                 started = time.monotonic()
@@ -276,7 +282,7 @@ class Saver:
         self._schedule.resolve(facts.fates.items())
         pending = {save.number for save in self._schedule.pending}
         while self._jobs and self._jobs[0].number not in pending and self._jobs[0].is_written.is_set():
-            self._done.append(self._jobs.popleft())
+            self._done.append(self._jobs.popleft().result())
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -300,31 +306,30 @@ class Saver:
     def _due(self, share: Share) -> frozenset[str]:
         counted = {layer.layer: layer.optimizer_step is not None for layer in share.layers}
         return self._schedule.due(
-            tuple(layer.layer for layer in share.layers), counted=counted, movements={}, sizes=_sizes(share)
+            tuple(layer.layer for layer in share.layers), counted=counted, movements={}, sizes=sizes_of(share)
         )
 
-    def _begin(
-        self, step: int, tag: str, captured: Captured, due: frozenset[str], extra_files: Mapping[str, StrPath]
-    ) -> Job:
+    def _begin(self, step: int, captured: Captured, due: frozenset[str], place: Destination) -> Job:
         share = captured.share
         counted = {layer.layer: layer.optimizer_step is not None for layer in share.layers}
         number = self._schedule.begin(due, counted)
-        files = kept_files(self._engine, captured.model, extra_files)
-        work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files)
+        files = Files(self._engine, captured.model, place)
+        work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files.wait)
         lazy = [
             part
             for source in objects_due(share, due)
             if source.kind in {Kind.MASTER, Kind.OPTIMIZER}
             for part in source.slices
         ]
-        joint = self._joint(step, number, tag, work) if share.rank == 0 else None
-        job = Job(step=step, number=number, work=work, snapshot=Snapshot(captured, lazy), joint=joint)
+        joint = self._joint(step, number, place, work) if share.rank == 0 else None
+        snapshot = Snapshot(captured, lazy)
+        job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         self._saves += 1
         self._jobs.append(job)
         self._background.add(job)
         return job
 
-    def _joint(self, step: int, number: int, tag: str, work: ShareWork) -> Joint:
+    def _joint(self, step: int, number: int, place: Destination, work: ShareWork) -> Joint:
         policy, share = self._schedule.policy, work.share
         decisions, self._first_decisions = dict(self._first_decisions), {}
         if not isinstance(policy, Latest) or len(work.due) < len(share.layers):
@@ -340,14 +345,53 @@ class Saver:
             share=share,
             due=work.due,
             policy=PolicyUse(name=policy.name, parameters=policy.parameters, decisions=decisions),
-            layout=SourceLayout(flavour="raw", tag=tag, layer_pattern=self._layer_pattern),
+            layout=lambda: SourceLayout(
+                flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._layer_pattern
+            ),
         )
+
+    def _seal(self) -> None:
+        """Take up what has come into the folders of earlier saves; from here on they are complete."""
+        for job in self._jobs:
+            job.files.seal()
 
     def _finish(self, job: Job, started: float) -> None:
         """Wait for *job*, and raise what went wrong with it, on every rank."""
         self.wait()
         job.timing.blocked_seconds = time.monotonic() - started
         self._exchange.agree(job.failure, StorageIO)
+
+    # -- what the drop-in asks for -------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        """Where to."""
+        return self._store
+
+    def pointer(self) -> Pointer:
+        """Return what leads to the next save."""
+        return Pointer(
+            store=str(self._store.path),
+            store_id=self._store.id,
+            run=self.run,
+            attempt=self._place.attempt,
+            step=self.step_of(),
+        )
+
+    def settle(self) -> None:
+        """Wait for whatever is on its way: something is about to be loaded."""
+        self.wait()
+
+    def went_to(self, composition: Composition) -> None:
+        """Go on from *composition*, which the engine was filled with: mostly an earlier state of its own."""
+        place = place_resumed(view_or_none(self._rooms, self.run), composition)
+        self._place = place
+        self._first_decisions = dict(place.decisions)
+        self._background.inherited = dict(place.inherited)
+        self._background.forget_frozen()
+        self._schedule = Schedule.after(place, self._schedule.policy)
+        self._fates.clear()
+        self._newest = None
 
     # -- beginning and end ---------------------------------------------------------------------------------------
 
@@ -366,9 +410,22 @@ class Saver:
         self._exchange.agree(problem, InvalidInput)
         return session
 
+    def _at_exit(self) -> None:
+        """Bring what is on its way to the disk: the process ends without having closed this saver."""
+        if not self._is_closed:
+            self._seal()
+            deadline = time.monotonic() + EXIT_SECONDS_MAX
+            for job in self._jobs:
+                job.is_written.wait(max(deadline - time.monotonic(), 0))
+                if self._engine.rank == 0:
+                    job.is_resolved.wait(max(deadline - time.monotonic(), 0))
+
     def _end(self, *, at_once: bool) -> None:
         self._is_closed = True
+        atexit.unregister(self._at_exit)
         self._ungate()
+        self._dropin.detach()
+        self._uninstall()
         self._background.close(at_once=at_once)
         if self._engine.rank == 0:
             self._rooms.parts.close_session(self._session)
@@ -382,17 +439,3 @@ def _saved(step: int, number: int, due: tuple[str, ...], started: float, *, skip
 
 def _in_order(share: Share, due: frozenset[str]) -> tuple[str, ...]:
     return tuple(layer.layer for layer in share.layers if layer.layer in due)
-
-
-def _sizes(share: Share) -> dict[str, int]:
-    """Return what each layer takes on all ranks together: the same on every rank."""
-    states = 1 + len({part.state for layer in share.layers for of in layer.objects for part in of.slices if part.state})
-    return {
-        layer.layer: sum(elements_of(of.shape) * (2 if of.frozen else 4 * states) for of in layer.parameters)
-        for layer in share.layers
-    }
-
-
-def _local_bytes(share: Share) -> dict[str, int]:
-    """Return about what each layer takes of one rank's pool: the same on every rank."""
-    return {layer: -(-size // share.world_size) for layer, size in _sizes(share).items()}

@@ -6,7 +6,9 @@ Every rank keeps one, fed with the same facts: so all come to the same answer wi
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
+from layerstore.ops.place import Place
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 
@@ -33,6 +35,16 @@ class Schedule:
     owed: set[str] = field(default_factory=set)
     """Layers of saves that came to nothing."""
     pending: list[_Pending] = field(default_factory=list)
+
+    @classmethod
+    def after(cls, place: Place, policy: Policy) -> Self:
+        """Return the schedule of saves that begin at *place*."""
+        return cls(
+            policy=policy,
+            number=place.save_number,
+            visible={layer: entry.origin.save_number for layer, entry in place.inherited.items()},
+            counted={layer: entry.optimizer_step is not None for layer, entry in place.inherited.items()},
+        )
 
     def due(
         self,

@@ -4,6 +4,8 @@ Where layerstore meets DeepSpeed's engine: everything here uses names of DeepSpe
 All of them were there from 0.12 to 0.19; docs/reference/support.md lists what was tried.
 """
 
+import functools
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,15 @@ from layerstore.live.scratch import put, scratch
 
 if TYPE_CHECKING:
     import torch
+
+# What DeepSpeed puts into a rank's model_states; whatever else is there, the user has put there.
+_ENGINE_KEYS = """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+    data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size
+    mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version ds_autoep_layers autoep_layers
+    universal_checkpoint_info folding
+"""
+ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
 
 # What the engine believes to save to: nothing is ever written there.
 FOLDER = Path("live")
@@ -111,6 +122,25 @@ class Engine:
             return f"{type(inner).__name__} has no hook before its step"
         return ""
 
+    @property
+    def checkpoint_engine(self) -> Any:
+        """What the engine saves and loads its files with."""
+        return self.engine.checkpoint_engine
+
+    def install(self, checkpoint_engine: Any) -> Callable[[], None]:
+        """Have the engine save and load with *checkpoint_engine*; return what undoes that."""
+        engine, before = self.engine, self.engine.checkpoint_engine
+        engine.checkpoint_engine = checkpoint_engine
+        # DeepSpeed's own copies frozen weights to the host at each save; they are copied once, and not by training.
+        engine._get_param_fragment_func = _fragment
+
+        def undo() -> None:
+            if engine.checkpoint_engine is checkpoint_engine:
+                engine.checkpoint_engine = before
+            vars(engine).pop("_get_param_fragment_func", None)
+
+        return undo
+
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
         """Have *action* called before each update of the optimizer; return what ends that."""
         handle = self._zero.optimizer.register_step_pre_hook(lambda *_: action())
@@ -124,8 +154,6 @@ class Engine:
         catcher = _Catcher()
         engine, real = self.engine, self.engine.checkpoint_engine
         engine.checkpoint_engine = catcher
-        # DeepSpeed's own copies frozen weights to the host; they are copied once, and not by the main thread.
-        engine._get_param_fragment_func = _fragment
         try:
             self._settled(
                 lambda: engine._save_checkpoint(
@@ -139,7 +167,6 @@ class Engine:
             }
         finally:
             engine.checkpoint_engine = real
-            del engine._get_param_fragment_func
         return SavedStates(
             model=catcher.state,
             model_path=Path(engine._get_ckpt_name(str(FOLDER), tag)),
@@ -196,6 +223,54 @@ class Engine:
 
         folder = Path(os.path.dirname(deepspeed.__file__), "utils")  # noqa: PTH120  # as DeepSpeed finds them
         return [path for name in ("zero_to_fp32.py", "zero_to_torch.py") if (path := folder / name).is_file()]
+
+
+def engine_of(model: Any) -> Any:
+    """
+    Return the engine that trains *model*.
+
+    Trainers hand the bare model to those who listen to them, and nothing in it leads to its engine.
+    """
+    from deepspeed import DeepSpeedEngine
+
+    found = [each for each in gc.get_objects() if isinstance(each, DeepSpeedEngine) and each.module is model]
+    if not found:
+        raise InvalidInput(
+            "the Trainer does not train under DeepSpeed", hint="pass TrainingArguments(deepspeed=CONFIG) with stage 3"
+        )
+    return found[-1]
+
+
+def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:
+    """
+    Have each new engine's checkpoint engine wrapped by *wrapper*, from now on.
+
+    DeepSpeed's config has no key for a class of one's own; this is the one name that decides.
+    """
+    from deepspeed.runtime import engine
+
+    make = getattr(engine, "create_checkpoint_engine", None)
+    if make is None:
+        raise Unsupported(
+            f"DeepSpeed {getattr(engine, 'version', '')} is too old for a Trainer's own resume from pointers",
+            hint="use DeepSpeed 0.17.1 or newer",
+        )
+    if getattr(make, "wrapper", None) is wrapper:
+        return
+
+    @functools.wraps(make)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return wrapper(make(*arguments, **named))
+
+    wrapped.wrapper = wrapper  # type: ignore[attr-defined]
+    engine.create_checkpoint_engine = wrapped
+
+
+def ranks_of_world() -> int:
+    """Return how many processes there are: all share the optimizer's state, parallelism of other kinds is refused."""
+    import torch.distributed as dist
+
+    return int(dist.get_world_size())
 
 
 class _Catcher:

@@ -1,7 +1,7 @@
 """All ranks' parts become one commit."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import Conflict, LayerstoreError, LayoutMismatch
@@ -47,7 +47,8 @@ class Joint:
     """The first rank's, which knows the names that are tied."""
     due: frozenset[str]
     policy: PolicyUse
-    layout: SourceLayout
+    layout: Callable[[], SourceLayout]
+    """Of the folder that it would be in, once that is complete."""
 
 
 def parts_of(rooms: Rooms, joint: Joint) -> list[Part] | None:
@@ -152,7 +153,7 @@ def _record(
             for of in joint.share.layers
         ),
         states=tuple(part.state for part in parts if part.state is not None),
-        layout=joint.layout,
+        layout=joint.layout(),
         policy=joint.policy,
         supersedes=(),
     )

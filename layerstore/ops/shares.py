@@ -1,6 +1,6 @@
 """One rank's share of a commit: staged, made durable, and left as a part for the rank that commits."""
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ class ShareWork:
     share: Share
     due: frozenset[str]
     """The layers to be stored."""
-    files: tuple["KeptFile", ...]
-    """What is kept byte for byte beside the rank's state."""
+    files: Callable[[], tuple["KeptFile", ...]]
+    """Returns what is kept byte for byte beside the rank's state, once it is all there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def write_share(
             for layer in share.layers
             if layer.layer in work.due
         )
-        state = staging.state(share.state, [_kept(file, staging, reader) for file in work.files])
+        state = staging.state(share.state, [_kept(file, staging, reader) for file in work.files()])
         writer.publish()
         rooms.parts.publish(
             Part(

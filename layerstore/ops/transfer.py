@@ -5,7 +5,6 @@ Objects first, then version blobs and state blobs. Every byte of the source must
 before this returns, so that rot is never kept under a valid hash.
 """
 
-import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +30,9 @@ from layerstore.ops.hashing import Checksums, SourceReader, crc32_of
 from layerstore.ops.progress import Progress
 from layerstore.ops.staging import Staging
 from layerstore.storage.objects import ObjectWriter
+from layerstore.zero3.beside import rank_of_file
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
 from layerstore.zero3.sourcefile import read_source_file, stat_source
-
-_OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(?P<rank>\d+)\.(?:pth|pkl)")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -214,8 +212,8 @@ def _as_slice(tensor: GatheredSource) -> SliceSource:
 
 
 def _owner(path: Path, world_size: int) -> int:
-    match = _OF_A_RANK.fullmatch(path.name)
-    return int(match["rank"]) if match and int(match["rank"]) < world_size else 0
+    rank = rank_of_file(path.name)
+    return rank if rank is not None and rank < world_size else 0
 
 
 class _ThreadReaders:

@@ -28,7 +28,7 @@ SHARD_STEM = re.compile(
 _SHARD = re.compile(SHARD_STEM.pattern + r"\.pt")
 # A rank's own random state: the Trainer's (without a number where there is only one rank), and Accelerate's.
 RANDOM_STATE = re.compile(r"rng_state(?:_[0-9]{1,7})?\.pth|random_states_[0-9]{1,7}\.pkl")
-_OF_A_RANK = re.compile(r"(?P<what>rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
+OF_A_RANK = re.compile(r"(?P<what>rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"
 TRAINER_STATE = "trainer_state.json"
@@ -105,10 +105,10 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)
-    flavour = _flavour(folder, tag)
+    flavour = flavour_of(folder, tag)
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
     notes = [] if wanted is not None or given == folder / tag else _other_tags(folder, tag)
-    others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
+    others = tuple(sorted(file for file in belonging(folder, tag, flavour, follow, notes) if file not in shards))
     return FoundCheckpoint(
         folder=folder,
         tag=tag,
@@ -303,7 +303,8 @@ def _refuse_unfinished(folder: Path) -> None:
         )
 
 
-def _flavour(folder: Path, tag: str) -> str:
+def flavour_of(folder: Path, tag: str) -> str:
+    """Return who wrote *folder*: ``raw`` (DeepSpeed alone), ``hf``, ``accelerate`` or ``lightning``."""
     if (folder / TRAINER_STATE).exists():
         return "hf"
     if re.fullmatch(r"pytorch_model(_\d+)?", tag):
@@ -319,7 +320,7 @@ def _flavour(folder: Path, tag: str) -> str:
 def check_companions(found: FoundCheckpoint, world_size: int) -> None:
     """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
     beside = [file for file in found.others if file.parent == found.folder]
-    ranks = {int(match["rank"]) for file in beside if (match := _OF_A_RANK.fullmatch(file.name))}
+    ranks = {int(match["rank"]) for file in beside if (match := OF_A_RANK.fullmatch(file.name))}
     missing = sorted(set(range(world_size)) - ranks) if ranks and world_size > 1 else []
     if missing:
         raise SourceCheckpoint(
@@ -382,7 +383,8 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
     return tuple(RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks)
 
 
-def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
+def belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
+    """Yield the files of one checkpoint of *folder*; what is left out is said in *notes*."""
     if flavour == "raw":
         # A raw save folder may hold anything beside its tags: only DeepSpeed's own scripts belong to this one.
         yield from _walk(folder / tag, folder, follow, notes)
@@ -398,8 +400,7 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
     count = 0
     pending = [directory]
     while pending:
-        current = pending.pop()
-        for name in list_folder(current):
+        for name in list_folder(current := pending.pop()):
             path = current / name
             count += 1
             if count > SOURCE_FILES_MAX:

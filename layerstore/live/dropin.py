@@ -1,0 +1,173 @@
+"""
+The engine's checkpoint engine: ``save_checkpoint`` and ``load_checkpoint`` go to the store, and whoever calls them.
+
+What it saves is captured as ``Saver.save`` captures it; in the folder it leaves pointers. It loads pointers from the
+store, and everything else as before.
+"""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from layerstore.errors import Conflict, NotFound
+from layerstore.live.pointers import Pointer, read_pointer, write_pointer
+from layerstore.live.resume import Loaded
+from layerstore.live.seams import Engine, SavedStates, ranks_of_world
+from layerstore.ops.composition import Composition, compose_latest
+from layerstore.ops.past import view_or_none
+from layerstore.ops.refs import Resolved
+from layerstore.storage.manifest import RecordRow
+from layerstore.store import Store, open_store
+
+_MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
+
+
+class Taking(Protocol):
+    """What saves the states that an engine hands over."""
+
+    @property
+    def store(self) -> Store:
+        """Where to."""
+
+    def take(self, states: SavedStates, *, folder: Path, tag: str) -> None:
+        """Save *states*; more files may still come into *folder*."""
+
+    def pointer(self) -> Pointer:
+        """Return what leads to the next save."""
+
+    def settle(self) -> None:
+        """Wait for whatever is on its way, before something is loaded."""
+
+    def went_to(self, composition: Composition) -> None:
+        """Go on from *composition*, which the engine was filled with."""
+
+
+class StoreCheckpointEngine:
+    """Stands in for DeepSpeed's own checkpoint engine, which it keeps for all that is not a save of the whole state."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.name = "layerstore"
+        self.saver: Taking | None = None
+        self.loaded: Composition | None = None
+        """What the engine was last filled with, if it came from a store."""
+        self._held: dict[str, tuple[Any, Path]] = {}
+        self._loads: dict[tuple[str, int, int], Loaded] = {}
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def create(self, info: Any) -> None:
+        """Begin a save."""
+        self._held.clear()
+        self.real.create(info)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Hold one rank's half of a save, and leave a pointer for it; write everything else as before."""
+        kind = next((kind for kind in (_MODEL, _OPTIMIZER) if path.endswith(kind)), None)
+        if self.saver is None or kind is None:
+            self.real.save(state_dict, path)
+            return
+        self._held[kind] = state_dict, Path(path)
+
+    def commit(self, info: Any) -> Any:
+        """Save what is held, once both halves are there."""
+        if self.saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
+            (model, model_path), (optimizer, optimizer_path) = self._held[_MODEL], self._held[_OPTIMIZER]
+            self._held.clear()
+            pointer = self.saver.pointer()
+            self.saver.take(
+                SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
+                folder=model_path.parent.parent,
+                tag=model_path.parent.name,
+            )
+            for path in (model_path, optimizer_path):
+                write_pointer(self.saver.store.rooms.files, path, pointer)
+        return self.real.commit(info)
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return what *path* holds, or what it points at."""
+        pointer = read_pointer(Path(path))
+        if pointer is None:
+            return self.real.load(path, map_location=map_location)
+        loaded = self._commit_of(pointer, Path(path))
+        if path.endswith(_MODEL):
+            return loaded.model()
+        loaded.check_precision(Path(path).name)
+        optimizer = loaded.optimizer()
+        self._loads.clear()  # the optimizer's state is the last that is asked for, and the engine's own from now on
+        self._went_to(loaded)
+        return optimizer
+
+    def _commit_of(self, pointer: Pointer, path: Path) -> Loaded:
+        """Read the commit that *pointer* means; the loader asks for its first half more than once."""
+        key = pointer.run, pointer.attempt, pointer.step
+        if key not in self._loads:
+            if self.saver is not None:
+                self.saver.settle()
+            store = self._store_of(pointer)
+            row = next((row for row in _rows(store, pointer) if row.step == pointer.step), None)
+            if row is None:
+                raise _missing(pointer)
+            commit = store.rooms.catalog.commit(row.name)
+            resolved = Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+            rank = int(path.name.removeprefix("bf16_").split("_")[3])
+            self._loads = {key: Loaded.of(store, compose_latest(resolved), rank=rank, world_size=ranks_of_world())}
+        return self._loads[key]
+
+    def _went_to(self, loaded: Loaded) -> None:
+        self.loaded = loaded.composition
+        if self.saver is not None:
+            self.saver.went_to(loaded.composition)
+
+    def _store_of(self, pointer: Pointer) -> Store:
+        if self.saver is not None and self.saver.store.id == pointer.store_id:
+            return self.saver.store  # wherever it lies by now
+        store = open_store(pointer.store)
+        if store.id != pointer.store_id:
+            raise Conflict(
+                f"the pointer leads to {pointer.name} of another store than {pointer.store} is now",
+                hint="attach a saver to the right store first",
+            )
+        return store
+
+    def detach(self) -> None:
+        """Save as DeepSpeed does again; pointers can still be loaded."""
+        self.saver = None
+
+    # -- the rest of the interface -------------------------------------------------------------------------------
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:  # DeepSpeed's signature
+        """Make a folder."""
+        self.real.makedirs(path, exist_ok=exist_ok)
+
+    def is_decoupled(self) -> bool:
+        """Tell that DeepSpeed need not wait for anything itself."""
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        """Tell that tensors need not be cloned before they are handed over."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def _rows(store: Store, pointer: Pointer) -> list[RecordRow]:
+    view = view_or_none(store.rooms, pointer.run)
+    return [] if view is None else view.of_attempt(pointer.attempt)
+
+
+def _missing(pointer: Pointer) -> NotFound:
+    return NotFound(
+        f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
+        hint=f"the save was given up, or dropped; layerstore log {pointer.run} --store {pointer.store}",
+    )
+
+
+def drop_in(engine: Engine, saver: Taking) -> StoreCheckpointEngine:
+    """Return what *engine* is to save and load with: the one that it has, if that is ours already."""
+    found = engine.checkpoint_engine
+    made = found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
+    made.saver = saver
+    return made

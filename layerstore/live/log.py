@@ -1,0 +1,5 @@
+"""Where savers tell what training need not stop for."""
+
+import logging
+
+LOG = logging.getLogger("layerstore")
