@@ -8,9 +8,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from layerstore.errors import LayerstoreError
 from layerstore.live.files import Files
@@ -103,13 +102,6 @@ class _Worker:
             self._work(job)
 
 
-class Committed(Protocol):
-    """Who wants to hear what became of a save."""
-
-    def __call__(self, job: Job) -> None:
-        """*job* is resolved."""
-
-
 class Background:
     """One rank's threads."""
 
@@ -120,7 +112,6 @@ class Background:
         self._frozen: dict[str, StoredObject] = {}
         self.inherited: dict[str, LayerEntry] = {}
         """What the next commit inherits; only the committing thread changes it."""
-        self.lost_ranks: Callable[[Job], str] = _nobody
         self._given_up: set[int] = set()
         self._stop = threading.Event()
         self.unresolved: deque[Job] = deque()
@@ -207,15 +198,6 @@ class Background:
             LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)
 
 
-def _nobody(job: Job) -> str:
-    return ""
-
-
 def _words(exc: BaseException) -> str:
     cause = exc.__cause__
     return f"{exc}: {cause}" if cause is not None else str(exc) or type(exc).__name__
-
-
-def counts(share_layers: Mapping[str, int | None]) -> dict[str, bool]:
-    """Return whether the optimizer has updated each layer."""
-    return {layer: step is not None for layer, step in share_layers.items()}

@@ -13,7 +13,6 @@ back: slices are copied until the next update, which waits for what is left; the
 """
 
 import atexit
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from layerstore.errors import Conflict, InvalidInput, LayerstoreError, StorageIO
+from layerstore.errors import Conflict, StorageIO
 from layerstore.layers import compile_pattern
 from layerstore.live.background import Background, Job, Result
 from layerstore.live.capture import Captured, capture, check_client_state
@@ -29,6 +28,7 @@ from layerstore.live.council import Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
 from layerstore.live.files import Destination, Files, flavour_of
+from layerstore.live.joints import in_order, joint_of, use_of
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
 from layerstore.live.pointers import Pointer
@@ -37,15 +37,17 @@ from layerstore.live.results import Saved, Status
 from layerstore.live.resume import place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
-from layerstore.live.sizes import local_bytes, sizes_of
+from layerstore.live.sizes import counted, local_bytes, sizes_of
 from layerstore.live.snapshot import Copier, CudaCopier, Snapshot
-from layerstore.model import Kind, PolicyUse, SourceLayout
+from layerstore.live.together import open_session
+from layerstore.live.watch import Watch
+from layerstore.model import Kind, SourceLayout
 from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import Place
 from layerstore.ops.shares import ShareWork, objects_due
-from layerstore.policy import Latest, Policy
+from layerstore.policy import Policy
 from layerstore.store import Store, StrPath
 from layerstore.zero3.share import Share
 
@@ -90,13 +92,15 @@ class Saver:
         self._place = place
         self._exchange = Exchange()
         self._rooms.prepare_writing()
-        self._session = self._open_session()
+        self._session = open_session(self._exchange, self._rooms)
         is_cuda = engine.device.type == "cuda"
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
         self._pool = Pool(pool_bytes(engine, host_buffer), pinned=is_cuda)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
         self._background.inherited = dict(place.inherited)
         self._schedule = Schedule.after(place, policy)
+        self._watch = Watch(self._exchange) if getattr(policy, "measures", False) else None
+        self._measure_from_here(place)
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Those of which it is not known yet what became of them."""
@@ -174,18 +178,21 @@ class Saver:
             self._make_room()
         captured = capture(states(), rank=self._engine.rank, folder=place.folder, pattern=self._pattern)
         self._copier.follow()
-        due = self._due(captured.share)
+        movements = self._watch.movements(captured) if self._watch is not None else {}
+        due = self._due(captured.share, movements)
         if facts.is_pressed and self._on_pressure == "skip":
             self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
             return _saved(number, self._schedule.number - 1, (), started, skipped=True)
         if facts.is_pressed and self._on_pressure == "degrade":
             due = self._schedule.fewer(due, local_bytes(captured.share), facts.free_bytes)
-        job = self._begin(number, captured, due, place)
+        job = self._begin(number, captured, due, place, movements)
+        if self._watch is not None:
+            self._watch.saved(captured, due)
         job.timing.blocked_seconds += time.monotonic() - started
         if self._mode == "sync":
             self._finish(job, started)
-        saved = _saved(number, job.number, _in_order(captured.share, due), started, skipped=False)
+        saved = _saved(number, job.number, in_order(captured.share, due), started, skipped=False)
         self._newest = (saved, self._updates)
         return saved
 
@@ -303,16 +310,24 @@ class Saver:
         for job in running[: len(running) - JOBS_MAX + 1]:
             job.is_written.wait()
 
-    def _due(self, share: Share) -> frozenset[str]:
-        counted = {layer.layer: layer.optimizer_step is not None for layer in share.layers}
+    def _due(self, share: Share, movements: Mapping[str, float]) -> frozenset[str]:
         return self._schedule.due(
-            tuple(layer.layer for layer in share.layers), counted=counted, movements={}, sizes=sizes_of(share)
+            tuple(layer.layer for layer in share.layers),
+            counted=counted(share),
+            movements=movements,
+            sizes=sizes_of(share),
         )
 
-    def _begin(self, step: int, captured: Captured, due: frozenset[str], place: Destination) -> Job:
+    def _begin(
+        self,
+        step: int,
+        captured: Captured,
+        due: frozenset[str],
+        place: Destination,
+        movements: Mapping[str, float],
+    ) -> Job:
         share = captured.share
-        counted = {layer.layer: layer.optimizer_step is not None for layer in share.layers}
-        number = self._schedule.begin(due, counted)
+        number = self._schedule.begin(due, counted(share))
         files = Files(self._engine, captured.model, place)
         work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files.wait)
         lazy = [
@@ -321,7 +336,7 @@ class Saver:
             if source.kind in {Kind.MASTER, Kind.OPTIMIZER}
             for part in source.slices
         ]
-        joint = self._joint(step, number, place, work) if share.rank == 0 else None
+        joint = self._joint(step, number, place, work, movements) if share.rank == 0 else None
         snapshot = Snapshot(captured, lazy)
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         self._saves += 1
@@ -329,26 +344,28 @@ class Saver:
         self._background.add(job)
         return job
 
-    def _joint(self, step: int, number: int, place: Destination, work: ShareWork) -> Joint:
-        policy, share = self._schedule.policy, work.share
+    def _joint(
+        self, step: int, number: int, place: Destination, work: ShareWork, movements: Mapping[str, float]
+    ) -> Joint:
         decisions, self._first_decisions = dict(self._first_decisions), {}
-        if not isinstance(policy, Latest) or len(work.due) < len(share.layers):
-            decisions["due"] = list(_in_order(share, work.due))
-        return Joint(
-            session=work.session,
-            save=work.save,
+        return joint_of(
+            work,
             run=self.run,
-            attempt=self._place.attempt,
-            fork=self._place.fork,
+            place=self._place,
             step=step,
-            save_number=number,
-            share=share,
-            due=work.due,
-            policy=PolicyUse(name=policy.name, parameters=policy.parameters, decisions=decisions),
+            number=number,
+            use=use_of(self._schedule.policy, work, movements, decisions),
             layout=lambda: SourceLayout(
                 flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._layer_pattern
             ),
         )
+
+    def _measure_from_here(self, place: Place) -> None:
+        """Measure movements from what the engine was filled with: the layers that its next saves inherit."""
+        if self._watch is not None and place.inherited:
+            states = self._engine.states("resumed", {}, exclude_frozen=True)
+            captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
+            self._watch.saved(captured, frozenset(place.inherited))
 
     def _seal(self) -> None:
         """Take up what has come into the folders of earlier saves; from here on they are complete."""
@@ -390,25 +407,11 @@ class Saver:
         self._background.inherited = dict(place.inherited)
         self._background.forget_frozen()
         self._schedule = Schedule.after(place, self._schedule.policy)
+        self._measure_from_here(place)
         self._fates.clear()
         self._newest = None
 
     # -- beginning and end ---------------------------------------------------------------------------------------
-
-    def _open_session(self) -> str:
-        """Agree on a name for what the ranks write together, and make sure that all see the same store."""
-        session = self._exchange.first(secrets.token_hex(16) if self._exchange.rank == 0 else "")
-        problem = ""
-        if self._exchange.rank == 0:
-            try:
-                self._rooms.parts.open_session(session)
-            except LayerstoreError as exc:
-                problem = str(exc)
-        self._exchange.agree(problem, StorageIO)
-        if not self._rooms.parts.has_session(session):
-            problem = f"{self._rooms.layout.root} is not the store that rank 0 has under this path"
-        self._exchange.agree(problem, InvalidInput)
-        return session
 
     def _at_exit(self) -> None:
         """Bring what is on its way to the disk: the process ends without having closed this saver."""
@@ -435,7 +438,3 @@ class Saver:
 
 def _saved(step: int, number: int, due: tuple[str, ...], started: float, *, skipped: bool) -> Saved:
     return Saved(step=step, number=number, layers_due=due, skipped=skipped, blocked_seconds=time.monotonic() - started)
-
-
-def _in_order(share: Share, due: frozenset[str]) -> tuple[str, ...]:
-    return tuple(layer.layer for layer in share.layers if layer.layer in due)

@@ -1,4 +1,4 @@
-"""What layers take, as every rank alone can tell alike."""
+"""What every rank alone can tell alike of the layers: what they take, and whether they were updated."""
 
 from layerstore.zero3.share import Share
 from layerstore.zero3.slices import elements_of
@@ -16,3 +16,8 @@ def sizes_of(share: Share) -> dict[str, int]:
 def local_bytes(share: Share) -> dict[str, int]:
     """Return about what each layer takes of one rank's pool: the same on every rank."""
     return {layer: -(-size // share.world_size) for layer, size in sizes_of(share).items()}
+
+
+def counted(share: Share) -> dict[str, bool]:
+    """Return whether the optimizer has updated each layer."""
+    return {layer.layer: layer.optimizer_step is not None for layer in share.layers}

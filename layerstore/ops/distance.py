@@ -101,8 +101,7 @@ class Meter:
 
         Else a layer that began with zeros would have moved infinitely far. None where nothing was added.
         """
-        floor = _FLOOR * math.sqrt(self._elements)
-        return math.sqrt(self._dd) / max(math.sqrt(self._aa), floor) if self._elements else None
+        return movement_of(dd=self._dd, aa=self._aa, elements=self._elements) if self._elements else None
 
     def _relative_l2(self) -> float:
         if self._dd == 0:
@@ -114,6 +113,11 @@ class Meter:
         cosine = self._ab / lengths if lengths else math.nan
         # Rounding may step over the end; NaN compares as nothing and stays.
         return math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine
+
+
+def movement_of(*, dd: float, aa: float, elements: int) -> float:
+    """Return a movement, from the sums of squares of the difference and of the first."""
+    return math.sqrt(dd) / max(math.sqrt(aa), _FLOOR * math.sqrt(elements))
 
 
 def _numbers(data: memoryview, dtype: str) -> "npt.NDArray[np.float64]":

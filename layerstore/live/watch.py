@@ -1,0 +1,146 @@
+"""
+How far each layer has moved since it was last saved: what policies go by that measure.
+
+From a fixed sample of the masters, chosen by place in the whole parameter: so it is the same at any number of ranks.
+Each rank looks at what it holds of it; the sums are put together in one small all-gather.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerstore.dtypes import by_code
+from layerstore.live.capture import Captured
+from layerstore.live.exchange import Exchange, Message
+from layerstore.model import Kind
+from layerstore.ops.distance import movement_of
+from layerstore.ops.movement import sampled
+from layerstore.zero3.share import Share
+from layerstore.zero3.slices import elements_of, slice_length, stretches
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class _Spots:
+    """What is looked at in one storage: places of elements, and the layer of each."""
+
+    places: "torch.Tensor"
+    layers: "torch.Tensor"
+    dtype: str
+
+
+class Watch:
+    """One rank's sample of the masters, as they were when each layer was last saved."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._spots: dict[Path, _Spots] = {}
+        self._layers: tuple[str, ...] = ()
+        self._counts: list[int] = []
+        self._base: dict[Path, torch.Tensor] = {}
+        self._known: set[str] = set()
+
+    def movements(self, captured: Captured) -> dict[str, float]:
+        """Return how far every layer that was saved before has moved since; every rank calls it."""
+        import torch
+
+        self._look_at(captured.share)
+        dd, aa = (torch.zeros(len(self._layers), dtype=torch.float64) for _ in range(2))
+        for path, now in self._sample(captured).items():
+            before = self._base.get(path)
+            if before is None:
+                continue
+            of = self._spots[path].layers
+            dd.index_add_(0, of, (now - before).square())
+            aa.index_add_(0, of, before.square())
+        sums = [message.values for message in self._exchange.all(Message(values=(*dd.tolist(), *aa.tolist())))]
+        totals = [sum(column) for column in zip(*sums, strict=True)]
+        count = len(self._layers)
+        return {
+            layer: movement_of(dd=totals[at], aa=totals[count + at], elements=self._counts[at])
+            for at, layer in enumerate(self._layers)
+            if layer in self._known and self._counts[at]
+        }
+
+    def saved(self, captured: Captured, layers: frozenset[str]) -> None:
+        """Measure from here on how far *layers* move."""
+        self._look_at(captured.share)
+        for path, now in self._sample(captured).items():
+            before = self._base.get(path)
+            if before is None:
+                self._base[path] = now
+                continue
+            chosen = self._chosen(path, layers)
+            before[chosen] = now[chosen]
+        self._known |= layers
+
+    def _chosen(self, path: Path, layers: frozenset[str]) -> "torch.Tensor":
+        import torch
+
+        wanted = torch.tensor([layer in layers for layer in self._layers])
+        return wanted[self._spots[path].layers]
+
+    def _sample(self, captured: Captured) -> "dict[Path, torch.Tensor]":
+        import torch
+
+        found = {}
+        for path, spots in self._spots.items():
+            kind = getattr(torch, by_code(spots.dtype).torch_name)
+            held = captured.memory(path).bytes_of(path).view(kind)
+            found[path] = held[spots.places.to(held.device)].to("cpu", torch.float64)
+        return found
+
+    def _look_at(self, share: Share) -> None:
+        """Choose the places once: an engine's masters stay where they are."""
+        layers = tuple(layer.layer for layer in share.layers)
+        if layers == self._layers and all(path in self._spots for path in _masters(share)):
+            return
+        self._layers = layers
+        self._counts = [
+            sum(
+                end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(elements_of(of.shape))
+            )
+            for layer in share.layers
+        ]
+        self._spots = dict(_spots(share))
+        self._base.clear()
+        self._known.clear()
+
+
+def _masters(share: Share) -> set[Path]:
+    return {part.path for layer in share.layers for of in layer.objects if of.kind is Kind.MASTER for part in of.slices}
+
+
+def _spots(share: Share) -> Iterator[tuple[Path, _Spots]]:
+    import torch
+
+    places: dict[Path, list[int]] = {}
+    layers: dict[Path, list[int]] = {}
+    dtypes: dict[Path, str] = {}
+    for at, layer in enumerate(share.layers):
+        shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
+        for part in (part for of in layer.objects if of.kind is Kind.MASTER for part in of.slices):
+            first = part.offset_bytes // by_code(part.dtype).bytes
+            own = _own_places(shapes[part.name], share)
+            places.setdefault(part.path, []).extend(first + place for place in own)
+            layers.setdefault(part.path, []).extend([at] * len(own))
+            dtypes[part.path] = part.dtype
+    for path, found in places.items():
+        yield path, _Spots(torch.tensor(found), torch.tensor(layers[path]), dtypes[path])
+
+
+def _own_places(shape: Sequence[int], share: Share) -> list[int]:
+    """Return which elements of this rank's slice of a parameter are looked at."""
+    elements = elements_of(shape)
+    length = slice_length(elements, share.world_size)
+    return [
+        part.start + step
+        for begin, end in sampled(elements)
+        if begin < (share.rank + 1) * length and end > share.rank * length
+        for part in stretches(elements, share.world_size, begin=begin, end=end)
+        if part.shard == share.rank
+        for step in range(part.elements)
+    ]
