@@ -4,7 +4,7 @@ A recipe held against the store: which commits its steps mean, and which version
 Errors begin with the place in the recipe, and end with what to do about it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +13,13 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
-from layerstore.ops.refs import Resolved, only_run, resolve
+from layerstore.ops.refs import Resolved, locate, only_run, resolve
 from layerstore.ops.rooms import Rooms
+from layerstore.storage.manifest import RecordRow
 
 if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
+    from layerstore.policy.recipe.plan import RecipePlan
 
 RECIPE = "recipe"
 
@@ -53,7 +55,7 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         with recipe.base.spot.located():
             back = _back_of(rooms, record)
     own = {entry.layer: entry for entry in record.layers}
-    found: dict[str, Resolved] = {}
+    sources = _Sources(rooms, {layer: choice.reference(run=record.run, back=back) for layer, choice in _taken(plan)})
     layers = []
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
@@ -62,17 +64,14 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         if choice.is_base:
             layers.append(own[layer])
             continue
-        reference = choice.reference(run=record.run, back=back)
         with _explained(choice, record.run):
-            if reference not in found:
-                found[reference] = resolve(rooms, reference)
-            entry = _layer_of(found[reference].record, layer, reference)
-            if found[reference].pin is None and not entry.saved_by(found[reference].record):
-                notes.append(
-                    f"{choice.spot}: {layer} was not saved at {reference}, which has its version of step "
-                    f"{entry.origin.step}"
-                )
-            layers.append(entry)
+            entry, is_older = sources.entry(layer)
+        if is_older:
+            notes.append(
+                f"{choice.spot}: {layer} was not saved at {sources.references[layer]}, which has its version of step "
+                f"{entry.origin.step}"
+            )
+        layers.append(entry)
     return Composition(
         base=record,
         commit=base.commit,
@@ -82,6 +81,41 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         layers=tuple(layers),
         notes=tuple(notes),
     )
+
+
+def _taken(plan: "RecipePlan") -> Iterator[tuple[str, "Choice"]]:
+    """Yield the layers that are not the base's own."""
+    return ((layer, choice) for layer, choice in plan.layers.items() if not choice.is_base)
+
+
+class _Sources:
+    """The commits that layers are taken from: of each record no more is built than those layers."""
+
+    def __init__(self, rooms: Rooms, references: Mapping[str, str]) -> None:
+        self.references = references
+        """Of each layer."""
+        self._rooms = rooms
+        self._pins = frozenset(rooms.records.pin_names())
+        self._found: dict[str, tuple[RecordRow | Resolved, dict[str, LayerEntry]]] = {}
+
+    def entry(self, layer: str) -> tuple[LayerEntry, bool]:
+        """Return the version of *layer*, and whether it is older than the commit that it was asked of."""
+        reference = self.references[layer]
+        if reference not in self._found:
+            self._found[reference] = self._look(reference)
+        source, entries = self._found[reference]
+        if layer not in entries:
+            raise NotFound(
+                f"{reference} has no layer {layer!r}", hint="take this layer from a save of the same model", layer=layer
+            )
+        return entries[layer], not isinstance(source, Resolved) and not entries[layer].saved_by(source)
+
+    def _look(self, reference: str) -> tuple[RecordRow | Resolved, dict[str, LayerEntry]]:
+        source = locate(self._rooms, reference, pins=self._pins)
+        if isinstance(source, Resolved):
+            return source, {entry.layer: entry for entry in source.record.layers}
+        wanted = [layer for layer, of in self.references.items() if of == reference]
+        return source, self._rooms.catalog.entries(source.name, wanted)
 
 
 def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:
@@ -121,15 +155,6 @@ def _back_of(rooms: Rooms, record: CommitRecord) -> int:
             hint=f"name every step's run: {record.run}@STEP",
         )
     return len(attempts) - 1 - attempts.index(record.attempt)
-
-
-def _layer_of(record: CommitRecord, layer: str, reference: str) -> LayerEntry:
-    for entry in record.layers:
-        if entry.layer == layer:
-            return entry
-    raise NotFound(
-        f"{reference} has no layer {layer!r}", hint="take this layer from a save of the same model", layer=layer
-    )
 
 
 @contextmanager

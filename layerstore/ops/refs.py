@@ -2,7 +2,7 @@
 References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to the one commit they mean.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -67,15 +67,22 @@ def resolve(rooms: Rooms, text: str | None) -> Resolved:
         NotFound: There is no such run, attempt, step or pin; the message says what there is.
         Conflict: Two commits of that step stand side by side.
     """
-    reference = parse_reference(only_run(rooms) if text is None else text)
-    if reference.name in rooms.records.pin_names() and not rooms.records.names(reference.name):
+    found = locate(rooms, only_run(rooms) if text is None else text, pins=rooms.records.pin_names())
+    if isinstance(found, Resolved):
+        return found
+    commit = rooms.catalog.commit(found.name)
+    return Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+
+
+def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Resolved:
+    """Return the row of the commit that *text* means, or what one of *pins* means; raises as ``resolve`` does."""
+    reference = parse_reference(text)
+    if reference.name in pins and not rooms.records.names(reference.name):
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
         pin = rooms.records.read_pin(reference.name)
         return Resolved(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
-    row = find_row(rooms.catalog.view(reference.name), reference)
-    commit = rooms.catalog.commit(row.name)
-    return Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+    return find_row(rooms.catalog.view(reference.name), reference)
 
 
 def find_row(view: RunView, reference: Reference) -> RecordRow:
