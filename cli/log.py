@@ -21,7 +21,21 @@ from layerstore.cli.render import (
 
 if TYPE_CHECKING:
     from layerstore.ops.queries import LogEntry, LogLine
+    from layerstore.ops.timings import SaveTiming
 
+    Took = dict[tuple[str, int, int], SaveTiming]
+    """By run, attempt and step."""
+
+
+# What JSON tells of a timing.
+_TIMINGS = (
+    "blocked_seconds",
+    "durable_seconds",
+    "visible_seconds",
+    "copied_bytes",
+    "written_bytes",
+    "queued",
+)
 
 # One screen or two: as much as somebody reads.
 _LIMIT = 50
@@ -38,6 +52,7 @@ def log(
         typer.Option("--before", metavar="COMMIT", help="Go on after this commit, in its run.", show_default=False),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Show what saves took that were made in training.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,18 +63,22 @@ def log(
     Examples:
       layerstore log
       layerstore log sft --graph
+      layerstore log sft --timing
       layerstore log sft --limit 20 --before 3f0c9a1b --json
     """
     with opened(store) as opened_store:
         page = opened_store.log_page(run, limit=limit or None, before=before, graph=graph and not as_json)
+        runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
+        took = {(name, *place): each for name in runs for place, each in opened_store.timings(name).items()}
     sound = [line for line in page.lines if line.entry is None or line.entry.damage is None]
     damaged = [entry for entry in page.entries if entry.damage is not None]
     for entry in damaged:
         say_warning(f"{entry.run}@{entry.step} is left out, its record is damaged: {entry.damage}")
     if as_json:
-        say_json(_fields([line.entry for line in sound if line.entry is not None], damaged, more=bool(page.more)))
+        entries = [line.entry for line in sound if line.entry is not None]
+        say_json(_fields(entries, damaged, took if timing else None, more=bool(page.more)))
     elif sound:
-        _say_lines(sound)
+        _say_lines(sound, took if timing else None)
         for more in page.more:
             options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
             next_page = f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}"
@@ -68,7 +87,9 @@ def log(
         say("no commits yet; next: layerstore ingest CHECKPOINT")
 
 
-def _fields(sound: list["LogEntry"], damaged: list["LogEntry"], *, more: bool) -> dict[str, object]:
+def _fields(
+    sound: list["LogEntry"], damaged: list["LogEntry"], took: "Took | None", *, more: bool
+) -> dict[str, object]:
     fields: dict[str, object] = {
         "commits": [
             {
@@ -80,6 +101,7 @@ def _fields(sound: list["LogEntry"], damaged: list["LogEntry"], *, more: bool) -
                 "layers_saved": entry.layers_saved,
                 "bytes_new": entry.bytes_new,
                 "pins": list(entry.pins),
+                **({} if took is None else {"timing": _timing_fields(entry, took)}),
             }
             for entry in sound
         ],
@@ -92,7 +114,12 @@ def _fields(sound: list["LogEntry"], damaged: list["LogEntry"], *, more: bool) -
     return fields
 
 
-def _say_lines(lines: list["LogLine"]) -> None:
+def _timing_fields(entry: "LogEntry", took: "Took") -> dict[str, object] | None:
+    found = took.get((entry.run, entry.attempt, entry.step))
+    return None if found is None else {name: getattr(found, name) for name in _TIMINGS}
+
+
+def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
     entries = [line.entry for line in lines if line.entry is not None]
     with_graph = any(line.drawing for line in lines)
     with_attempts = with_graph or any(entry.attempt > 1 for entry in entries)
@@ -107,6 +134,7 @@ def _say_lines(lines: list["LogLine"]) -> None:
         Column("LAYERS", "right"),
         Column("NEW", "right"),
         *([Column("PINS", folds=True)] if with_pins else []),
+        *([Column(name, "right") for name in ("BLOCKED", "DURABLE", "COPIED")] if took is not None else []),
     ]
     blank = [""] * (len(columns) - with_graph)
     say_table(
@@ -115,14 +143,14 @@ def _say_lines(lines: list["LogLine"]) -> None:
             [
                 *([line.drawing] if with_graph else []),
                 # Where two lines of descent meet there is no commit.
-                *(_row(line.entry, with_attempts=with_attempts, with_pins=with_pins) if line.entry else blank),
+                *(_row(line.entry, took, with_attempts=with_attempts, with_pins=with_pins) if line.entry else blank),
             ]
             for line in lines
         ),
     )
 
 
-def _row(entry: "LogEntry", *, with_attempts: bool, with_pins: bool) -> list[str]:
+def _row(entry: "LogEntry", took: "Took | None", *, with_attempts: bool, with_pins: bool) -> list[str]:
     is_full = entry.layers_saved == entry.layers
     return [
         entry.run,
@@ -133,4 +161,11 @@ def _row(entry: "LogEntry", *, with_attempts: bool, with_pins: bool) -> list[str
         str(entry.layers) if is_full else f"{entry.layers_saved} of {entry.layers}",
         size(entry.bytes_new),
         *([", ".join(entry.pins)] if with_pins else []),
+        *([] if took is None else _timing_cells(took.get((entry.run, entry.attempt, entry.step)))),
     ]
+
+
+def _timing_cells(found: "SaveTiming | None") -> list[str]:
+    if found is None:
+        return ["", "", ""]
+    return [f"{found.blocked_seconds * 1e3:.1f} ms", f"{found.durable_seconds:.2f} s", size(found.copied_bytes)]

@@ -19,6 +19,7 @@ from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
 from layerstore.ops import stats as stats_verb
+from layerstore.ops import timings as timing_verb
 from layerstore.ops import verify as verify_verb
 from layerstore.ops.composition import compose_by_policy, compose_exact
 from layerstore.ops.diff import Diff
@@ -31,6 +32,7 @@ from layerstore.ops.refs import references_to, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
 from layerstore.ops.stats import Stats
+from layerstore.ops.timings import SaveTiming
 from layerstore.ops.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.storage.files import Files, Hook, no_hook
@@ -176,6 +178,10 @@ class Store:
     ) -> LogPage:
         """Return what `log` does, with how many commits follow, and with *graph* a drawing of all attempts."""
         return queries.log(self._rooms, run=run, limit=limit, before=before, graph=graph)
+
+    def timings(self, run: str) -> dict[tuple[int, int], SaveTiming]:
+        """Return what the saves of *run* took that were made while training, by attempt and step."""
+        return timing_verb.timings(self._rooms, run)
 
     def show(self, ref: str | None = None) -> CommitView:
         """Return everything about one commit."""

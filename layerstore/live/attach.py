@@ -1,5 +1,6 @@
 """The way in: what a training loop calls."""
 
+from collections.abc import Callable
 from typing import Any
 
 from layerstore.layers import check_name
@@ -11,6 +12,7 @@ from layerstore.live.seams import Engine
 from layerstore.ops.composition import Composition
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import place_begun
+from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.store import Store, StrPath, open_store
 
@@ -26,6 +28,7 @@ def attach(
     on_pressure: Pressure = "wait",
     frozen: Frozen = "once",
     layer_pattern: str | None = None,
+    on_saved: Callable[[SaveTiming], None] | None = None,
 ) -> Saver:
     """
     Return what saves *engine*, a DeepSpeed engine under ZeRO stage 3, into *store* as run *run*.
@@ -34,6 +37,7 @@ def attach(
     *mode* ``sync`` lets every ``save`` wait until it is durable. *host_buffer* bounds the memory for copies on this
     host, in bytes or as ``"8GB"``. *on_pressure* says what to do where the disk does not keep up: ``wait`` for it,
     ``skip`` a save, or ``degrade`` it to as many layers as fit. *frozen* weights are written ``once``, or left out.
+    *on_saved* hears, on the first rank and in its training thread, what each save took once that is known.
 
     On a run that has commits already this begins a new attempt, whose first save is full; to go on with one,
     call ``layerstore.resume`` first.
@@ -61,6 +65,7 @@ def attach(
         on_pressure=on_pressure,
         frozen=frozen,
         layer_pattern=layer_pattern,
+        on_saved=on_saved,
         place=place,
     )
 

@@ -35,6 +35,10 @@ class Timing:
     written_bytes: int = 0
     durable_seconds: float | None = None
     """From ``save`` until this rank's share was on disk."""
+    visible_seconds: float | None = None
+    """On the rank that commits: until the commit was there."""
+    queued: int = 0
+    """Earlier saves that were still on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +177,7 @@ class Background:
     def _commit(self, job: Job) -> None:
         try:
             job.commit = self._joined(job)
+            job.timing.visible_seconds = time.monotonic() - job.begun
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = job.failure or _words(exc)
             LOG.error("%s", job.failure)  # one line

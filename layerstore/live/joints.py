@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Mapping
 
+from layerstore.errors import LayerstoreError
+from layerstore.live.background import Job
+from layerstore.live.log import LOG
 from layerstore.model import PolicyUse, SourceLayout
 from layerstore.ops.joining import Joint
 from layerstore.ops.place import Place
+from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork
+from layerstore.ops.timings import SaveTiming, note_timing
 from layerstore.policy import Latest, Policy
 from layerstore.tree import Tree
 from layerstore.zero3.share import Share
@@ -51,4 +56,37 @@ def joint_of(
         due=work.due,
         policy=use,
         layout=layout,
+    )
+
+
+def note_job(rooms: Rooms, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:
+    """Note in the store what *job*, which is finished, took, and tell who wants to hear it."""
+    timing = _timing_of(job)
+    try:
+        note_timing(rooms, session, timing)
+    except LayerstoreError as exc:
+        LOG.warning("what step %d took is not noted: %s", job.step, exc)
+    if on_saved is not None:
+        on_saved(timing)
+
+
+def _timing_of(job: Job) -> SaveTiming:
+    """Return what *job*, which is finished, took."""
+    joint, timing = job.joint, job.timing
+    assert joint is not None
+    assert timing.durable_seconds is not None
+    return SaveTiming(
+        run=joint.run,
+        attempt=joint.attempt,
+        step=joint.step,
+        save_number=joint.save_number,
+        blocked_seconds=timing.blocked_seconds,
+        durable_seconds=timing.durable_seconds,
+        visible_seconds=timing.visible_seconds,
+        copied_bytes=job.snapshot.size_bytes,
+        written_bytes=timing.written_bytes,
+        layers_saved=len(joint.due),
+        layers=len(joint.share.layers),
+        queued=timing.queued,
+        failure=job.failure,
     )

@@ -1,6 +1,9 @@
 """What a saver tells of its saves."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from layerstore.live.background import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +34,18 @@ class Status:
     copied_bytes: int
     written_bytes: int
     errors: tuple[str, ...]
+
+
+def status_of(results: Sequence[Result]) -> Status:
+    """Put together what became of one rank's saves."""
+    written = [result for result in results if result.durable_seconds is not None]
+    return Status(
+        queued=len(results) - len(written),
+        saved=sum(not result.failure for result in written),
+        failed=sum(bool(result.failure) for result in written),
+        newest_step=max((result.step for result in written if not result.failure), default=None),
+        blocked_seconds=sum(result.blocked_seconds for result in results),
+        copied_bytes=sum(result.copied_bytes for result in written),
+        written_bytes=sum(result.written_bytes for result in written),
+        errors=tuple(f"step {result.step}: {result.failure}" for result in written if result.failure),
+    )

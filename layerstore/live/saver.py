@@ -28,12 +28,12 @@ from layerstore.live.council import Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
 from layerstore.live.files import Destination, Files, flavour_of
-from layerstore.live.joints import in_order, joint_of, use_of
+from layerstore.live.joints import in_order, joint_of, note_job, use_of
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
 from layerstore.live.pointers import Pointer
 from layerstore.live.pool import Pool
-from layerstore.live.results import Saved, Status
+from layerstore.live.results import Saved, Status, status_of
 from layerstore.live.resume import place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
@@ -47,6 +47,7 @@ from layerstore.ops.joining import Joint
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import Place
 from layerstore.ops.shares import ShareWork, objects_due
+from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy
 from layerstore.store import Store, StrPath
 from layerstore.zero3.share import Share
@@ -78,6 +79,7 @@ class Saver:
         on_pressure: Pressure,
         frozen: Frozen,
         layer_pattern: str | None,
+        on_saved: Callable[[SaveTiming], None] | None,
         place: Place,
     ) -> None:
         self._engine = engine
@@ -89,6 +91,7 @@ class Saver:
         self._frozen = frozen
         self._layer_pattern = layer_pattern
         self._pattern = compile_pattern(layer_pattern)
+        self._on_saved = on_saved
         self._place = place
         self._exchange = Exchange()
         self._rooms.prepare_writing()
@@ -210,18 +213,7 @@ class Saver:
 
     def status(self) -> Status:
         """Tell how this rank's saves are doing; asks no other rank."""
-        results = [*self._done, *(job.result() for job in self._jobs)]
-        written = [result for result in results if result.durable_seconds is not None]
-        return Status(
-            queued=len(results) - len(written),
-            saved=sum(not result.failure for result in written),
-            failed=sum(bool(result.failure) for result in written),
-            newest_step=max((result.step for result in written if not result.failure), default=None),
-            blocked_seconds=sum(result.blocked_seconds for result in results),
-            copied_bytes=sum(result.copied_bytes for result in written),
-            written_bytes=sum(result.written_bytes for result in written),
-            errors=tuple(f"step {result.step}: {result.failure}" for result in written if result.failure),
-        )
+        return status_of([*self._done, *(job.result() for job in self._jobs)])
 
     def close(self) -> None:
         """Wait for what is on its way, and let go of the engine. Every rank calls it; twice is harmless."""
@@ -289,7 +281,12 @@ class Saver:
         self._schedule.resolve(facts.fates.items())
         pending = {save.number for save in self._schedule.pending}
         while self._jobs and self._jobs[0].number not in pending and self._jobs[0].is_written.is_set():
-            self._done.append(self._jobs.popleft().result())
+            self._finished(self._jobs.popleft())
+
+    def _finished(self, job: Job) -> None:
+        self._done.append(job.result())
+        if job.joint is not None:
+            note_job(self._rooms, self._session, job, self._on_saved)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -339,6 +336,7 @@ class Saver:
         joint = self._joint(step, number, place, work, movements) if share.rank == 0 else None
         snapshot = Snapshot(captured, lazy)
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
+        job.timing.queued = sum(not earlier.is_written.is_set() for earlier in self._jobs)
         self._saves += 1
         self._jobs.append(job)
         self._background.add(job)

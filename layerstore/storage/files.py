@@ -346,6 +346,16 @@ class Files:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         return NewFile(path, fd, self._hook, sync_ahead=sync_ahead)
 
+    def append(self, path: Path, data: bytes) -> None:
+        """Add *data* to the file *path*, made where there is none: for what may be lost or torn, and nothing else."""
+        self._hook("append", path)
+        with mapped_errors(path, doing="append to"):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                os.write(fd, data)
+            finally:
+                os.close(fd)
+
     @contextlib.contextmanager
     def temporary(self, directory: Path) -> Iterator[NewFile]:
         """Yield a new file in *directory* that is gone afterwards, unless it was linked elsewhere."""
