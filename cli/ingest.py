@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.ingest_all import Taken, take_all, take_one
+from layerstore.cli.ingest_watch import watch as watch_folders
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import (
     Aux,
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
 All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Take every checkpoint below the folders, and each that comes, until Ctrl-C.")
+]
 RunName = Annotated[
     str | None,
     typer.Option(
@@ -69,6 +73,7 @@ def ingest(
     checkpoints: Checkpoints,
     *,
     all_: All = False,
+    watch: Watch = False,
     run: RunName = None,
     tag: Tag = None,
     pin: PinName = None,
@@ -104,14 +109,12 @@ def ingest(
     Examples:
       layerstore ingest out/checkpoint-200 --run sft
       layerstore ingest --all out --policy parity
+      layerstore ingest --watch out
       layerstore ingest run --tag global_step100 --pin best
     """
-    _check_number(
-        several=all_ or len(checkpoints) > 1,
-        pin=pin,
-        tag=tag if all_ else None,
-        opens_attempt=rollback or resumed_from is not None,
-    )
+    is_open = all_ or watch
+    several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
+    _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
     settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
     taken = Taken()
     try:
@@ -128,11 +131,11 @@ def ingest(
                 resumed_from=resumed_from,
                 pin=pin,
             )
-            _ingest(checkpoints, save, taken, tag=tag, all_=all_, pin=pin, as_json=as_json)
+            _ingest(checkpoints, save, taken, tag=tag, all_=all_, watched=watch, pin=pin, as_json=as_json)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
-        if as_json and (taken.saved or all_):
-            say_json(_fields_of_all(taken, one=len(checkpoints) == 1, all_=all_))
+        if as_json and (taken.saved or is_open):
+            say_json(_fields_of_all(taken, one=len(checkpoints) == 1, all_=is_open))
     taken.raise_first()
 
 
@@ -141,7 +144,9 @@ def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_atte
     from layerstore.errors import InvalidInput
 
     if tag is not None:
-        raise InvalidInput("--tag chooses one checkpoint and --all takes every one", hint="leave one of them out")
+        raise InvalidInput(
+            "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
+        )
     if pin is not None and several:
         raise InvalidInput(f"--pin {pin} was given with several checkpoints: a pin means one commit")
     if opens_attempt and several:
@@ -158,6 +163,7 @@ def _ingest(
     *,
     tag: str | None,
     all_: bool,
+    watched: bool,
     pin: str | None,
     as_json: bool,
 ) -> None:
@@ -167,6 +173,8 @@ def _ingest(
         taken.saved.append(ingested)
         _tell(ingested, pin=pin, as_json=as_json)
 
+    if watched:
+        watch_folders(checkpoints, take, taken, as_json=as_json)
     if all_:
         take_all(checkpoints, take, taken, as_json=as_json)
         return

@@ -63,13 +63,14 @@ def take_all(folders: Iterable[Path], take: Take, taken: Taken, *, as_json: bool
         try:
             take_one(checkpoint.folder, checkpoint.tag, take)
         except LayerstoreError as exc:
-            if _concerns_all(exc, checkpoint.folder):
+            if concerns_all(exc, checkpoint.folder):
                 raise
             say_warning(f"{checkpoint.path} was not saved: {exc}")
             taken.problems.append((checkpoint.path, exc))
 
 
-def _concerns_all(problem: "LayerstoreError", folder: Path) -> bool:
+def concerns_all(problem: "LayerstoreError", folder: Path) -> bool:
+    """Whether *problem* is one of the store, its disk or its lock, and not of the checkpoint in *folder*."""
     from layerstore.errors import IntegrityError, Internal, Locked, StorageIO
 
     if isinstance(problem, StorageIO):

@@ -1,0 +1,74 @@
+"""``layerstore ingest --watch``: follow a job that writes checkpoints, until somebody ends it."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerstore.cli.ingest_all import Take, Taken, concerns_all, take_one
+from layerstore.cli.render import say, say_warning, shown
+
+if TYPE_CHECKING:
+    from layerstore.zero3.survey import FoundTag
+
+POLL_SECONDS = 2.0
+"""How often the folders are looked at."""
+
+REST_SECONDS = 10.0
+"""A checkpoint in which nothing has changed for so long is complete: no writer pauses so long between its files."""
+
+
+def watch(
+    folders: Iterable[Path], take: Take, taken: Taken, *, rest_seconds: float = REST_SECONDS, as_json: bool
+) -> None:
+    """
+    Ingest every checkpoint below *folders*, and each that comes, once it has come to rest; ends when interrupted.
+
+    What is not whole is looked at again when it has changed.
+    """
+    from layerstore.errors import LayerstoreError
+
+    tops = list(folders)
+    seen: dict[Path, int] = {}
+    if not as_json:
+        say(f"watching {', '.join(shown(top) for top in tops)}; Ctrl-C ends it")
+    while True:
+        for checkpoint in _found(tops):
+            newest = _newest_change(checkpoint)
+            is_at_rest = newest is not None and time.time_ns() - newest > rest_seconds * 1e9
+            if newest is None or not is_at_rest or seen.get(checkpoint.path) == newest:
+                continue
+            seen[checkpoint.path] = newest
+            try:
+                take_one(checkpoint.folder, checkpoint.tag, take)
+            except LayerstoreError as exc:
+                if concerns_all(exc, checkpoint.folder):
+                    raise
+                say_warning(f"{checkpoint.path} was not saved: {exc}")
+                taken.problems.append((checkpoint.path, exc))
+        time.sleep(POLL_SECONDS)
+
+
+def _found(tops: list[Path]) -> Iterator["FoundTag"]:
+    from layerstore import find_checkpoints
+    from layerstore.errors import SourceCheckpoint
+
+    for top in tops:
+        try:
+            found = find_checkpoints(top).found
+        except SourceCheckpoint:
+            continue  # nothing there yet, or a rotation is just removing something
+        yield from found
+
+
+def _newest_change(checkpoint: "FoundTag") -> int | None:
+    """Return when a file of *checkpoint* was last changed, None if it is gone."""
+    newest = 0
+    try:
+        for folder in (checkpoint.folder, checkpoint.path):
+            with os.scandir(folder) as entries:
+                newest = max([newest, *(entry.stat().st_mtime_ns for entry in entries)])
+    except OSError:
+        return None
+    return newest
