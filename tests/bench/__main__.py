@@ -4,11 +4,14 @@ Compare ingest and compose with ``cp -r`` of the same bytes, in alternating runs
     python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5] [--profile]
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench query [--commits 10000] [--layers 80]
+    python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 4] [--every 4]    # a training that saves, two CPU ranks
+    python -m tests.bench loop --table    # only computes what saves of real models take
 
 Prints one table for each verb: median and best time, the ratio of medians to both baselines, processor time,
 peak anonymous memory of this process, and how much of the processors others used.
 The whole command's time, interpreter's start included, stands beside it; its memory is another process's.
 ``query`` asks a store with a long history instead, and prints medians, worst times and bars.
+``loop`` trains under DeepSpeed ZeRO-3 with every way to save, and prints what that costs the training.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.bench import query
+from tests.bench import loop, loop_table, query
 from tests.bench.generate import generate, generate_size
 from tests.bench.machine import limits
 from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, rehearse
@@ -32,8 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("verb", choices=[*VERBS, "all", "query"])
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint in GiB (default: 2)")
+    parser.add_argument("verb", choices=[*VERBS, "all", "query", "loop"])
+    parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; loop: 1, in GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], default="hf")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
     parser.add_argument("--policy", default="latest", help="compose two saves, mixed by this policy (default: one)")
@@ -42,19 +45,32 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="say where the time goes, by one run more of each")
     parser.add_argument("--commits", type=int, default=10_000, help="of the history that is asked (default: 10000)")
     parser.add_argument("--layers", type=int, default=80, help="of each of its commits (default: 80)")
+    parser.add_argument("--rounds", type=int, default=3, help="of loop, each with all variants (default: 3)")
+    parser.add_argument("--saves", type=int, default=4, help="of each job of loop (default: 4)")
+    parser.add_argument("--every", type=int, default=4, help="steps between two of them (default: 4)")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens of a sample of loop (default: 64)")
+    parser.add_argument("--batch", type=int, default=2, help="samples of a step on each rank (default: 2)")
+    parser.add_argument("--table", action="store_true", help="loop: only compute what saves of real models take")
     options = parser.parse_args()
+    if options.verb == "loop" and options.table:
+        print("\n".join(loop_table.lines()))
+        return
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     try:
         if options.verb == "query":
             query.run(folder, commits=options.commits, layers=options.layers)
             return
+        if options.verb == "loop":
+            loop.run(folder, _setting(options))
+            return
+        gb = 2.0 if options.gb is None else options.gb
         warm_up(folder / "tiny", lambda path: generate(path, layout=options.layout))
         source = folder / "run/checkpoint-2"
-        generate_size(source, options.gb, layout=options.layout, odd=options.odd)
+        generate_size(source, gb, layout=options.layout, odd=options.odd)
         older = None
         if options.policy != "latest":
             older = generate_size(
-                folder / "run/checkpoint-1", options.gb, layout=options.layout, odd=options.odd, step=1, seed=1
+                folder / "run/checkpoint-1", gb, layout=options.layout, odd=options.odd, step=1, seed=1
             )
         os.sync()
         place = Workplace(folder, source, older=older, policy=options.policy)
@@ -68,6 +84,17 @@ def main() -> None:
         place.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _setting(options: argparse.Namespace) -> loop.Setting:
+    return loop.Setting(
+        gb=1.0 if options.gb is None else options.gb,
+        rounds=options.rounds,
+        saves=options.saves,
+        every=options.every,
+        batch=options.batch,
+        sequence=options.sequence,
+    )
 
 
 def _tell(line: str) -> None:
