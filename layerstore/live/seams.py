@@ -7,7 +7,8 @@ All of them were there from 0.12 to 0.19; docs/reference/support.md lists what w
 import functools
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,8 @@ class Engine:
                 f"offload_optimizer.ratio is {offload.ratio} (Twin-Flow): DeepSpeed itself saves only a part of that",
                 hint="set offload_optimizer.ratio to 1",
             )
+        swapped = engine.zero_offload_param()
+        self._swaps_parameters = swapped is not None and str(getattr(swapped, "device", "none")).endswith("nvme")
         if type(self._zero).__name__.startswith("SuperOffload"):
             raise Unsupported(
                 "the optimizer is under SuperOffload: DeepSpeed itself saves only a part of its state",
@@ -155,11 +158,10 @@ class Engine:
         engine, real = self.engine, self.engine.checkpoint_engine
         engine.checkpoint_engine = catcher
         try:
-            self._settled(
-                lambda: engine._save_checkpoint(
+            with self._settled():
+                engine._save_checkpoint(
                     str(FOLDER), tag, client_state=dict(client_state), exclude_frozen_parameters=exclude_frozen
                 )
-            )
             optimizer = {
                 "optimizer_state_dict": self._zero.state_dict(),
                 "ds_config": engine.config,
@@ -167,6 +169,7 @@ class Engine:
             }
         finally:
             engine.checkpoint_engine = real
+        self._ungather(catcher.state["module"])
         return SavedStates(
             model=catcher.state,
             model_path=Path(engine._get_ckpt_name(str(FOLDER), tag)),
@@ -195,13 +198,33 @@ class Engine:
         if path is None:
             raise Unsupported("DeepSpeed did not load what it was given", hint="which version of DeepSpeed is it?")
 
-    def _settled(self, action: Callable[[], object]) -> None:
-        """Do *action* with all parameters partitioned, as the engine's own save does."""
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """
+        Partition all parameters, as the engine's own save does, where their slices could be on NVMe otherwise.
+
+        Elsewhere the slices are in memory, gathered or not. To partition parameters and gather the persistent ones
+        again takes one collective for each, which would be most of what a save takes.
+        """
+        if not self._swaps_parameters:
+            yield
+            return
         if self.engine._optimizer_has_ckpt_event_prologue():
             self._zero.checkpoint_event_prologue()
-        action()
+        yield
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self._zero.checkpoint_event_epilogue()
+
+    def _ungather(self, module: dict[str, Any]) -> None:
+        """Put empty tensors in the place of gathered parameters in *module*: what partitioned ones leave there."""
+        gathered = {
+            _place(parameter): parameter.new_empty(0)
+            for parameter in self.engine.module.parameters()
+            if hasattr(parameter, "ds_id") and parameter.numel()
+        }
+        for name, value in module.items() if gathered else ():
+            if hasattr(value, "untyped_storage") and value.numel():
+                module[name] = gathered.get(_place(value), value)
 
     @property
     def state_bytes(self) -> int:
@@ -299,6 +322,11 @@ class _Giver(_Catcher):
     def load(self, path: str, map_location: object = None) -> dict[str, Any]:
         """Return what belongs under *path*."""
         return self._model() if path.endswith("model_states.pt") else self._optimizer()
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    """Return what tells *tensor*'s memory from every other's."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def _fragment(parameter: Any) -> "torch.Tensor":
