@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from layerstore.errors import InvalidInput
 from layerstore.limits import NAME_BYTES_MAX
@@ -51,6 +52,7 @@ def is_of_adapter(name: str) -> bool:
     return any(_ADAPTER_COMPONENTS.fullmatch(part) for part in name.split("."))
 
 
+@lru_cache(maxsize=1 << 14)  # each save of a running engine asks for the same names again
 def layer_of(name: str, *, pattern: re.Pattern[str] | None = None) -> str:
     """
     Name the layer that the parameter or buffer *name* belongs to.
