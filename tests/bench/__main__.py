@@ -4,7 +4,7 @@ Compare ingest and compose with ``cp -r`` of the same bytes, in alternating runs
     python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5] [--profile]
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench query [--commits 10000] [--layers 80]
-    python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 4] [--every 4]    # a training that saves, two CPU ranks
+    python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench loop --table    # only computes what saves of real models take
 
 Prints one table for each verb: median and best time, the ratio of medians to both baselines, processor time,
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--commits", type=int, default=10_000, help="of the history that is asked (default: 10000)")
     parser.add_argument("--layers", type=int, default=80, help="of each of its commits (default: 80)")
     parser.add_argument("--rounds", type=int, default=3, help="of loop, each with all variants (default: 3)")
-    parser.add_argument("--saves", type=int, default=4, help="of each job of loop (default: 4)")
-    parser.add_argument("--every", type=int, default=4, help="steps between two of them (default: 4)")
+    parser.add_argument("--saves", type=int, default=3, help="of each job of loop (default: 3)")
+    parser.add_argument("--every", type=int, default=3, help="steps from one to the next (default: 3)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens of a sample of loop (default: 64)")
     parser.add_argument("--batch", type=int, default=2, help="samples of a step on each rank (default: 2)")
     parser.add_argument("--table", action="store_true", help="loop: only compute what saves of real models take")

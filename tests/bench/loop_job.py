@@ -23,6 +23,7 @@ from typing import Any
 
 from layerstore.live.ranks import tell
 from tests.bench.loop_variants import VARIANTS, Engine, Variant, Way, clear, folder_bytes
+from tests.bench.measure import machine_busy_seconds, own_cpu_seconds, wait_for_quiet
 from tests.bench.shapes import ModelShape
 
 HIDDEN = 512
@@ -44,6 +45,8 @@ class Job:
     steps: list[float] = field(default_factory=list)
     passes: list[float] = field(default_factory=list)
     """Forward and backward of every step."""
+    others_share: float = 0.0
+    """How much of the machine's processors somebody else used meanwhile; the kernel's own flushing is in it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,13 +209,15 @@ def _job(training: Training, variant: Variant, options: argparse.Namespace) -> J
     _fresh(options.data)
     job = Job(variant=variant.name)
     way = variant.begin(training.engine, options.data)
-    _meet()
-    started = time.monotonic()
+    own = _sum(own_cpu_seconds())
+    machine, started = machine_busy_seconds(), time.monotonic()
     for _ in range(options.saves):
         job.blocked.append(_max(_interval(training, way, options.every, job)))
         tell("step", number=training.engine.global_steps)
     way.finish()
     job.seconds = _max(time.monotonic() - started)
+    others = machine_busy_seconds() - machine - (_sum(own_cpu_seconds()) - own)
+    job.others_share = max(others, 0.0) / job.seconds / (os.cpu_count() or 1)
     job.durable = [_max(seconds) for seconds in way.durable_seconds]
     way.close()
     _fresh(options.data)
@@ -247,13 +252,14 @@ def _memcpy_seconds(training: Training) -> float:
 
 
 def _fresh(folder: Path) -> None:
-    """Make *folder* empty, and wait until the disk has nothing to do for what was there."""
+    """Make *folder* empty, and wait until disk and processors have nothing else to do, but not for ever."""
     import torch.distributed as dist
 
     _meet()
     if dist.get_rank() == 0:
         clear(folder)
         os.sync()
+        wait_for_quiet()
     _meet()
 
 

@@ -103,11 +103,11 @@ def rehearse(contender: Contender) -> None:
 def measure(run: Callable[[], None]) -> Timing:
     """Return what *run* takes."""
     with AnonymousPeak() as peak:
-        machine, own, started = _machine_busy_seconds(), _own_cpu_seconds(), time.perf_counter()
+        machine, own, started = machine_busy_seconds(), own_cpu_seconds(), time.perf_counter()
         run()
         seconds = time.perf_counter() - started
-        cpu_seconds = _own_cpu_seconds() - own
-        others_seconds = max(0.0, _machine_busy_seconds() - machine - cpu_seconds)
+        cpu_seconds = own_cpu_seconds() - own
+        others_seconds = max(0.0, machine_busy_seconds() - machine - cpu_seconds)
     return Timing(
         seconds=seconds,
         cpu_seconds=cpu_seconds,
@@ -120,9 +120,9 @@ def wait_for_quiet() -> None:
     """Wait until hardly anybody uses the processors, but not for ever."""
     deadline = time.monotonic() + _QUIET_WAIT_SECONDS_MAX
     while time.monotonic() < deadline:
-        before = _machine_busy_seconds()
+        before = machine_busy_seconds()
         time.sleep(_QUIET_SECONDS)
-        if _machine_busy_seconds() - before < _QUIET_BUSY_SHARE_MAX * _QUIET_SECONDS * (os.cpu_count() or 1):
+        if machine_busy_seconds() - before < _QUIET_BUSY_SHARE_MAX * _QUIET_SECONDS * (os.cpu_count() or 1):
             return
 
 
@@ -136,12 +136,14 @@ def best_seconds(timings: Sequence[Timing]) -> float:
     return min(timing.seconds for timing in timings)
 
 
-def _own_cpu_seconds() -> float:
+def own_cpu_seconds() -> float:
+    """Return what this process, its threads and its children have had of the processors."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _machine_busy_seconds() -> float:
+def machine_busy_seconds() -> float:
+    """Return what everybody has had of the processors, the kernel included."""
     user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )
