@@ -213,7 +213,12 @@ class Saver:
 
     def status(self) -> Status:
         """Tell how this rank's saves are doing; asks no other rank."""
-        return status_of([*self._done, *(job.result() for job in self._jobs)])
+        return status_of(self.results)
+
+    @property
+    def results(self) -> list[Result]:
+        """What is known of each of this rank's saves, in their order."""
+        return [*self._done, *(job.result() for job in self._jobs)]
 
     def close(self) -> None:
         """Wait for what is on its way, and let go of the engine. Every rank calls it; twice is harmless."""

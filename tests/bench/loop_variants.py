@@ -168,8 +168,7 @@ class Layerstore:
     @property
     def durable_seconds(self) -> list[float]:
         """Of every save until this rank's share was on disk; a commit of all follows within a few hundredths."""
-        jobs = [*self._saver._done, *self._saver._jobs]
-        return [job.timing.durable_seconds for job in jobs if job.timing.durable_seconds is not None]
+        return [of.durable_seconds for of in self._saver.results if of.durable_seconds is not None]
 
     def save(self) -> None:
         """Begin a save, in sync mode end it too."""
@@ -205,6 +204,7 @@ VARIANTS = (
     Variant(name="layerstore, full, sync", begin=partial(Layerstore, policy="latest", mode="sync")),
     Variant(name="layerstore, parity", begin=partial(Layerstore, policy="parity"), cycle=2),
     Variant(name="layerstore, filter", begin=partial(Layerstore, policy="filter"), cycle=10),
+    Variant(name="layerstore, drift", begin=partial(Layerstore, policy="drift"), cycle=10),
 )
 """What takes turns; a policy that is added here has its line in every table."""
 
