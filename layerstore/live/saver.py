@@ -26,7 +26,7 @@ from layerstore.live.background import LOG, Background, Job
 from layerstore.live.capture import Captured, capture, check_client_state
 from layerstore.live.council import Facts, Report, agree, meet
 from layerstore.live.exchange import Exchange
-from layerstore.live.files import kept_files
+from layerstore.live.files import FoundFile, find_files, kept_files
 from layerstore.live.memory import pool_bytes
 from layerstore.live.pool import Pool
 from layerstore.live.schedule import Schedule
@@ -149,11 +149,12 @@ class Saver:
 
         Raises:
             TypeError: *client_state* holds something else than plain values, tensors and numpy's.
-            InvalidInput: Gradients are being accumulated for an update that is still to come.
+            InvalidInput: Gradients are being accumulated for an update that is still to come, or a file is not there.
         """
         started = time.monotonic()
         number = self._engine.step if step is None else step
-        report = self._report(step=number, problem=check_client_state(client_state or {}))
+        files, problem = self._files(extra_files or {})
+        report = self._report(step=number, mistyped=check_client_state(client_state or {}), problem=problem)
         facts = agree(self._exchange, report)
         self._learn(facts)
         repeated = self._repeated(number)
@@ -177,7 +178,7 @@ class Saver:
             return _saved(number, self._schedule.number - 1, (), started, skipped=True)
         if facts.is_pressed and self._on_pressure == "degrade":
             due = self._schedule.fewer(due, _local_bytes(captured.share), facts.free_bytes)
-        job = self._begin(number, tag, captured, due, extra_files or {})
+        job = self._begin(number, tag, captured, due, files)
         job.timing.blocked_seconds += time.monotonic() - started
         if self._mode == "sync":
             self._finish(job, started)
@@ -246,7 +247,14 @@ class Saver:
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
-    def _report(self, *, step: int = 0, problem: str = "") -> Report:
+    def _files(self, extra: Mapping[str, StrPath]) -> tuple[tuple[FoundFile, ...], str]:
+        """Read what the first rank keeps beside the shards; return it, and what is wrong with it."""
+        try:
+            return (find_files(self._engine, extra) if self._engine.rank == 0 else ()), ""
+        except LayerstoreError as exc:
+            return (), str(exc)
+
+    def _report(self, *, step: int = 0, mistyped: str = "", problem: str = "") -> Report:
         running = [job for job in self._jobs if not job.is_written.is_set()]
         free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
         last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
@@ -258,6 +266,7 @@ class Saver:
             free_bytes=free,
             failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
             fates=self._known_fates(),
+            mistyped=mistyped,
             problem=problem,
         )
 
@@ -303,13 +312,11 @@ class Saver:
             tuple(layer.layer for layer in share.layers), counted=counted, movements={}, sizes=_sizes(share)
         )
 
-    def _begin(
-        self, step: int, tag: str, captured: Captured, due: frozenset[str], extra_files: Mapping[str, StrPath]
-    ) -> Job:
+    def _begin(self, step: int, tag: str, captured: Captured, due: frozenset[str], found: tuple[FoundFile, ...]) -> Job:
         share = captured.share
         counted = {layer.layer: layer.optimizer_step is not None for layer in share.layers}
         number = self._schedule.begin(due, counted)
-        files = kept_files(self._engine, captured.model, extra_files) if share.rank == 0 else ()
+        files = kept_files(found, captured.model)
         work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files)
         lazy = [
             part
