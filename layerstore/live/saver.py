@@ -378,7 +378,7 @@ class Saver:
         self._ungate()
         self._background.close(at_once=at_once)
         if self._engine.rank == 0:
-            self._rooms.parts.close_session(self._session)
+            self._rooms.parts.close_session(self._session, is_over=not at_once)
         if not at_once:
             self._exchange.close()
 
