@@ -13,8 +13,8 @@ from layerstore.live.exchange import Exchange, Message
 # What the numbers of a message are.
 _STEP, _NUMBER, _FLAGS, _FREE, _FAILED, _UPTO, _VISIBLE = range(7)
 _AT_BOUNDARY, _PRESSED, _MISTYPED = 1, 2, 4
-# As many outcomes as one number tells; more saves are never on their way.
-_WINDOW = 32
+SAVES_MAX = 32
+"""How many saves in a row may have an open fate: as many as one number tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def _message(report: Report) -> Message:
         _FREE: report.free_bytes,
         _FAILED: 1 + min(report.failed, default=-1),
         _UPTO: upto,
-        _VISIBLE: sum(1 << back for back in range(_WINDOW) if report.fates.get(upto - 1 - back)),
+        _VISIBLE: sum(1 << back for back in range(SAVES_MAX) if report.fates.get(upto - 1 - back)),
     }
     return Message(
         numbers=tuple(numbers[place] for place in range(len(numbers))), text=report.mistyped or report.problem
@@ -104,7 +104,7 @@ def _facts(messages: Sequence[Message]) -> Facts:
     upto = max(message.numbers[_UPTO] for message in messages)
     visible = max(message.numbers[_VISIBLE] for message in messages)
     return Facts(
-        fates={upto - 1 - back: bool(visible >> back & 1) for back in range(min(_WINDOW, upto))},
+        fates={upto - 1 - back: bool(visible >> back & 1) for back in range(min(SAVES_MAX, upto))},
         failed=frozenset(message.numbers[_FAILED] - 1 for message in messages if message.numbers[_FAILED]),
         is_pressed=any(message.numbers[_FLAGS] & _PRESSED for message in messages),
         free_bytes=min(message.numbers[_FREE] for message in messages),

@@ -24,7 +24,7 @@ from layerstore.errors import Conflict, InvalidInput, LayerstoreError, StorageIO
 from layerstore.layers import compile_pattern
 from layerstore.live.background import LOG, Background, Job
 from layerstore.live.capture import Captured, capture, check_client_state
-from layerstore.live.council import Facts, Report, agree, meet
+from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.exchange import Exchange
 from layerstore.live.files import FoundFile, find_files, kept_files
 from layerstore.live.memory import pool_bytes
@@ -172,7 +172,8 @@ class Saver:
         )
         self._copier.follow()
         due = self._due(captured.share)
-        if facts.is_pressed and self._on_pressure == "skip":
+        # However few layers a save has, no more of them may be open than fates are told of.
+        if (facts.is_pressed and self._on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
             return _saved(number, self._schedule.number - 1, (), started, skipped=True)

@@ -27,6 +27,9 @@ class Course:
     on_pressure: Pressure = "wait"
     """Given to ``attach``."""
 
+    is_stuck: bool = False
+    """Whether the disk takes nothing before the last step; then DeepSpeed does not save for comparison."""
+
     is_gated: bool = True
     """Whether updates wait for the copies of the state before them."""
 
@@ -48,4 +51,6 @@ UNGATED = Course(name="ungated", steps=4, write_seconds=0.01, host_buffer=SMALL,
 SKIPPING = Course(name="skipping", steps=12, write_seconds=0.005, host_buffer=SMALL, on_pressure="skip")
 DEGRADING = Course(name="degrading", steps=12, write_seconds=0.005, host_buffer=SMALL, on_pressure="degrade")
 
-COURSES = (FAST, SLOW, UNGATED, SKIPPING, DEGRADING)
+STUCK = Course(name="stuck", steps=40, write_seconds=0.0001, host_buffer="64MiB", on_pressure="degrade", is_stuck=True)
+
+COURSES = (FAST, SLOW, UNGATED, SKIPPING, DEGRADING, STUCK)

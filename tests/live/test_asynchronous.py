@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from layerstore.policy import Latest
-from tests.live.courses import DEGRADING, FAST, SKIPPING, SLOW, UNGATED, Course
+from tests.live.courses import DEGRADING, FAST, SKIPPING, SLOW, STUCK, UNGATED, Course
 from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records
 
 LAUNCH_SECONDS_MAX = 800
@@ -107,3 +107,13 @@ def test_saves_have_fewer_layers_under_pressure_and_each_is_of_its_step(trained:
         for entry in record.layers:
             assert entry.version == versions[entry.origin.step, entry.layer]
             assert record.step - entry.origin.step <= 4
+
+
+def test_saves_that_pile_up_before_a_stuck_disk_are_bounded_and_none_is_forgotten(trained: Launched) -> None:
+    """However much memory there is: what became of each is known on all ranks once the disk goes on."""
+    for facts in seen(trained, STUCK):
+        assert facts["unresolved"] == 0
+        assert 0 < len(facts["skipped"]) < STUCK.steps
+        assert facts["status"]["saved"] == STUCK.steps - len(facts["skipped"])
+    steps = [step for step in range(1, STUCK.steps + 1) if step not in seen(trained, STUCK)[0]["skipped"]]
+    assert [entry.step for entry in trained.store.log(STUCK.name)] == steps[::-1]

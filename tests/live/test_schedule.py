@@ -126,6 +126,21 @@ def test_layers_are_due_once_moments_have_begun() -> None:
     assert save(of, COUNTED | {"head": False})[1] == {"layers.0", "layers.2", "head"}
 
 
+def test_saves_left_out_count_as_long_as_an_older_one_is_open() -> None:
+    """Fates are told by number, of so many saves in a row: those left out take their numbers, too."""
+    of = schedule()
+    assert of.open_for == 0
+    save(of)
+    of.skip(ALL)
+    save(of)
+    assert of.open_for == 3
+
+    of.resolve([(0, True)])
+    assert of.open_for == 1
+    of.resolve([(2, True)])
+    assert of.open_for == 0
+
+
 @given(st.lists(st.tuples(st.sampled_from(["save", "skip", "fewer"]), st.booleans(), st.integers(0, 50)), max_size=30))
 def test_nothing_is_inherited_that_never_became_visible(course: list[tuple[str, bool, int]]) -> None:
     """Whatever is left out, cut down or lost: once all is known, a layer that was never visible is due."""
