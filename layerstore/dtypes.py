@@ -57,6 +57,11 @@ def by_torch_name(name: str) -> DType:
     return _find(_BY_TORCH_NAME, name)
 
 
+def knows_torch_name(name: str) -> bool:
+    """Whether there is a row of ``torch.<name>``."""
+    return name in _BY_TORCH_NAME
+
+
 def by_storage_class(name: str) -> DType:
     """Return the row of the storage class ``torch.<name>``."""
     return _find(_BY_STORAGE_CLASS, name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.dtypes import by_code
+from layerstore.errors import LayerstoreError
 from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.live.inert import Memory, NotPlain, inert
 from layerstore.live.seams import SavedStates
@@ -35,6 +36,9 @@ def check_client_state(client_state: Mapping[str, object]) -> str:
         inert(dict(client_state), Memory("client_state"))
     except NotPlain as exc:
         return f"client_state.{exc.where} is a {exc.kind}"
+    except (LayerstoreError, RecursionError) as exc:
+        # Told, not raised: the other ranks wait to hear from this one.
+        return f"client_state cannot be kept: {exc}"
     return ""
 
 

@@ -12,9 +12,9 @@ from layerstore.live.exchange import Exchange, Message
 
 # What the numbers of a message are.
 _STEP, _NUMBER, _FLAGS, _FREE, _FAILED_FROM, _FAILED, _UPTO, _VISIBLE = range(8)
-_AT_BOUNDARY, _PRESSED = 1, 2
-# As many outcomes as one number tells; more saves are never on their way.
-_WINDOW = 32
+_AT_BOUNDARY, _PRESSED, _MISTYPED = 1, 2, 4
+SAVES_MAX = 32
+"""How many saves in a row may have an open fate: as many as one number tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,10 @@ class Report:
     """Numbers of saves that it could not write."""
     fates: dict[int, bool]
     """On the rank that commits: of every save that is resolved, whether it became visible."""
+    mistyped: str = ""
+    """What of the client_state cannot be kept."""
     problem: str = ""
-    """What is wrong with what was asked of it."""
+    """What else is wrong with what was asked of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +63,15 @@ def agree(exchange: Exchange, report: Report) -> Facts:
 
     Raises:
         TypeError: A rank's client_state cannot be kept.
+        InvalidInput: Something else that a rank was given cannot be, or gradients are being accumulated.
         Conflict: They are at different steps.
-        InvalidInput: Gradients are being accumulated.
     """
     messages = exchange.all(_message(report))
     for rank, message in enumerate(messages):
-        if message.text:
+        if message.text and message.numbers[_FLAGS] & _MISTYPED:
             raise TypeError(f"{message.text} (on rank {rank}); only plain values, tensors and numpy's can be kept")
+        if message.text:
+            raise InvalidInput(f"step {report.step} cannot be saved: {message.text} (on rank {rank})")
     if len({(message.numbers[_STEP], message.numbers[_NUMBER]) for message in messages}) > 1:
         steps = ", ".join(map(str, sorted({message.numbers[_STEP] for message in messages})))
         raise Conflict(f"the ranks are not at the same save: they are at step {steps}")
@@ -85,14 +89,16 @@ def _message(report: Report) -> Message:
     numbers = {
         _STEP: report.step,
         _NUMBER: report.number,
-        _FLAGS: _AT_BOUNDARY * report.is_at_boundary | _PRESSED * report.is_pressed,
+        _FLAGS: _AT_BOUNDARY * report.is_at_boundary | _PRESSED * report.is_pressed | _MISTYPED * bool(report.mistyped),
         _FREE: report.free_bytes,
         _FAILED_FROM: failed_from,
-        _FAILED: sum(1 << ahead for ahead in range(_WINDOW) if failed_from + ahead in report.failed),
+        _FAILED: sum(1 << ahead for ahead in range(SAVES_MAX) if failed_from + ahead in report.failed),
         _UPTO: upto,
-        _VISIBLE: sum(1 << back for back in range(_WINDOW) if report.fates.get(upto - 1 - back)),
+        _VISIBLE: sum(1 << back for back in range(SAVES_MAX) if report.fates.get(upto - 1 - back)),
     }
-    return Message(numbers=tuple(numbers[place] for place in range(len(numbers))), text=report.problem)
+    return Message(
+        numbers=tuple(numbers[place] for place in range(len(numbers))), text=report.mistyped or report.problem
+    )
 
 
 def _facts(messages: Sequence[Message]) -> Facts:
@@ -100,11 +106,11 @@ def _facts(messages: Sequence[Message]) -> Facts:
     upto = max(message.numbers[_UPTO] for message in messages)
     visible = max(message.numbers[_VISIBLE] for message in messages)
     return Facts(
-        fates={upto - 1 - back: bool(visible >> back & 1) for back in range(min(_WINDOW, upto))},
+        fates={upto - 1 - back: bool(visible >> back & 1) for back in range(min(SAVES_MAX, upto))},
         failed=frozenset(
             message.numbers[_FAILED_FROM] + ahead
             for message in messages
-            for ahead in range(_WINDOW)
+            for ahead in range(SAVES_MAX)
             if message.numbers[_FAILED] >> ahead & 1
         ),
         is_pressed=any(message.numbers[_FLAGS] & _PRESSED for message in messages),

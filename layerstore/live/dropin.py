@@ -131,9 +131,10 @@ class StoreCheckpointEngine:
             )
         return store
 
-    def detach(self) -> None:
-        """Save as DeepSpeed does again; pointers can still be loaded."""
-        self.saver = None
+    def detach(self, saver: Taking) -> None:
+        """Save as DeepSpeed does again, if it was *saver* that saved; pointers can still be loaded."""
+        if self.saver is saver:
+            self.saver = None
 
     # -- the rest of the interface -------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Files that a save keeps byte for byte: DeepSpeed's own scripts, what the user names, what a trainer leaves beside."""
 
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from layerstore.errors import InvalidInput, LayerstoreError
@@ -21,67 +21,93 @@ _FILE_BYTES_MAX = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FoundFile:
+    """A file that lies beside the shards."""
+
+    name: str
+    executable: bool
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
     """Where a save would lie if it were files."""
 
     folder: Path
     tag: str
-    extra_files: Mapping[str, StrPath]
+    files: tuple[FoundFile, ...] = ()
+    """What the user wants to be kept with it."""
     is_complete: bool
     """Whether nothing more comes into the folder: else whoever saves there may still write beside the shards."""
 
 
-@dataclass(slots=True)
-class Files:
-    """The files of one save, complete once it is sealed."""
+def find_or_say(extra: Mapping[str, StrPath]) -> tuple[tuple[FoundFile, ...], str]:
+    """Read the files that the user names; return them, and what is wrong with them, empty if nothing."""
+    try:
+        return tuple(_found({_checked(name): Path(path) for name, path in extra.items()})), ""
+    except LayerstoreError as exc:
+        return (), str(exc)
 
-    engine: Engine
-    memory: Memory
-    place: Destination
-    _found: tuple[KeptFile, ...] = ()
-    _is_sealed: threading.Event = field(default_factory=threading.Event)
+
+class Files:
+    """The files of one save: complete once they are sealed."""
+
+    def __init__(self, engine: Engine, memory: Memory, place: Destination) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._place = place
+        # Now, not when the folder is complete: training goes on to draw from it.
+        self._random = random_state(memory, rank=engine.rank, world_size=engine.world_size)
+        self._kept: tuple[KeptFile, ...] = ()
+        self._is_sealed = threading.Event()
 
     def wait(self) -> tuple[KeptFile, ...]:
         """Return the files once they are all there."""
         self._is_sealed.wait()
-        return self._found
+        return self._kept
 
     def seal(self) -> None:
         """Read the files as they are now; by the main thread, before training goes on."""
         if not self._is_sealed.is_set():
-            try:
-                self._found = tuple(sorted(self._read().values(), key=lambda file: file.name))
-            except (LayerstoreError, OSError) as exc:
-                LOG.warning("files beside the shards are not kept: %s", exc)
+            found = {self._random.name: self._random} | {file.name: file for file in self._read()}
+            self._kept = tuple(sorted(found.values(), key=lambda file: file.name))
             self._is_sealed.set()
 
-    def _read(self) -> dict[str, KeptFile]:
-        """Return this rank's files by name: its random state, and on the first rank all that is no rank's own."""
-        engine, place = self.engine, self.place
-        named = {_checked(name): Path(path) for name, path in place.extra_files.items()}
-        named |= {} if place.is_complete else dict(self._beside())
-        if engine.rank == 0:
-            named = {path.name: path for path in engine.scripts} | named
-        files = {file.name: file for file in _kept(named, self.memory)}
-        own = random_state(self.memory, rank=engine.rank, world_size=engine.world_size)
-        return {own.name: own} | files
+    def _read(self) -> tuple[KeptFile, ...]:
+        """Return this rank's files: on the first rank all that is no rank's own."""
+        beside: tuple[FoundFile, ...] = ()
+        try:
+            scripts = {path.name: path for path in self._engine.scripts} if self._engine.rank == 0 else {}
+            beside = tuple(_found(scripts | ({} if self._place.is_complete else dict(self._beside()))))
+        except (LayerstoreError, OSError) as exc:
+            LOG.warning("files beside the shards are not kept: %s", exc)
+        own = self._place.files if self._engine.rank == 0 else ()
+        return _handed_over([*beside, *own], self._memory)
 
     def _beside(self) -> Iterator[tuple[str, Path]]:
-        for path in beside_shards(self.place.folder, self.place.tag):
+        for path in beside_shards(self._place.folder, self._place.tag):
             owner = rank_of_file(path.name)
-            if (owner if owner is not None and owner < self.engine.world_size else 0) == self.engine.rank:
-                yield path.relative_to(self.place.folder).as_posix(), path
+            if (owner if owner is not None and owner < self._engine.world_size else 0) == self._engine.rank:
+                yield path.relative_to(self._place.folder).as_posix(), path
 
 
-def _kept(named: Mapping[str, Path], memory: Memory) -> Iterator[KeptFile]:
+def _found(named: Mapping[str, Path]) -> Iterator[FoundFile]:
     for name, path in sorted(named.items()):
         data = read_source_file(path, size_bytes_max=_FILE_BYTES_MAX)
-        yield KeptFile(
-            name=name,
-            executable=path.suffix == ".py" or bool(path.stat().st_mode & 0o100),
-            place=memory.put(name, data),
-            size_bytes=len(data),
+        executable = path.suffix == ".py" or bool(path.stat().st_mode & 0o100)
+        yield FoundFile(name=name, executable=executable, data=data)
+
+
+def _handed_over(found: Iterable[FoundFile], memory: Memory) -> tuple[KeptFile, ...]:
+    return tuple(
+        KeptFile(
+            name=file.name,
+            executable=file.executable,
+            place=memory.put(file.name, file.data),
+            size_bytes=len(file.data),
         )
+        for file in found
+    )
 
 
 def _checked(name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
-from layerstore.dtypes import by_torch_name
+from layerstore.dtypes import by_torch_name, knows_torch_name
 from layerstore.errors import Unsupported
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3 import picklenames
@@ -24,10 +24,11 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 class NotPlain(Exception):
     """A value that has no place in a tree: neither plain, nor a tensor, nor numpy's."""
 
-    def __init__(self, where: str, value: object) -> None:
+    def __init__(self, where: str, value: object, trait: str = "") -> None:
+        """*trait* says what is wrong with a value whose class alone would do."""
         kind = type(value)
         self.where = where
-        self.kind = f"{kind.__module__}.{kind.__qualname__}"
+        self.kind = f"{kind.__module__}.{kind.__qualname__}{trait}"
         super().__init__(f"{where or 'it'} is a {self.kind}")
 
 
@@ -42,7 +43,7 @@ class Memory:
     def storage(self, tensor: "torch.Tensor") -> Storage:
         """Return the node of the storage that *tensor* views, the same one every time."""
         untyped = tensor.untyped_storage()
-        dtype = by_torch_name(str(tensor.dtype).removeprefix("torch."))
+        dtype = by_torch_name(_dtype_name(tensor))
         known = self._storages.get(untyped._cdata)
         if known is not None:
             if known.dtype != dtype.code:
@@ -142,10 +143,10 @@ def _tensor(value: "torch.Tensor", memory: Memory, where: str) -> Tensor:
     import torch
 
     is_parameter = type(value) is torch.nn.Parameter
-    if not (is_parameter or type(value) is torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+    if not (is_parameter or type(value) is torch.Tensor):
         raise NotPlain(where, value)
-    if value.device.type == "meta" or value.is_conj() or value.is_neg():
-        raise NotPlain(where, value)
+    if trait := _strange_trait(value):
+        raise NotPlain(where, value, trait)
     attributes = vars(value)
     return Tensor(
         storage=memory.storage(value),
@@ -156,6 +157,23 @@ def _tensor(value: "torch.Tensor", memory: Memory, where: str) -> Tensor:
         attributes=_pairs(attributes, memory, where) if attributes else None,
         is_parameter=is_parameter,
     )
+
+
+def _strange_trait(value: "torch.Tensor") -> str:
+    """Return what a tensor has that no tree can say; empty if nothing."""
+    import torch
+
+    if value.device.type == "meta":
+        return " on the meta device"
+    if value.layout is not torch.strided or value.is_quantized:
+        return f" of {value.dtype} in layout {value.layout}"
+    if value.is_conj() or value.is_neg():
+        return " that is conjugated or negated lazily"
+    return "" if knows_torch_name(_dtype_name(value)) else f" of {value.dtype}"
+
+
+def _dtype_name(value: "torch.Tensor") -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _object(value: object, memory: Memory, where: str) -> Tree:

@@ -1,5 +1,6 @@
 """What a saver tells of its saves."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,11 @@ class Status:
     copied_bytes: int
     written_bytes: int
     errors: tuple[str, ...]
+
+
+def saved_as(step: int, number: int, due: tuple[str, ...], started: float, *, skipped: bool) -> Saved:
+    """Return what a ``save`` that *started* then has begun by now."""
+    return Saved(step=step, number=number, layers_due=due, skipped=skipped, blocked_seconds=time.monotonic() - started)
 
 
 def status_of(results: Sequence[Result]) -> Status:

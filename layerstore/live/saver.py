@@ -24,16 +24,16 @@ from layerstore.errors import Conflict, StorageIO
 from layerstore.layers import compile_pattern
 from layerstore.live.background import Background, Job, Result
 from layerstore.live.capture import Captured, capture, check_client_state
-from layerstore.live.council import Facts, Report, agree, meet
+from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
-from layerstore.live.files import Destination, Files, flavour_of
+from layerstore.live.files import Destination, Files, find_or_say, flavour_of
 from layerstore.live.joints import in_order, joint_of, note_job, use_of
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
 from layerstore.live.pointers import Pointer
 from layerstore.live.pool import Pool
-from layerstore.live.results import Saved, Status, status_of
+from layerstore.live.results import Saved, Status, saved_as, status_of
 from layerstore.live.resume import place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
@@ -138,16 +138,18 @@ class Saver:
 
         Raises:
             TypeError: *client_state* holds something else than plain values, tensors and numpy's.
-            InvalidInput: Gradients are being accumulated for an update that is still to come.
+            InvalidInput: Gradients are being accumulated for an update that is still to come, or a file is not there.
         """
         tag = tag or f"global_step{self._engine.step}"
         kept = dict(client_state or {})
+        files, problem = find_or_say(extra_files or {})
         is_excluded = self._frozen == "exclude"
         saved = self._save(
             self._engine.step if step is None else step,
             kept,
             lambda: self._engine.states(tag, kept, exclude_frozen=is_excluded),
-            place=Destination(folder=FOLDER, tag=tag, extra_files=extra_files or {}, is_complete=True),
+            place=Destination(folder=FOLDER, tag=tag, files=files, is_complete=True),
+            problem=problem,
         )
         self._seal()
         return saved
@@ -163,15 +165,21 @@ class Saver:
             self.step_of(),
             client_state,
             lambda: states,
-            place=Destination(folder=folder, tag=tag, extra_files={}, is_complete=False),
+            place=Destination(folder=folder, tag=tag, is_complete=False),
         )
 
     def _save(
-        self, number: int, client_state: Mapping[str, object], states: Callable[[], SavedStates], *, place: Destination
+        self,
+        number: int,
+        client_state: Mapping[str, object],
+        states: Callable[[], SavedStates],
+        *,
+        place: Destination,
+        problem: str = "",
     ) -> Saved:
         started = time.monotonic()
         self._seal()
-        report = self._report(step=number, problem=check_client_state(client_state))
+        report = self._report(step=number, mistyped=check_client_state(client_state), problem=problem)
         facts = agree(self._exchange, report)
         self._learn(facts)
         repeated = self._repeated(number)
@@ -183,10 +191,11 @@ class Saver:
         self._copier.follow()
         movements = self._watch.movements(captured) if self._watch is not None else {}
         due = self._due(captured.share, movements)
-        if facts.is_pressed and self._on_pressure == "skip":
+        # However few layers a save has, no more of them may be open than fates are told of.
+        if (facts.is_pressed and self._on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
-            return _saved(number, self._schedule.number - 1, (), started, skipped=True)
+            return saved_as(number, self._schedule.number - 1, (), started, skipped=True)
         if facts.is_pressed and self._on_pressure == "degrade":
             due = self._schedule.fewer(due, local_bytes(captured.share), facts.free_bytes)
         job = self._begin(number, captured, due, place, movements)
@@ -195,7 +204,7 @@ class Saver:
         job.timing.blocked_seconds += time.monotonic() - started
         if self._mode == "sync":
             self._finish(job, started)
-        saved = _saved(number, job.number, in_order(captured.share, due), started, skipped=False)
+        saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
         self._newest = (saved, self._updates)
         return saved
 
@@ -256,7 +265,7 @@ class Saver:
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
-    def _report(self, *, step: int = 0, problem: str = "") -> Report:
+    def _report(self, *, step: int = 0, mistyped: str = "", problem: str = "") -> Report:
         running = [job for job in self._jobs if not job.is_written.is_set()]
         free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
         last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
@@ -268,6 +277,7 @@ class Saver:
             free_bytes=free,
             failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
             fates=self._known_fates(),
+            mistyped=mistyped,
             problem=problem,
         )
 
@@ -430,14 +440,10 @@ class Saver:
         self._is_closed = True
         atexit.unregister(self._at_exit)
         self._ungate()
-        self._dropin.detach()
+        self._dropin.detach(self)
         self._uninstall()
         self._background.close(at_once=at_once)
         if self._engine.rank == 0:
-            self._rooms.parts.close_session(self._session)
+            self._rooms.parts.close_session(self._session, is_over=not at_once)
         if not at_once:
             self._exchange.close()
-
-
-def _saved(step: int, number: int, due: tuple[str, ...], started: float, *, skipped: bool) -> Saved:
-    return Saved(step=step, number=number, layers_due=due, skipped=skipped, blocked_seconds=time.monotonic() - started)

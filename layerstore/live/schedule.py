@@ -68,6 +68,11 @@ class Schedule:
         found = due_layers(anchored(self.policy, 0), save)
         return found | begun | new | (self.owed & set(layers))
 
+    @property
+    def open_for(self) -> int:
+        """How many saves ago the oldest one began whose fate is not known."""
+        return self.number - self.pending[0].number if self.pending else 0
+
     def last_saved(self) -> dict[str, int]:
         """Return the number of the newest save of each layer, as if every pending one became visible."""
         found = dict(self.visible)

@@ -7,9 +7,10 @@ One thread copies, in the order in which the writer reads. The gate holds the up
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from layerstore.limits import MIB
 from layerstore.live.capture import Captured
@@ -49,6 +50,7 @@ class Snapshot:
         """Set once nothing of the engine's memory is needed any more."""
         self.error: BaseException | None = None
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._is_over = False
         self._pool: Pool | None = None
 
     # -- the copying thread --------------------------------------------------------------------------------------
@@ -63,7 +65,13 @@ class Snapshot:
                 for start in range(0, part.size_bytes, step):
                     at = part.offset_bytes + start
                     data = pool.take(min(step, part.size_bytes - start))
-                    ready = copy.begin(data, source[at : at + len(data)])
+                    try:
+                        ready = copy.begin(data, source[at : at + len(data)])
+                    except BaseException as exc:
+                        # What was taken is given back by the reader, in order: it must hear of this piece, too.
+                        self.error = exc
+                        self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=self._failed))
+                        raise
                     self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=ready))
             copy.finish()
         except PoolClosed:
@@ -74,21 +82,24 @@ class Snapshot:
             self._chunks.put(None)
             self.copied.set()
 
+    def _failed(self) -> NoReturn:
+        raise CopyFailed("the engine's memory could not be copied") from self.error
+
     # -- the writing thread --------------------------------------------------------------------------------------
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
         """Yield the bytes of the next slice, or of what was copied when the save was made."""
         if (path, offset) not in self._lazy:
-            yield self.captured.memory(path).bytes_of(path)[offset : offset + size_bytes].numpy().data
+            yield self.captured.memory(path).bytes_of(path)[offset : offset + size_bytes].cpu().numpy().data
             return
         end = offset + size_bytes
         while offset < end:
-            chunk = self._chunks.get()
+            chunk = self._next()
             if chunk is None:
-                raise CopyFailed("the engine's memory could not be copied") from self.error
-            assert (chunk.path, chunk.offset) == (path, offset), "slices are read in the order of their copying"
+                self._failed()
             assert self._pool is not None
             try:
+                assert (chunk.path, chunk.offset) == (path, offset), "slices are read in the order of their copying"
                 chunk.ready()
                 yield chunk.data.numpy().data
             finally:
@@ -97,10 +108,17 @@ class Snapshot:
 
     def discard(self) -> None:
         """Read what is left and throw it away: the copying thread must not wait for a writer that has given up."""
-        while (chunk := self._chunks.get()) is not None:
+        while (chunk := self._next()) is not None:
             assert self._pool is not None
-            chunk.ready()
+            with suppress(Exception):  # then nothing is on its way into that memory any more
+                chunk.ready()
             self._pool.give_back()
+
+    def _next(self) -> _Chunk | None:
+        """Return the next chunk, None once there will be no more, however often that is asked."""
+        chunk = None if self._is_over else self._chunks.get()
+        self._is_over = chunk is None
+        return chunk
 
 
 class Copier:

@@ -25,6 +25,7 @@ from layerstore.ops.hashing import Checksums, SourceReader
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staging import Staging
 from layerstore.storage.objects import ObjectWriter
+from layerstore.zero3.checkpoint import LayerSource
 from layerstore.zero3.share import Share
 
 
@@ -79,7 +80,11 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
     for part in parts:
         if part.agreement != parts[0].agreement:
             raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved another model than rank 0")
-    lost = [of.layer for of in joint.share.layers if of.layer not in joint.due and of.layer not in inherited]
+    lost = [
+        of.layer
+        for of in joint.share.layers
+        if of.layer not in joint.due and not _stands_in(inherited.get(of.layer), of)
+    ]
     if lost:
         raise GivenUp(
             f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
@@ -104,6 +109,11 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
             raise Conflict(f"{len(gone)} objects were removed while they were committed (first: {gone[0].id})")
     rooms.catalog.add(commit)
     return commit
+
+
+def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
+    """Whether *entry* can be inherited: one from before the first update has no moments to go on with."""
+    return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
 def _versions(staging: Staging, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:

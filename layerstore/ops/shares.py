@@ -58,7 +58,12 @@ def write_share(
     share = work.share
     with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
         staging = Staging(
-            writer, lambda: reader, source="the engine", checksums=Checksums(), advance=lambda count: None
+            writer,
+            lambda: reader,
+            source="the engine",
+            checksums=Checksums(),
+            advance=lambda count: None,
+            reads_once=True,  # what was copied is gone from the pool once it was read
         )
         layers = tuple(
             LayerPart(layer=layer.layer, objects=tuple(_objects(layer, staging, writer, frozen)))

@@ -45,14 +45,20 @@ class Staging:
         checksums: Checksums,
         advance: Callable[[int], None],
         known_before: bool = False,
+        reads_once: bool = False,
     ) -> None:
-        """*reader* gives each thread its own; *source* names the checkpoint in errors."""
+        """
+        *reader* gives each thread its own; *source* names the checkpoint in errors.
+
+        What is *known_before* is looked at before it is written; with *reads_once* nothing can be read a second time.
+        """
         self._writer = writer
         self._reader = reader
         self._source = source
         self._checksums = checksums
         self._advance = advance
         self._known_before = known_before
+        self._reads_once = reads_once
         self._likely_known: dict[str, bool] = {}
 
     def object(self, source: ObjectSource, witness: Witness | None = None) -> StoredObject:
@@ -77,7 +83,7 @@ class Staging:
         """
         reader = self._reader()
         look = partial(inspect, slices, reader, self._checksums, witness=witness, advance=self._advance)
-        if self._likely_known.get(kind, self._known_before):
+        if not self._reads_once and self._likely_known.get(kind, self._known_before):
             found = look()
             is_known = self._writer.reuse(found.ref)
             if not is_known:

@@ -55,11 +55,15 @@ class PartStore:
             if self._files.exists(path):
                 self._files.discard(path)
 
-    def close_session(self, session: str) -> None:
-        """Remove the folder of *session* if nothing is left in it."""
+    def close_session(self, session: str, *, is_over: bool) -> None:
+        """
+        Remove the folder of *session* if nothing is left in it, or if it *is_over*: all ranks have written all.
+
+        Until then a rank may still leave a part of a save that was given up without it.
+        """
         folder = self._layout.parts / session
         try:
-            if self._files.is_directory(folder) and not self._files.names(folder):
+            if self._files.is_directory(folder) and (is_over or not self._files.names(folder)):
                 self._files.remove_tree(folder)
         except StorageIO:
             pass  # a collection removes it

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.live.plain import plainly
+
 STEPS = 3
 RUN = "live"
 
@@ -41,7 +43,10 @@ def main() -> None:
             saver.save(client_state={"epoch": step})
             if not gathered or gathered_names(engine) != gathered:
                 raise SystemExit(f"{len(gathered)} parameters were gathered, and {len(gathered_names(engine))} are")
-            engine.save_checkpoint(str(folder / "deepspeed"), tag=f"global_step{step}", client_state={"epoch": step})
+            with plainly(engine):
+                engine.save_checkpoint(
+                    str(folder / "deepspeed"), tag=f"global_step{step}", client_state={"epoch": step}
+                )
     dist.barrier()
     os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
 

@@ -129,7 +129,9 @@ def remove_stale(cache: Path) -> None:
             finished.with_suffix(".log").unlink(missing_ok=True)
 
 
-def torchrun(module: str, arguments: Sequence[str], *, log: Path, world_size: int = WORLD_SIZE) -> None:
+def torchrun(
+    module: str, arguments: Sequence[str], *, log: Path, world_size: int = WORLD_SIZE, on_cuda: bool = False
+) -> None:
     """
     Run *module* on *world_size* ranks, with its output in *log*.
 
@@ -138,8 +140,9 @@ def torchrun(module: str, arguments: Sequence[str], *, log: Path, world_size: in
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PATH": search_path()} if on_cuda else environment()
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
         status = process.wait(LAUNCH_SECONDS_MAX)
     except subprocess.TimeoutExpired:
@@ -172,9 +175,13 @@ def environment() -> dict[str, str]:
         # gloo resolves the host's name otherwise, which a machine without a network cannot.
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
-        # DeepSpeed looks for ninja on the path, where it is not if pytest was started by its full name.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "PATH": search_path(),
     }
+
+
+def search_path() -> str:
+    """Return a path on which DeepSpeed finds ninja, even if pytest was started by its full name."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def free_port() -> int:

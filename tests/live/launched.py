@@ -1,0 +1,89 @@
+"""Launches of this folder's programs, and the comparison of what savers wrote with DeepSpeed's own checkpoints.
+
+Nothing is kept from one test run to the next: what is launched is the very code under test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore.model import CommitRecord
+from layerstore.ops.refs import resolve
+from layerstore.policy import Policy
+from layerstore.store import Store
+from tests.live.plain import states_of
+from tests.zero3.launch import torchrun
+from tests.zero3.scenarios import WORLD_SIZE
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What a launch left behind."""
+
+    root: Path
+    world_size: int
+    store: layerstore.Store
+
+
+class Launcher:
+    """Starts a program once for each device that there is."""
+
+    def __init__(self, folder: Path, program: str, *arguments: str) -> None:
+        """Start nothing yet."""
+        self._folder = folder
+        self._program = program
+        self._arguments = arguments
+        self.on = cache(self._launch)
+
+    def _launch(self, device: str) -> Launched:
+        """Launch the program on *device*; skip where there is none."""
+        import torch
+
+        count = torch.cuda.device_count() if device == "cuda" else WORLD_SIZE
+        if not count:
+            pytest.skip("no CUDA device here: the same launch on the CPU stands for it")
+        root, world_size = self._folder / device, min(count, WORLD_SIZE)
+        root.mkdir()
+        torchrun(
+            f"tests.live.{self._program}",
+            ["--out", str(root), *self._arguments],
+            log=self._folder / f"{device}.log",
+            world_size=world_size,
+            on_cuda=device == "cuda",
+        )
+        return Launched(root=root, world_size=world_size, store=layerstore.open(root / "store"))
+
+
+def ingested(launched: Launched, folder: Path, *, run: str, steps: list[int], policy: Policy) -> list[CommitRecord]:
+    """Ingest DeepSpeed's checkpoints of *steps* from *folder* as *run*; return the records."""
+    for step in steps:
+        launched.store.ingest(folder, tag=f"global_step{step}", run=run, policy=policy)
+    return records(launched, run, steps)
+
+
+def records(launched: Launched, run: str, steps: list[int]) -> list[CommitRecord]:
+    """Return the records of *run* at *steps*."""
+    return [resolve(launched.store.rooms, f"{run}@{step}").record for step in steps]
+
+
+def facts_of(store: Store, record: CommitRecord) -> dict[str, Any]:
+    """Return all that a record says, but for the name of its run: equal where two saves hold the same."""
+    return {
+        "layers": [(of.layer, of.version, of.optimizer_step, of.origin.step) for of in record.layers],
+        "states": states_of(store, record),
+        "step": record.step,
+        "save_number": record.save_number,
+        "attempt": record.attempt,
+        "fork": record.fork,
+        "world_size": record.world_size,
+        "layout": asdict(record.layout),
+        "policy": asdict(record.policy),
+    }

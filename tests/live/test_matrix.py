@@ -1,0 +1,274 @@
+"""Every way to build an engine: what savers write while it trains is what DeepSpeed's own checkpoints hold."""
+
+import json
+from typing import Any
+
+import pytest
+
+from layerstore.model import CommitRecord, Kind
+from tests.live.cases import (
+    ACCUMULATED,
+    BEFORE_FIRST,
+    CASE_OF,
+    CASES,
+    CPU_ADAM,
+    EXCLUDED,
+    FROZEN,
+    GIVEN_UP,
+    OVERFLOW,
+    POLICIES,
+    POLICY_CASE,
+    RANK_BUFFERS,
+    SCENARIO_CASES,
+    Case,
+)
+from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records
+from tests.live.plain import states_of
+
+LAUNCH_SECONDS_MAX = 800
+
+SAVERS = [(case, policy) for case in CASES for policy in case.policies]
+SCENARIO_SAVERS = [(case, policy) for case in SCENARIO_CASES for policy in case.policies]
+
+pytestmark = pytest.mark.timeout(LAUNCH_SECONDS_MAX + 100)
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """Return what trains all cases once."""
+    return Launcher(tmp_path_factory.mktemp("matrix"), "training")
+
+
+@pytest.fixture(params=DEVICES)
+def trained(launcher: Launcher, request: pytest.FixtureRequest) -> Launched:
+    """Return the training of all cases, on each device that there is."""
+    return launcher.on(request.param)
+
+
+@pytest.fixture(scope="module")
+def scenario_launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """Return what trains all scenarios of the other tests once."""
+    return Launcher(tmp_path_factory.mktemp("scenarios"), "training", "--all-scenarios")
+
+
+def seen(trained: Launched, case: Case, *, rank: int = 0) -> dict[str, Any]:
+    """Return what *rank* has seen of *case*; skip where it could not be trained."""
+    facts: dict[str, Any] = json.loads(case.facts(trained.root, rank).read_text())
+    if facts["unavailable"]:
+        pytest.skip(f"DeepSpeed could not compile its optimizer here: {facts['unavailable'][:100]}")
+    return facts
+
+
+def seen_by_all(trained: Launched, name: str) -> list[dict[str, Any]]:
+    """Return what each rank has seen of the case *name*; skip where there are no two ranks to differ."""
+    if trained.world_size == 1:
+        pytest.skip("one device: there are no ranks that could differ")
+    return [seen(trained, CASE_OF[name], rank=rank) for rank in range(trained.world_size)]
+
+
+def compared(trained: Launched, case: Case, policy: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what a saver wrote, and what an ingest of DeepSpeed's checkpoints under the same policy gives."""
+    steps = list(case.steps)
+    run = f"{case.run(policy)}-ingested"
+    expected = ingested(trained, case.folder(trained.root), run=run, steps=steps, policy=POLICIES[policy])
+    found = records(trained, case.run(policy), steps)
+    return [facts_of(trained.store, record) for record in found], [
+        facts_of(trained.store, record) for record in expected
+    ]
+
+
+def saved_of(trained: Launched, name: str, policy: str = "latest") -> list[CommitRecord]:
+    """Return the commits of a saver of the case *name*."""
+    case = CASE_OF[name]
+    seen(trained, case)
+    return records(trained, case.run(policy), list(case.steps))
+
+
+@pytest.mark.parametrize(("case", "policy"), [pytest.param(*of, id=f"{of[0].name}-{of[1]}") for of in SAVERS])
+def test_savers_write_what_deepspeed_saves(trained: Launched, case: Case, policy: str) -> None:
+    """Layers, origins, counters, states, policies and numbers are those of the ingested checkpoints."""
+    seen(trained, case)
+    if case.misuse == "given_up":
+        pytest.skip("its saves that came to nothing are compared below")
+
+    found, expected = compared(trained, case, policy)
+
+    assert found == expected
+    assert trained.store.verify(f"{case.run(policy)}@{case.steps[-1]}", read_data=True).ok
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "policy"), [pytest.param(*of, id=f"{of[0].name}-{of[1]}") for of in SCENARIO_SAVERS])
+def test_savers_write_what_deepspeed_saves_in_every_scenario(
+    scenario_launcher: Launcher, case: Case, policy: str
+) -> None:
+    """So it is for everything that DeepSpeed trains in the other tests."""
+    found, expected = compared(scenario_launcher.on("cpu"), case, policy)
+
+    assert found == expected
+
+
+def test_nothing_fails_and_nothing_is_left(trained: Launched) -> None:
+    """Every save of every saver is on disk, on every rank, and no parts are left behind."""
+    for case in CASES:
+        for rank in range(trained.world_size):
+            facts = json.loads(case.facts(trained.root, rank).read_text())
+            for policy, status in facts.get("status", {}).items():
+                begun = len(facts["saves"][policy])
+                # The first rank counts, too, what could be written and must not become visible.
+                failed = 2 - rank if case.misuse == "given_up" and trained.world_size > 1 else 0
+                assert (status["queued"], status["failed"]) == (0, failed), case.name
+                assert status["saved"] == begun - failed, case.name
+    parts = trained.store.path / "parts"
+    assert not parts.exists() or list(parts.iterdir()) == []
+
+
+def test_the_first_save_after_moments_have_begun_is_full(trained: Launched) -> None:
+    """A layer without moments and one with them do not make a checkpoint."""
+    facts = seen(trained, CASE_OF[BEFORE_FIRST])["saves"]["parity"]
+    full = set(facts["0"]["layers_due"])
+
+    first, second, *_ = saved_of(trained, BEFORE_FIRST, "parity")
+
+    assert {entry.optimizer_step for entry in first.layers} == {None}
+    trained_layers = {entry.layer for entry in second.layers if entry.optimizer_step == 1}
+    assert trained_layers == full - {"shift"}  # a buffer has no moments
+    assert set(facts["1"]["layers_due"]) >= trained_layers
+    assert 0 < len(facts["2"]["layers_due"]) < len(full)
+
+
+def test_overflow_skips_updates_and_not_saves(trained: Launched) -> None:
+    """While updates are skipped there are no moments; the first real one makes every layer due."""
+    facts = seen(trained, CASE_OF[OVERFLOW])
+    commits = saved_of(trained, OVERFLOW)
+
+    counts = [{entry.optimizer_step for entry in commit.layers if entry.layer != "shift"} for commit in commits]
+    skipped = counts.count({None})
+    assert 0 < skipped <= facts["skipped_steps"] < len(commits)
+    assert counts == [{None}] * skipped + [{of} for of in sorted(next(iter(c)) or 0 for c in counts[skipped:])]
+    masters = [[entry.version for entry in commit.layers] for commit in commits[:skipped]]
+    assert masters == masters[:1] * skipped  # nothing was updated, so nothing new is stored
+    begun = facts["saves"]["parity"][str(skipped + 1)]["layers_due"]
+    assert set(begun) >= {entry.layer for entry in commits[0].layers} - {"shift"}
+
+
+def test_frozen_weights_are_read_once(trained: Launched) -> None:
+    """Later saves name the same objects without looking at the weights again; excluded ones are never read."""
+    staged = seen(trained, CASE_OF[FROZEN])["staged"]
+    commits = saved_of(trained, FROZEN)
+
+    layers = {"embed", "layers.0"}
+    objects = []
+    for commit in commits:
+        versions = [trained.store.rooms.version_of(entry) for entry in commit.layers if entry.layer in layers]
+        objects.append([stored for version in versions for stored in version.objects if stored.kind is Kind.WEIGHTS])
+    assert staged["weights"] == len(layers)
+    assert staged["master"] == len(commits) * 4  # layers.1, layers.2, norm, head
+    assert len(objects[0]) == len(layers) * trained.world_size
+    assert objects == objects[:1] * len(commits)
+    assert "weights" not in seen(trained, CASE_OF[EXCLUDED])["staged"]
+    assert layers.isdisjoint(entry.layer for commit in saved_of(trained, EXCLUDED) for entry in commit.layers)
+
+
+def test_buffers_are_kept_by_rank_only_where_they_differ(trained: Launched) -> None:
+    """Running statistics follow each rank's batches; a constant is one object."""
+    if trained.world_size == 1:
+        pytest.skip("one device: there are no ranks that could differ")
+    by_rank, alike = (
+        {
+            stored.shards
+            for entry in saved_of(trained, name)[-1].layers
+            for stored in trained.store.rooms.version_of(entry).objects
+            if stored.kind is Kind.BUFFERS
+        }
+        for name in (RANK_BUFFERS, CPU_ADAM)
+    )
+
+    assert by_rank == {trained.world_size}
+    assert alike == {1}
+
+
+def test_policies_save_different_layers(trained: Launched) -> None:
+    """Otherwise their comparison with an ingest would say nothing."""
+    saves = seen(trained, CASE_OF[POLICY_CASE])["saves"]
+
+    due = {policy: [len(save["layers_due"]) for save in saves[policy].values()] for policy in POLICIES}
+
+    full = due["latest"][0]
+    assert due["latest"] == [full] * 8
+    assert len({tuple(numbers) for numbers in due.values()}) == len(POLICIES)
+    assert all(numbers[0] == full > min(numbers) > 0 for policy, numbers in due.items() if policy != "latest")
+
+
+def test_all_ranks_decide_alike(trained: Launched) -> None:
+    """What is due is the same on every rank, save by save."""
+    for case in CASES:
+        of_ranks = [
+            {
+                policy: {step: (save["number"], save["layers_due"]) for step, save in saves.items()}
+                for policy, saves in json.loads(case.facts(trained.root, rank).read_text())["saves"].items()
+            }
+            for rank in range(trained.world_size)
+        ]
+        assert of_ranks == of_ranks[:1] * trained.world_size
+
+
+def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
+    """Gradients that wait for their update are in no checkpoint; after the update saving works."""
+    for rank in range(trained.world_size):
+        facts = seen(trained, CASE_OF[ACCUMULATED], rank=rank)
+        assert [refused["error"] for refused in facts["off_boundary"]] == ["InvalidInput"] * 3
+        assert all("accumulated" in refused["message"] for refused in facts["off_boundary"])
+        assert list(facts["saves"]["latest"]) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [
+        ("object", "TypeError", "client_state.epoch.best[1] is a builtins.object (on rank 1)"),
+        ("lambda", "TypeError", "client_state.hook is a builtins.builtin_function_or_method (on rank 1)"),
+        ("complex128", "TypeError", "client_state.phases.first is a torch.Tensor of torch.complex128 (on rank 1)"),
+        ("sparse", "TypeError", "client_state.counts[0] is a torch.Tensor of torch.float32 in layout torch.sparse_coo"),
+        ("cyclic", "TypeError", "client_state cannot be kept: maximum recursion depth exceeded"),
+        ("steps", "Conflict", "they are at step 100, 101"),
+        ("extra_files", "InvalidInput", "no/such/file: no such file (on rank 0)"),
+        ("outside", "InvalidInput", "'../tokenizer.json', which is not below the checkpoint's folder"),
+        ("going_back", "Conflict", "step 0 is not after step 1"),
+    ],
+)
+def test_what_one_rank_cannot_save_every_rank_refuses(trained: Launched, what: str, error: str, words: str) -> None:
+    """All say the same, and the saves after it are as if nothing had been asked."""
+    refusals = [facts["refused"][what] for facts in seen_by_all(trained, ACCUMULATED)]
+
+    assert refusals == refusals[:1] * len(refusals)
+    assert refusals[0]["error"] == error
+    assert words in refusals[0]["message"]
+
+
+def test_the_same_save_twice_is_one_commit(trained: Launched) -> None:
+    """Trainers save twice at the end of training; the second save says what the first one said."""
+    for facts in seen_by_all(trained, ACCUMULATED):
+        assert facts["refused"]["twice"] == facts["saves"]["latest"]["2"]
+    run = CASE_OF[ACCUMULATED].run("latest")
+    assert [entry.step for entry in trained.store.log(run)] == [3, 2, 1]
+
+
+def test_layers_of_a_save_that_one_rank_could_not_write_are_due_again(trained: Launched) -> None:
+    """No commit mixes layers from before and after the first update; the next save has all that was lost."""
+    first, second = seen_by_all(trained, GIVEN_UP)
+    case = CASE_OF[GIVEN_UP]
+
+    # The save after the failed one, half of the layers, was begun before the failure was known.
+    due = {step: set(save["layers_due"]) for step, save in first["saves"]["parity"].items()}
+    assert due["2"] < due["1"]
+    assert [entry.step for entry in trained.store.log(case.run("parity"))] == [4, 3, 0]
+    assert "made up" in second["status_given_up"]["errors"][0]
+    assert due["3"] >= due["1"]
+    expected = ingested(
+        trained, case.folder(trained.root), run="given-up-ingested", steps=[0, 3], policy=POLICIES["latest"]
+    )
+    for found, other in zip(records(trained, case.run("parity"), [0, 3]), expected, strict=True):
+        assert [(of.layer, of.version, of.optimizer_step) for of in found.layers] == [
+            (of.layer, of.version, of.optimizer_step) for of in other.layers
+        ]
+        assert states_of(trained.store, found) == states_of(trained.store, other)

@@ -1,0 +1,147 @@
+"""Copies on their way to the writer, and what becomes of them where copying or writing fails."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import layerstore
+from layerstore.live.capture import Captured
+from layerstore.live.pool import Pool
+from layerstore.live.snapshot import Copier, CopyFailed, Snapshot
+from layerstore.model import Kind
+from layerstore.ops.hashing import Checksums
+from layerstore.ops.staging import Staging
+from layerstore.storage.objects import ObjectWriter
+from layerstore.zero3.checkpoint import ObjectSource, SliceSource
+
+MEMORY = Path("memory")
+SIZE = 100
+WAIT_SECONDS_MAX = 30
+
+
+class Broken(Copier):
+    """Copies that fail: all of them when they begin, or only where they are awaited."""
+
+    def __init__(self, *, late: bool) -> None:
+        """Fail at once, or *late*."""
+        self._late = late
+
+    def begin(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """Fail, or return what does."""
+        if not self._late:
+            raise RuntimeError("made up")
+
+        def fail() -> None:
+            raise RuntimeError("made up")
+
+        return fail
+
+
+def part(offset: int, *, name: str = "weight") -> SliceSource:
+    """Return a slice of the memory."""
+    return SliceSource(name=name, state="", dtype="U8", elements=SIZE, path=MEMORY, offset_bytes=offset)
+
+
+def snapshot_of(data: torch.Tensor, offsets: list[int]) -> Snapshot:
+    """Return a snapshot of the slices of *data* at *offsets*."""
+    memory = SimpleNamespace(bytes_of=lambda path: data)
+    captured = cast(Captured, SimpleNamespace(memory=lambda path: memory))
+    return Snapshot(captured, [part(offset) for offset in offsets])
+
+
+def in_time(action: Callable[[], Any]) -> None:
+    """Do *action* in a thread of its own, which must come to an end."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(WAIT_SECONDS_MAX)
+    assert not thread.is_alive()
+
+
+def test_slices_arrive_through_a_smaller_ring() -> None:
+    """In pieces as large as the ring, in order, each given back when the next is asked for."""
+    data = torch.arange(3 * SIZE, dtype=torch.uint8)
+    snapshot, pool = snapshot_of(data, [0, SIZE, 2 * SIZE]), Pool(64, pinned=False)
+    filling = threading.Thread(target=snapshot.fill, args=(pool, Copier()))
+    filling.start()
+
+    found = b"".join(bytes(piece) for at in range(3) for piece in snapshot.chunks(MEMORY, at * SIZE, SIZE))
+
+    filling.join(WAIT_SECONDS_MAX)
+    assert found == bytes(data.tolist())
+    assert snapshot.copied.is_set()
+    assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failed_copy_is_an_error_and_nobody_waits(*, late: bool) -> None:
+    """The writer hears why; throwing away the rest ends, and the ring is free for the next save."""
+    snapshot, pool = snapshot_of(torch.zeros(2 * SIZE, dtype=torch.uint8), [0, SIZE]), Pool(1024, pinned=False)
+    snapshot.fill(pool, Broken(late=late))
+
+    with pytest.raises(CopyFailed if not late else RuntimeError) as raised:
+        list(snapshot.chunks(MEMORY, 0, SIZE))
+
+    assert "made up" in f"{raised.value} {raised.value.__cause__}"
+    in_time(snapshot.discard)
+    assert pool.used_bytes == 0
+
+
+def test_throwing_away_frees_a_copier_that_waits() -> None:
+    """A writer that has given up must not hold the update that waits for the copies."""
+    snapshot, pool = snapshot_of(torch.zeros(5 * SIZE, dtype=torch.uint8), [0, SIZE, 2 * SIZE]), Pool(64, pinned=False)
+    filling = threading.Thread(target=snapshot.fill, args=(pool, Copier()), daemon=True)
+    filling.start()
+
+    in_time(snapshot.discard)
+
+    filling.join(WAIT_SECONDS_MAX)
+    assert snapshot.copied.is_set()
+    in_time(snapshot.discard)  # twice is harmless
+
+
+def test_a_closed_ring_ends_both_sides() -> None:
+    """As when the training program leaves by an exception."""
+    snapshot, pool = snapshot_of(torch.zeros(2 * SIZE, dtype=torch.uint8), [0, SIZE]), Pool(1024, pinned=False)
+    pool.close()
+    snapshot.fill(pool, Copier())
+
+    with pytest.raises(CopyFailed):
+        list(snapshot.chunks(MEMORY, 0, SIZE))
+    in_time(snapshot.discard)
+
+
+def test_what_was_copied_is_read_once_whatever_the_store_has(tmp_path: Path) -> None:
+    """An object that is there already says nothing of the next one: the ring has no second look to offer."""
+    data = torch.arange(2 * SIZE, dtype=torch.uint8)
+    reads: list[int] = []
+
+    class Once:
+        """A reader that notes what it is asked for."""
+
+        def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
+            """Yield the bytes."""
+            reads.append(offset)
+            yield data[offset : offset + size_bytes].numpy().data
+
+    with layerstore.init(tmp_path / "store") as store:
+        rooms = store.rooms
+        for offsets in ([0], [0, SIZE]):
+            reads.clear()
+            with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+                staging = Staging(
+                    writer,
+                    Once,
+                    source="a test",
+                    checksums=Checksums(),
+                    advance=lambda count: None,
+                    reads_once=True,
+                )
+                for offset in offsets:
+                    staging.object(ObjectSource(kind=Kind.MASTER, shard=0, shards=1, slices=(part(offset),)))
+                writer.publish()
+            assert reads == offsets
