@@ -29,6 +29,7 @@ from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
 from layerstore.live.files import Destination, Files, find_or_say, flavour_of
 from layerstore.live.joints import in_order, joint_of, note_job, use_of
+from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
 from layerstore.live.pointers import Pointer
@@ -58,10 +59,6 @@ Frozen = Literal["once", "exclude"]
 
 JOBS_MAX = 2
 """Saves that may be on their way: one more waits until the oldest is on disk."""
-
-
-EXIT_SECONDS_MAX = 600.0
-"""How long a process that ends waits for its saves to become durable, and the first rank for the others'."""
 
 
 class Saver:
@@ -233,7 +230,11 @@ class Saver:
         """Wait for what is on its way, and let go of the engine. Every rank calls it; twice is harmless."""
         if self._is_closed:
             return
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:
+            self._leave()
+            raise
         self._end(at_once=False)
 
     def __enter__(self) -> "Saver":
@@ -245,11 +246,7 @@ class Saver:
         if kind is None:
             self.close()
         elif not self._is_closed:
-            # Other ranks may never come to where they could be waited for.
-            self._seal()
-            for job in self._jobs:
-                job.is_written.wait()
-            self._end(at_once=True)
+            self._leave()
 
     # -- before an update ----------------------------------------------------------------------------------------
 
@@ -430,11 +427,12 @@ class Saver:
         """Bring what is on its way to the disk: the process ends without having closed this saver."""
         if not self._is_closed:
             self._seal()
-            deadline = time.monotonic() + EXIT_SECONDS_MAX
-            for job in self._jobs:
-                job.is_written.wait(max(deadline - time.monotonic(), 0))
-                if self._engine.rank == 0:
-                    job.is_resolved.wait(max(deadline - time.monotonic(), 0))
+            leave(self._jobs, is_first=self._engine.rank == 0)
+
+    def _leave(self) -> None:
+        """End without a word to the other ranks, which may never come to where they could be waited for."""
+        self._at_exit()
+        self._end(at_once=True)
 
     def _end(self, *, at_once: bool) -> None:
         self._is_closed = True

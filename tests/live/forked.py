@@ -1,0 +1,204 @@
+"""
+Ranks that start in a blink: forked from a process that has imported torch and deepspeed already.
+
+Nothing stands between a test and its ranks: who is killed is killed alone, and the others go on as long as they can.
+Each rank's output goes to one log file; what it `tell`s are lines of it with a mark in front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.zero3.launch import REPOSITORY, environment
+
+MARK = "@rank "
+POLL_SECONDS = 0.02
+
+LAUNCH_SECONDS_MAX = 150
+"""A rank that takes longer writes where it hangs into the log, and ends."""
+
+WARM_SECONDS_MAX = 200
+
+Event = dict[str, Any]
+
+
+def tell(kind: str, **facts: object) -> None:
+    """Tell the test something; called by the ranks."""
+    line = json.dumps({"kind": kind, "rank": int(os.environ["RANK"]), "at": round(time.monotonic(), 2), **facts})
+    os.write(1, f"\n{MARK}{line}\n".encode())  # one write to a file opened for appending is not torn
+
+
+class Launch:
+    """Some ranks of one program. A context manager: when it is left, none of them is left."""
+
+    def __init__(self, log: Path, count: int) -> None:
+        self.log = log
+        self.count = count
+
+    def events(self, kind: str = "") -> list[Event]:
+        """Return what the ranks have told so far."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK) and line.endswith("}")]
+        return [event for event in found if not kind or event["kind"] == kind]
+
+    def until(self, kind: str, *, count: int = 1, seconds: float = LAUNCH_SECONDS_MAX) -> list[Event]:
+        """Wait until *count* events of *kind* were told; return these."""
+        give_up_at = time.monotonic() + seconds
+        while len(found := self.events(kind)) < count:
+            ended = self.events("ended")
+            assert not ended or kind == "ended", f"the ranks ended without {kind!r}: {ended}\n{self.tail()}"
+            assert time.monotonic() < give_up_at, f"{kind!r} was not told\n{self.tail()}"
+            time.sleep(POLL_SECONDS)
+        return found
+
+    def statuses(self) -> list[int]:
+        """Wait for the end of all ranks; return how each ended, by rank: negative for a signal."""
+        found: list[int] = self.until("ended")[0]["statuses"]
+        return found
+
+    def done(self) -> Launch:
+        """Wait for the end of all ranks, which must have come to their program's end."""
+        assert self.statuses() == [0] * self.count, self.tail()
+        return self
+
+    def kill(self, *ranks: int) -> None:
+        """Kill some ranks, or all."""
+        for event in self.until("started", count=self.count):
+            if event["rank"] in (ranks or range(self.count)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(event["pid"], signal.SIGKILL)
+
+    def tail(self) -> str:
+        """Return the end of the log."""
+        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else "(no log)"
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.events("ended"):
+            self.kill()
+            self.until("ended", seconds=20)
+
+
+class Nursery:
+    """The process that ranks are forked from."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.live.forked"],
+            cwd=REPOSITORY,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def launch(self, program: str, arguments: object, *, folder: Path, name: str, count: int = 2) -> Launch:
+        """Start *count* ranks of the function *program* (``module:name``); they find *arguments*."""
+        log = folder / f"{name}.log"
+        order = {"program": program, "arguments": arguments, "log": str(log), "count": count}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline(), "the nursery has died"
+        return Launch(log, count)
+
+    def close(self) -> None:
+        """End the nursery; ranks that still run are their tests' business."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(WARM_SECONDS_MAX)
+        self._process.stdout.close()
+
+
+def nursery() -> Iterator[Nursery]:
+    """Yield a nursery; for a fixture."""
+    found = Nursery()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _main() -> None:
+    """Fork ranks as the lines of the standard input say."""
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - deepspeed imports it for any optimizer: seconds
+    import torch
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    import tests.live.tiny  # noqa: F401
+
+    ShareMemCommBuilder().load(verbose=False)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers are nobody's zombies
+    gc.freeze()
+    for line in sys.stdin:
+        if os.fork() == 0:
+            _launcher(json.loads(line))
+            return  # a rank, whose program has come to its end: the interpreter ends as it always does
+        sys.stdout.write("forked\n")
+        sys.stdout.flush()
+
+
+def _launcher(order: dict[str, Any]) -> None:
+    """Fork the ranks and wait for them; returns in each rank, once its program is over."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    with Path(order["log"]).open("ab", buffering=0) as log, Path(os.devnull).open("rb") as nothing:
+        for target, source in ((0, nothing), (1, log), (2, log)):
+            os.dup2(source.fileno(), target)
+    pids = []
+    for rank in range(order["count"]):
+        pid = os.fork()
+        if pid == 0:
+            _rank(order, rank)
+            return
+        pids.append(pid)
+    os.environ["RANK"] = "-1"
+    statuses = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(each, 0) for each in pids)}
+    tell("ended", statuses=[statuses[pid] for pid in pids])
+    os._exit(0)
+
+
+def _rank(order: dict[str, Any], rank: int) -> None:
+    """Be one rank."""
+    faulthandler.dump_traceback_later(LAUNCH_SECONDS_MAX, exit=True)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(order["count"]),
+        "LOCAL_WORLD_SIZE": str(order["count"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",  # never used: the ranks meet in a file
+    }
+    tell("started", pid=os.getpid())
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of deepspeed: many lines
+    dist.init_process_group("gloo", init_method=f"file://{order['log']}.meeting", rank=rank, world_size=order["count"])
+    module, _, name = order["program"].partition(":")
+    getattr(importlib.import_module(module), name)(order["arguments"])
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,170 @@
+"""What the ranks of the fault tests train: small, fast, and different with every lost bit of state."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerstore.errors import StorageIO
+from tests.live.forked import tell
+
+Engine = Any  # deepspeed ships no types
+
+
+class Block(nn.Module):
+    """A residual block with dropout: its losses follow from the random state too."""
+
+    def __init__(self, hidden: int) -> None:
+        """Build the block."""
+        super().__init__()
+        self.up = nn.Linear(hidden, hidden)
+        self.down = nn.Linear(hidden, hidden)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return *hidden* plus what this block adds."""
+        return hidden + self.dropout(self.down(torch.relu(self.up(hidden))))  # type: ignore[no-any-return] # modules are untyped calls
+
+
+class Tiny(nn.Module):
+    """Four blocks between an embedding and a head."""
+
+    def __init__(self, hidden: int) -> None:
+        """Build the module."""
+        super().__init__()
+        self.embed = nn.Linear(5, hidden)
+        self.layers = nn.ModuleList(Block(hidden) for _ in range(4))
+        self.head = nn.Linear(hidden, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the mean squared error against the first three inputs."""
+        hidden = self.embed(inputs)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        errors: torch.Tensor = self.head(hidden) - inputs[:, :3]
+        return (errors.float() ** 2).mean()
+
+
+def build(hidden: int = 64) -> Engine:
+    """Return a new engine, the same one every time."""
+    gc.collect()
+    logging.basicConfig(format="%(name)s: %(message)s")
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Tiny(hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def step(engine: Engine) -> str:
+    """Train *engine* one step on what torch's own generator draws; return the mean loss's bits."""
+    loss = engine(torch.randn(2, 5).to(torch.bfloat16))
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().float().clone()
+    dist.all_reduce(mean)
+    return float(mean.item()).hex()
+
+
+def train(engine: Engine, upto: int, *, saver: Any = None, save_at: Sequence[int] = (), name: str = "") -> None:
+    """Train *engine* up to step *upto*, saving after the steps *save_at*; tell every loss."""
+    while engine.global_steps < upto:
+        loss = step(engine)
+        number = int(engine.global_steps)
+        if dist.get_rank() == 0:
+            tell("loss", step=number, loss=loss, name=name)
+        if number in save_at:
+            saved = saver.save(client_state={"epoch": number})
+            tell("saved", step=number, due=list(saved.layers_due), skipped=saved.skipped, name=name)
+
+
+def told(saver: Any, name: str = "") -> None:
+    """Tell how *saver* is doing."""
+    status = saver.status()
+    tell("status", saved=status.saved, failed=status.failed, queued=status.queued, errors=status.errors, name=name)
+
+
+def done() -> None:
+    """End this rank at once: taking down gloo's threads now and then aborts a process that is over."""
+    dist.barrier()
+    os._exit(0)
+
+
+@dataclass(slots=True)
+class Faults:
+    """A hook for a store's files that lets some operations of this rank take long, fail, or kill it."""
+
+    rules: list[tuple[str, str, Callable[[Path], None]]] = field(default_factory=list)
+
+    def __call__(self, operation: str, path: Path) -> None:
+        """Do what the first rule for this operation says."""
+        for wanted, part, action in list(self.rules):
+            if operation == wanted and part in str(path):
+                action(path)
+                return
+
+    def on(self, operation: str, part: str, action: Callable[[Path], None], *, rank: int | None = None) -> Faults:
+        """On *rank*, or everywhere, do *action* before *operation* of a path with *part* in it."""
+        if rank is None or rank == dist.get_rank():
+            self.rules.append((operation, part, action))
+        return self
+
+    def clear(self) -> None:
+        """Let everything work again."""
+        self.rules.clear()
+
+
+def slow(seconds: float) -> Callable[[Path], None]:
+    """Return what takes *seconds*."""
+    return lambda _: time.sleep(seconds)
+
+
+def fail(number: int) -> Callable[[Path], None]:
+    """Return what fails with the errno *number*."""
+
+    def refuse(path: Path) -> None:
+        raise StorageIO(f"cannot write {path}: made up", errno=number, filename=str(path), hint="none")
+
+    return refuse
+
+
+def hold(name: str) -> Callable[[Path], None]:
+    """Return what tells that it is there, and stays there until the rank is killed."""
+
+    def stay(path: Path) -> None:
+        tell("held", name=name, path=path.name)
+        time.sleep(1000)
+
+    return stay
+
+
+def attempt(work: Callable[[], object], name: str) -> bool:
+    """Call *work* and tell how that ended; return whether it worked."""
+    try:
+        work()
+    except Exception as exc:  # noqa: BLE001 - the test judges it
+        tell("raised", name=name, error=type(exc).__name__, message=str(exc))
+        return False
+    tell("worked", name=name)
+    return True
