@@ -78,13 +78,9 @@ class Engine:
                 "the optimizer is under SuperOffload: DeepSpeed itself saves only a part of its state",
                 hint="turn offload_optimizer.super_offload off",
             )
-
-    @property
-    def rank(self) -> int:
+        # Asked for once: at a process's exit its groups may be gone.
+        self.rank = _rank_in(self._zero.dp_process_group)
         """This rank among those that share the optimizer's state."""
-        import torch.distributed as dist
-
-        return int(dist.get_rank(group=self._zero.dp_process_group))
 
     @property
     def world_size(self) -> int:
@@ -294,6 +290,12 @@ def ranks_of_world() -> int:
     import torch.distributed as dist
 
     return int(dist.get_world_size())
+
+
+def _rank_in(group: Any) -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_rank(group=group))
 
 
 class _Catcher:
