@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+from layerstore.errors import Conflict, InvalidInput
 from layerstore.layers import check_name
 from layerstore.live.dropin import StoreCheckpointEngine
+from layerstore.live.exchange import Exchange
 from layerstore.live.log import LOG
 from layerstore.live.resume import place_resumed, resumed_composition
 from layerstore.live.saver import Frozen, Mode, Pressure, Saver
 from layerstore.live.seams import Engine
 from layerstore.ops.composition import Composition
 from layerstore.ops.past import view_or_none
-from layerstore.ops.place import place_begun
+from layerstore.ops.place import Place, place_begun
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.store import Store, StrPath, open_store
@@ -40,24 +42,32 @@ def attach(
     *on_saved* hears, on the first rank and in its training thread, what each save took once that is known.
 
     On a run that has commits already this begins a new attempt, whose first save is full; to go on with one,
-    call ``layerstore.resume`` first.
+    call ``layerstore.resume`` first. An engine has one saver at a time: close it to attach another.
 
     Raises:
-        InvalidInput: *engine* is no DeepSpeed engine.
+        InvalidInput: *engine* is no DeepSpeed engine, or the ranks do not see the same store.
+        Conflict: *engine* has a saver that is not closed.
         Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
     """
     known = Engine(engine)
-    opened = store if isinstance(store, Store) else open_store(store)
+    found = known.checkpoint_engine
+    if isinstance(found, StoreCheckpointEngine) and found.saver is not None:
+        raise Conflict("the engine has a saver already", hint="close that one first")
     check_name(run, what="the run's name")
     if known.ungated and mode == "async":
         mode = "sync"
         LOG.warning("saves are synchronous: %s", known.ungated)
     chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
-    view, resumed = view_or_none(opened.rooms, run), resumed_composition(engine) or _loaded(known)
-    place = place_begun(view) if resumed is None else place_resumed(view, resumed)
+    exchange = Exchange()
+    try:
+        opened, place = _agreed(exchange, store, run, resumed_composition(engine) or _loaded(known))
+    except BaseException:
+        exchange.close()
+        raise
     return Saver(
         known,
         opened,
+        exchange,
         run=run,
         policy=chosen,
         mode=mode,
@@ -68,6 +78,22 @@ def attach(
         on_saved=on_saved,
         place=place,
     )
+
+
+def _agreed(exchange: Exchange, store: Store | StrPath, run: str, resumed: Composition | None) -> tuple[Store, Place]:
+    """Return the store and where the next save goes; raise on every rank unless it is the same for all."""
+    with exchange.together():
+        opened = store if isinstance(store, Store) else open_store(store)
+        view = view_or_none(opened.rooms, run)
+        place = place_begun(view) if resumed is None else place_resumed(view, resumed)
+        opened.rooms.prepare_writing()
+    stores = exchange.texts(f"{opened.id} at {opened.path}")
+    for rank, other in enumerate(stores):
+        if other.split()[0] != stores[0].split()[0]:
+            raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
+    if len(set(exchange.texts(f"{place.attempt} {place.save_number}"))) > 1:
+        raise Conflict(f"the ranks see different commits of run {run!r}", hint="does every host see the same store?")
+    return opened, place
 
 
 def _loaded(engine: Engine) -> Composition | None:

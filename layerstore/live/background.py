@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layerstore.errors import LayerstoreError
 from layerstore.live.files import Files
@@ -18,8 +18,10 @@ from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
 from layerstore.model import Commit, LayerEntry, StoredObject
 from layerstore.ops.joining import GivenUp, Joint, join, parts_of
+from layerstore.ops.place import Place
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork, fail_share, write_share
+from layerstore.tree import Tree
 
 POLL_SECONDS = 0.02
 """How often the first rank looks for the others' parts; they come over a filesystem, which tells nobody."""
@@ -114,8 +116,10 @@ class Background:
         self._pool = pool
         self._copier = copier
         self._frozen: dict[str, StoredObject] = {}
-        self.inherited: dict[str, LayerEntry] = {}
-        """What the next commit inherits; only the committing thread changes it."""
+        self._inherited: dict[str, LayerEntry] = {}
+        """What the next commit inherits; changed by the committing thread, and where nothing is on its way."""
+        self._beginning: dict[Tree, Tree] = {}
+        """What the attempt's first record says of how it began, until there is one."""
         self._given_up: set[int] = set()
         self._stop = threading.Event()
         self.unresolved: deque[Job] = deque()
@@ -130,9 +134,11 @@ class Background:
         if self._committing is not None:
             self._committing.add(job)
 
-    def forget_frozen(self) -> None:
-        """Read frozen weights again at the next save."""
+    def begin_at(self, place: Place) -> None:
+        """Go on from *place*, with nothing on its way; frozen weights are read again."""
+        self._inherited, self._beginning = dict(place.inherited), dict(place.decisions)
         self._frozen.clear()
+        self._given_up.clear()  # numbers are counted again from there
 
     def give_up(self, number: int) -> None:
         """Stop waiting for parts of the save *number*: a rank has said that it failed."""
@@ -192,8 +198,9 @@ class Background:
                 raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
             if self._stop.wait(POLL_SECONDS):
                 raise GivenUp(f"step {job.step} is given up: the saver was closed before all ranks had written")
-        commit = join(self._rooms, job.joint, parts, inherited=self.inherited)
-        self.inherited = {entry.layer: entry for entry in commit.record.layers}
+        policy = replace(job.joint.policy, decisions={**self._beginning, **job.joint.policy.decisions})
+        commit = join(self._rooms, replace(job.joint, policy=policy), parts, inherited=self._inherited)
+        self._inherited, self._beginning = {entry.layer: entry for entry in commit.record.layers}, {}
         return commit
 
     def _clean_up(self, job: Job) -> None:

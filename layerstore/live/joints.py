@@ -21,11 +21,9 @@ def in_order(share: Share, due: frozenset[str]) -> tuple[str, ...]:
     return tuple(layer.layer for layer in share.layers if layer.layer in due)
 
 
-def use_of(
-    policy: Policy, work: ShareWork, movements: Mapping[str, float], decisions: Mapping[Tree, Tree]
-) -> PolicyUse:
+def use_of(policy: Policy, work: ShareWork, movements: Mapping[str, float]) -> PolicyUse:
     """Return what the record says of *policy*: what was due, and what that was decided from."""
-    said = dict(decisions)
+    said: dict[Tree, Tree] = {}
     if not isinstance(policy, Latest) or len(work.due) < len(work.share.layers):
         said["due"] = list(in_order(work.share, work.due))
     if movements:

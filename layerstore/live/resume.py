@@ -85,13 +85,27 @@ def resume(
         LayoutMismatch: The layers are not this engine's.
     """
     known = Engine(engine)
-    opened = store if isinstance(store, Store) else open_store(store)
-    view = view_or_none(opened.rooms, run)
-    if view is None or not view.rows:
-        if must_exist:
-            raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(opened.runs)}")
-        return None
-    return fill(known, opened, opened.compose(run if step == "latest" else f"{run}@{step}", policy=policy), adam_step)
+    exchange = Exchange()
+    try:
+        with exchange.together():
+            opened = store if isinstance(store, Store) else open_store(store)
+            composite = _composite(opened, run, step, policy, must_exist=must_exist)
+        if len(set(exchange.texts("" if composite is None else composite.commit))) > 1:
+            raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
+    finally:
+        exchange.close()
+    return None if composite is None else fill(known, opened, composite, adam_step)
+
+
+def _composite(
+    store: Store, run: str, step: int | Literal["latest"], policy: str | Policy, *, must_exist: bool
+) -> Composite | None:
+    view = view_or_none(store.rooms, run)
+    if view is not None and view.rows:
+        return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
+    if must_exist:
+        raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
+    return None
 
 
 def fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep = "unify") -> Resumed:

@@ -68,6 +68,7 @@ class Saver:
         self,
         engine: Engine,
         store: Store,
+        exchange: Exchange,
         *,
         run: str,
         policy: Policy,
@@ -90,14 +91,13 @@ class Saver:
         self._pattern = compile_pattern(layer_pattern)
         self._on_saved = on_saved
         self._place = place
-        self._exchange = Exchange()
-        self._rooms.prepare_writing()
-        self._session = open_session(self._exchange, self._rooms)
+        self._exchange = exchange
+        self._session = open_session(exchange, self._rooms)
         is_cuda = engine.device.type == "cuda"
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
         self._pool = Pool(pool_bytes(engine, host_buffer), pinned=is_cuda)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
-        self._background.inherited = dict(place.inherited)
+        self._background.begin_at(place)
         self._schedule = Schedule.after(place, policy)
         self._watch = Watch(self._exchange) if getattr(policy, "measures", False) else None
         self._measure_from_here(place)
@@ -109,7 +109,6 @@ class Saver:
         self._newest: tuple[Saved, int] | None = None
         self._updates = 0
         self._is_closed = False
-        self._first_decisions = dict(place.decisions)
         self.step_of: Callable[[], int] = lambda: engine.step
         """Tells the step where the engine saves by itself: trainers count their own."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
@@ -175,6 +174,8 @@ class Saver:
         problem: str = "",
     ) -> Saved:
         started = time.monotonic()
+        if self._is_closed:
+            raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
         self._seal()
         report = self._report(step=number, mistyped=check_client_state(client_state), problem=problem)
         facts = agree(self._exchange, report)
@@ -207,6 +208,8 @@ class Saver:
 
     def wait(self) -> None:
         """Return once every save is visible and durable, or given up. Every rank calls it."""
+        if self._is_closed:
+            return
         self._seal()
         for job in self._jobs:
             job.is_written.wait()
@@ -357,14 +360,13 @@ class Saver:
     def _joint(
         self, step: int, number: int, place: Destination, work: ShareWork, movements: Mapping[str, float]
     ) -> Joint:
-        decisions, self._first_decisions = dict(self._first_decisions), {}
         return joint_of(
             work,
             run=self.run,
             place=self._place,
             step=step,
             number=number,
-            use=use_of(self._schedule.policy, work, movements, decisions),
+            use=use_of(self._schedule.policy, work, movements),
             layout=lambda: SourceLayout(
                 flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._layer_pattern
             ),
@@ -413,9 +415,7 @@ class Saver:
         """Go on from *composition*, which the engine was filled with: mostly an earlier state of its own."""
         place = place_resumed(view_or_none(self._rooms, self.run), composition)
         self._place = place
-        self._first_decisions = dict(place.decisions)
-        self._background.inherited = dict(place.inherited)
-        self._background.forget_frozen()
+        self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy)
         self._measure_from_here(place)
         self._fates.clear()
