@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+import time
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 import layerstore
 from layerstore.live import leaving
 from layerstore.store import Store
 from tests.live.forked import tell
-from tests.live.tiny import Faults, build, done, hold, told, train
+from tests.live.tiny import Faults, attempt, build, done, fail, hold, slow, told, train
 
 STEPS = 7
 RUN = "run"
@@ -45,4 +52,135 @@ def requeued(options: Any) -> None:
         with layerstore.attach(engine, store, run=RUN, policy=options["policy"]) as saver:
             train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))
         told(saver)
+    done()
+
+
+def rolled_back(options: Any) -> None:
+    """Train to step 6, go back to step 2, save steps 3 and 4 in other ways, and wait to be killed while saving 5."""
+    faults = Faults()
+    with Store(options["store"], hook=faults) as store:
+        engine = build()
+        with layerstore.attach(engine, store, run=RUN, policy=options["policy"]) as saver:
+            train(engine, 6, saver=saver, save_at=range(7), name="first")
+        engine = build()
+        layerstore.resume(engine, store, run=RUN, step=2)
+        saver = layerstore.attach(engine, store, run=RUN, policy=options["policy"])
+        torch.manual_seed(100)  # what is trained now is not what was trained before
+        train(engine, 4, saver=saver, save_at=(3, 4), name="second")
+        saver.wait()
+        faults.on("write", "/tmp/", hold("write"))
+        train(engine, STEPS, saver=saver, save_at=(5,), name="second")
+
+
+def begun_anew(options: Any) -> None:
+    """Begin again from nothing, in the same run."""
+    engine = build()
+    with layerstore.attach(engine, options["store"], run=RUN, policy=options["policy"]) as saver:
+        train(engine, 3, saver=saver, save_at=(1, 2), name="anew")
+    done()
+
+
+def mixed(options: Any) -> None:
+    """Go on from a composite of two saves; the first save after that fails, the second one does not."""
+    faults = Faults()
+    with Store(options["store"], hook=faults) as store:
+        engine = build()
+        with layerstore.attach(engine, store, run=RUN) as saver:
+            train(engine, 4, saver=saver, save_at=(1, 2, 3, 4))
+        engine = build()
+        resumed = layerstore.resume(engine, store, run=RUN, step=4, policy="parity")
+        assert resumed is not None
+        tell("resumed", layers=resumed.layers)
+        with layerstore.attach(engine, store, run=RUN, policy="parity") as saver:
+            faults.on("link", "/commits/", fail(errno.EIO), rank=0)
+            train(engine, 5, saver=saver, save_at=(5,), name="second")
+            saver.wait()
+            faults.clear()
+            told(saver, "failed")
+            train(engine, 6, saver=saver, save_at=(6,), name="second")
+    done()
+
+
+def back_and_forth(options: Any) -> None:
+    """Go back under an attached saver, to below a save that was given up: its number is given again."""
+    faults = Faults()
+    with Store(options["store"], hook=faults) as store:
+        engine = build()
+        with layerstore.attach(engine, store, run=RUN, policy="parity") as saver:
+            train(engine, 2, saver=saver, save_at=(1, 2))
+            saver.wait()
+            faults.on("write", "/tmp/", fail(errno.EIO), rank=1)
+            train(engine, 3, saver=saver, save_at=(3,))
+            saver.wait()
+            faults.clear()
+            layerstore.resume(engine, store, run=RUN, step=1)
+            train(engine, 4, saver=saver, save_at=(2, 3, 4), name="second")
+        told(saver)
+    done()
+
+
+def ended(options: Any) -> None:
+    """End without closing the saver, as *options* say, while a save is on its way to a slow disk."""
+    faults = Faults().on("write", "/tmp/", slow(0.02))
+    engine = build()
+    saver = layerstore.attach(engine, Store(options["store"], hook=faults), run=RUN)
+    train(engine, 2, saver=saver, save_at=(2,))
+    if options["how"] == "exit":
+        sys.exit(3)
+    if options["how"] == "exception":
+        raise RuntimeError("the training has a bug")
+    dist.destroy_process_group()
+
+
+def left_alone(options: Any) -> None:
+    """An exception comes out of the block on the first rank, while the other one is gone."""
+    leaving.PATIENCE_SECONDS = 0.5
+    faults = Faults().on("link", "/parts/", hold("part"), rank=1)
+    engine = build()
+    started = time.monotonic()
+    try:
+        with layerstore.attach(engine, Store(options["store"], hook=faults), run=RUN) as saver:
+            train(engine, 2, saver=saver, save_at=(2,))
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+                os._exit(0)
+            started = time.monotonic()
+            raise ValueError("on one rank")
+    except ValueError:
+        tell("left", seconds=time.monotonic() - started)
+        told(saver)
+    os._exit(0)
+
+
+def together_out(options: Any) -> None:
+    """The same exception comes out of the block on all ranks, while a save is on its way."""
+    faults = Faults().on("write", "/tmp/", slow(0.02), rank=1)
+    engine = build()
+    try:
+        with layerstore.attach(engine, Store(options["store"], hook=faults), run=RUN) as saver:
+            train(engine, 2, saver=saver, save_at=(2,))
+            raise ValueError("on all ranks")
+    except ValueError:
+        told(saver)
+    done()
+
+
+def closed(options: Any) -> None:
+    """Close twice, save afterwards, attach twice, and train on without a saver."""
+    engine = build()
+    before = engine.checkpoint_engine
+    saver = layerstore.attach(engine, options["store"], run=RUN)
+    attempt(lambda: layerstore.attach(engine, options["store"], run="other"), "attach again")
+    train(engine, 3, saver=saver, save_at=(2, 3))
+    saver.close()
+    saver.close()
+    saver.wait()
+    attempt(saver.save, "save after close")
+    assert engine.checkpoint_engine is before
+    assert not engine.optimizer.optimizer._optimizer_step_pre_hooks
+    engine.save_checkpoint(options["beside"])
+    train(engine, STEPS)
+    with layerstore.attach(engine, options["store"], run="other") as second:
+        second.save()
+    told(saver)
     done()

@@ -115,3 +115,128 @@ def test_one_rank_dies_alone(ranks: Nursery, store: Path, tmp_path: Path) -> Non
     with Store(store) as opened:
         found = {line.layer: line.step for line in opened.ls(f"{RUN}@4")}
     assert found == {layer: 4 if layer in due(killed)[4] else 3 for layer in found}
+
+
+def test_what_was_left_is_in_no_composite(
+    ranks: Nursery, store: Path, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """After a rollback and a kill the newest attempt goes on; layers of the abandoned one are never taken."""
+    options = {"store": str(store), "policy": "parity"}
+    with ranks.launch(f"{PROGRAMS}:rolled_back", options, folder=tmp_path, name="back") as back:
+        back.until("held", count=2)
+        back.kill()
+        back.until("ended")
+    assert losses(back, "first") == {step: loss for step, loss in undisturbed.items() if step <= 6}
+    assert losses(back, "second")[4] != losses(back, "first")[4]
+
+    with ranks.launch(f"{PROGRAMS}:requeued", options, folder=tmp_path, name="requeued") as requeued:
+        requeued.done()
+    with ranks.launch(f"{PROGRAMS}:begun_anew", options, folder=tmp_path, name="anew") as anew:
+        anew.done()
+
+    assert one(requeued, "resumed")["step"] == 4
+    # The torn save's number is given again; so its half is what is due.
+    assert due(requeued)[5] == due(back, "second")[5]
+    assert [len(layers) for layers in due(anew, "anew").values()] == [LAYERS, LAYERS // 2]
+    with Store(store) as opened:
+        assert opened.verify(read_data=True).damaged == ()
+        entries = {(entry.attempt, entry.step) for entry in opened.log(RUN)}
+        assert entries == {(3, 1), (3, 2), *((2, step) for step in range(3, 8)), *((1, step) for step in range(1, 7))}
+        assert opened.show(f"{RUN}@2").fork is None
+        for policy in ("latest", "parity", "filter"):
+            for ref, attempt, fork in ((f"{RUN}~1", 2, 2), (f"{RUN}~2", 1, 0)):
+                if policy == "filter" and ref.endswith("2"):
+                    continue
+                composite = opened.compose(ref, policy=policy)
+                assert composite.composition.base.attempt == attempt
+                origins = {(entry.origin.attempt, entry.origin.step) for entry in composite.composition.layers}
+                assert all(own == attempt or (own == 1 and step <= fork) for own, step in origins), (policy, origins)
+            assert {entry.origin.attempt for entry in opened.compose(RUN, policy=policy).composition.layers} == {3}
+
+
+def test_saves_after_a_mixture_inherit_the_mixture(ranks: Nursery, store: Path, tmp_path: Path) -> None:
+    """Layers that are not due are the composite's, not its base's; a failed first save takes nothing of that along."""
+    with ranks.launch(f"{PROGRAMS}:mixed", {"store": str(store)}, folder=tmp_path, name="mixed") as launch:
+        launch.done()
+
+    resumed = one(launch, "resumed")["layers"]
+    assert set(resumed.values()) == {3, 4}
+    saved = due(launch, "second")
+    assert len(saved[5]) == LAYERS // 2
+    assert set(saved[6]) == set(resumed)  # the other half, and what was given up
+    assert len(one(launch, "status", name="failed")["errors"]) == 1
+    with Store(store) as opened:
+        assert opened.verify(read_data=True).damaged == ()
+        commit = opened.show(RUN)
+        assert (commit.attempt, commit.step) == (2, 6)
+        record = opened.compose(RUN, policy="exact").composition.base
+        began = record.policy.decisions["resumed"]
+        assert isinstance(began, list)
+        assert len(began) == LAYERS
+        # Seen from the save after it, parity asks for what lies before: the mixture, and never attempt 1's step 4.
+        before = {entry.layer: entry.origin.step for entry in opened.compose(RUN, policy="parity").composition.layers}
+        assert all(step == 6 or step == resumed[layer] for layer, step in before.items())
+
+
+def test_a_number_that_is_given_again_is_not_given_up_again(ranks: Nursery, store: Path, tmp_path: Path) -> None:
+    """An engine that goes back under its saver saves on, whatever was given up before."""
+    with ranks.launch(f"{PROGRAMS}:back_and_forth", {"store": str(store)}, folder=tmp_path, name="back") as launch:
+        launch.done()
+
+    assert len(one(launch, "status")["errors"]) == 1
+    with Store(store) as opened:
+        assert opened.verify(read_data=True).damaged == ()
+        entries = sorted((entry.attempt, entry.step) for entry in opened.log(RUN))
+    assert entries == [(1, 1), (1, 2), (2, 2), (2, 3), (2, 4)]
+    assert os.listdir(store / "parts") == []
+
+
+@pytest.mark.parametrize("how", ["exit", "exception", "end"])
+def test_a_process_that_ends_takes_no_save_along(how: str, ranks: Nursery, store: Path, tmp_path: Path) -> None:
+    """Whatever ends the program, what is on its way comes to the disk first."""
+    options = {"store": str(store), "how": how}
+    with ranks.launch(f"{PROGRAMS}:ended", options, folder=tmp_path, name=how) as launch:
+        launch.statuses()  # gloo's own end may abort
+
+    assert steps(store) == [2]
+
+
+def test_leaving_a_block_by_an_exception(ranks: Nursery, store: Path, tmp_path: Path) -> None:
+    """A rank that is alone does not wait for ever; where all live, the last save is still made."""
+    options = {"store": str(store)}
+    with ranks.launch(f"{PROGRAMS}:left_alone", options, folder=tmp_path, name="alone") as alone:
+        assert alone.statuses() == [0, 0]
+    assert one(alone, "left")["seconds"] < 60
+    assert steps_or_none(store) == []
+
+    with ranks.launch(f"{PROGRAMS}:together_out", options, folder=tmp_path, name="together") as together:
+        together.done()
+    assert one(together, "status")["errors"] == []
+    assert steps(store) == [2]
+
+
+def test_after_the_end_of_a_saver(ranks: Nursery, store: Path, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """A second saver at a time is refused, one after the other is not; training goes on as if there had been none."""
+    options = {"store": str(store), "beside": str(tmp_path / "beside")}
+    with ranks.launch(f"{PROGRAMS}:closed", options, folder=tmp_path, name="closed") as launch:
+        launch.done()
+
+    assert losses(launch) == undisturbed
+    again = one(launch, "raised", name="attach again")
+    assert (again["error"], again["message"]) == ("Conflict", "the engine has a saver already")
+    late = one(launch, "raised", name="save after close")
+    assert (late["error"], late["message"]) == ("Conflict", "step 3 is not saved: the saver is closed")
+    assert one(launch, "status")["saved"] == 2
+    assert steps(store) == [2, 3]
+    assert steps(store, "other") == [STEPS]
+    assert (tmp_path / "beside" / "latest").exists()
+    shard = next((tmp_path / "beside" / "global_step3").glob("*optim_states.pt"))
+    assert shard.stat().st_size > 10_000  # its own content, and no pointer
+    assert os.listdir(store / "parts") == []
+
+
+def steps_or_none(store: Path) -> list[int]:
+    """Return the visible steps of a store that may have no run yet."""
+    with Store(store) as opened:
+        assert opened.verify(read_data=True).damaged == ()
+        return [entry.step for entry in opened.log()]
