@@ -7,9 +7,10 @@ A group of its own, over gloo: it needs no accelerator, so nothing of what that 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerstore.errors import IntegrityError, LayerstoreError
+from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,12 @@ class Exchange:
         for rank, message in enumerate(self.all(Message(text=problem))):
             if message.text:
                 raise error(message.text if self.size == 1 else f"rank {rank}: {message.text}")
+
+    def agree_on_disk(self, problem: str, path: Path) -> None:
+        """Raise StorageIO for the store at *path* on every rank if any has a *problem* with it."""
+        for rank, text in enumerate(self.texts(problem)):
+            if text:
+                raise StorageIO(f"rank {rank}: {text}", errno=None, filename=str(path))
 
     @contextmanager
     def together(self) -> Iterator[None]:

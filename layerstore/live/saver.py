@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from layerstore.errors import Conflict, StorageIO
+from layerstore.errors import Conflict
 from layerstore.layers import compile_pattern
 from layerstore.live.background import Background, Job, Result
 from layerstore.live.capture import Captured, capture, check_client_state
@@ -92,10 +92,10 @@ class Saver:
         self._on_saved = on_saved
         self._place = place
         self._exchange = exchange
-        self._session = open_session(exchange, self._rooms)
         is_cuda = engine.device.type == "cuda"
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
         self._pool = Pool(pool_bytes(engine, host_buffer), pinned=is_cuda)
+        self._session = open_session(exchange, self._rooms)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, policy)
@@ -388,7 +388,7 @@ class Saver:
         """Wait for *job*, and raise what went wrong with it, on every rank."""
         self.wait()
         job.timing.blocked_seconds = time.monotonic() - started
-        self._exchange.agree(job.failure, StorageIO)
+        self._exchange.agree_on_disk(job.failure, self._rooms.layout.root)
 
     # -- what the drop-in asks for -------------------------------------------------------------------------------
 

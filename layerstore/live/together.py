@@ -2,7 +2,7 @@
 
 import secrets
 
-from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
+from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.live.exchange import Exchange
 from layerstore.ops.rooms import Rooms
 
@@ -16,7 +16,7 @@ def open_session(exchange: Exchange, rooms: Rooms) -> str:
             rooms.parts.open_session(session)
         except LayerstoreError as exc:
             problem = str(exc)
-    exchange.agree(problem, StorageIO)
+    exchange.agree_on_disk(problem, rooms.layout.root)
     if not rooms.parts.has_session(session):
         problem = f"{rooms.layout.root} is not the store that rank 0 has under this path"
     exchange.agree(problem, InvalidInput)
