@@ -12,6 +12,9 @@ from layerstore.live.seams import Engine
 _SLACK_BYTES = 16 * MIB
 
 
+_BYTES_MIN = 1_000_000
+
+
 class SmallBuffer(UserWarning):
     """The host has less memory free than one save needs: training may wait for the disk."""
 
@@ -25,7 +28,7 @@ def pool_bytes(engine: Engine, wanted: int | str) -> int:
     """
     if wanted != "auto":
         size = size_in_bytes(wanted)
-        if size < MIB:
+        if size < _BYTES_MIN:
             raise InvalidInput(f"host_buffer is {wanted}: at least 1 MB is needed", hint='say "auto", or "4GB"')
         return size
     needed = engine.state_bytes + _SLACK_BYTES
