@@ -1,0 +1,136 @@
+"""The programs whose ranks meet bad disks: full, slow, broken, gone, read-only, or not the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import layerstore
+from layerstore.store import Store
+from tests.live.faulty import RUN, STEPS
+from tests.live.forked import tell
+from tests.live.tiny import Faults, attempt, build, done, fail, slow, told, train
+
+BIG = 256
+"""So wide a model has more state than the smallest pool holds."""
+
+
+def filled_up(options: Any) -> None:
+    """Save to a disk that is full from step 3 to 4: almost, to the last byte, and while saves are synchronous."""
+    ballast = Path(options["ballast"])
+    for name, room, mode in (("almost", 65536, "async"), ("full", 0, "async"), ("sync", 65536, "sync")):
+        engine = build()
+        saver = layerstore.attach(engine, options["store"], run=name, policy="parity", mode=mode)
+        train(engine, 2, saver=saver, save_at=(1, 2), name=name)
+        saver.wait()
+        if dist.get_rank() == 0:
+            fill(ballast, room)
+        dist.barrier()
+        if mode == "sync":
+            for number in (3, 4):
+                train(engine, number, name=name)
+                attempt(saver.save, name)
+        else:
+            train(engine, 4, saver=saver, save_at=(3, 4), name=name)
+        saver.wait()
+        told(saver, name)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            ballast.unlink()
+        dist.barrier()
+        train(engine, STEPS, saver=saver, save_at=(5, 6), name=name)
+        saver.close()
+    done()
+
+
+def fill(ballast: Path, room: int) -> None:
+    """Fill the disk with *ballast*, but for *room* bytes."""
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError as exc:
+                if exc.errno != errno.ENOSPC:
+                    raise
+        os.fsync(file.fileno())
+        if room:
+            file.truncate(file.tell() - room)
+
+
+def broken(options: Any) -> None:
+    """Save step 1, then step 2 with one thing broken, then step 3 again without."""
+    path = Path(options["store"])
+    faults = Faults()
+    rules = {
+        "one rank's disk": lambda: faults.on("write", "/tmp/", fail(errno.EIO), rank=1),
+        "one rank's part": lambda: faults.on("link", "/parts/", fail(errno.EIO), rank=1),
+        "record folder": lambda: faults.on("link", "/commits/", fail(errno.EACCES), rank=0),
+        "store gone": lambda: move(path, path.with_name("gone")),
+    }
+    with Store(path, hook=faults) as store:
+        for name, rule in rules.items():
+            engine = build()
+            with layerstore.attach(engine, store, run=name.replace(" ", "-").replace("'", "")) as saver:
+                train(engine, 1, saver=saver, save_at=(1,), name=name)
+                saver.wait()
+                dist.barrier()
+                rule()
+                dist.barrier()
+                train(engine, 2, saver=saver, save_at=(2,), name=name)
+                saver.wait()
+                told(saver, name)
+                dist.barrier()
+                faults.clear()
+                move(path.with_name("gone"), path)
+                dist.barrier()
+                train(engine, 3, saver=saver, save_at=(3,), name=name)
+    done()
+
+
+def move(source: Path, target: Path) -> None:
+    """Let the first rank rename *source*, if it is there."""
+    if dist.get_rank() == 0 and source.exists():
+        source.rename(target)
+
+
+def refused(options: Any) -> None:
+    """Attach to what cannot be attached to."""
+    engine = build()
+    for name, paths in options["stores"].items():
+        path = paths[dist.get_rank()]
+        attempt(lambda path=path: layerstore.attach(engine, path, run=RUN), name)  # type: ignore[misc]
+        attempt(lambda path=path: layerstore.resume(engine, path, run=RUN), f"{name}, resume")  # type: ignore[misc]
+    train(engine, STEPS)
+    done()
+
+
+def pressed(options: Any) -> None:
+    """Save at each step to a disk that cannot keep up, with a pool that is smaller than the state."""
+    for pressure in ("wait", "skip", "degrade"):
+        used: list[int] = []
+        faults = Faults()
+        with Store(options["store"], hook=faults) as store:
+            engine = build(BIG)
+            saver = layerstore.attach(
+                engine, store, run=pressure, policy="parity", host_buffer="1MB", on_pressure=pressure
+            )
+            pool = saver._pool
+
+            def look(path: Path) -> None:
+                used.append(pool.used_bytes)  # noqa: B023
+                slow(0.01 if path.parent.name == "tmp" else 0)(path)
+
+            faults.on("write", "/tmp/", look)
+            train(engine, 6, saver=saver, save_at=range(7), name=pressure)
+            saver.wait()
+            faults.clear()
+            train(engine, 9, saver=saver, save_at=(8, 9), name=pressure)
+            saver.close()
+            told(saver, pressure)
+            tell("used", name=pressure, most=max(used), size=pool.size_bytes)
+    done()

@@ -1,0 +1,168 @@
+"""Bad disks while real ranks train: training goes on as if nothing were saved, and the next save makes up for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore.store import Store
+from tests.faults.harness import tmpfs
+from tests.live.faulty import STEPS
+from tests.live.forked import Nursery
+from tests.live.test_live_faults import LAYERS, due, losses, one
+from tests.live.test_live_faults import undisturbed as undisturbed  # a fixture
+
+PROGRAMS = "tests.live.faulty_disks"
+DISK_BYTES = 48 << 20
+
+
+@pytest.fixture(params=["tmpfs", pytest.param("ext4", marks=pytest.mark.exhaustive)])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Yield a small disk of its own."""
+    if request.param == "tmpfs":
+        with tmpfs(tmp_path / "disk", DISK_BYTES) as is_mounted:
+            if not is_mounted:
+                pytest.skip("mounting is not allowed here")
+            yield tmp_path / "disk"
+        return
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    image.touch()
+    os.truncate(image, DISK_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, folder], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_fills_up(ranks: Nursery, disk: Path, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """The saves that find it full are given up, whole; the first one after that has all that was due meanwhile."""
+    layerstore.init(disk / "store").close()
+    options = {"store": str(disk / "store"), "ballast": str(disk / "ballast")}
+
+    with ranks.launch(f"{PROGRAMS}:filled_up", options, folder=tmp_path, name="full") as launch:
+        launch.done()
+
+    with Store(disk / "store") as store:
+        assert store.verify(read_data=True).damaged == ()
+        for name in ("almost", "full", "sync"):
+            assert losses(launch, name) == undisturbed
+            found = one(launch, "status", name=name)
+            assert found["failed"] == 2
+            assert all("No space left" in error or "given up" in error for error in found["errors"])
+            assert [entry.step for entry in store.log(name)] == [6, 5, 2, 1]
+            saved = due(launch, name)
+            assert len(saved[2]) == LAYERS // 2
+            assert len(saved[5]) == LAYERS  # both halves were given up
+            assert len(saved[6]) == LAYERS // 2
+            origins = {line.layer: line.step for line in store.ls(f"{name}@6")}
+            assert origins == {layer: 6 if layer in saved[6] else 5 for layer in origins}
+        raised = [event for event in launch.events("raised") if event["name"] == "sync"]
+        assert sorted((event["rank"], event["error"]) for event in raised) == [
+            (rank, "StorageIO") for rank in (0, 0, 1, 1)
+        ]
+    assert "training goes on" in launch.log.read_text()
+    assert os.listdir(disk / "store" / "parts") == []
+
+
+def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    """One rank's disk, its part, the folder of records, the whole store: only the save at that time is lost."""
+    layerstore.init(tmp_path / "store").close()
+
+    with ranks.launch(
+        f"{PROGRAMS}:broken", {"store": str(tmp_path / "store")}, folder=tmp_path, name="broken"
+    ) as launch:
+        launch.done()
+
+    expected = {step: loss for step, loss in undisturbed.items() if step <= 3}
+    with Store(tmp_path / "store") as store:
+        assert store.verify(read_data=True).damaged == ()
+        assert store.runs == ["one-ranks-disk", "one-ranks-part", "record-folder", "store-gone"]
+        for run in store.runs:
+            assert [entry.step for entry in store.log(run)] == [3, 1]
+    for name in ("one rank's disk", "one rank's part", "record folder", "store gone"):
+        assert losses(launch, name) == expected
+        (error,) = one(launch, "status", name=name)["errors"]
+        assert error.startswith("step 2: ")
+    assert os.listdir(tmp_path / "store" / "parts") == []
+
+
+def test_what_cannot_be_attached_to_is_refused_on_every_rank(
+    ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """One line each, at once, and training may go on without."""
+    store, other, copy = tmp_path / "store", tmp_path / "other", tmp_path / "copy"
+    for path in (store, other):
+        layerstore.init(path).close()
+    shutil.copytree(store, copy)
+    with tmpfs(tmp_path / "disk", 16 << 20) as is_mounted:
+        pairs = {"other": (store, other), "copy": (store, copy), "none": (store, tmp_path / "nothing")}
+        if is_mounted:
+            layerstore.init(tmp_path / "disk" / "store").close()
+            subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
+            pairs["read-only"] = (tmp_path / "disk" / "store", tmp_path / "disk" / "store")
+        options = {"stores": {name: tuple(map(str, paths)) for name, paths in pairs.items()}}
+        with ranks.launch(f"{PROGRAMS}:refused", options, folder=tmp_path, name="refused") as launch:
+            launch.done()
+
+    assert losses(launch) == undisturbed
+    raised = {(event["name"], event["rank"]): event for event in launch.events("raised")}
+    words = {
+        "other": "the ranks have different stores: rank 0 has",
+        "copy": f"rank 1: {copy} is not the store that rank 0 has under this path",
+        "none": f"there is no store at {tmp_path / 'nothing'}",
+        "read-only": "Read-only file system",
+    }
+    for name in pairs:
+        for rank in (0, 1):
+            message = raised[name, rank]["message"]
+            assert words[name] in message, message
+            assert "\n" not in message
+    assert raised["none, resume", 0]["message"] == f"rank 1: {raised['none, resume', 1]['message']}"
+
+
+def test_a_disk_that_does_not_keep_up(ranks: Nursery, tmp_path: Path) -> None:
+    """All ranks wait, skip or take fewer layers alike; nothing that was due is forgotten."""
+    layerstore.init(tmp_path / "store").close()
+
+    with ranks.launch(
+        f"{PROGRAMS}:pressed", {"store": str(tmp_path / "store")}, folder=tmp_path, name="pressed"
+    ) as launch:
+        launch.done()
+
+    with Store(tmp_path / "store") as store:
+        assert store.verify(read_data=True).damaged == ()
+        logs = {run: sorted(entry.step for entry in store.log(run)) for run in store.runs}
+        origins = {run: {line.layer: line.step for line in store.ls(run)} for run in store.runs}
+    saved = {name: due(launch, name) for name in logs}
+    for name in logs:
+        used = one(launch, "used", name=name)
+        assert 0 < used["most"] <= used["size"] == 1_000_000
+        assert one(launch, "status", name=name)["errors"] == []
+        assert len(set(losses(launch, name).values())) == 9
+        assert losses(launch, name) == losses(launch, "wait")
+        assert min(origins[name].values()) >= 8
+    assert logs["wait"] == [1, 2, 3, 4, 5, 6, 8, 9]
+    assert [len(saved["wait"][step]) for step in (1, 2, 3)] == [LAYERS, LAYERS // 2, LAYERS // 2]
+
+    skipped = {event["step"] for event in launch.events("saved") if event["name"] == "skip" and event["skipped"]}
+    assert skipped
+    assert set(logs["skip"]) == {1, 2, 3, 4, 5, 6, 8, 9} - skipped
+    after = [step for step in logs["skip"] if step - 1 in skipped]
+    assert all(len(saved["skip"][step]) == LAYERS for step in after if step - 2 in skipped)
+
+    assert logs["degrade"] == [1, 2, 3, 4, 5, 6, 8, 9]
+    assert min(len(layers) for layers in saved["degrade"].values()) >= 1
+    fewer = [step for step in range(2, 7) if len(saved["degrade"][step]) < LAYERS // 2]
+    assert fewer
+    # What was left out is taken before what was not: no layer is ever older than all others together take.
+    assert set(saved["degrade"][8]) | set(saved["degrade"][9]) == set(origins["degrade"])
