@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 import layerstore
+from layerstore.live.saver import Mode, Pressure
 from layerstore.store import Store
 from tests.live.faulty import RUN, STEPS
 from tests.live.forked import tell
@@ -22,7 +24,12 @@ BIG = 256
 def filled_up(options: Any) -> None:
     """Save to a disk that is full from step 3 to 4: almost, to the last byte, and while saves are synchronous."""
     ballast = Path(options["ballast"])
-    for name, room, mode in (("almost", 65536, "async"), ("full", 0, "async"), ("sync", 65536, "sync")):
+    ways: tuple[tuple[str, int, Mode], ...] = (
+        ("almost", 65536, "async"),
+        ("full", 0, "async"),
+        ("sync", 65536, "sync"),
+    )
+    for name, room, mode in ways:
         engine = build()
         saver = layerstore.attach(engine, options["store"], run=name, policy="parity", mode=mode)
         train(engine, 2, saver=saver, save_at=(1, 2), name=name)
@@ -66,7 +73,7 @@ def broken(options: Any) -> None:
     """Save step 1, then step 2 with one thing broken, then step 3 again without."""
     path = Path(options["store"])
     faults = Faults()
-    rules = {
+    rules: dict[str, Callable[[], object]] = {
         "one rank's disk": lambda: faults.on("write", "/tmp/", fail(errno.EIO), rank=1),
         "one rank's part": lambda: faults.on("link", "/parts/", fail(errno.EIO), rank=1),
         "record folder": lambda: faults.on("link", "/commits/", fail(errno.EACCES), rank=0),
@@ -111,7 +118,8 @@ def refused(options: Any) -> None:
 
 def pressed(options: Any) -> None:
     """Save at each step to a disk that cannot keep up, with a pool that is smaller than the state."""
-    for pressure in ("wait", "skip", "degrade"):
+    ways: tuple[Pressure, ...] = ("wait", "skip", "degrade")
+    for pressure in ways:
         used: list[int] = []
         faults = Faults()
         with Store(options["store"], hook=faults) as store:

@@ -13,13 +13,12 @@ import pytest
 import layerstore
 from layerstore.store import Store
 from tests.faults.harness import tmpfs
-from tests.live.faulty import STEPS
 from tests.live.forked import Nursery
-from tests.live.test_live_faults import LAYERS, due, losses, one
-from tests.live.test_live_faults import undisturbed as undisturbed  # a fixture
+from tests.live.heard import due, losses, one
 
 PROGRAMS = "tests.live.faulty_disks"
 DISK_BYTES = 48 << 20
+LAYERS = 6
 
 
 @pytest.fixture(params=["tmpfs", pytest.param("ext4", marks=pytest.mark.exhaustive)])

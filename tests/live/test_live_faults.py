@@ -10,18 +10,11 @@ import pytest
 import layerstore
 from layerstore.store import Store
 from tests.live.faulty import RUN, STEPS
-from tests.live.forked import Event, Launch, Nursery
+from tests.live.forked import Nursery
+from tests.live.heard import due, losses, one
 
 PROGRAMS = "tests.live.faulty"
 LAYERS = 6
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ranks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """Return the loss of every step of a training that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with ranks.launch(f"{PROGRAMS}:undisturbed", {}, folder=folder, name="undisturbed") as launch:
-        return losses(launch.done())
 
 
 @pytest.fixture
@@ -29,27 +22,6 @@ def store(tmp_path: Path) -> Path:
     """Return a new store."""
     layerstore.init(tmp_path / "store").close()
     return tmp_path / "store"
-
-
-def losses(launch: Launch, name: str = "") -> dict[int, str]:
-    """Return the losses that *launch* told, by step."""
-    return {event["step"]: event["loss"] for event in launch.events("loss") if event["name"] == name}
-
-
-def due(launch: Launch, name: str = "") -> dict[int, list[str]]:
-    """Return the layers that were due at each save of *launch*, on which all ranks agree."""
-    found: dict[int, list[str]] = {}
-    for event in launch.events("saved"):
-        if event["name"] == name:
-            assert found.setdefault(event["step"], event["due"]) == event["due"]
-    return found
-
-
-def one(launch: Launch, kind: str, **facts: object) -> Event:
-    """Return the event of *kind* that the first rank told with *facts*."""
-    wanted = {"rank": 0, **facts}
-    (found,) = [event for event in launch.events(kind) if wanted.items() <= event.items()]
-    return found
 
 
 def steps(store: Path, ref: str = RUN) -> list[int]:
