@@ -59,7 +59,6 @@ Frozen = Literal["once", "exclude"]
 JOBS_MAX = 2
 """Saves that may be on their way: one more waits until the oldest is on disk."""
 
-
 EXIT_SECONDS_MAX = 600.0
 """How long a process that ends waits for its saves to become durable, and the first rank for the others'."""
 
@@ -143,11 +142,10 @@ class Saver:
         tag = tag or f"global_step{self._engine.step}"
         kept = dict(client_state or {})
         files, problem = find_or_say(extra_files or {})
-        is_excluded = self._frozen == "exclude"
         saved = self._save(
             self._engine.step if step is None else step,
             kept,
-            lambda: self._engine.states(tag, kept, exclude_frozen=is_excluded),
+            lambda: self._engine.states(tag, kept, exclude_frozen=self._frozen == "exclude"),
             place=Destination(folder=FOLDER, tag=tag, files=files, is_complete=True),
             problem=problem,
         )
@@ -202,7 +200,6 @@ class Saver:
         if self._watch is not None:
             self._watch.saved(captured, due)
         job.timing.blocked_seconds += time.monotonic() - started
-        # Where more files may come into the folder, the gate waits instead, if there is one.
         if self._mode == "sync" and (place.is_complete or self._engine.ungated):
             self._finish(job, started)
         saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
@@ -255,7 +252,7 @@ class Saver:
     # -- before an update ----------------------------------------------------------------------------------------
 
     def _gate(self) -> None:
-        """Hold the update until nothing of the state before it is left to copy."""
+        """Hold the update until nothing of the state before it is left to copy; with ``sync``, to be made durable."""
         self._updates += 1
         self._seal()
         if self._mode == "sync" and self._jobs:
