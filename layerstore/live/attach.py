@@ -8,7 +8,7 @@ from layerstore.layers import check_name
 from layerstore.live.dropin import StoreCheckpointEngine
 from layerstore.live.exchange import Exchange
 from layerstore.live.log import LOG
-from layerstore.live.resume import place_resumed, resumed_composition
+from layerstore.live.resume import origin_of, place_resumed
 from layerstore.live.saver import Frozen, Mode, Pressure, Saver
 from layerstore.live.seams import Engine
 from layerstore.ops.composition import Composition
@@ -42,17 +42,15 @@ def attach(
     *on_saved* hears, on the first rank and in its training thread, what each save took once that is known.
 
     On a run that has commits already this begins a new attempt, whose first save is full; to go on with one,
-    call ``layerstore.resume`` first. An engine has one saver at a time: close it to attach another.
+    call ``layerstore.resume`` first. An engine that had a saver of this run goes on with that one's attempt.
+    There may be savers for several runs; what the engine saves by itself goes to the one that was attached last.
 
     Raises:
         InvalidInput: *engine* is no DeepSpeed engine, or the ranks do not see the same store.
-        Conflict: *engine* has a saver that is not closed.
+        Conflict: *engine* has a saver for this run already, or the ranks see different commits.
         Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
     """
     known = Engine(engine)
-    found = known.checkpoint_engine
-    if isinstance(found, StoreCheckpointEngine) and found.saver is not None:
-        raise Conflict("the engine has a saver already", hint="close that one first")
     check_name(run, what="the run's name")
     if known.ungated and mode == "async":
         mode = "sync"
@@ -60,7 +58,7 @@ def attach(
     chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
     exchange = Exchange()
     try:
-        opened, place = _agreed(exchange, store, run, resumed_composition(engine) or _loaded(known))
+        opened, place = _agreed(exchange, store, run, known)
     except BaseException:
         exchange.close()
         raise
@@ -80,11 +78,14 @@ def attach(
     )
 
 
-def _agreed(exchange: Exchange, store: Store | StrPath, run: str, resumed: Composition | None) -> tuple[Store, Place]:
+def _agreed(exchange: Exchange, store: Store | StrPath, run: str, engine: Engine) -> tuple[Store, Place]:
     """Return the store and where the next save goes; raise on every rank unless it is the same for all."""
     with exchange.together():
         opened = store if isinstance(store, Store) else open_store(store)
-        view = view_or_none(opened.rooms, run)
+        found, view = engine.checkpoint_engine, view_or_none(opened.rooms, run)
+        if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
+            raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
+        resumed = origin_of(engine.engine, opened, run) or _loaded(engine)
         place = place_begun(view) if resumed is None else place_resumed(view, resumed)
         opened.rooms.prepare_writing()
     stores = exchange.texts(f"{opened.id} at {opened.path}")

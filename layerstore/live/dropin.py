@@ -5,18 +5,18 @@ What it saves is captured as ``Saver.save`` captures it; in the folder it leaves
 store, and everything else as before.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from layerstore.errors import Conflict, NotFound
-from layerstore.live.pointers import Pointer, read_pointer, write_pointer
+from layerstore.errors import Conflict
+from layerstore.live.following import composition_of
+from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, ranks_of_world
-from layerstore.ops.composition import Composition, compose_latest
-from layerstore.ops.past import view_or_none
-from layerstore.ops.refs import Resolved
-from layerstore.storage.manifest import RecordRow
+from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
+from layerstore.zero3.pointers import Pointer, read_pointer
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 
@@ -27,6 +27,10 @@ class Taking(Protocol):
     @property
     def store(self) -> Store:
         """Where to."""
+
+    @property
+    def run(self) -> str:
+        """As which run."""
 
     def take(self, states: SavedStates, *, folder: Path, tag: str) -> None:
         """Save *states*; more files may still come into *folder*."""
@@ -47,11 +51,45 @@ class StoreCheckpointEngine:
     def __init__(self, real: Any) -> None:
         self.real = real
         self.name = "layerstore"
-        self.saver: Taking | None = None
+        self._savers: list[Taking] = []
+        self._uninstall: Callable[[], None] | None = None
         self.loaded: Composition | None = None
         """What the engine was last filled with, if it came from a store."""
         self._held: dict[str, tuple[Any, Path]] = {}
-        self._loads: dict[tuple[str, int, int], Loaded] = {}
+        self._load: tuple[Pointer, Loaded] | None = None
+
+    # -- who is attached -----------------------------------------------------------------------------------------
+
+    @property
+    def saver(self) -> Taking | None:
+        """What the engine's own saves go to: the saver that was attached last."""
+        return self._savers[-1] if self._savers else None
+
+    def attach(self, saver: Taking, engine: Engine) -> None:
+        """Save *engine* to *saver* from now on."""
+        self._savers.append(saver)
+        if engine.checkpoint_engine is not self:
+            self._uninstall = engine.install(self)
+
+    def detach(self, saver: Taking) -> None:
+        """Save as before *saver* came; pointers can still be loaded."""
+        self._savers = [other for other in self._savers if other is not saver]
+        if not self._savers and self._uninstall is not None:
+            self._uninstall()
+
+    def saves_to(self, store: Store, run: str) -> bool:
+        """Whether a saver that is not closed saves run *run* of *store*."""
+        return any((saver.store.id, saver.run) == (store.id, run) for saver in self._savers)
+
+    def settle(self) -> None:
+        """Wait for whatever is on its way."""
+        for saver in self._savers:
+            saver.settle()
+
+    def went_to(self, composition: Composition) -> None:
+        """Let all that save the engine go on from *composition*, which it was filled with."""
+        for saver in self._savers:
+            saver.went_to(composition)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -95,30 +133,23 @@ class StoreCheckpointEngine:
             return loaded.model()
         loaded.check_precision(Path(path).name)
         optimizer = loaded.optimizer()
-        self._loads.clear()  # the optimizer's state is the last that is asked for, and the engine's own from now on
+        self._load = None  # the optimizer's state is the last that is asked for, and the engine's own from now on
         self._went_to(loaded)
         return optimizer
 
     def _commit_of(self, pointer: Pointer, path: Path) -> Loaded:
         """Read the commit that *pointer* means; the loader asks for its first half more than once."""
-        key = pointer.run, pointer.attempt, pointer.step
-        if key not in self._loads:
-            if self.saver is not None:
-                self.saver.settle()
+        if self._load is None or self._load[0] != pointer:
+            self.settle()
             store = self._store_of(pointer)
-            row = next((row for row in _rows(store, pointer) if row.step == pointer.step), None)
-            if row is None:
-                raise _missing(pointer)
-            commit = store.rooms.catalog.commit(row.name)
-            resolved = Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
             rank = int(path.name.removeprefix("bf16_").split("_")[3])
-            self._loads = {key: Loaded.of(store, compose_latest(resolved), rank=rank, world_size=ranks_of_world())}
-        return self._loads[key]
+            composition = composition_of(store, pointer)
+            self._load = pointer, Loaded.of(store, composition, rank=rank, world_size=ranks_of_world())
+        return self._load[1]
 
     def _went_to(self, loaded: Loaded) -> None:
         self.loaded = loaded.composition
-        if self.saver is not None:
-            self.saver.went_to(loaded.composition)
+        self.went_to(loaded.composition)
 
     def _store_of(self, pointer: Pointer) -> Store:
         if self.saver is not None and self.saver.store.id == pointer.store_id:
@@ -130,11 +161,6 @@ class StoreCheckpointEngine:
                 hint="attach a saver to the right store first",
             )
         return store
-
-    def detach(self, saver: Taking) -> None:
-        """Save as DeepSpeed does again, if it was *saver* that saved; pointers can still be loaded."""
-        if self.saver is saver:
-            self.saver = None
 
     # -- the rest of the interface -------------------------------------------------------------------------------
 
@@ -154,21 +180,9 @@ class StoreCheckpointEngine:
         return getattr(self.real, name)
 
 
-def _rows(store: Store, pointer: Pointer) -> list[RecordRow]:
-    view = view_or_none(store.rooms, pointer.run)
-    return [] if view is None else view.of_attempt(pointer.attempt)
-
-
-def _missing(pointer: Pointer) -> NotFound:
-    return NotFound(
-        f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
-        hint=f"the save was given up, or dropped; layerstore log {pointer.run} --store {pointer.store}",
-    )
-
-
 def drop_in(engine: Engine, saver: Taking) -> StoreCheckpointEngine:
     """Return what *engine* is to save and load with: the one that it has, if that is ours already."""
     found = engine.checkpoint_engine
     made = found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
-    made.saver = saver
+    made.attach(saver, engine)
     return made

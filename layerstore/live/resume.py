@@ -5,7 +5,7 @@ The engine's own loader does it, fed from memory: so parameters that stay gather
 else hangs on the masters come out right. Which version of each layer that is, a query says.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
@@ -17,11 +17,12 @@ from layerstore.live.log import LOG
 from layerstore.live.randomness import restore_random_state
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.seams import ENGINE_KEYS, Engine
-from layerstore.ops.composition import Composition, as_resolved
+from layerstore.ops.composition import Composition, as_resolved, compose_latest
 from layerstore.ops.loading import RankLoad, plan_load
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import Place, place_after
 from layerstore.ops.ranks import AdamStep
+from layerstore.ops.refs import Resolved
 from layerstore.policy import Policy
 from layerstore.storage.runview import RunView
 from layerstore.store import Store, StrPath, open_store
@@ -49,12 +50,39 @@ class Resumed:
     """What did not carry over."""
 
 
-_RESUMED: "WeakKeyDictionary[Any, Composition]" = WeakKeyDictionary()
+@dataclass(slots=True)
+class _Origin:
+    """Where the saves of an engine go on from."""
+
+    filled: Composition | None = None
+    """What the engine was filled with."""
+    closed: dict[tuple[str, str], Composition] = field(default_factory=dict)
+    """The newest commit of savers that were closed since, by store and run."""
 
 
-def resumed_composition(engine: Any) -> Composition | None:
-    """Return what *engine* was filled from, None if it was not."""
-    return _RESUMED.get(engine)
+_ORIGINS: "WeakKeyDictionary[Any, _Origin]" = WeakKeyDictionary()
+
+
+def origin_of(engine: Any, store: Store, run: str) -> Composition | None:
+    """Return what the next save of *engine* as *run* goes on from, None if it begins from nothing."""
+    origin = _ORIGINS.get(engine, _Origin())
+    return origin.closed.get((store.id, run), origin.filled)
+
+
+def filled_with(engine: Any) -> Composition | None:
+    """Return what *engine* was last filled with by `resume`, None if it was not."""
+    origin = _ORIGINS.get(engine)
+    return None if origin is None else origin.filled
+
+
+def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
+    """Let the next saver of *run* go on with *attempt*, as if the last one had not been closed."""
+    view = view_or_none(store.rooms, run)
+    rows = [] if view is None else view.of_attempt(attempt)
+    if rows:
+        commit = store.rooms.catalog.commit(rows[-1].name)
+        tip = Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+        _ORIGINS.setdefault(engine, _Origin()).closed[store.id, run] = compose_latest(tip)
 
 
 def place_resumed(view: RunView | None, composition: Composition) -> Place:
@@ -111,9 +139,9 @@ def _composite(
 def fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep = "unify") -> Resumed:
     """Fill *engine* from *composite*."""
     composition = composite.composition
-    saver = getattr(engine.checkpoint_engine, "saver", None)
-    if saver is not None:
-        saver.settle()
+    dropin = engine.checkpoint_engine if hasattr(engine.checkpoint_engine, "went_to") else None
+    if dropin is not None:
+        dropin.settle()
     exchange = Exchange()
     try:
         with exchange.together():
@@ -128,9 +156,9 @@ def fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep
     restored = restore_random_state(loaded.load.state, loaded.load.content)
     for note in loaded.load.notes if engine.global_rank == 0 else ():
         LOG.warning("%s: %s", composite.name, note)
-    _RESUMED[engine.engine] = composition
-    if saver is not None:
-        saver.went_to(composition)
+    _ORIGINS[engine.engine] = _Origin(filled=composition)
+    if dropin is not None:
+        dropin.went_to(composition)
     state = loaded.load.state.model
     view = TreeView(state.tree, path=PurePosixPath(state.path))
     return Resumed(

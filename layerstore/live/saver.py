@@ -32,10 +32,9 @@ from layerstore.live.joints import in_order, joint_of, note_job, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
-from layerstore.live.pointers import Pointer
 from layerstore.live.pool import Pool
 from layerstore.live.results import Saved, Status, saved_as, status_of
-from layerstore.live.resume import place_resumed
+from layerstore.live.resume import note_closed, place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
 from layerstore.live.sizes import counted, local_bytes, sizes_of
@@ -51,6 +50,7 @@ from layerstore.ops.shares import ShareWork, objects_due
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy
 from layerstore.store import Store, StrPath
+from layerstore.zero3.pointers import Pointer
 from layerstore.zero3.share import Share
 
 Mode = Literal["async", "sync"]
@@ -113,7 +113,6 @@ class Saver:
         """Tells the step where the engine saves by itself: trainers count their own."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
         self._dropin = drop_in(engine, self)
-        self._uninstall = engine.install(self._dropin)
         atexit.register(self._at_exit)
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -139,11 +138,10 @@ class Saver:
         tag = tag or f"global_step{self._engine.step}"
         kept = dict(client_state or {})
         files, problem = find_or_say(extra_files or {})
-        is_excluded = self._frozen == "exclude"
         saved = self._save(
             self._engine.step if step is None else step,
             kept,
-            lambda: self._engine.states(tag, kept, exclude_frozen=is_excluded),
+            lambda: self._engine.states(tag, kept, exclude_frozen=self._frozen == "exclude"),
             place=Destination(folder=FOLDER, tag=tag, files=files, is_complete=True),
             problem=problem,
         )
@@ -176,13 +174,13 @@ class Saver:
         started = time.monotonic()
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
-        self._seal()
         report = self._report(step=number, mistyped=check_client_state(client_state), problem=problem)
         facts = agree(self._exchange, report)
         self._learn(facts)
         repeated = self._repeated(number)
         if repeated is not None:
-            return repeated
+            return repeated  # and into its folder more may still come: that is not sealed
+        self._seal()
         if self._on_pressure == "wait":
             self._make_room()
         captured = capture(states(), rank=self._engine.rank, folder=place.folder, pattern=self._pattern)
@@ -200,7 +198,7 @@ class Saver:
         if self._watch is not None:
             self._watch.saved(captured, due)
         job.timing.blocked_seconds += time.monotonic() - started
-        if self._mode == "sync":
+        if self._mode == "sync" and (place.is_complete or self._engine.ungated):
             self._finish(job, started)
         saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
         self._newest = (saved, self._updates)
@@ -238,6 +236,7 @@ class Saver:
         except BaseException:
             self._leave()
             raise
+        note_closed(self._engine.engine, self._store, self.run, attempt=self._place.attempt)
         self._end(at_once=False)
 
     def __enter__(self) -> "Saver":
@@ -254,9 +253,11 @@ class Saver:
     # -- before an update ----------------------------------------------------------------------------------------
 
     def _gate(self) -> None:
-        """Hold the update until nothing of the state before it is left to copy."""
+        """Hold the update until nothing of the state before it is left to copy; with ``sync``, to be made durable."""
         self._updates += 1
         self._seal()
+        if self._mode == "sync" and self._jobs:
+            self._finish(self._jobs[-1], time.monotonic())
         for job in self._jobs:
             if not job.snapshot.copied.is_set():
                 started = time.monotonic()
@@ -402,6 +403,7 @@ class Saver:
         return Pointer(
             store=str(self._store.path),
             store_id=self._store.id,
+            name=f"{self.run}@{self.step_of()}",
             run=self.run,
             attempt=self._place.attempt,
             step=self.step_of(),
@@ -439,7 +441,6 @@ class Saver:
         atexit.unregister(self._at_exit)
         self._ungate()
         self._dropin.detach(self)
-        self._uninstall()
         self._background.close(at_once=at_once)
         if self._engine.rank == 0:
             self._rooms.parts.close_session(self._session, is_over=not at_once)
