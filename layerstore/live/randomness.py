@@ -40,9 +40,11 @@ def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
 
 def restore_random_state(state: RankState, content_of: Callable[[Any], bytes]) -> bool:
     """Set this process's generators as *state* has them; False where it has none."""
-    file = next((file for file in state.files if RANDOM_STATE.fullmatch(file.path)), None)
-    if file is None or not file.path.startswith("rng_state"):
-        return False  # Accelerate's own form is Accelerate's to load
+    # Accelerate's own form, which may be there as well, is Accelerate's to load.
+    ours = (each for each in state.files if each.path.startswith("rng_state"))
+    file = next((each for each in ours if RANDOM_STATE.fullmatch(each.path)), None)
+    if file is None:
+        return False
     with scratch() as folder:
         path = put(folder / file.path, content_of(file.content))
         states = revive(read_pt(path).tree, _fill)
