@@ -176,13 +176,13 @@ class Saver:
         started = time.monotonic()
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
-        self._seal()
         report = self._report(step=number, mistyped=check_client_state(client_state), problem=problem)
         facts = agree(self._exchange, report)
         self._learn(facts)
         repeated = self._repeated(number)
         if repeated is not None:
-            return repeated
+            return repeated  # and into its folder more may still come: that is not sealed
+        self._seal()
         if self._on_pressure == "wait":
             self._make_room()
         captured = capture(states(), rank=self._engine.rank, folder=place.folder, pattern=self._pattern)
