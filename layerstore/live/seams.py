@@ -252,7 +252,7 @@ def engine_of(model: Any) -> Any:
     """
     from deepspeed import DeepSpeedEngine
 
-    found = [each for each in gc.get_objects() if isinstance(each, DeepSpeedEngine) and each.module is model]
+    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and each.module is model]
     if not found:
         raise InvalidInput(
             "the Trainer does not train under DeepSpeed", hint="pass TrainingArguments(deepspeed=CONFIG) with stage 3"
