@@ -8,15 +8,14 @@ store, and everything else as before.
 from pathlib import Path
 from typing import Any, Protocol
 
-from layerstore.errors import Conflict, NotFound
-from layerstore.live.pointers import Pointer, read_pointer, write_pointer
+from layerstore.errors import Conflict
+from layerstore.live.following import composition_of
+from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, ranks_of_world
-from layerstore.ops.composition import Composition, compose_latest
-from layerstore.ops.past import view_or_none
-from layerstore.ops.refs import Resolved
-from layerstore.storage.manifest import RecordRow
+from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
+from layerstore.zero3.pointers import Pointer, read_pointer
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 
@@ -51,7 +50,7 @@ class StoreCheckpointEngine:
         self.loaded: Composition | None = None
         """What the engine was last filled with, if it came from a store."""
         self._held: dict[str, tuple[Any, Path]] = {}
-        self._loads: dict[tuple[str, int, int], Loaded] = {}
+        self._load: tuple[Pointer, Loaded] | None = None
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -95,25 +94,20 @@ class StoreCheckpointEngine:
             return loaded.model()
         loaded.check_precision(Path(path).name)
         optimizer = loaded.optimizer()
-        self._loads.clear()  # the optimizer's state is the last that is asked for, and the engine's own from now on
+        self._load = None  # the optimizer's state is the last that is asked for, and the engine's own from now on
         self._went_to(loaded)
         return optimizer
 
     def _commit_of(self, pointer: Pointer, path: Path) -> Loaded:
         """Read the commit that *pointer* means; the loader asks for its first half more than once."""
-        key = pointer.run, pointer.attempt, pointer.step
-        if key not in self._loads:
+        if self._load is None or self._load[0] != pointer:
             if self.saver is not None:
                 self.saver.settle()
             store = self._store_of(pointer)
-            row = next((row for row in _rows(store, pointer) if row.step == pointer.step), None)
-            if row is None:
-                raise _missing(pointer)
-            commit = store.rooms.catalog.commit(row.name)
-            resolved = Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
             rank = int(path.name.removeprefix("bf16_").split("_")[3])
-            self._loads = {key: Loaded.of(store, compose_latest(resolved), rank=rank, world_size=ranks_of_world())}
-        return self._loads[key]
+            composition = composition_of(store, pointer)
+            self._load = pointer, Loaded.of(store, composition, rank=rank, world_size=ranks_of_world())
+        return self._load[1]
 
     def _went_to(self, loaded: Loaded) -> None:
         self.loaded = loaded.composition
@@ -152,18 +146,6 @@ class StoreCheckpointEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
-
-
-def _rows(store: Store, pointer: Pointer) -> list[RecordRow]:
-    view = view_or_none(store.rooms, pointer.run)
-    return [] if view is None else view.of_attempt(pointer.attempt)
-
-
-def _missing(pointer: Pointer) -> NotFound:
-    return NotFound(
-        f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
-        hint=f"the save was given up, or dropped; layerstore log {pointer.run} --store {pointer.store}",
-    )
 
 
 def drop_in(engine: Engine, saver: Taking) -> StoreCheckpointEngine:

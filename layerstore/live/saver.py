@@ -32,7 +32,6 @@ from layerstore.live.joints import in_order, joint_of, note_job, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
-from layerstore.live.pointers import Pointer
 from layerstore.live.pool import Pool
 from layerstore.live.results import Saved, Status, saved_as, status_of
 from layerstore.live.resume import place_resumed
@@ -51,6 +50,7 @@ from layerstore.ops.shares import ShareWork, objects_due
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy
 from layerstore.store import Store, StrPath
+from layerstore.zero3.pointers import Pointer
 from layerstore.zero3.share import Share
 
 Mode = Literal["async", "sync"]
@@ -402,6 +402,7 @@ class Saver:
         return Pointer(
             store=str(self._store.path),
             store_id=self._store.id,
+            name=f"{self.run}@{self.step_of()}",
             run=self.run,
             attempt=self._place.attempt,
             step=self.step_of(),

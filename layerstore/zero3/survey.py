@@ -13,12 +13,14 @@ from pathlib import Path
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import SOURCE_FILES_MAX
 from layerstore.zero3.discover import TRAINER_STATE, ZERO3, folder_kind, list_folder, real_path
+from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.ptfile import read_pt
 from layerstore.zero3.read import step_of_trainer
 from layerstore.zero3.trees import TreeView
 
 # What a compose of ours leaves when it is killed, or has while it runs.
 _UNFINISHED_OUTPUT = re.compile(r".+\.(partial|replaced)-[0-9a-f]{8}")
+_FIRST = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,11 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
             raise InvalidInput(f"{top} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
         kind = folder_kind(names)
         if kind == ZERO3:
-            yield folder
+            pointer = read_pointer(folder / _FIRST)
+            if pointer is None:
+                yield folder
+            else:
+                notes.append(f"ignored {folder}: it holds pointers to {pointer.name} in the store {pointer.store}")
             continue
         if kind is not None:
             # By the names alone, and a folder may have such a name: what lies below is looked at all the same.
@@ -99,7 +105,7 @@ def _is_own_folder(path: Path) -> bool:
 
 def _step(tag: Path) -> int | None:
     """Return the trainer's step, else the engine's as rank 0 has it: good enough to put things in order."""
-    state, model = tag.parent / TRAINER_STATE, tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    state, model = tag.parent / TRAINER_STATE, tag / _FIRST
     if state.is_symlink() or model.is_symlink():
         return None
     try:

@@ -1,0 +1,62 @@
+"""From a pointer to the composite that it means."""
+
+from dataclasses import replace
+from typing import cast
+
+from layerstore.errors import IntegrityError, NotFound
+from layerstore.format.canonical import Plain
+from layerstore.format.fields import from_plain, to_plain
+from layerstore.model import LayerEntry
+from layerstore.ops.composition import Composition, compose_latest
+from layerstore.ops.past import view_or_none
+from layerstore.ops.refs import Resolved, reference_to
+from layerstore.ops.rooms import Rooms
+from layerstore.store import Store
+from layerstore.tree import Tree
+from layerstore.zero3.pointers import Pointer
+
+
+def pointer_to(store: Store, rooms: Rooms, composition: Composition, *, pin: str | None) -> Pointer:
+    """Return what leads to *composition*, on top of the pin *pin* if its base is kept by one."""
+    base = composition.base
+    is_mixture = pin is None and composition.policy != "latest"
+    return Pointer(
+        store=str(store.path),
+        store_id=store.id,
+        name=pin or reference_to(rooms, base),
+        run=base.run,
+        attempt=base.attempt,
+        step=base.step,
+        is_pin=pin is not None,
+        policy=composition.policy,
+        layers=[cast(Tree, to_plain(entry)) for entry in composition.layers] if is_mixture else None,
+    )
+
+
+def composition_of(store: Store, pointer: Pointer) -> Composition:
+    """Return what *pointer* means; raises NotFound where *store* has it no longer."""
+    composition = compose_latest(_resolved(store, pointer))
+    if pointer.layers is None:
+        return composition
+    what = f"the pointer to {pointer.name}"
+    if not isinstance(pointer.layers, list):
+        raise IntegrityError(f"{what} is in a form that is not known", hint="make it again")
+    layers = tuple(from_plain(LayerEntry, cast(Plain, each), what=what) for each in pointer.layers)
+    return replace(composition, layers=layers, policy=pointer.policy)
+
+
+def _resolved(store: Store, pointer: Pointer) -> Resolved:
+    rooms = store.rooms
+    if pointer.is_pin:
+        pin = rooms.records.read_pin(pointer.name)
+        return Resolved(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
+    view = view_or_none(rooms, pointer.run)
+    own = [] if view is None else view.of_attempt(pointer.attempt)
+    row = next((row for row in own if row.step == pointer.step), None)
+    if row is None:
+        raise NotFound(
+            f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
+            hint=f"the save was given up, or dropped; layerstore log {pointer.run} --store {pointer.store}",
+        )
+    commit = rooms.catalog.commit(row.name)
+    return Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
