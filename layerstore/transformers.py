@@ -1,23 +1,26 @@
 """
 For the Trainer of Transformers: three lines, and its own saves go to a store.
 
-    from layerstore.transformers import LayerstoreCallback
+    from layerstore.transformers import LayerstoreCallback, checkpoint
 
     trainer = Trainer(…, callbacks=[LayerstoreCallback("runs/store", run="sft", policy="parity")])
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=checkpoint("runs/store", "sft"))
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from layerstore.live.callback import LayerstoreCallback
+    from layerstore.live.folder import checkpoint
 
-__all__ = ["LayerstoreCallback"]
+__all__ = ["LayerstoreCallback", "checkpoint"]
+
+# Loaded at first use: one of them brings Transformers along.
+_HOMES = {"LayerstoreCallback": "callback", "checkpoint": "folder"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from layerstore.live import callback  # brings Transformers along
-
-    return getattr(callback, name)
+    return getattr(import_module(f"layerstore.live.{_HOMES[name]}"), name)

@@ -1,14 +1,21 @@
 """The callback for the Trainer of Transformers; see `layerstore.transformers`."""
 
+import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from layerstore.live.attach import attach
 from layerstore.live.dropin import StoreCheckpointEngine
+from layerstore.live.log import LOG
+from layerstore.live.resume import resumed_composition
 from layerstore.live.saver import Saver
+from layerstore.live.scratch import put, scratch
 from layerstore.live.seams import engine_of, engines_are_made_with
 from layerstore.store import Store, StrPath
+from layerstore.zero3.discover import TRAINER_STATE
 
 
 class LayerstoreCallback(TrainerCallback):
@@ -29,6 +36,7 @@ class LayerstoreCallback(TrainerCallback):
         self._run = run
         self._every = every
         self._settings = settings
+        self._count: _Count | None = None
         # A Trainer that resumes loads before it says that training begins: pointers must be known by then.
         engines_are_made_with(StoreCheckpointEngine)
 
@@ -36,13 +44,26 @@ class LayerstoreCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach to the engine that the Trainer has made."""
-        self.saver = attach(engine_of(kwargs["model"]), self._store, run=self._run, **self._settings)
-        self.saver.step_of = lambda: int(state.global_step)
+        engine = engine_of(kwargs["model"])
+        self.saver = attach(engine, self._store, run=self._run, **self._settings)
+        self._count = _Count(state, lambda: int(engine.global_steps), resumed=self._resumed_step(engine))
+        self.saver.step_of = self._count.step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note where the update begins."""
+        if self._count is not None:
+            self._count.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save where the Trainer's own schedule does not."""
         if self._every and self.saver is not None and state.global_step % self._every == 0 and not control.should_save:
-            self.saver.save(step=int(state.global_step))
+            with scratch() as folder:
+                self.saver.save(
+                    step=self.saver.step_of(),
+                    extra_files=_own_files(folder, state, control, kwargs) if state.is_world_process_zero else {},
+                )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -50,4 +71,57 @@ class LayerstoreCallback(TrainerCallback):
         """Wait for what is on its way, and let go of the engine."""
         if self.saver is not None:
             self.saver.close()
-            self.saver = None
+            self.saver = self._count = None
+
+    def _resumed_step(self, engine: Any) -> int:
+        """Return the step of this run that *engine* goes on from, 0 if it is of none."""
+        found = engine.checkpoint_engine
+        loaded = found.loaded if isinstance(found, StoreCheckpointEngine) else None
+        loaded = resumed_composition(engine) or loaded
+        return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
+
+
+class _Count:
+    """
+    Which step a save is of.
+
+    The Trainer counts a step when all of it is done. DeepSpeed's update comes before that, and so may a save: the one
+    that a signal asks for. Its state is the next step's, whatever its folder is called.
+    """
+
+    def __init__(self, state: TrainerState, updates: Callable[[], int], *, resumed: int) -> None:
+        self._state = state
+        self._updates = updates
+        self._lead = max(resumed - int(state.global_step), 0)
+        """How far the run is ahead of the Trainer, which resumed from such a save."""
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun = int(self._state.global_step), self._updates()
+
+    def step(self) -> int:
+        """Return the step of what the engine holds now."""
+        step, updates = int(self._state.global_step), self._updates()
+        is_ahead = step == self._begun[0] and updates > self._begun[1]
+        if is_ahead:
+            LOG.warning("the Trainer saves step %d in the middle of the next: the commit is step %d", step, step + 1)
+        return step + is_ahead + self._lead
+
+
+def _own_files(folder: Path, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> dict[str, StrPath]:
+    """Write to *folder* what a Trainer needs to resume, beside its engine's state; return the files by name."""
+    import torch
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    callbacks: Any = state.stateful_callbacks  # declared as a list of callbacks; it is a dict of their states
+    callbacks["TrainerControl"] = control.state()
+    path = folder / TRAINER_STATE
+    state.save_to_json(str(path))
+    files: dict[str, StrPath] = {path.name: path}
+    scheduler = given.get("lr_scheduler")
+    if scheduler is not None and not isinstance(scheduler, DeepSpeedSchedulerWrapper):
+        data = io.BytesIO()
+        torch.save(scheduler.state_dict(), data)
+        files["scheduler.pt"] = put(folder / "scheduler.pt", data.getvalue())
+    return files

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
@@ -59,16 +60,18 @@ def plan_load(
         _verify(rooms, parts, verified)
         _read(rooms, parts, target)
 
-    def content(of: bytes | ObjectContent) -> bytes:
-        if isinstance(of, bytes):
-            return of
-        data = bytearray(of.size_bytes)
-        place = whole(of, 0)
-        rooms.objects.verify(of.object)
-        _read_stretch(rooms, place.object, place.object_offset, memoryview(data))
-        return bytes(data)
+    return RankLoad(state=state, notes=ranks.notes, fill=fill, content=partial(content_of, rooms))
 
-    return RankLoad(state=state, notes=ranks.notes, fill=fill, content=content)
+
+def content_of(rooms: Rooms, content: bytes | ObjectContent) -> bytes:
+    """Return what a file beside the trees holds, verified."""
+    if isinstance(content, bytes):
+        return content
+    data = bytearray(content.size_bytes)
+    place = whole(content, 0)
+    rooms.objects.verify(content.object)
+    _read_stretch(rooms, place.object, place.object_offset, memoryview(data))
+    return bytes(data)
 
 
 def _verify(rooms: Rooms, parts: Iterable[Part], verified: set[str]) -> None:

@@ -1,0 +1,138 @@
+"""
+A folder that leads to a commit: pointers instead of shards, and the small files that a Trainer reads for itself.
+
+So ``trainer.train(resume_from_checkpoint=…)``, which wants a folder, takes a reference.
+"""
+
+import atexit
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from layerstore.errors import Conflict, NotFound
+from layerstore.layers import parse_reference
+from layerstore.live.exchange import Exchange
+from layerstore.live.following import pointer_to
+from layerstore.live.log import LOG
+from layerstore.live.pointers import write_pointer
+from layerstore.ops.composition import Composition, check_members
+from layerstore.ops.loading import content_of
+from layerstore.ops.past import view_or_none
+from layerstore.ops.ranks import Ranks, plan_ranks
+from layerstore.ops.rooms import Rooms
+from layerstore.policy import Policy
+from layerstore.store import Store, StrPath, open_store
+from layerstore.zero3.discover import LATEST, TRAINER_STATE
+from layerstore.zero3.places import Slices
+
+
+def checkpoint(
+    store: Store | StrPath,
+    ref: str,
+    *,
+    folder: StrPath | None = None,
+    policy: str | Policy = "latest",
+) -> str | None:
+    """
+    Return a folder that ``resume_from_checkpoint`` takes, for the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
+
+    None where *ref* is just a run that has no commit yet: so one script serves the first launch and every later one.
+    Every rank calls it. The folder is for as many ranks as there are now, whatever number has saved. It is one of
+    this process alone and is removed at its end, or *folder*. *policy* says which version of each layer is taken.
+
+    Raises:
+        NotFound: There is no such commit, or it is none of a Trainer.
+    """
+    opened = store if isinstance(store, Store) else open_store(store)
+    rooms = opened.rooms
+    reference = parse_reference(ref)
+    is_pin = reference.name in rooms.records.pin_names()
+    is_tip = not is_pin and reference.step is None and not reference.back
+    view = view_or_none(rooms, reference.name) if is_tip else None
+    is_empty = is_tip and (view is None or not view.rows)
+    composition = None if is_empty else opened.compose(ref, policy=policy).composition
+    _check_same("" if composition is None else composition.commit)
+    if composition is None:
+        LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
+        return None
+    pointer = pointer_to(opened, rooms, composition, pin=reference.name if is_pin and policy == "latest" else None)
+    ranks = _ranks(rooms, composition)
+    for note in ranks.notes:
+        LOG.warning("%s: %s", pointer.name, note)
+    target = _own_folder() if folder is None else Path(folder)
+    tag = _tag_for_trainer(composition)
+    if not _write_files(rooms, ranks, target, tag=composition.base.layout.tag):
+        raise NotFound(
+            f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
+            hint="fill the engine with layerstore.resume(engine, store, run=…)",
+        )
+    for rank in range(ranks.world_size):
+        state = ranks.state(rank)
+        for path in (state.model.path, state.optimizer.path):
+            place = target / tag / Path(path).name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_pointer(rooms.files, place, pointer)
+    _write(target / LATEST, tag.encode())
+    return str(target)
+
+
+def _ranks(rooms: Rooms, composition: Composition) -> Ranks:
+    """Return the states of as many ranks as there are now."""
+    versions = check_members(rooms, composition)
+    layers = zip(composition.layers, versions, strict=True)
+    return plan_ranks(
+        rooms, composition.base, list(layers), Slices(versions), world_size=_world_size(), adam_step="unify"
+    )
+
+
+def _tag_for_trainer(composition: Composition) -> str:
+    """Return the base's tag, or one like it that a Trainer looks for."""
+    tag = composition.base.layout.tag
+    return tag if tag.startswith("global_step") else f"global_step{composition.base.step}"
+
+
+def _write_files(rooms: Rooms, ranks: Ranks, folder: Path, *, tag: str) -> bool:
+    """Write what lies beside the shards; return whether a Trainer can resume from it."""
+    names = set()
+    for state in ranks.states():
+        for file in state.files:
+            if not file.path.startswith(f"{tag}/"):
+                _write(folder / file.path, content_of(rooms, file.content))
+                names.add(file.path)
+    return TRAINER_STATE in names
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write *data* to *path*, whole: other ranks may do the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def _own_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="layerstore-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_world_size()) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_same(commit: str) -> None:
+    """Raise where the ranks see different commits: one may have been saved between their looks."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    exchange = Exchange()
+    try:
+        if len(set(exchange.texts(commit))) > 1:
+            raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
+    finally:
+        exchange.close()
