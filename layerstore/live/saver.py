@@ -200,7 +200,8 @@ class Saver:
         if self._watch is not None:
             self._watch.saved(captured, due)
         job.timing.blocked_seconds += time.monotonic() - started
-        if self._mode == "sync":
+        # Where more files may come into the folder, the gate waits instead, if there is one.
+        if self._mode == "sync" and (place.is_complete or self._engine.ungated):
             self._finish(job, started)
         saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
         self._newest = (saved, self._updates)
@@ -257,6 +258,8 @@ class Saver:
         """Hold the update until nothing of the state before it is left to copy."""
         self._updates += 1
         self._seal()
+        if self._mode == "sync" and self._jobs:
+            self._finish(self._jobs[-1], time.monotonic())
         for job in self._jobs:
             if not job.snapshot.copied.is_set():
                 started = time.monotonic()

@@ -4,7 +4,7 @@
         -m tests.live.hugging_face --out OUT --part train
 
 ``train`` trains each job twice, once saved as these libraries save and once to the store, and leaves some of them in
-the middle. ``resume`` is another process, which goes on with those, ``more`` yet another. ``one`` does so on a single rank.
+the middle. ``resume`` is another process, which goes on with those, and so is ``more``. ``one`` is a single rank.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def train_all(out: Path) -> None:
         job(out, f"files-{gather}", gather=gather)
     accelerate_job(out, "accelerate-files", to_store=False)
     for gather in (True, False):
-        job(out, f"stored-{gather}", gather=gather, store=out / "store", limit=1)
+        mode = "async" if gather else "sync"
+        job(out, f"stored-{gather}", gather=gather, store=out / "store", limit=1, mode=mode)
     job(out, "left", store=out / "store", leave_at=LEFT_AT)
     job(out, "every", store=out / "store", every=1)
     job(out, "terminated", store=out / "store", terminate_at=LEFT_AT)

@@ -276,9 +276,7 @@ def test_ingest_says_that_a_folder_holds_pointers(
 # -- Accelerate ----------------------------------------------------------------------------------------------------
 
 
-def test_accelerate_saves_to_the_store_and_trains_as_before(
-    trained: Path, store_as_left: dict[str, list[int]]
-) -> None:
+def test_accelerate_saves_to_the_store_and_trains_as_before(trained: Path, store_as_left: dict[str, list[int]]) -> None:
     """Losses and norms are those without layerstore; of three folders two are kept, and all three commits."""
     folders = sorted(path.name for path in (trained / "accelerate-stored" / "checkpoints").iterdir())
 
