@@ -33,10 +33,10 @@ def main() -> None:
 
     accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=DEEPSPEED))
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=99, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, optimizer = accelerator.prepare(model, optimizer)
-    saver = layerstore.attach(engine, options.store, run="accelerate", policy="parity")  # layerstore
+    saver = layerstore.attach(engine, options.store, run="accelerate")  # layerstore
 
     folders = sorted(options.out.glob("step*"))
     if folders:

@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=99, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=DEEPSPEED)
     seen = 0
@@ -39,7 +39,7 @@ def main() -> None:
     if resumed is not None:
         seen = resumed.client_state["seen"]
 
-    with layerstore.attach(engine, options.store, run="plain", policy="parity") as saver:  # layerstore
+    with layerstore.attach(engine, options.store, run="plain") as saver:  # layerstore
         for step in range(engine.global_steps + 1, options.steps + 1):
             tokens = batch(step, engine.global_rank).to(engine.device)
             loss = engine(input_ids=tokens, labels=tokens).loss

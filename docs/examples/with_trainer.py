@@ -47,10 +47,10 @@ def main() -> None:
     )
     torch.manual_seed(0)
     trainer = Trainer(
-        model=LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2)),
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=99, num_hidden_layers=2)),
         args=arguments,
         train_dataset=examples(),
-        callbacks=[LayerstoreCallback(options.store, run="trainer", policy="parity")],  # layerstore
+        callbacks=[LayerstoreCallback(options.store, run="trainer")],  # layerstore
     )
     resume = checkpoint(options.store, "trainer")  # layerstore: None where there is nothing to go on with
     trainer.train(resume_from_checkpoint=resume)
