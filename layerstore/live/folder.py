@@ -4,11 +4,8 @@ A folder that leads to a commit: pointers instead of shards, and the small files
 So ``trainer.train(resume_from_checkpoint=…)``, which wants a folder, takes a reference.
 """
 
-import atexit
 import os
 import secrets
-import shutil
-import tempfile
 from pathlib import Path
 
 from layerstore.errors import Conflict, NotFound
@@ -17,12 +14,14 @@ from layerstore.live.exchange import Exchange
 from layerstore.live.following import pointer_to
 from layerstore.live.log import LOG
 from layerstore.live.pointers import write_pointer
+from layerstore.live.scratch import lasting_scratch
 from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.loading import content_of
 from layerstore.ops.past import view_or_none
 from layerstore.ops.ranks import Ranks, plan_ranks
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Policy
+from layerstore.storage.files import Files
 from layerstore.store import Store, StrPath, open_store
 from layerstore.zero3.discover import LATEST, TRAINER_STATE
 from layerstore.zero3.places import Slices
@@ -61,7 +60,7 @@ def checkpoint(
     ranks = _ranks(rooms, composition)
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
-    target = _own_folder() if folder is None else Path(folder)
+    target = lasting_scratch() if folder is None else Path(folder)
     tag = _tag_for_trainer(composition)
     if not _write_files(rooms, ranks, target, tag=composition.base.layout.tag):
         raise NotFound(
@@ -72,9 +71,9 @@ def checkpoint(
         state = ranks.state(rank)
         for path in (state.model.path, state.optimizer.path):
             place = target / tag / Path(path).name
-            place.parent.mkdir(parents=True, exist_ok=True)
+            rooms.files.make_directories(place.parent)
             write_pointer(rooms.files, place, pointer)
-    _write(target / LATEST, tag.encode())
+    _write(rooms.files, target / LATEST, tag.encode())
     return str(target)
 
 
@@ -99,23 +98,18 @@ def _write_files(rooms: Rooms, ranks: Ranks, folder: Path, *, tag: str) -> bool:
     for state in ranks.states():
         for file in state.files:
             if not file.path.startswith(f"{tag}/"):
-                _write(folder / file.path, content_of(rooms, file.content))
+                _write(rooms.files, folder / file.path, content_of(rooms, file.content))
                 names.add(file.path)
     return TRAINER_STATE in names
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(files: Files, path: Path, data: bytes) -> None:
     """Write *data* to *path*, whole: other ranks may do the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directories(path.parent)
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
-    partial.write_bytes(data)
-    partial.replace(path)
-
-
-def _own_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="layerstore-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    with files.create(partial) as file:
+        file.write_at(0, data)
+    files.rename(partial, path)
 
 
 def _world_size() -> int:

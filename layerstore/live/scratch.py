@@ -1,5 +1,7 @@
 """A folder of this process alone, for a moment: what libraries insist on finding on a disk. No part of any store."""
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,13 @@ def scratch() -> Iterator[Path]:
     """Lend a new folder, which is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="layerstore-") as folder:
         yield Path(folder)
+
+
+def lasting_scratch() -> Path:
+    """Return a new folder, which is gone when this process ends."""
+    folder = tempfile.mkdtemp(prefix="layerstore-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def put(path: Path, data: bytes = b"") -> Path:

@@ -47,6 +47,7 @@ from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.runview import RunView
 from layerstore.zero3.checkpoint import Checkpoint
 from layerstore.zero3.discover import check_unchanged, discover
+from layerstore.zero3.pointers import refuse_pointer
 from layerstore.zero3.read import read_checkpoint
 
 
@@ -121,6 +122,7 @@ def plan_ingest(
     rooms.prepare_writing()
     pattern = compile_pattern(layer_pattern)
     found = discover(path, tag=tag, follow=follow)
+    refuse_pointer(found.ranks[0].model)
     name = check_name(found.run_name if run is None else run, what="the run's name")
     if name in rooms.records.pin_names():
         raise Conflict(

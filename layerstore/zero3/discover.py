@@ -14,7 +14,6 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
-from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.runname import run_name
 from layerstore.zero3.sourcefile import read_source_file, stat_source
 
@@ -106,7 +105,6 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     _refuse_foreign(folder / tag, names)
     ranks = _pair_up(folder / tag, names)
     _refuse_unfinished(folder)
-    _refuse_pointers(ranks[0].model)
     flavour = flavour_of(folder, tag)
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
     notes = [] if wanted is not None or given == folder / tag else _other_tags(folder, tag)
@@ -302,15 +300,6 @@ def _refuse_unfinished(folder: Path) -> None:
     if problem is not None:
         raise SourceCheckpoint(
             f"{folder} is not finished: {problem}", hint="wait for the save to end, or ingest an earlier checkpoint"
-        )
-
-
-def _refuse_pointers(path: Path) -> None:
-    pointer = read_pointer(path)
-    if pointer is not None:
-        raise InvalidInput(
-            f"{path.parent} holds pointers, no shards: the state is in the store {pointer.store} as {pointer.name}",
-            hint=f"it need not be ingested; shards of it: {pointer.command}",
         )
 
 

@@ -76,3 +76,13 @@ def read_pointer(path: Path) -> Pointer | None:
         return Pointer(**{str(key): value for key, value in fields.items()})  # type: ignore[arg-type]  # checked below
     except TypeError as exc:
         raise InvalidInput(f"{path} is a pointer of another version of layerstore: {exc}") from exc
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise InvalidInput if *path*, which is asked for as a shard, is a pointer."""
+    pointer = read_pointer(path)
+    if pointer is not None:
+        raise InvalidInput(
+            f"{path.parent} holds pointers, no shards: the state is in the store {pointer.store} as {pointer.name}",
+            hint=f"it need not be ingested; shards of it: {pointer.command}",
+        )

@@ -107,7 +107,7 @@ OWN_FILES = {
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
     "layerstore.storage.placement": "it reads the system's list of mounts",
-    "layerstore.live.scratch": "its folders are DeepSpeed's to look at, and gone at once",
+    "layerstore.live.scratch": "its folders are for libraries to look at, and gone with the process at the latest",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
     "layerstore.zero3.discover": "it looks at the source's folders, which are not the store",
 }
