@@ -139,11 +139,10 @@ class Saver:
         tag = tag or f"global_step{self._engine.step}"
         kept = dict(client_state or {})
         files, problem = find_or_say(extra_files or {})
-        is_excluded = self._frozen == "exclude"
         saved = self._save(
             self._engine.step if step is None else step,
             kept,
-            lambda: self._engine.states(tag, kept, exclude_frozen=is_excluded),
+            lambda: self._engine.states(tag, kept, exclude_frozen=self._frozen == "exclude"),
             place=Destination(folder=FOLDER, tag=tag, files=files, is_complete=True),
             problem=problem,
         )
@@ -200,7 +199,6 @@ class Saver:
         if self._watch is not None:
             self._watch.saved(captured, due)
         job.timing.blocked_seconds += time.monotonic() - started
-        # Where more files may come into the folder, the gate waits instead, if there is one.
         if self._mode == "sync" and (place.is_complete or self._engine.ungated):
             self._finish(job, started)
         saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
@@ -255,7 +253,7 @@ class Saver:
     # -- before an update ----------------------------------------------------------------------------------------
 
     def _gate(self) -> None:
-        """Hold the update until nothing of the state before it is left to copy."""
+        """Hold the update until nothing of the state before it is left to copy; with ``sync``, to be made durable."""
         self._updates += 1
         self._seal()
         if self._mode == "sync" and self._jobs:

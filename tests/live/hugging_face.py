@@ -69,7 +69,8 @@ def train_all(out: Path) -> None:
     job(out, "terminated", store=out / "store", terminate_at=LEFT_AT)
     job(out, "terminated-in-step", store=out / "store", terminate_in=LEFT_AT)
     accelerate_job(out, "accelerate-stored", to_store=True)
-    accelerate_job(out, "accelerate-left", to_store=True, leave_at=LEFT_AT)
+    # The last thing that the process does: nothing but its end completes this save.
+    accelerate_job(out, "accelerate-left", to_store=True, leave_at=SAVE_STEPS)
 
 
 def resume_all(out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from layerstore.cli.app import main
 from layerstore.errors import InvalidInput
 from layerstore.format.blobs import encode_state
 from layerstore.model import CommitRecord, RankState
+from layerstore.ops.loading import content_of
 from layerstore.store import Store
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, torchrun
 
@@ -121,6 +123,13 @@ def files(state: RankState) -> dict[str, object]:
     return {file.path: file for file in state.files}
 
 
+def kept(store: Store, state: RankState, name: str) -> dict[str, Any]:
+    """Return what torch loads of the file *name* beside one rank's state."""
+    (content,) = (file.content for file in state.files if file.path == name)
+    loaded: dict[str, Any] = torch.load(BytesIO(content_of(store.rooms, content)), weights_only=False)
+    return loaded
+
+
 def trees(state: RankState) -> bytes:
     """Return the bytes of one rank's state without the files beside it."""
     return encode_state(replace(state, files=(), gathered=()))
@@ -174,8 +183,11 @@ def test_commits_are_what_ingest_makes_of_the_trainers_own_folders(
             assert mine.gathered == ()
 
 
-def test_a_job_that_was_left_goes_on_from_its_folder(trained: Path, resumed: Path, store: Store) -> None:
+def test_a_job_that_was_left_goes_on_from_its_folder(
+    trained: Path, resumed: Path, store_as_left: dict[str, list[int]], store: Store
+) -> None:
     """A new process with ``resume_from_checkpoint=True`` trains, evaluates and ends as if nothing had happened."""
+    assert store_as_left["left"] == [2]
     assert trace(trained, "left") == trace(trained, "files-True")[:3]
     assert trace(resumed, "left-resumed") == trace(resumed, "files-True")[2:]
     assert history(resumed, "left-resumed") == history(resumed, "files-True")
@@ -293,13 +305,21 @@ def test_accelerates_commits_are_what_ingest_makes_of_its_folders(store: Store, 
         assert live.layout == read.layout
         for rank, (mine, theirs) in enumerate(zip(states(store, live), states(ingested, read), strict=True)):
             assert trees(mine) == trees(theirs)
-            own = files(mine)
-            assert own.pop(f"rng_state_{rank}.pth") is not None
+            own, name = files(mine), f"rng_state_{rank}.pth"
+            assert torch.equal(
+                kept(store, mine, name)["cpu"], kept(store, mine, f"random_states_{rank}.pkl")["torch_manual_seed"]
+            )
+            del own[name]
             assert own == files(theirs)
 
 
-def test_accelerate_goes_on_from_its_folder(resumed: Path, store: Store) -> None:
-    """``load_state`` follows the pointers: scheduler, random numbers and all later losses are the same."""
+def test_accelerate_goes_on_from_its_folder(resumed: Path, store_as_left: dict[str, list[int]], store: Store) -> None:
+    """
+    ``load_state`` follows the pointers: scheduler, random numbers and all later losses are the same.
+
+    The process had ended right after ``save_state``: its end alone made that save durable.
+    """
+    assert store_as_left["accelerate-left"] == [2]
     assert trace(resumed, "accelerate-left-resumed") == trace(resumed, "accelerate-files")[2:]
     assert steps(store, "accelerate-left") == SAVED
 
