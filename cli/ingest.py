@@ -110,7 +110,6 @@ def ingest(
       layerstore ingest out/checkpoint-200 --run sft
       layerstore ingest --all out --policy parity
       layerstore ingest --watch out
-      layerstore ingest run --tag global_step100 --pin best
     """
     is_open = all_ or watch
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None

@@ -61,7 +61,6 @@ def log(
 
     \b
     Examples:
-      layerstore log
       layerstore log sft --graph
       layerstore log sft --timing
       layerstore log sft --limit 20 --before 3f0c9a1b --json

@@ -170,7 +170,7 @@ def closed(options: Any) -> None:
     engine = build()
     before = engine.checkpoint_engine
     saver = layerstore.attach(engine, options["store"], run=RUN)
-    attempt(lambda: layerstore.attach(engine, options["store"], run="other"), "attach again")
+    attempt(lambda: layerstore.attach(engine, options["store"], run=RUN), "attach again")
     train(engine, 3, saver=saver, save_at=(2, 3))
     saver.close()
     saver.close()
