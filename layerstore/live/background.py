@@ -18,7 +18,9 @@ from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
 from layerstore.model import Commit, LayerEntry, StoredObject
 from layerstore.ops.joining import GivenUp, Joint, join, parts_of
+from layerstore.ops.pins import pin
 from layerstore.ops.place import Place
+from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork, fail_share, write_share
 from layerstore.tree import Tree
@@ -184,6 +186,7 @@ class Background:
         try:
             job.commit = self._joined(job)
             job.timing.visible_seconds = time.monotonic() - job.begun
+            self._pin(job.commit, job.joint)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = job.failure or _words(exc)
             LOG.error("%s", job.failure)  # one line
@@ -202,6 +205,16 @@ class Background:
         commit = join(self._rooms, replace(job.joint, policy=policy), parts, inherited=self._inherited)
         self._inherited, self._beginning = {entry.layer: entry for entry in commit.record.layers}, {}
         return commit
+
+    def _pin(self, commit: Commit, joint: Joint | None) -> None:
+        """Give *commit* its name, if it was to have one; it is there whether or not that can be done."""
+        if joint is None or joint.pin is None:
+            return
+        try:
+            tip = Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+            pin(self._rooms, joint.pin, tip)
+        except LayerstoreError as exc:
+            LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
 
     def _clean_up(self, job: Job) -> None:
         try:

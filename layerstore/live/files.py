@@ -37,6 +37,8 @@ class Destination:
     tag: str
     files: tuple[FoundFile, ...] = ()
     """What the user wants to be kept with it."""
+    pin: str | None = None
+    """What the commit is to be called."""
     is_complete: bool
     """Whether nothing more comes into the folder: else whoever saves there may still write beside the shards."""
 

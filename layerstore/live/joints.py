@@ -7,6 +7,7 @@ from layerstore.live.background import Job
 from layerstore.live.log import LOG
 from layerstore.model import PolicyUse, SourceLayout
 from layerstore.ops.joining import Joint
+from layerstore.ops.pins import check_pin_free, check_pin_name
 from layerstore.ops.place import Place
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork
@@ -38,6 +39,7 @@ def joint_of(
     place: Place,
     step: int,
     number: int,
+    pin: str | None,
     use: PolicyUse,
     layout: Callable[[], SourceLayout],
 ) -> Joint:
@@ -54,7 +56,19 @@ def joint_of(
         due=work.due,
         policy=use,
         layout=layout,
+        pin=pin,
     )
+
+
+def pin_problem(rooms: Rooms, name: str | None, *, run: str, step: int) -> str:
+    """Return why *name* cannot become a pin of this save, empty where it can."""
+    try:
+        if name is not None:
+            check_pin_name(rooms, name)
+            check_pin_free(rooms, name, run=run, step=step)
+    except LayerstoreError as exc:
+        return str(exc)
+    return ""
 
 
 def note_job(rooms: Rooms, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:

@@ -28,7 +28,7 @@ from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
 from layerstore.live.files import Destination, Files, find_or_say, flavour_of
-from layerstore.live.joints import in_order, joint_of, note_job, use_of
+from layerstore.live.joints import in_order, joint_of, note_job, pin_problem, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
@@ -124,12 +124,13 @@ class Saver:
         client_state: Mapping[str, object] | None = None,
         extra_files: Mapping[str, StrPath] | None = None,
         tag: str | None = None,
+        pin: str | None = None,
     ) -> Saved:
         """
         Save the engine's state as step *step*, by default the engine's own counter.
 
         Every rank calls it, after ``engine.step()``. *client_state* is given back by ``resume``; *extra_files* are kept
-        byte for byte, under the names that a composed folder will have for them.
+        byte for byte, under the names that a composed folder will have for them. *pin* names the commit.
 
         Raises:
             TypeError: *client_state* holds something else than plain values, tensors and numpy's.
@@ -138,11 +139,13 @@ class Saver:
         tag = tag or f"global_step{self._engine.step}"
         kept = dict(client_state or {})
         files, problem = find_or_say(extra_files or {})
+        number = self._engine.step if step is None else step
+        problem = problem or pin_problem(self._rooms, pin, run=self.run, step=number)
         saved = self._save(
-            self._engine.step if step is None else step,
+            number,
             kept,
             lambda: self._engine.states(tag, kept, exclude_frozen=self._frozen == "exclude"),
-            place=Destination(folder=FOLDER, tag=tag, files=files, is_complete=True),
+            place=Destination(folder=FOLDER, tag=tag, files=files, pin=pin, is_complete=True),
             problem=problem,
         )
         self._seal()
@@ -155,12 +158,8 @@ class Saver:
         Whoever saves there may add files until training goes on: these are kept too.
         """
         client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
-        self._save(
-            self.step_of(),
-            client_state,
-            lambda: states,
-            place=Destination(folder=folder, tag=tag, is_complete=False),
-        )
+        place = Destination(folder=folder, tag=tag, is_complete=False)
+        self._save(self.step_of(), client_state, lambda: states, place=place)
 
     def _save(
         self,
@@ -179,6 +178,8 @@ class Saver:
         self._learn(facts)
         repeated = self._repeated(number)
         if repeated is not None:
+            if place.pin is not None:
+                LOG.warning("step %d was saved already, without a pin: layerstore pin %s", number, place.pin)
             return repeated  # and into its folder more may still come: that is not sealed
         self._seal()
         if self._on_pressure == "wait":
@@ -367,6 +368,7 @@ class Saver:
             place=self._place,
             step=step,
             number=number,
+            pin=place.pin,
             use=use_of(self._schedule.policy, work, movements),
             layout=lambda: SourceLayout(
                 flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._layer_pattern

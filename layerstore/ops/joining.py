@@ -50,6 +50,8 @@ class Joint:
     policy: PolicyUse
     layout: Callable[[], SourceLayout]
     """Of the folder that it would be in, once that is complete."""
+    pin: str | None = None
+    """What it is to be called."""
 
 
 def parts_of(rooms: Rooms, joint: Joint) -> list[Part] | None:

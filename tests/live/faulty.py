@@ -181,6 +181,6 @@ def closed(options: Any) -> None:
     engine.save_checkpoint(options["beside"])
     train(engine, STEPS)
     with layerstore.attach(engine, options["store"], run="other") as second:
-        second.save()
+        second.save(pin="end")
     told(saver)
     done()

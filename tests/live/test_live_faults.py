@@ -201,6 +201,8 @@ def test_after_the_end_of_a_saver(ranks: Nursery, store: Path, tmp_path: Path, u
     assert one(launch, "status")["saved"] == 2
     assert steps(store) == [2, 3]
     assert steps(store, "other") == [STEPS]
+    with Store(store) as opened:
+        assert opened.show("end").step == STEPS
     assert (tmp_path / "beside" / "latest").exists()
     shard = next((tmp_path / "beside" / "global_step3").glob("*optim_states.pt"))
     assert shard.stat().st_size > 10_000  # its own content, and no pointer
