@@ -112,6 +112,14 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
     def planned(plan: Plan) -> Callable[[], object]:
         return lambda: store.compose(plan.ref(chance.choice(steps)), policy=plan.policy)
 
+    names = [line.layer for line in store.ls(RUN)]
+
+    def by_recipe(sources: int) -> Callable[[], object]:
+        recipes = [
+            _write_recipe(path.parent / f"{sources}-{at}.yaml", names, steps, sources, chance) for at in range(8)
+        ]
+        return lambda: store.compose(recipe=chance.choice(recipes))
+
     def just_changed() -> object:
         os.utime(folder)
         return store.compose(f"{RUN}@{chance.choice(steps)}")
@@ -124,6 +132,8 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
     return [
         Question(name="open", ask=opened, bar_ms=50),
         *(Question(name=f"plan {plan.name}", ask=planned(plan), bar_ms=10) for plan in PLANS),
+        Question(name="plan a recipe of 3 steps", ask=by_recipe(3), bar_ms=10, rounds=50),
+        Question(name="plan a recipe, each layer of its own step", ask=by_recipe(len(names)), bar_ms=10, rounds=50),
         Question(name="plan RUN@STEP, folder just changed", ask=just_changed, bar_ms=10),
         Question(name="log, first 50", ask=lambda: store.log(RUN, limit=50)),
         Question(name="log, 50 from the middle", ask=lambda: store.log(RUN, limit=50, before=last)),
@@ -132,6 +142,14 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
         Question(name="layerstore log, whole process", ask=lambda: _command(path, "log"), rounds=_PROCESSES),
         Question(name="layerstore ls, whole process", ask=lambda: _command(path, "ls"), rounds=_PROCESSES),
     ]
+
+
+def _write_recipe(path: Path, names: list[str], steps: list[int], sources: int, chance: random.Random) -> Path:
+    """Write a recipe that takes the layers from so many steps, in turns."""
+    chosen = sorted(chance.sample(steps, min(sources, len(steps))))
+    lines = [f"  {name}: {chosen[at % len(chosen)]}" for at, name in enumerate(names)]
+    path.write_text("\n".join([f"base: {RUN}@{chosen[-1]}", "layers:", *lines, ""]))
+    return path
 
 
 def _timed(question: Question) -> list[float]:

@@ -14,6 +14,7 @@ from tests.live.saved_twice import RUN, STEPS
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_gathered_parameters_are_saved_as_deepspeed_saves_them(tmp_path: Path) -> None:
     """Versions of layers and states of ranks are the same, though a save gathers and partitions nothing."""
