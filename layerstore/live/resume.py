@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 from layerstore.composite import Composite
 from layerstore.errors import IntegrityError, LayoutMismatch, NotFound
 from layerstore.live.exchange import Exchange
+from layerstore.live.fitting import check_fits
 from layerstore.live.log import LOG
-from layerstore.live.randomness import restore_random_state
+from layerstore.live.randomness import read_random_state, set_random_state
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.seams import ENGINE_KEYS, Engine
 from layerstore.ops.composition import Composition, as_resolved
@@ -85,38 +86,52 @@ def resume(
         LayoutMismatch: The layers are not this engine's.
     """
     known = Engine(engine)
-    opened = store if isinstance(store, Store) else open_store(store)
-    view = view_or_none(opened.rooms, run)
-    if view is None or not view.rows:
-        if must_exist:
-            raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(opened.runs)}")
-        return None
-    return fill(known, opened, opened.compose(run if step == "latest" else f"{run}@{step}", policy=policy), adam_step)
-
-
-def fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep = "unify") -> Resumed:
-    """Fill *engine* from *composite*."""
-    composition = composite.composition
-    saver = getattr(engine.checkpoint_engine, "saver", None)
+    saver = getattr(known.checkpoint_engine, "saver", None)
     if saver is not None:
-        saver.settle()
+        saver.settle()  # first: what is on its way may be what is asked for
     exchange = Exchange()
     try:
         with exchange.together():
-            loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
-            loaded.check_precision(engine.optimizer_file.name)
-            loaded.optimizer()  # before the engine changes anything: from here on nothing is read that could be damaged
-        if len(set(exchange.texts(composition.commit))) > 1:
+            opened = store if isinstance(store, Store) else open_store(store)
+            composite = _composite(opened, run, step=step, policy=policy, must_exist=must_exist)
+        if len(set(exchange.texts("" if composite is None else composite.commit))) > 1:
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
-        engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
+        if composite is None:
+            return None
+        resumed = _fill(known, opened, composite, adam_step, exchange)
     finally:
         exchange.close()
-    restored = restore_random_state(loaded.load.state, loaded.load.content)
+    if saver is not None:
+        saver.went_to(composite.composition)
+    return resumed
+
+
+def _composite(
+    store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
+) -> Composite | None:
+    view = view_or_none(store.rooms, run)
+    if view is None or not view.rows:
+        if must_exist:
+            raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
+        return None
+    return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
+
+
+def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
+    """Fill *engine* from *composite*: all that can fail does so, on every rank, before the engine changes anything."""
+    composition = composite.composition
+    states = engine.states("resumed", {}, exclude_frozen=True)
+    with exchange.together():
+        loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
+        loaded.check_precision(engine.optimizer_file.name)
+        check_fits(loaded.model(), loaded.optimizer(), states, frozen=engine.frozen_shapes)
+        random_state = read_random_state(loaded.load.state, loaded.load.content)
+    del states
+    engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
+    restored = random_state is not None and set_random_state(random_state)
     for note in loaded.load.notes if engine.global_rank == 0 else ():
         LOG.warning("%s: %s", composite.name, note)
     _RESUMED[engine.engine] = composition
-    if saver is not None:
-        saver.went_to(composition)
     state = loaded.load.state.model
     view = TreeView(state.tree, path=PurePosixPath(state.path))
     return Resumed(

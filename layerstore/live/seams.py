@@ -178,6 +178,12 @@ class Engine:
         )
 
     @property
+    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter that the optimizer does not own, by name."""
+        found = self.engine._get_zero_frozen_param_attributes(self.engine._get_param_shape_func)
+        return {name: tuple(shape) for name, shape in found.items()}
+
+    @property
     def optimizer_file(self) -> Path:
         """The name that the engine would give this rank's optimizer state."""
         return Path(self.engine._get_zero_ckpt_name(str(FOLDER), "tag"))
