@@ -37,6 +37,16 @@ def check_fits(
         )
 
 
+def schedule_notes(model: Mapping[str, Any], states: SavedStates) -> tuple[str, ...]:
+    """Return what is to be said of learning rate schedules: an engine may have another one than the checkpoint."""
+    saved, own = (of.get("lr_scheduler") is not None for of in (model, states.model))
+    if saved and not own:
+        return ("the engine has no learning rate schedule: the checkpoint's is left out",)
+    if own and not saved:
+        return ("the checkpoint has no learning rate schedule: the engine's begins anew",)
+    return ()
+
+
 def _check_model(model: Mapping[str, Any], engines: Mapping[str, Any], frozen: Mapping[str, Shape]) -> None:
     saved_frozen = model.get("frozen_param_shapes")
     saved_shapes, own_shapes = _shapes(model), _shapes(engines)

@@ -11,9 +11,9 @@ from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 from layerstore.composite import Composite
-from layerstore.errors import IntegrityError, LayoutMismatch, NotFound
+from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.live.exchange import Exchange
-from layerstore.live.fitting import check_fits
+from layerstore.live.fitting import check_fits, schedule_notes
 from layerstore.live.log import LOG
 from layerstore.live.randomness import read_random_state, set_random_state
 from layerstore.live.revive import bytes_of, empty, revive
@@ -84,6 +84,7 @@ def resume(
     Raises:
         NotFound: There is no such step, or with *must_exist* no commit at all.
         LayoutMismatch: The layers are not this engine's.
+        InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
     saver = getattr(known.checkpoint_engine, "saver", None)
@@ -122,14 +123,20 @@ def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamSte
     composition = composite.composition
     states = engine.states("resumed", {}, exclude_frozen=True)
     with exchange.together():
+        if not engine.is_at_boundary:
+            raise InvalidInput(
+                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                hint="resume after engine.step() at the end of an accumulation, best before training",
+            )
         loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
         loaded.check_precision(engine.optimizer_file.name)
         check_fits(loaded.model(), loaded.optimizer(), states, frozen=engine.frozen_shapes)
         random_state = read_random_state(loaded.load.state, loaded.load.content)
+        notes = (*loaded.load.notes, *schedule_notes(loaded.model(), states))
     del states
     engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
     restored = random_state is not None and set_random_state(random_state)
-    for note in loaded.load.notes if engine.global_rank == 0 else ():
+    for note in notes if engine.global_rank == 0 else ():
         LOG.warning("%s: %s", composite.name, note)
     _RESUMED[engine.engine] = composition
     state = loaded.load.state.model
@@ -143,7 +150,7 @@ def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamSte
         client_state={key: value for key, value in loaded.model().items() if key not in ENGINE_KEYS},
         layers={layer: choice.step for layer, choice in composite.layers.items()},
         random_state_restored=restored and composition.base.world_size == engine.world_size,
-        notes=loaded.load.notes,
+        notes=notes,
     )
 
 

@@ -16,7 +16,7 @@ import json
 import random
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ from tests.live.resumptions import (
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
+    SCHEDULES,
     USUAL,
     Resumption,
 )
@@ -146,6 +147,37 @@ def go_wrong(out: Path) -> None:
     with built_engine(RESUMPTION_OF[ODD].scenario) as engine:
         facts = resume_under_saver(engine, out)
     (out / f"{ATTACHED}.{dist.get_rank()}.json").write_text(json.dumps(facts))
+    (out / f"{SCHEDULES}.{dist.get_rank()}.json").write_text(json.dumps(change_schedules(out)))
+
+
+def change_schedules(out: Path) -> Facts:
+    """Resume with a schedule where there was none and without the one that there was; and between two batches."""
+    facts = Facts()
+    scenario = replace(RESUMPTION_OF[COMPOSITE].scenario, scheduler="torch")
+    with built_engine(scenario) as engine:
+        found = layerstore.resume(engine, out / "store", run=COMPOSITE, step=1)
+        assert found is not None
+        facts["with"] = {"resumed": told(found), "trace": [train_step(scenario, engine)]}
+    two_batches: dict[str, object] = {"gradient_accumulation_steps": 2}
+    scenario = replace(RESUMPTION_OF[ODD].scenario, scheduler="none", config=two_batches)
+    with built_engine(scenario) as engine:
+        engine.backward(models.loss_of(engine(**drawn(scenario, engine.device))))
+        engine.step()
+        facts["between"] = attempt(engine, out / "store", run=ODD, step=1)
+        train_step(scenario, engine)
+        found = layerstore.resume(engine, out / "store", run=ODD, step=1)
+        assert found is not None
+        facts["without"] = {"resumed": told(found)}
+    return facts
+
+
+def attempt(engine: Any, store: Path, **named: Any) -> str:
+    """Return how a resume is refused."""
+    try:
+        found = layerstore.resume(engine, store, **named)
+    except Exception as exc:  # noqa: BLE001  # which one it is, is what the test wants to know
+        return f"{type(exc).__name__}: {exc}"
+    return "resumed" if found else "None"
 
 
 def stumble(each: Resumption, engine: Any, out: Path) -> Facts:
@@ -153,24 +185,17 @@ def stumble(each: Resumption, engine: Any, out: Path) -> Facts:
     seed(SEED)
     trace = [train_step(each.scenario, engine)]
 
-    def attempt(store: Path, **named: Any) -> str:
-        try:
-            found = layerstore.resume(engine, store, **named)
-        except Exception as exc:  # noqa: BLE001  # which one it is, is what the test wants to know
-            return f"{type(exc).__name__}: {exc}"
-        return "resumed" if found else "None"
-
     store = out / "store"
     said = {
-        "empty": attempt(store, run="none-such"),
-        "must exist": attempt(store, run="none-such", must_exist=True),
-        "unknown step": attempt(store, run=each.name, step=77),
-        "unknown policy": attempt(store, run=each.name, policy="none-such"),
-        "no store": attempt(out / "none-such", run=each.name),
+        "empty": attempt(engine, store, run="none-such"),
+        "must exist": attempt(engine, store, run="none-such", must_exist=True),
+        "unknown step": attempt(engine, store, run=each.name, step=77),
+        "unknown policy": attempt(engine, store, run=each.name, policy="none-such"),
+        "no store": attempt(engine, out / "none-such", run=each.name),
     }
-    said |= {f"run {name}": attempt(store, run=name, step=1) for name in MISFITS[each.name]}
+    said |= {f"run {name}": attempt(engine, store, run=name, step=1) for name in MISFITS[each.name]}
     for damage in DAMAGED[each.name]:
-        said[damage] = attempt(damaged(out, each.name, damage), run=each.name, step=1)
+        said[damage] = attempt(engine, damaged(out, each.name, damage), run=each.name, step=1)
     trace += [train_step(each.scenario, engine) for _ in range(engine.global_steps, LAST)]
     return {"said": said, "trace": trace}
 

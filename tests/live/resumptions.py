@@ -52,6 +52,7 @@ FP16 = "fp16"
 FROZEN = "frozen"
 COMPOSITE = "composite"
 ATTACHED = "attached"
+SCHEDULES = "schedules"
 
 COMPILED = (FUSED_ADAM,)
 """Those whose optimizer DeepSpeed compiles first."""
@@ -74,7 +75,11 @@ RESUMPTIONS: tuple[Resumption, ...] = (
     *(Resumption(scenario=SCENARIO_OF[name]) for name in _USUAL),
     Resumption(scenario=CASE_OF[BEFORE_FIRST].scenario, at=0),
     # All in one flat buffer: layers of two steps come to lie side by side.
-    Resumption(scenario=replace(SCENARIO_OF[ODD], name=COMPOSITE, grouping="single", zero={}), at=3, compared=(2,)),
+    Resumption(
+        scenario=replace(SCENARIO_OF[ODD], name=COMPOSITE, grouping="single", zero={}, scheduler="none"),
+        at=3,
+        compared=(2,),
+    ),
     *(
         Resumption(scenario=scenario, is_usual=False)
         for scenario in SCENARIO_OF.values()

@@ -27,6 +27,7 @@ from tests.live.resumptions import (
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
+    SCHEDULES,
     WHOLE,
     Resumption,
 )
@@ -342,6 +343,24 @@ def test_of_a_damaged_object_every_rank_hears(ranks: tuple[Launched, Launched], 
     assert last.startswith("IntegrityError: object ")
     assert "is damaged" in last
     assert first == last.replace("IntegrityError: ", "IntegrityError: rank 1: ")
+
+
+def test_schedules_that_do_not_carry_over_are_told(both: tuple[Launched, Launched]) -> None:
+    """An engine may have a schedule that the checkpoint has not, or none; it trains on, and nobody is surprised."""
+    for found in of_all(both[1], SCHEDULES):
+        assert found["with"]["resumed"]["notes"] == [
+            "the checkpoint has no learning rate schedule: the engine's begins anew"
+        ]
+        assert [entry["step"] for entry in found["with"]["trace"]] == [2]
+        assert found["without"]["resumed"]["notes"] == [
+            "the engine has no learning rate schedule: the checkpoint's is left out"
+        ]
+
+
+def test_between_two_batches_of_an_update_nothing_is_resumed(both: tuple[Launched, Launched]) -> None:
+    """The gradients of the first one would go into the checkpoint's next update."""
+    for found in of_all(both[1], SCHEDULES):
+        assert found["between"].startswith("InvalidInput: gradients are being accumulated")
 
 
 # -- under a saver -------------------------------------------------------------------------------------------------
