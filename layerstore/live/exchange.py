@@ -10,13 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
+from layerstore.errors import (
+    Conflict,
+    IntegrityError,
+    InvalidInput,
+    LayerstoreError,
+    LayoutMismatch,
+    NotFound,
+    SourceCheckpoint,
+    StorageIO,
+    Unsupported,
+)
 
 if TYPE_CHECKING:
     import torch
 
 _TEXT_BYTES = 240
 _NUMBERS = 8
+
+_KINDS: dict[str, type[LayerstoreError]] = {
+    kind.__name__: kind
+    for kind in (Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported)
+}
+"""What a rank may raise because another one has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +80,19 @@ class Exchange:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Do something that may fail on some ranks; then it fails on all."""
-        problem: LayerstoreError | None = None
+        """Do something that may fail on some ranks; then it fails on all, with an error of the same kind."""
+        problem: Exception | None = None
         try:
             yield
-        except LayerstoreError as exc:
+        except Exception as exc:  # noqa: BLE001  # whatever it is, the others wait to hear of it; then it is raised
             problem = exc
-        texts = self.texts("" if problem is None else str(problem) or type(problem).__name__)
+        texts = self.texts("" if problem is None else f"{type(problem).__name__} {problem}")
         if problem is not None:
             raise problem
         for rank, text in enumerate(texts):
             if text:
-                raise LayerstoreError(f"rank {rank}: {text}")
+                kind, _, words = text.partition(" ")
+                raise _KINDS.get(kind, LayerstoreError)(f"rank {rank}: {words}")
 
     def texts(self, text: str) -> list[str]:
         """Return what every rank says, cut where it is too long."""

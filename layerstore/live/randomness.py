@@ -38,18 +38,17 @@ def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
     return KeptFile(name=name, executable=False, place=memory.put(name, data.getvalue()), size_bytes=data.tell())
 
 
-def restore_random_state(state: RankState, content_of: Callable[[Any], bytes]) -> bool:
-    """Set this process's generators as *state* has them; False where it has none."""
+def read_random_state(state: RankState, content_of: Callable[[Any], bytes]) -> dict[str, Any] | None:
+    """Return the generators' states that *state* has; None where it has none."""
     # Accelerate's own form, which may be there as well, is Accelerate's to load.
     ours = (each for each in state.files if each.path.startswith("rng_state"))
     file = next((each for each in ours if RANDOM_STATE.fullmatch(each.path)), None)
     if file is None:
-        return False
+        return None
     with scratch() as folder:
         path = put(folder / file.path, content_of(file.content))
-        states = revive(read_pt(path).tree, _fill)
-    _set(states)
-    return True
+        states: dict[str, Any] = revive(read_pt(path).tree, _fill)
+    return states
 
 
 def _fill(storage: Storage) -> Any:
@@ -61,16 +60,18 @@ def _fill(storage: Storage) -> Any:
     return made
 
 
-def _set(states: dict[str, Any]) -> None:
+def set_random_state(states: dict[str, Any]) -> bool:
+    """Set this process's generators; False where one of them is not in *states*, or is one of a device not here."""
     import numpy as np
     import torch
 
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])
-    cuda = states.get("cuda")
-    if cuda is not None and torch.cuda.is_available():
+    cuda, is_cuda = states.get("cuda"), torch.cuda.is_available()
+    if cuda is not None and is_cuda:
         if isinstance(cuda, list):
             torch.cuda.random.set_rng_state_all(cuda)
         else:
             torch.cuda.random.set_rng_state(cuda)
+    return (cuda is not None) == is_cuda

@@ -11,10 +11,11 @@ from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 from layerstore.composite import Composite
-from layerstore.errors import IntegrityError, LayoutMismatch, NotFound
+from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.live.exchange import Exchange
+from layerstore.live.fitting import check_fits, schedule_notes
 from layerstore.live.log import LOG
-from layerstore.live.randomness import restore_random_state
+from layerstore.live.randomness import read_random_state, set_random_state
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.seams import ENGINE_KEYS, Engine
 from layerstore.ops.composition import Composition, as_resolved, compose_latest
@@ -111,54 +112,61 @@ def resume(
     Raises:
         NotFound: There is no such step, or with *must_exist* no commit at all.
         LayoutMismatch: The layers are not this engine's.
+        InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
+    dropin = known.checkpoint_engine if hasattr(known.checkpoint_engine, "went_to") else None
+    if dropin is not None:
+        dropin.settle()  # first: what is on its way may be what is asked for
     exchange = Exchange()
     try:
         with exchange.together():
             opened = store if isinstance(store, Store) else open_store(store)
-            composite = _composite(opened, run, step, policy, must_exist=must_exist)
+            composite = _composite(opened, run, step=step, policy=policy, must_exist=must_exist)
         if len(set(exchange.texts("" if composite is None else composite.commit))) > 1:
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
+        if composite is None:
+            return None
+        resumed = _fill(known, opened, composite, adam_step, exchange)
     finally:
         exchange.close()
-    return None if composite is None else fill(known, opened, composite, adam_step)
+    if dropin is not None:
+        dropin.went_to(composite.composition)
+    return resumed
 
 
 def _composite(
-    store: Store, run: str, step: int | Literal["latest"], policy: str | Policy, *, must_exist: bool
+    store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
 ) -> Composite | None:
     view = view_or_none(store.rooms, run)
-    if view is not None and view.rows:
-        return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
-    if must_exist:
-        raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
-    return None
+    if view is None or not view.rows:
+        if must_exist:
+            raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
+        return None
+    return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
 
 
-def fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep = "unify") -> Resumed:
-    """Fill *engine* from *composite*."""
+def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
+    """Fill *engine* from *composite*: all that can fail does so, on every rank, before the engine changes anything."""
     composition = composite.composition
-    dropin = engine.checkpoint_engine if hasattr(engine.checkpoint_engine, "went_to") else None
-    if dropin is not None:
-        dropin.settle()
-    exchange = Exchange()
-    try:
-        with exchange.together():
-            loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
-            loaded.check_precision(engine.optimizer_file.name)
-            loaded.optimizer()  # before the engine changes anything: from here on nothing is read that could be damaged
-        if len(set(exchange.texts(composition.commit))) > 1:
-            raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
-        engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
-    finally:
-        exchange.close()
-    restored = restore_random_state(loaded.load.state, loaded.load.content)
-    for note in loaded.load.notes if engine.global_rank == 0 else ():
+    states = engine.states("resumed", {}, exclude_frozen=True)
+    with exchange.together():
+        if not engine.is_at_boundary:
+            raise InvalidInput(
+                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                hint="resume after engine.step() at the end of an accumulation, best before training",
+            )
+        loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
+        loaded.check_precision(engine.optimizer_file.name)
+        check_fits(loaded.model(), loaded.optimizer(), states, frozen=engine.frozen_shapes)
+        random_state = read_random_state(loaded.load.state, loaded.load.content)
+        notes = (*loaded.load.notes, *schedule_notes(loaded.model(), states))
+    del states
+    engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
+    restored = random_state is not None and set_random_state(random_state)
+    for note in notes if engine.global_rank == 0 else ():
         LOG.warning("%s: %s", composite.name, note)
     _ORIGINS[engine.engine] = _Origin(filled=composition)
-    if dropin is not None:
-        dropin.went_to(composition)
     state = loaded.load.state.model
     view = TreeView(state.tree, path=PurePosixPath(state.path))
     return Resumed(
@@ -170,7 +178,7 @@ def fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep
         client_state={key: value for key, value in loaded.model().items() if key not in ENGINE_KEYS},
         layers={layer: choice.step for layer, choice in composite.layers.items()},
         random_state_restored=restored and composition.base.world_size == engine.world_size,
-        notes=loaded.load.notes,
+        notes=notes,
     )
 
 

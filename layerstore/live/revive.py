@@ -16,6 +16,8 @@ from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tr
 if TYPE_CHECKING:
     import torch
 
+_DTYPE = "numpy.dtype"
+
 Fill = Callable[[Storage], "torch.Tensor"]
 """Gives the elements of a storage, in memory of their own."""
 
@@ -91,6 +93,8 @@ class _Reviver:
                 made.__setstate__(state)
             else:
                 vars(made).update(state)
+            if tree.name == _DTYPE:
+                _check_numpy_type(made)
         if tree.items:
             made.update({self.value(key): self.value(item) for key, item in tree.items.items()})
         return made
@@ -119,17 +123,27 @@ def _numpy_makers() -> dict[str, Callable[..., Any]]:
 
     def dtype(*arguments: Any) -> Any:
         made = np.dtype(*arguments)
-        if made.hasobject:
-            raise Unsupported("the state holds a numpy array of objects, which is not made here")
+        _check_numpy_type(made)
         return made
 
     rebuild: Any = np.zeros(0).__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
-    makers: dict[str, Callable[..., Any]] = {"numpy.dtype": dtype}
+    makers: dict[str, Callable[..., Any]] = {_DTYPE: dtype}
     for room in ("core", "_core"):  # numpy 1 and 2
         makers[f"numpy.{room}.multiarray._reconstruct"] = lambda *_: rebuild(np.ndarray, (0,), b"b")
         makers[f"numpy.{room}.multiarray.scalar"] = scalar
     return makers
+
+
+def _check_numpy_type(dtype: Any) -> None:
+    """Refuse what would read bytes as pointers, or beside them: a type's state can say so as well as its name."""
+    if dtype.hasobject:
+        raise Unsupported("the state holds a numpy array of objects, which is not made here")
+    for kind, offset, *_ in (dtype.fields or {}).values():
+        if not 0 <= offset <= dtype.itemsize - kind.itemsize:
+            raise Unsupported(
+                "the state holds a numpy array with fields outside of its elements, which is not made here"
+            )
 
 
 def _named(name: str) -> Any:

@@ -174,6 +174,12 @@ class Engine:
         )
 
     @property
+    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter that the optimizer does not own, by name."""
+        found = self.engine._get_zero_frozen_param_attributes(self.engine._get_param_shape_func)
+        return {name: tuple(shape) for name, shape in found.items()}
+
+    @property
     def optimizer_file(self) -> Path:
         """The name that the engine would give this rank's optimizer state."""
         return Path(self.engine._get_zero_ckpt_name(str(FOLDER), "tag"))
@@ -182,13 +188,16 @@ class Engine:
         """Have the engine load what *model* and *optimizer* return, as if it were in its two files."""
         engine, real = self.engine, self.engine.checkpoint_engine
         has_frozen = model().get("frozen_param_fragments") is not None
+        has_schedule = model().get("lr_scheduler") is not None
         with scratch() as folder:
             # The loader looks for its files before it asks for their content.
             put(Path(engine._get_ckpt_name(str(folder), tag)))
             put(Path(engine._get_zero_ckpt_name(str(folder), tag)))
             engine.checkpoint_engine = _Giver(model, optimizer)
             try:
-                path, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=has_frozen)
+                path, _ = engine.load_checkpoint(
+                    str(folder), tag=tag, load_module_strict=has_frozen, load_lr_scheduler_states=has_schedule
+                )
             finally:
                 engine.checkpoint_engine = real
         if path is None:

@@ -1,0 +1,338 @@
+"""Train on real DeepSpeed ranks, or resume such trainings from their store and train them to the end.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.live.resuming --out OUT [--all]
+    python -m torch.distributed.run --nproc-per-node W -m tests.live.resuming --out OUT --resume \
+        [--all] [--go-wrong]
+
+With ``--resume`` a copy of the first training's store lies at ``OUT/store``. Data are drawn from the process's own
+generators, so that a resumed training is the same only if these are. DeepSpeed saves by itself, too, right after the
+resume and at the end: ``OUT/checkpoints/<name>``; losses and all else is in ``OUT/<name>.<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import layerstore
+from layerstore.live.resume import Resumed
+from layerstore.live.saver import Saver
+from layerstore.ops.refs import resolve
+from layerstore.store import Store
+from tests.live.plain import plainly
+from tests.live.resumptions import (
+    ATTACHED,
+    COMPILED,
+    COMPOSITE,
+    DAMAGED,
+    LAST,
+    MISFITS,
+    ODD,
+    RESIZED,
+    RESUMPTION_OF,
+    RESUMPTIONS,
+    SCHEDULES,
+    USUAL,
+    Resumption,
+)
+from tests.live.training import end
+from tests.zero3 import client_states, models
+from tests.zero3.scenarios import WORLD_SIZE, Scenario
+from tests.zero3.training import DTYPES, allow_fp16, built_engine
+
+Facts = dict[str, Any]
+
+SEED = 7
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--go-wrong", action="store_true")
+    parser.add_argument("--name", action="append", choices=sorted(RESUMPTION_OF))
+    arguments = parser.parse_args()
+    begin(arguments.out)
+    for each in chosen(arguments):
+        if dist.get_rank() == 0:
+            print(f"=== {each.name}", flush=True)
+        facts: Facts = {"unavailable": ""}
+        try:
+            with built_engine(each.scenario) as engine:
+                act = train if not arguments.resume else mix if each.name == COMPOSITE else train_on
+                act(each, engine, arguments.out, facts)
+        except RuntimeError as exc:
+            # No compiler, or one that is too old: that is no fault of ours.
+            if each.name not in COMPILED or "extension" not in str(exc):
+                raise
+            facts["unavailable"] = str(exc)
+        each.facts(arguments.out, dist.get_rank()).write_text(json.dumps(facts))
+    if arguments.go_wrong:
+        go_wrong(arguments.out)
+    end()
+
+
+def chosen(arguments: argparse.Namespace) -> list[Resumption]:
+    """Return what the command line asks for; at other world sizes only a sample."""
+    if arguments.name:
+        return [RESUMPTION_OF[name] for name in arguments.name]
+    if arguments.resume and dist.get_world_size() != WORLD_SIZE and torch.cuda.device_count() != 1:
+        return [RESUMPTION_OF[name] for name in RESIZED]
+    return list(RESUMPTIONS if arguments.all else USUAL)
+
+
+def begin(out: Path) -> None:
+    """Join the ranks, and make a store that all of them see if there is none."""
+    deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
+    allow_fp16()
+    if dist.get_rank() == 0 and not (out / "store").exists():
+        layerstore.init(out / "store")
+    dist.barrier()
+
+
+def train(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
+    """Train *engine* to the end, and save every step while it trains."""
+    seed(SEED)
+    client_state = client_states.initial(each.scenario.client_state)
+    with attached(each, engine, out) as saver:
+        save(each, engine, saver, out, client_state)
+        facts["trace"] = steps(each, engine, saver, out, client_state)
+
+
+def train_on(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
+    """Resume *engine* in the middle, and do all that :func:`train` does from there on."""
+    seed(100 * SEED)
+    found = layerstore.resume(engine, out / "store", run=each.name, step=each.at)
+    assert found is not None
+    facts["resumed"] = told(found)
+    save_plainly(each, engine, out, found.client_state)
+    with attached(each, engine, out) as saver:
+        facts["trace"] = steps(each, engine, saver, out, found.client_state)
+
+
+def mix(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
+    """Resume *engine* from layers of two steps, and save some layers at a time from there on."""
+    seed(100 * SEED)
+    found = layerstore.resume(engine, out / "store", run=each.name, step=each.at, policy="parity")
+    assert found is not None
+    facts["resumed"] = told(found)
+    save_plainly(each, engine, out, found.client_state)
+    with layerstore.attach(engine, out / "store", run=each.name, policy="parity") as saver:
+        facts["saves"] = []
+        for _ in range(2):
+            train_step(each.scenario, engine)
+            facts["saves"].append(asdict(saver.save()))
+
+
+def go_wrong(out: Path) -> None:
+    """Try to resume from what cannot be resumed from, and from under a saver that still writes."""
+    for name in DAMAGED:
+        each = RESUMPTION_OF[name]
+        with built_engine(each.scenario) as engine:
+            facts = stumble(each, engine, out)
+        (out / f"wrong.{name}.{dist.get_rank()}.json").write_text(json.dumps(facts))
+    with built_engine(RESUMPTION_OF[ODD].scenario) as engine:
+        facts = resume_under_saver(engine, out)
+    (out / f"{ATTACHED}.{dist.get_rank()}.json").write_text(json.dumps(facts))
+    (out / f"{SCHEDULES}.{dist.get_rank()}.json").write_text(json.dumps(change_schedules(out)))
+
+
+def change_schedules(out: Path) -> Facts:
+    """Resume with a schedule where there was none and without the one that there was; and between two batches."""
+    facts = Facts()
+    scenario = replace(RESUMPTION_OF[COMPOSITE].scenario, scheduler="torch")
+    with built_engine(scenario) as engine:
+        found = layerstore.resume(engine, out / "store", run=COMPOSITE, step=1)
+        assert found is not None
+        facts["with"] = {"resumed": told(found), "trace": [train_step(scenario, engine)]}
+    two_batches: dict[str, object] = {"gradient_accumulation_steps": 2}
+    scenario = replace(RESUMPTION_OF[ODD].scenario, scheduler="none", config=two_batches)
+    with built_engine(scenario) as engine:
+        engine.backward(models.loss_of(engine(**drawn(scenario, engine.device))))
+        engine.step()
+        facts["between"] = attempt(engine, out / "store", run=ODD, step=1)
+        train_step(scenario, engine)
+        found = layerstore.resume(engine, out / "store", run=ODD, step=1)
+        assert found is not None
+        facts["without"] = {"resumed": told(found)}
+    return facts
+
+
+def attempt(engine: Any, store: Path, **named: Any) -> str:
+    """Return how a resume is refused."""
+    try:
+        found = layerstore.resume(engine, store, **named)
+    except Exception as exc:  # noqa: BLE001  # which one it is, is what the test wants to know
+        return f"{type(exc).__name__}: {exc}"
+    return "resumed" if found else "None"
+
+
+def stumble(each: Resumption, engine: Any, out: Path) -> Facts:
+    """Train *engine* as :func:`train` does, but try to resume after the first step from what is no good."""
+    seed(SEED)
+    trace = [train_step(each.scenario, engine)]
+
+    store = out / "store"
+    said = {
+        "empty": attempt(engine, store, run="none-such"),
+        "must exist": attempt(engine, store, run="none-such", must_exist=True),
+        "unknown step": attempt(engine, store, run=each.name, step=77),
+        "unknown policy": attempt(engine, store, run=each.name, policy="none-such"),
+        "no store": attempt(engine, out / "none-such", run=each.name),
+    }
+    said |= {f"run {name}": attempt(engine, store, run=name, step=1) for name in MISFITS[each.name]}
+    for damage in DAMAGED[each.name]:
+        said[damage] = attempt(engine, damaged(out, each.name, damage), run=each.name, step=1)
+    trace += [train_step(each.scenario, engine) for _ in range(engine.global_steps, LAST)]
+    return {"said": said, "trace": trace}
+
+
+def damaged(out: Path, run: str, damage: str) -> Path:
+    """Return a copy of the store in which one object of the last rank's has a flipped byte."""
+    copy = out / f"damaged {damage}"
+    if dist.get_rank() == 0:
+        shutil.copytree(out / "store", copy)
+        flip(copy, run, damage, rank=dist.get_world_size() - 1)
+    dist.barrier()
+    return copy
+
+
+def flip(path: Path, run: str, damage: str, *, rank: int) -> None:
+    """Flip a byte in the middle of an object of *rank*'s in the first commit of *run*."""
+    with layerstore.open(path) as store:
+        layers = resolve(store.rooms, f"{run}@1").record.layers
+        kept = [stored for of in layers for stored in store.rooms.version_of(of).objects if stored.kind == damage]
+    found = next(stored for stored in kept if stored.shard == rank)
+    file = next((path / "objects").rglob(found.id))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+
+
+def resume_under_saver(engine: Any, out: Path) -> Facts:
+    """Go back and on while a saver is attached, whose last save is still being written each time."""
+    seed(SEED)
+    scenario, facts = RESUMPTION_OF[ODD].scenario, Facts()
+
+    def slow(operation: str, path: Path) -> None:
+        if operation == "write":
+            time.sleep(0.02)
+
+    with layerstore.attach(engine, Store(out / "store", hook=slow), run=ATTACHED, policy="parity") as saver:
+
+        def trained(until: int) -> list[Facts]:
+            trace = []
+            while engine.global_steps < until:
+                trace.append(train_step(scenario, engine))
+                saver.save()
+            facts.setdefault("queued", []).append(saver.status().queued)
+            return trace
+
+        def resumed(step: int | Literal["latest"]) -> Facts:
+            found = layerstore.resume(engine, out / "store", run=ATTACHED, step=step, must_exist=True)
+            assert found is not None
+            return told(found)
+
+        facts["first"] = trained(1)
+        facts["at once"] = resumed("latest")
+        facts["on"] = trained(3)
+        facts["back"] = resumed(2)
+        facts["again"] = trained(4)
+        facts["latest"] = resumed("latest")
+        facts["further"] = trained(5)
+    return facts
+
+
+def told(found: Resumed) -> Facts:
+    """Return what a resume tells, for a file; what the user's state holds is compared through DeepSpeed's own saves."""
+    return {**asdict(found), "client_state": sorted(found.client_state)}
+
+
+def seed(number: int) -> None:
+    """Set all generators, each rank's to others."""
+    own = number + dist.get_rank()
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+
+
+def attached(each: Resumption, engine: Any, out: Path) -> Saver:
+    """Attach a saver that writes the run."""
+    return layerstore.attach(
+        engine, out / "store", run=each.name, frozen="exclude" if each.scenario.exclude_frozen else "once"
+    )
+
+
+def steps(each: Resumption, engine: Any, saver: Saver, out: Path, client_state: Facts) -> list[Facts]:
+    """Train to the last step, save each, and return what each was like."""
+    trace = []
+    for _ in range(engine.global_steps, LAST):
+        trace.append(train_step(each.scenario, engine))
+        client_states.advance(client_state)
+        save(each, engine, saver, out, client_state)
+    return trace
+
+
+def save(each: Resumption, engine: Any, saver: Saver, out: Path, client_state: Facts) -> None:
+    """Save through *saver*, and at the steps that are compared by DeepSpeed as well."""
+    saver.save(client_state=client_state)
+    if engine.global_steps in {each.at, LAST, *each.compared}:
+        save_plainly(each, engine, out, client_state)
+
+
+def save_plainly(each: Resumption, engine: Any, out: Path, client_state: Facts) -> None:
+    """Let DeepSpeed save the engine."""
+    with plainly(engine):
+        engine.save_checkpoint(
+            str(each.folder(out)),
+            tag=f"global_step{engine.global_steps}",
+            client_state=client_state,
+            exclude_frozen_parameters=each.scenario.exclude_frozen,
+        )
+
+
+def train_step(scenario: Scenario, engine: Any) -> Facts:
+    """Do one update; return what decides whether two trainings are the same, floats to the last bit."""
+    loss = models.loss_of(engine(**drawn(scenario, engine.device)))
+    engine.backward(loss)
+    engine.step()
+    return {
+        "step": engine.global_steps,
+        "loss": float(loss.detach()).hex(),
+        "grad_norm": float(engine.get_global_grad_norm()).hex(),
+        "learning_rates": [float(rate).hex() for rate in engine.get_lr()],
+        "skipped": engine.skipped_steps,
+        "samples": engine.global_samples,
+        "scale": float(engine.optimizer.loss_scale).hex(),
+    }
+
+
+def drawn(scenario: Scenario, device: torch.device) -> models.Batch:
+    """Return a batch that nobody can know without the state of all generators."""
+    if scenario.model in {"llama", "tied_llama"}:
+        tokens = torch.randint(0, models.VOCABULARY, (2, 16))
+        tokens[:, 0] = random.randrange(models.VOCABULARY)
+        tokens[:, 1] = int(np.random.randint(models.VOCABULARY))
+        return {"input_ids": tokens.to(device), "labels": tokens.to(device)}
+    inputs = torch.randn(6, 5) + random.random() + np.random.random()
+    inputs = inputs.to(device) + torch.randn(6, 5, device=device)
+    dtype = DTYPES[scenario.precision]
+    return {"inputs": inputs.to(dtype), "targets": inputs[:, :3].to(dtype)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""A resumed training is, to the last bit, the uninterrupted one; what cannot be resumed from changes nothing."""
+
+import json
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore.layers import layer_of
+from layerstore.model import CommitRecord, Fork
+from layerstore.ops.refs import resolve
+from tests.live.cases import RANK_BUFFERS
+from tests.live.launched import DEVICES, Launched, Launcher, records
+from tests.live.resumptions import (
+    ATTACHED,
+    COMPOSITE,
+    DAMAGED,
+    FP16,
+    FROZEN,
+    LAST,
+    MISFITS,
+    ODD,
+    RESIZED,
+    RESUMPTION_OF,
+    RESUMPTIONS,
+    SCHEDULES,
+    WHOLE,
+    Resumption,
+)
+from tests.zero3.compare import checkpoint_differences, full_tensors, tree_differences
+from tests.zero3.launch import torchrun
+from tests.zero3.scenarios import WORLD_SIZE
+
+LAUNCH_SECONDS_MAX = 800
+
+pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX + 100)
+
+
+class Trainings:
+    """A training of all cases, and what resumes it at several world sizes: each launched once, when it is needed."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        """Start nothing yet."""
+        self._folder = folder
+        self._arguments = arguments
+        (folder / "first").mkdir()
+        self.first = Launcher(folder / "first", "resuming", *arguments).on
+        self.resumed = cache(self._resume)
+
+    def _resume(self, device: str, world_size: int, *more: str) -> Launched:
+        """Resume what was trained on *device* with *world_size* ranks, in a copy of its store."""
+        first = self.first(device)
+        root = self._folder / f"{device}-{world_size}"
+        shutil.copytree(first.root / "store", root / "store")
+        torchrun(
+            "tests.live.resuming",
+            ["--out", str(root), "--resume", *more, *self._arguments],
+            log=self._folder / f"{device}-{world_size}.log",
+            world_size=world_size,
+            on_cuda=device == "cuda",
+        )
+        return Launched(root=root, world_size=world_size, store=layerstore.open(root / "store"))
+
+    def again(self, device: str) -> tuple[Launched, Launched]:
+        """Return the first training, and what went on from it with as many ranks."""
+        first = self.first(device)
+        return first, self.resumed(device, first.world_size, *() if self._arguments else ("--go-wrong",))
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Return what trains the usual cases."""
+    return Trainings(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def all_trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Return what trains all cases."""
+    return Trainings(tmp_path_factory.mktemp("resume-all"), "--all")
+
+
+@pytest.fixture(params=DEVICES)
+def both(trainings: Trainings, request: pytest.FixtureRequest) -> tuple[Launched, Launched]:
+    """Return the first training and the resumed one, on each device that there is."""
+    return trainings.again(request.param)
+
+
+@pytest.fixture
+def ranks(both: tuple[Launched, Launched]) -> tuple[Launched, Launched]:
+    """Return them where ranks can differ."""
+    if both[0].world_size == 1:
+        pytest.skip("one device: there are no ranks that could differ")
+    return both
+
+
+def facts(launched: Launched, each: Resumption, rank: int = 0) -> dict[str, Any]:
+    """Return what *rank* has seen; skip where it could not be trained."""
+    found: dict[str, Any] = json.loads(each.facts(launched.root, rank).read_text())
+    if found["unavailable"]:
+        pytest.skip(f"DeepSpeed could not compile its optimizer here: {found['unavailable'][:100]}")
+    return found
+
+
+def of_all(launched: Launched, name: str) -> list[dict[str, Any]]:
+    """Return what each rank has left in the file *name*."""
+    return [json.loads((launched.root / f"{name}.{rank}.json").read_text()) for rank in range(launched.world_size)]
+
+
+def check_the_same(first: Launched, second: Launched, each: Resumption) -> None:
+    """Compare two trainings from the step resumed at on: what decided each step, all that DeepSpeed saves, commits."""
+    for rank in range(first.world_size):
+        trace = facts(first, each, rank)["trace"]
+        assert len(trace) == LAST
+        assert facts(second, each, rank)["trace"] == trace[each.at :]
+        resumed = facts(second, each, rank)["resumed"]
+        assert (resumed["step"], resumed["global_steps"]) == (each.at, each.at)
+        assert resumed["random_state_restored"]
+        assert resumed["notes"] == []
+        before = trace[each.at - 1] if each.at else {"samples": 0, "skipped": 0}
+        assert (resumed["global_samples"], resumed["skipped_steps"]) == (before["samples"], before["skipped"])
+        assert set(resumed["layers"].values()) == {each.at}
+    for step in (each.at, LAST):
+        assert not checkpoint_differences(each.shards(first.root, step), each.shards(second.root, step))
+    old, new = (records(launched, each.name, list(range(each.at + 1, LAST + 1))) for launched in (first, second))
+    assert [versions(record) for record in new] == [versions(record) for record in old]
+    assert {record.attempt for record in new} == {2}
+    assert {record.fork for record in new} == {Fork(attempt=1, step=each.at)}
+
+
+def versions(record: CommitRecord) -> dict[str, str]:
+    """Return the version of each layer."""
+    return {entry.layer: entry.version.id for entry in record.layers}
+
+
+@pytest.mark.parametrize("each", WHOLE, ids=lambda each: each.name)
+def test_a_resumed_training_is_the_uninterrupted_one(both: tuple[Launched, Launched], each: Resumption) -> None:
+    """Losses, norms, masters, moments, buffers, scaler, counters, schedule, random numbers and the user's own state."""
+    check_the_same(*both, each)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("each", [each for each in RESUMPTIONS if not each.is_usual], ids=lambda each: each.name)
+def test_every_other_training_is_resumed_as_well(all_trainings: Trainings, each: Resumption) -> None:
+    """So it is for everything that DeepSpeed trains in the other tests."""
+    check_the_same(*all_trainings.again("cpu"), each)
+
+
+def test_the_random_numbers_matter(both: tuple[Launched, Launched]) -> None:
+    """Ranks and steps have batches of their own: without the generators' states the comparison would fail."""
+    first, _ = both
+    traces = [facts(first, RESUMPTION_OF[ODD], rank)["trace"] for rank in range(first.world_size)]
+    losses = [entry["loss"] for trace in traces for entry in trace]
+
+    assert len(set(losses)) == LAST * first.world_size
+
+
+def test_a_scaler_that_has_skipped_goes_on_skipping(both: tuple[Launched, Launched]) -> None:
+    """Updates were skipped before the resume and after it, at scales that are not the first one."""
+    trace = facts(both[0], RESUMPTION_OF[FP16])["trace"]
+    at = RESUMPTION_OF[FP16].at
+
+    assert trace[at - 1]["skipped"] > 0
+    assert len({entry["scale"] for entry in trace}) > 1
+
+
+# -- other world sizes ---------------------------------------------------------------------------------------------
+
+
+def resized(trainings: Trainings, device: str, world_size: int) -> tuple[Launched, Launched]:
+    """Return the first training and what *world_size* ranks made of it; skip where there are not so many devices."""
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < max(world_size, WORLD_SIZE):
+            pytest.skip("too few CUDA devices here: the same launch on the CPU stands for it")
+    return trainings.first(device), trainings.resumed(device, world_size)
+
+
+def check_resized(first: Launched, second: Launched, each: Resumption) -> None:
+    """Compare what the engine holds after the resume with what was saved; it trains on and saves what it trains."""
+    source, taken_up = (full_tensors(each.shards(of.root, each.at)) for of in (first, second))
+    assert source
+    assert not tree_differences(source, taken_up)
+    for rank in range(second.world_size):
+        found = facts(second, each, rank)
+        resumed = found["resumed"]
+        assert not resumed["random_state_restored"]
+        notes = " ".join(resumed["notes"])
+        assert "the random states of 2 ranks are left out" in notes
+        assert f"with {second.world_size} rank" in notes or f"for {second.world_size} rank" in notes
+        assert ("differed between the 2 ranks" in notes) == (each.name == RANK_BUFFERS)
+        assert [entry["step"] for entry in found["trace"]] == list(range(each.at + 1, LAST + 1))
+        assert all(math.isfinite(float.fromhex(entry["loss"])) for entry in found["trace"])
+        assert resumed["global_steps"] == each.at
+    (record,) = records(second, each.name, [LAST])
+    assert (record.world_size, record.attempt, record.fork) == (second.world_size, 2, Fork(attempt=1, step=each.at))
+    assert second.store.verify(f"{each.name}@{LAST}", read_data=True).ok
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", RESIZED)
+def test_masters_and_moments_are_the_same_at_other_world_sizes(
+    trainings: Trainings, device: str, world_size: int, name: str
+) -> None:
+    """Every parameter's master and moments, put together from all ranks; what does not carry over is told."""
+    check_resized(*resized(trainings, device, world_size), RESUMPTION_OF[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("each", RESUMPTIONS, ids=lambda each: each.name)
+def test_everything_goes_on_at_other_world_sizes(all_trainings: Trainings, world_size: int, each: Resumption) -> None:
+    """So it is for everything that DeepSpeed trains in the other tests."""
+    if each.name == COMPOSITE:
+        pytest.skip("mixed from two steps")
+    check_resized(*resized(all_trainings, "cpu", world_size), each)
+
+
+# -- composites ----------------------------------------------------------------------------------------------------
+
+
+def composite_facts(both: tuple[Launched, Launched]) -> tuple[Resumption, dict[str, int], list[CommitRecord]]:
+    """Return the case, the step of each layer that was resumed, and the records of the saves after it."""
+    _, second = both
+    each = RESUMPTION_OF[COMPOSITE]
+    layers: dict[str, int] = facts(second, each)["resumed"]["layers"]
+    return each, layers, records(second, each.name, [each.at + 1, each.at + 2])
+
+
+def test_an_engine_holds_each_layer_of_the_step_that_the_plan_names(both: tuple[Launched, Launched]) -> None:
+    """Master and moments of every parameter are those that DeepSpeed saved at that step, bit for bit."""
+    first, second = both
+    each, layers, _ = composite_facts(both)
+    saved = {step: full_tensors(each.shards(first.root, step)) for step in (each.at - 1, each.at)}
+
+    held = full_tensors(each.shards(second.root, each.at))
+
+    assert set(layers.values()) == {each.at - 1, each.at}
+    expected = {name: saved[layers[layer_of(name)]][name] for name in held}
+    assert not tree_differences(expected, held)
+    assert tree_differences(saved[each.at], held)
+
+
+def test_saves_after_a_composite_inherit_its_own_layers(both: tuple[Launched, Launched]) -> None:
+    """What a selective save leaves out is the composite's version of it, not its base's."""
+    _, second = both
+    each, layers, (after, _) = composite_facts(both)
+    (due, _) = (set(save["layers_due"]) for save in facts(second, each)["saves"])
+
+    assert 0 < len(due) < len(layers)
+    assert (after.attempt, after.fork) == (2, Fork(attempt=1, step=each.at))
+    origins = {entry.layer: (entry.origin.attempt, entry.origin.step) for entry in after.layers}
+    assert origins == {layer: (2, each.at + 1) if layer in due else (1, layers[layer]) for layer in layers}
+
+
+def test_nothing_of_the_abandoned_steps_comes_back(both: tuple[Launched, Launched]) -> None:
+    """The first attempt went on after the step resumed at; no composite of the second one has layers from there."""
+    _, second = both
+    each, layers, (_, last) = composite_facts(both)
+    abandoned = set(versions(resolve_in(second, each.name, attempt=1, step=LAST)).items())
+    abandoned -= set(versions(resolve_in(second, each.name, attempt=1, step=each.at)).items())
+
+    for policy in ("latest", "parity"):
+        composite = second.store.compose(each.name, policy=policy)
+        chosen = {layer: choice.version for layer, choice in composite.layers.items()}
+        assert composite.step == each.at + 2
+        assert abandoned
+        assert not abandoned & set(chosen.items())
+        assert chosen == versions(last)
+    assert {entry.origin.attempt for entry in last.layers} <= {1, 2}
+    assert all(entry.origin.attempt == 2 or entry.origin.step == layers[entry.layer] for entry in last.layers)
+
+
+def resolve_in(launched: Launched, run: str, *, attempt: int, step: int) -> CommitRecord:
+    """Return the record of *step* in *attempt*."""
+    rooms = launched.store.rooms
+    (row,) = [row for row in rooms.catalog.view(run).of_attempt(attempt) if row.step == step]
+    return rooms.catalog.commit(row.name).record
+
+
+# -- what cannot be resumed from -----------------------------------------------------------------------------------
+
+
+def said(launched: Launched, name: str) -> list[dict[str, str]]:
+    """Return what each rank was told when the engine *name* was to resume from what it cannot."""
+    return [found["said"] for found in of_all(launched, f"wrong.{name}")]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_an_engine_trains_on_as_if_nothing_had_been_asked(both: tuple[Launched, Launched], name: str) -> None:
+    """After all that failed, losses, norms and scales are those of the training that was not disturbed."""
+    first, second = both
+
+    for rank, found in enumerate(of_all(second, f"wrong.{name}")):
+        assert found["trace"] == facts(first, RESUMPTION_OF[name], rank)["trace"]
+        assert "resumed" not in found["said"].values()
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_not_there_is_told(both: tuple[Launched, Launched], name: str) -> None:
+    """An empty run is None, so that a job can start with it; a step that was never saved is an error."""
+    for words in said(both[1], name):
+        assert words["empty"] == "None"
+        assert words["must exist"] == "NotFound: run 'none-such' has no commit to resume from"
+        assert words["unknown step"] == f"NotFound: run {name!r} has no step 77"
+        assert words["unknown policy"] == "InvalidInput: there is no policy 'none-such'"
+        assert words["no store"].startswith("NoStore: there is no store at ")
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "words"),
+    [
+        (ODD, "tied", "parameter embed.weight and 26 more: in the engine and not in the checkpoint"),
+        (ODD, FROZEN, "trained parameter embed.weight and 8 more: in the engine and not in the checkpoint"),
+        (ODD, FP16, "the checkpoint was saved without bf16, the engine trains with it"),
+        (ODD, "fp32", "the checkpoint was saved without bf16, the engine trains with it"),
+        (ODD, COMPOSITE, "the checkpoint has 1 param groups, the engine's optimizer has 2"),
+        (ODD, "client_numpy", "the checkpoint has 2 sub-groups, the engine's optimizer 14, or of other sizes"),
+        (FROZEN, ODD, "trained parameter embed.weight and 8 more: in the checkpoint and not in the engine"),
+        (RANK_BUFFERS, ODD, "parameter layers.0.0.weight and 7 more: in the engine and not in the checkpoint"),
+        (FP16, ODD, "the checkpoint was saved with bf16, the engine trains without it"),
+        (FP16, "fp32", "embed.weight in the checkpoint: float32; in the engine: float16"),
+    ],
+)
+def test_what_does_not_fit_is_told(ranks: tuple[Launched, Launched], name: str, run: str, words: str) -> None:
+    """Another model, other groups or another precision: every rank hears what it is."""
+    assert [found[f"run {run}"] for found in said(ranks[1], name)] == [f"LayoutMismatch: {words}"] * WORLD_SIZE
+    assert run in MISFITS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [(name, damage) for name, damages in DAMAGED.items() for damage in damages]
+)
+def test_of_a_damaged_object_every_rank_hears(ranks: tuple[Launched, Launched], name: str, damage: str) -> None:
+    """Only the last rank needs it, but none goes on without the others."""
+    first, last = (found[damage] for found in said(ranks[1], name))
+
+    assert last.startswith("IntegrityError: object ")
+    assert "is damaged" in last
+    assert first == last.replace("IntegrityError: ", "IntegrityError: rank 1: ")
+
+
+def test_schedules_that_do_not_carry_over_are_told(both: tuple[Launched, Launched]) -> None:
+    """An engine may have a schedule that the checkpoint has not, or none; it trains on, and nobody is surprised."""
+    for found in of_all(both[1], SCHEDULES):
+        assert found["with"]["resumed"]["notes"] == [
+            "the checkpoint has no learning rate schedule: the engine's begins anew"
+        ]
+        assert [entry["step"] for entry in found["with"]["trace"]] == [2]
+        assert found["without"]["resumed"]["notes"] == [
+            "the engine has no learning rate schedule: the checkpoint's is left out"
+        ]
+
+
+def test_between_two_batches_of_an_update_nothing_is_resumed(both: tuple[Launched, Launched]) -> None:
+    """The gradients of the first one would go into the checkpoint's next update."""
+    for found in of_all(both[1], SCHEDULES):
+        assert found["between"].startswith("InvalidInput: gradients are being accumulated")
+
+
+# -- under a saver -------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_waits_for_what_is_on_its_way(both: tuple[Launched, Launched]) -> None:
+    """The newest step is the one that was saved just before, though it was not on disk yet."""
+    for found in of_all(both[1], ATTACHED):
+        assert all(queued > 0 for queued in found["queued"])
+        assert (found["at once"]["step"], found["back"]["step"], found["latest"]["step"]) == (1, 2, 4)
+
+
+def test_saves_after_a_resume_go_to_the_right_attempt(both: tuple[Launched, Launched]) -> None:
+    """At the tip the attempt goes on; further back the next one begins, from the very layers that were resumed."""
+    _, second = both
+    (back, *_) = [found["back"] for found in of_all(second, ATTACHED)]
+    log = {(row.attempt, row.step) for row in second.store.rooms.catalog.view(ATTACHED).visible}
+
+    assert log == {(1, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5)}
+    third = resolve_in(second, ATTACHED, attempt=2, step=3)
+    assert third.fork == Fork(attempt=1, step=2)
+    origins = {entry.layer: (entry.origin.attempt, entry.origin.step) for entry in third.layers}
+    assert {of for of in origins.values() if of[0] == 1}
+    assert origins == {layer: of if of == (2, 3) else (1, back["layers"][layer]) for layer, of in origins.items()}
+    assert resolve(second.store.rooms, ATTACHED).record.step == 5
+
+
+def test_a_resume_at_the_tip_changes_no_loss(both: tuple[Launched, Launched]) -> None:
+    """A full save that was resumed at once leaves the training what it was."""
+    first, second = both
+
+    for rank, found in enumerate(of_all(second, ATTACHED)):
+        trace = facts(first, RESUMPTION_OF[ODD], rank)["trace"]
+        assert found["first"] + found["on"] == trace[:3]
+        assert [entry["step"] for entry in found["again"] + found["further"]] == [3, 4, 5]
