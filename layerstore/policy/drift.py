@@ -77,7 +77,7 @@ class Drift:
         What is larger than the budget is paid for by several saves, this one and those just before it, together with
         all that was saved at them: so that layers do not each save up by themselves, and overspend together.
         """
-        if self.budget is None or spent + size <= self.budget:
+        if self.budget is None or not size or spent + size <= self.budget:
             return True
         saves = -(-size // self.budget)
         if saves == 1:
