@@ -71,13 +71,13 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def build_engine() -> Engine:
-    """Return a DeepSpeed engine around a Llama with random weights, the same ones every time."""
+def build_engine(*, layers: int = LAYERS, hidden: int = HIDDEN, seed: int = 0) -> Engine:
+    """Return a DeepSpeed engine around a Llama with random weights, for one *seed* the same ones every time."""
     import deepspeed
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": True},
@@ -86,9 +86,9 @@ def build_engine() -> Engine:
         "zero_optimization": {"stage": 3},
     }
     llama = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
         vocab_size=VOCABULARY,

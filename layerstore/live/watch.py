@@ -15,7 +15,7 @@ from layerstore.live.capture import Captured
 from layerstore.live.exchange import Exchange, Message
 from layerstore.model import Kind
 from layerstore.ops.distance import movement_of
-from layerstore.ops.movement import sampled
+from layerstore.ops.movement import is_still, sampled
 from layerstore.zero3.share import Share
 from layerstore.zero3.slices import elements_of, slice_length, stretches
 
@@ -63,7 +63,7 @@ class Watch:
             layer: movement_of(dd=totals[at], aa=totals[count + at], elements=self._counts[at])
             for at, layer in enumerate(self._layers)
             if layer in self._known and self._counts[at]
-        }
+        } | {of.layer: 0.0 for of in captured.share.layers if of.layer in self._known and is_still(of.parameters)}
 
     def saved(self, captured: Captured, layers: frozenset[str]) -> None:
         """Measure from here on how far *layers* move."""

@@ -5,7 +5,7 @@ The sample is by position in the whole parameter, so it is the same however many
 Runs of neighbours, not single elements: a disk reads a page for either.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
@@ -38,6 +38,8 @@ def movements(rooms: Rooms, layers: tuple[LayerSource, ...], inherited: Mapping[
 def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, version: LayerVersion) -> float | None:
     if version.parameters != layer.parameters:
         return None
+    if is_still(layer.parameters):
+        return 0.0
     slices = Slices([version])
     sources = {
         (part.name, source.shard): part
@@ -54,6 +56,11 @@ def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, version: L
                 if can_measure(old_type) and can_measure(new_type):
                     meter.add(memoryview(old), memoryview(new), dtype_a=old_type, dtype_b=new_type)
     return meter.movement()
+
+
+def is_still(parameters: Sequence[Parameter]) -> bool:
+    """Whether a layer of these has no masters that could move: all of it is frozen."""
+    return bool(parameters) and all(parameter.frozen for parameter in parameters)
 
 
 def sampled(elements: int) -> Iterator[tuple[int, int]]:

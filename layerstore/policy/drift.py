@@ -21,7 +21,7 @@ class Drift:
     threshold: float = 0.01
     """Length of the movement over the length of the layer, above which it is due."""
     budget: int | None = None
-    """Bytes that a save may take; a layer larger than that saves up for its turn. None for no limit."""
+    """Bytes that a save may take; on average, where a layer that is larger has to wait for them. None for no limit."""
     stalest: int = 10
     """No layer becomes more than so many saves old, whatever the budget."""
 
@@ -58,9 +58,10 @@ class Drift:
             if layer in chosen or not _movement(save, layer) > self.threshold:
                 continue
             size = save.sizes.get(layer, 0)
-            if self.budget is None or spent + size <= self._allowance(save, layer, size):
-                chosen.add(layer)
-                spent += size
+            if not self._affords(save, size, spent=spent):
+                break  # else small layers, which always fit, would spend what a large one waits for
+            chosen.add(layer)
+            spent += size
         return frozenset(chosen)
 
     def _is_old(self, save: Save, layer: str, index: int) -> bool:
@@ -69,9 +70,20 @@ class Drift:
         # Each has its turn, one after another, so that they do not all reach the bound at one save.
         return save.number % self.stalest == index % self.stalest
 
-    def _allowance(self, save: Save, layer: str, size: int) -> int:
-        assert self.budget is not None
-        return self.budget * save.ages.get(layer, 1) if size > self.budget else self.budget
+    def _affords(self, save: Save, size: int, *, spent: int) -> bool:
+        """
+        Whether *size* bytes more may be taken at *save*, of which *spent* are.
+
+        What is larger than the budget is paid for by several saves, this one and those just before it, together with
+        all that was saved at them: so that layers do not each save up by themselves, and overspend together.
+        """
+        if self.budget is None or not size or spent + size <= self.budget:
+            return True
+        saves = -(-size // self.budget)
+        if saves == 1:
+            return False
+        before = sum(save.sizes.get(layer, 0) for layer, age in save.ages.items() if age < saves)
+        return before + spent + size <= self.budget * saves
 
 
 def _movement(save: Save, layer: str) -> float:

@@ -6,12 +6,14 @@ Compare ingest and compose with ``cp -r`` of the same bytes, in alternating runs
     python -m tests.bench query [--commits 10000] [--layers 80]
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench loop --table    # only computes what saves of real models take
+    python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
 
 Prints one table for each verb: median and best time, the ratio of medians to both baselines, processor time,
 peak anonymous memory of this process, and how much of the processors others used.
 The whole command's time, interpreter's start included, stands beside it; its memory is another process's.
 ``query`` asks a store with a long history instead, and prints medians, worst times and bars.
 ``loop`` trains under DeepSpeed ZeRO-3 with every way to save, and prints what that costs the training.
+``drift`` trains for long under several policies at once, fails, resumes from each, and compares bytes and losses.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.bench import loop, loop_table, query
+from tests.bench import drift, loop, loop_table, query
 from tests.bench.generate import generate, generate_size
 from tests.bench.machine import limits
 from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, rehearse
@@ -35,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("verb", choices=[*VERBS, "all", "query", "loop"])
+    parser.add_argument("verb", choices=[*VERBS, "all", "query", "loop", "drift"])
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; loop: 1, in GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], default="hf")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
@@ -46,8 +48,9 @@ def main() -> None:
     parser.add_argument("--commits", type=int, default=10_000, help="of the history that is asked (default: 10000)")
     parser.add_argument("--layers", type=int, default=80, help="of each of its commits (default: 80)")
     parser.add_argument("--rounds", type=int, default=3, help="of loop, each with all variants (default: 3)")
-    parser.add_argument("--saves", type=int, default=3, help="of each job of loop (default: 3)")
-    parser.add_argument("--every", type=int, default=3, help="steps from one to the next (default: 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="of drift, a run for each (default: 3)")
+    parser.add_argument("--saves", type=int, help="of each job (default: 3; drift: 100, after the first)")
+    parser.add_argument("--every", type=int, help="steps from one to the next (default: 3; drift: 10)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens of a sample of loop (default: 64)")
     parser.add_argument("--batch", type=int, default=2, help="samples of a step on each rank (default: 2)")
     parser.add_argument("--table", action="store_true", help="loop: only compute what saves of real models take")
@@ -62,6 +65,10 @@ def main() -> None:
             return
         if options.verb == "loop":
             loop.run(folder, _setting(options))
+            return
+        if options.verb == "drift":
+            saves, every = options.saves or 100, options.every or 10
+            drift.run(folder, drift.Setting(seeds=options.seeds, saves=saves, every=every))
             return
         gb = 2.0 if options.gb is None else options.gb
         warm_up(folder / "tiny", lambda path: generate(path, layout=options.layout))
@@ -90,8 +97,8 @@ def _setting(options: argparse.Namespace) -> loop.Setting:
     return loop.Setting(
         gb=1.0 if options.gb is None else options.gb,
         rounds=options.rounds,
-        saves=options.saves,
-        every=options.every,
+        saves=options.saves or 3,
+        every=options.every or 3,
         batch=options.batch,
         sequence=options.sequence,
     )

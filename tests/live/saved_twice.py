@@ -5,6 +5,7 @@ Training whose steps are saved twice: by a saver, and by DeepSpeed itself. The p
 
 Every parameter stays gathered between steps, embedding and head are tied, some parameters are frozen, one buffer
 changes in forward. That a save leaves parameters gathered is checked here, what it saves by who runs this.
+A second saver goes by how far layers have moved; at last the engine is filled from its run, and makes one step more.
 """
 
 import os
@@ -12,19 +13,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import layerstore
+from layerstore.live.saver import Saver
+from layerstore.policy import Drift
+from layerstore.store import Store
 from tests.live.plain import plainly
 
 STEPS = 3
 RUN = "live"
+DRIFT_RUN = "drift"
+DRIFT = Drift(budget=50_000, stalest=100)
+"""Enough for one block of three."""
 
 
 def main() -> None:
     """Train a few steps, and save each of them twice."""
     import deepspeed
-    import torch
     import torch.distributed as dist
-
-    import layerstore
 
     folder = Path(sys.argv[1])
     deepspeed.init_distributed(dist_backend="gloo")
@@ -32,23 +37,45 @@ def main() -> None:
     if dist.get_rank() == 0:
         layerstore.init(folder / "store").close()
     dist.barrier()
-    with layerstore.attach(engine, folder / "store", run=RUN) as saver:
+    store = layerstore.open(folder / "store")
+    with attached(engine, store) as drift, layerstore.attach(engine, store, run=RUN) as saver:
         for step in range(1, STEPS + 1):
-            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
-            tokens = torch.randint(0, 60, (2, 16), generator=generator)
-            engine.module.seen += 1
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-            engine.step()
+            train_step(engine, step)
             gathered = gathered_names(engine)
             saver.save(client_state={"epoch": step})
             if not gathered or gathered_names(engine) != gathered:
                 raise SystemExit(f"{len(gathered)} parameters were gathered, and {len(gathered_names(engine))} are")
-            with plainly(engine):
-                engine.save_checkpoint(
-                    str(folder / "deepspeed"), tag=f"global_step{step}", client_state={"epoch": step}
-                )
+            save_drift(engine, drift, folder, step)
+    layerstore.resume(engine, store, run=DRIFT_RUN, must_exist=True)
+    with attached(engine, store) as drift:
+        train_step(engine, STEPS + 1)
+        save_drift(engine, drift, folder, STEPS + 1)
     dist.barrier()
     os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
+
+
+def attached(engine: Any, store: Store) -> Saver:
+    """Return the saver that measures."""
+    return layerstore.attach(engine, store, run=DRIFT_RUN, policy=DRIFT)
+
+
+def train_step(engine: Any, step: int) -> None:
+    """Make one step."""
+    import torch
+    import torch.distributed as dist
+
+    generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+    tokens = torch.randint(0, 60, (2, 16), generator=generator)
+    engine.module.seen += 1
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+def save_drift(engine: Any, saver: Saver, folder: Path, step: int) -> None:
+    """Save through the saver that measures, and by DeepSpeed itself."""
+    saver.save(client_state={"epoch": step})
+    with plainly(engine):
+        engine.save_checkpoint(str(folder / "deepspeed"), tag=f"global_step{step}", client_state={"epoch": step})
 
 
 def gathered_names(engine: Any) -> set[str]:

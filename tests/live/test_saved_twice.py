@@ -1,5 +1,6 @@
 """What a saver keeps of a running engine is bit for bit what the engine's own checkpoint holds."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,27 +10,53 @@ from layerstore.live.ranks import Ranks
 from layerstore.model import CommitRecord
 from layerstore.store import Store
 from tests.live.plain import states_of
-from tests.live.saved_twice import RUN, STEPS
+from tests.live.saved_twice import DRIFT, DRIFT_RUN, RUN, STEPS
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_gathered_parameters_are_saved_as_deepspeed_saves_them(tmp_path: Path) -> None:
-    """Versions of layers and states of ranks are the same, though a save gathers and partitions nothing."""
-    with Ranks("tests.live.saved_twice", [str(tmp_path)], count=2, folder=ROOT, log=tmp_path / "log") as ranks:
-        assert list(ranks.events()) == []
+pytestmark = pytest.mark.timeout(600)
 
-    with layerstore.open(tmp_path / "store") as store:
-        for step in range(1, STEPS + 1):
-            store.ingest(tmp_path / "deepspeed", tag=f"global_step{step}", run="ingested")
-            live, ingested = record(store, RUN, step), record(store, "ingested", step)
-            assert [entry.version for entry in live.layers] == [entry.version for entry in ingested.layers]
-            assert [entry.optimizer_step for entry in live.layers] == [
-                entry.optimizer_step for entry in ingested.layers
-            ]
-            assert states_of(store, live) == states_of(store, ingested)
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Path]]:
+    """Return the store that the training saved to, and the folder of DeepSpeed's own checkpoints."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Ranks("tests.live.saved_twice", [str(folder)], count=2, folder=ROOT, log=folder / "log") as ranks:
+        assert list(ranks.events()) == []
+    with layerstore.open(folder / "store") as store:
+        yield store, folder / "deepspeed"
+
+
+def test_gathered_parameters_are_saved_as_deepspeed_saves_them(saved: tuple[Store, Path]) -> None:
+    """Versions of layers and states of ranks are the same, though a save gathers and partitions nothing."""
+    store, checkpoints = saved
+    for step in range(1, STEPS + 1):
+        store.ingest(checkpoints, tag=f"global_step{step}", run="ingested")
+        live, ingested = record(store, RUN, step), record(store, "ingested", step)
+        assert [entry.version for entry in live.layers] == [entry.version for entry in ingested.layers]
+        assert [entry.optimizer_step for entry in live.layers] == [entry.optimizer_step for entry in ingested.layers]
+        assert states_of(store, live) == states_of(store, ingested)
+
+
+def test_drift_decides_as_over_deepspeeds_own_checkpoints(saved: tuple[Store, Path]) -> None:
+    """What was due, and how far every layer had moved, stands in the records; after a resume, too."""
+    store, checkpoints = saved
+    for step in range(1, STEPS + 2):
+        store.ingest(checkpoints, tag=f"global_step{step}", run="ingested-drift", policy=DRIFT)
+        records = [record(store, run, step) for run in (DRIFT_RUN, "ingested-drift")]
+        live, ingested = (dict(of.policy.decisions) for of in records)
+        due, moved = live["due"], live.get("movements", {})
+        assert isinstance(due, list)
+        assert isinstance(moved, dict)
+        assert [of.policy.parameters for of in records] == [DRIFT.parameters] * 2
+        assert due == ingested["due"]
+        assert moved == pytest.approx(ingested.get("movements", {}), rel=1e-6)
+        if step > 1:
+            assert {*moved, "seen"} == {entry.layer for entry in records[0].layers}  # a buffer has no masters
+            assert (moved["model.layers.0"], moved["model.norm"]) == (0, 0)
+            assert "seen" in due
+            assert 1 < len(due) < len(moved)
 
 
 def record(store: Store, run: str, step: int) -> CommitRecord:

@@ -367,6 +367,25 @@ def test_a_layer_larger_than_the_budget_saves_up_for_its_turn() -> None:
     assert chosen.due(moved(500, movements, age=4)) == {"lm_head"}
 
 
+@pytest.mark.parametrize("budget", [30, 40, 100, 250])
+def test_layers_do_not_overspend_together_whatever_their_sizes(budget: int) -> None:
+    """All of them move, two are small: the budget holds on average, and each comes again and again."""
+    sizes = SIZES | {"model.embed_tokens": 25, "lm_head": 25}
+    chosen = Drift(budget=budget, stalest=1000)
+    written, spent, times = dict.fromkeys(LLAMA, 0), list[int](), dict.fromkeys(LLAMA, 0)
+    for number in range(500, 900):  # nobody's turn
+        ages = {layer: number - last for layer, last in written.items()}
+        movements = {layer: age / 100 for layer, age in ages.items()}
+        due = chosen.due(Save(number=number, layers=LLAMA, ages=ages, movements=movements, sizes=sizes))
+        written |= dict.fromkeys(due, number)
+        spent.append(sum(sizes[layer] for layer in due))
+        times |= {layer: times[layer] + 1 for layer in due}
+
+    assert sum(spent) <= budget * len(spent)
+    assert max(spent) <= max(100, budget)
+    assert min(times.values()) > max(times.values()) / 2 > 1
+
+
 @pytest.mark.parametrize("movement", [float("nan"), float("inf")])
 def test_what_is_no_number_is_due(movement: float) -> None:
     """A layer that has gone wrong has moved."""

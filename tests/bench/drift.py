@@ -1,0 +1,176 @@
+"""
+What drift saves, and what training loses by it: real ZeRO-3 on two CPU ranks, resumed from every policy's store.
+
+The demo's own training, learning rate included. Several savers save one run, each into a store of its own. The run
+fails just before its next save is due. From every store it is resumed at the newest step that is there, as a mixture
+of layers of different ages, and trained 20 steps on. It is compared with the run that never stopped, as many steps
+after its own last save: by evaluation of text that is never trained on, the same in all.
+
+A plain full save every 20th time goes back far instead, and trains its 20 steps there; trained on to the step of the
+failure it would be the uninterrupted run, for up to 20 times as many steps of work done again.
+"""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import layerstore
+from layerstore.live.ranks import Ranks
+from layerstore.ops.refs import resolve
+from tests.bench.drift_job import FURTHER_STEPS, HIDDEN, LAYERS, Course, Result
+from tests.bench.drift_lines import CONTROL, DRIFT, RUN, drift
+from tests.bench.loop_table import DEEPSPEED_BYTES, TRAINER_BYTES
+
+BYTES_RATIO_MIN = 20.0
+LOSS_SHARE_MAX = 0.01
+LARGEST_SHARE_MAX = 0.5
+"""Of a full save: from here on it is one of nearly everything."""
+_RANKS = 2
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How long the job is."""
+
+    seeds: int
+    saves: int
+    every: int
+
+
+def run(folder: Path, setting: Setting) -> None:
+    """Run the job with every seed and print its tables."""
+    print(
+        f"{_RANKS} CPU ranks, {os.cpu_count()} processors, {platform.platform()}\n"
+        f"the demo's training with {LAYERS} blocks of width {HIDDEN}; a first save and {setting.saves} after it, one "
+        f"every {setting.every} steps; {setting.seeds} seeds",
+        flush=True,
+    )
+    results = []
+    for seed in range(setting.seeds):
+        result = _measured(folder / f"seed{seed}", setting, seed)
+        print("\n".join(["", *_table(result), *_records(folder / f"seed{seed}" / DRIFT.name, result)]), flush=True)
+        results.append(result)
+    print("\n".join(["", *_bars(results)]), flush=True)
+
+
+def _measured(folder: Path, setting: Setting, seed: int) -> Result:
+    folder.mkdir(parents=True)
+    out = folder / "result.json"
+    arguments = ["--out", str(out), "--data", str(folder), "--seed", str(seed)]
+    arguments += ["--saves", str(setting.saves), "--every", str(setting.every)]
+    with Ranks("tests.bench.drift_job", arguments, count=_RANKS, folder=_ROOT, log=folder / "log") as ranks:
+        for _ in ranks.events():
+            pass
+    found = json.loads(out.read_text())
+    courses = {
+        name: Course(**course | {"losses": _by_number(course["losses"])}) for name, course in found["courses"].items()
+    }
+    return Result(**found | {"losses": _by_number(found["losses"]), "courses": courses})
+
+
+def _by_number(losses: Mapping[str, float]) -> dict[int, float]:
+    return {int(steps): loss for steps, loss in losses.items()}
+
+
+def _fewer(result: Result, name: str, *, of: int = DEEPSPEED_BYTES, with_first: bool = False) -> float:
+    """Return how many times fewer bytes were saved than by *of* bytes a parameter at every moment."""
+    sizes = result.courses[name].bytes
+    return of * result.parameters * (result.saves + with_first) / sum(sizes if with_first else sizes[1:])
+
+
+def _off(result: Result, name: str, steps: int) -> float:
+    """Return by what share of it the loss is above the uninterrupted run's, so many steps after resuming."""
+    return result.courses[name].losses[steps] / result.losses[steps] - 1
+
+
+def _table(result: Result) -> Iterator[str]:
+    at_once, further, beyond = sorted(result.losses)
+    yield (
+        f"seed {result.seed}: {result.parameters / 1e6:.2f} million parameters; last save at step {result.last}, failure "
+        f"after step {result.failure}; the uninterrupted run's loss, {further} and {beyond} steps after that save: "
+        f"{result.losses[further]:.4f}, {result.losses[beyond]:.4f}"
+    )
+    yield (
+        f"  {'':<18}{'a save':>9}{'x 12 B':>8}{'x 14 B':>8}{'with 1st':>9}{'largest':>9}{'base':>6}{'oldest':>8}"
+        f"{'mean':>7}{'loss at once':>14}{f'+{further}':>9}{f'+{beyond}':>9}"
+    )
+    for name, course in result.courses.items():
+        yield f"  {name:<18}{_sizes(result, name)}{_ages(result, course)}" + "".join(
+            f"{_off(result, name, steps):>+{width}.2%}"
+            for steps, width in zip(sorted(result.losses), (14, 9, 9), strict=True)
+        )
+
+
+def _sizes(result: Result, name: str) -> str:
+    later = result.courses[name].bytes[1:]
+    if not later:
+        return " " * 43
+    return (
+        f"{sum(later) / result.saves / 1e6:>6.2f} MB{_fewer(result, name):>7.1f}x"
+        f"{_fewer(result, name, of=TRAINER_BYTES):>7.1f}x{_fewer(result, name, with_first=True):>8.1f}x"
+        f"{max(later) / sum(later):>9.1%}"
+    )
+
+
+def _ages(result: Result, course: Course) -> str:
+    ages = [result.failure - step for step in course.layers.values()]
+    return f"{course.base:>6}{max(ages):>8}{statistics.mean(ages):>7.0f}"
+
+
+def _records(store: Path, result: Result) -> Iterator[str]:
+    """Say what the records have of drift's decisions, and whether that is what was saved."""
+    missing, moved = [], []
+    with layerstore.open(store) as opened:
+        steps = sorted(entry.step for entry in opened.log(RUN))
+        saved = {layer.layer: 0 for layer in resolve(opened.rooms, f"{RUN}@{steps[0]}").record.layers}
+        for step in steps[1:]:
+            record = resolve(opened.rooms, f"{RUN}@{step}").record
+            due, movements = record.policy.decisions.get("due"), record.policy.decisions.get("movements")
+            new = [layer.layer for layer in record.layers if layer.origin.step == step]
+            if due != new or not isinstance(movements, dict) or movements.keys() != saved.keys():
+                missing.append(step)
+            else:
+                moved += [float(movements[layer]) for layer in new]
+    if missing or len(steps) != result.saves + 1:
+        raise RuntimeError(f"records do not say what was decided at steps {missing[:10]} of {len(steps)}")
+    yield (
+        f"  drift: the records of all {len(steps)} saves say what was due and how far every layer had moved; "
+        f"those saved, by {statistics.median(moved):.0%} in the median, {min(moved):.1%} to {max(moved):.0%}"
+    )
+
+
+def _bars(results: list[Result]) -> Iterator[str]:
+    name, settings = DRIFT.name, drift(results[0].parameters)
+    yield f"drift with threshold {settings.threshold}, budget {settings.budget} bytes, stalest {settings.stalest}"
+    yield f"{'':<20}{'x 12 B, worst':>16}{f'+{FURTHER_STEPS} steps: mean':>18}{'worst':>10}"
+    for line in results[0].courses:
+        off = [_off(result, line, FURTHER_STEPS) for result in results]
+        fewer = "" if len(results[0].courses[line].bytes) < 2 else f"{min(_fewer(of, line) for of in results):.1f}x"
+        yield f"{line:<20}{fewer:>16}{statistics.mean(off):>+18.2%}{max(off, key=abs):>+10.2%}"
+    yield ""
+    fewer = min(_fewer(result, name) for result in results)
+    saves = min(result.saves for result in results)
+    yield f"≥ {BYTES_RATIO_MIN:.0f} × fewer bytes over {saves} saves: {_kept(fewer >= BYTES_RATIO_MIN)} ({fewer:.1f} ×)"
+    off = max((_off(result, name, FURTHER_STEPS) for result in results), key=abs)
+    ages = max(result.failure - step for result in results for step in result.courses[name].layers.values())
+    yield (
+        f"loss within {LOSS_SHARE_MAX:.0%} of the full run's after {FURTHER_STEPS} further steps: "
+        f"{_kept(abs(off) <= LOSS_SHARE_MAX)} ({off:+.2%}, the oldest layer {ages} steps old at the failure)"
+    )
+    largest = max(max(course.bytes[1:]) / sum(course.bytes[1:]) for course in (of.courses[name] for of in results))
+    most = max(max(result.courses[name].bytes[1:]) / result.courses[name].bytes[0] for result in results)
+    yield (
+        f"no save of nearly everything: {_kept(most <= LARGEST_SHARE_MAX)} (the largest after the first has {largest:.1%} "
+        f"of all bytes after the first, and is {most:.0%} of a full save)"
+    )
+    same = all(_off(result, CONTROL.name, steps) == 0 for result in results for steps in result.losses)
+    yield f"resumed from a full save, losses are the uninterrupted run's to the last bit: {_kept(same)}"
+
+
+def _kept(is_so: bool) -> str:
+    return "kept" if is_so else "missed"

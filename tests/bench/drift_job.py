@@ -1,0 +1,218 @@
+"""
+The training that the benchmark of drift saves and resumes: the program that each of its ranks runs.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.bench.drift_job --out RESULT.json --data DIR …
+
+The demo's own training, narrower and deeper, with one saver for every policy on the one engine. After the last save
+the run goes on uninterrupted; then the engine is filled from each store in turn, and trains as far beyond.
+Evaluation is over text that is never trained on, the same at every seed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import layerstore
+from layerstore.live.demo_training import SEQUENCE, Engine, build_engine, corpus
+from layerstore.live.ranks import tell
+from layerstore.live.saver import Saver
+from tests.bench.drift_lines import CONTROL, LINES, OTHER_TEXT, RUN
+
+if TYPE_CHECKING:
+    import torch
+
+LAYERS = 12
+HIDDEN = 64
+BATCH = 4
+FURTHER_STEPS = 20
+HELD_OUT_SHARE = 1 / 16
+EVALUATED = 256
+"""Samples of the text held out, over all ranks."""
+
+_STRIDE = 1_000_003
+"""So far apart are the seeds of the batches of two runs: more than either has steps."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """What was seen of one policy."""
+
+    bytes: list[int] = field(default_factory=list)
+    """What each save copied, on all ranks together."""
+    numbers: list[int] = field(default_factory=list)
+    """Which of the moments to save each of them was."""
+    base: int = 0
+    """The step that was resumed at."""
+    layers: dict[str, int] = field(default_factory=dict)
+    """The step that each layer's version was saved at."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Evaluated so many steps after that."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What one run of the job has shown."""
+
+    seed: int
+    parameters: int
+    saves: int
+    """Moments to save, after the first."""
+    last: int
+    """The step of the last save."""
+    failure: int
+    """The step after which the run fails: the next one would be saved."""
+    losses: dict[int, float]
+    """Of the uninterrupted run, evaluated so many steps after its last save."""
+    courses: dict[str, Course]
+
+
+def main() -> None:
+    """Train, save, fail and resume as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--saves", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _leave)
+    tell("rank")
+
+    import deepspeed
+    import torch.distributed as dist
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    job = Job(seed=options.seed, folder=options.data)
+    result = job.run(saves=options.saves, every=options.every)
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps(asdict(result)))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+class Job:
+    """An engine, what it reads, and what is saved of it."""
+
+    def __init__(self, *, seed: int, folder: Path) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._seed, self._folder = seed, folder
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        text = torch.frombuffer(bytearray(corpus()), dtype=torch.uint8)
+        kept = int(len(text) * (1 - HELD_OUT_SHARE))
+        self._text = text[:kept]
+        count = EVALUATED // self._ranks
+        self._evaluated = _samples(text[kept:], count=count, seed=self._rank).split(BATCH * 8)
+        self.engine: Engine = build_engine(layers=LAYERS, hidden=HIDDEN, seed=seed)
+        self._parameters = sum(parameter.ds_numel for parameter in self.engine.module.parameters())
+
+    def run(self, *, saves: int, every: int) -> Result:
+        """Save *saves* times after the first, full one; resume from every store."""
+        savers = self._attached()
+        courses = {name: Course() for name in [*savers, OTHER_TEXT]}
+        for number in range(saves + 1):
+            for _ in range(every):
+                self._step()
+            for line in LINES:
+                if line.is_saved(number, saves):
+                    savers[line.name].save()
+                    courses[line.name].numbers.append(number)
+        last = self.engine.global_steps
+        for name, saver in savers.items():
+            saver.close()
+            if saver.status().failed:
+                raise RuntimeError(f"a save came to nothing: {saver.status().errors}")
+            courses[name].bytes = [int(_sum(result.copied_bytes)) for result in saver.results]
+        losses = self._losses(every)
+        for name, course in courses.items():
+            self._resume(CONTROL.name if name == OTHER_TEXT else name, course)
+            course.losses = self._losses(every, other=name == OTHER_TEXT)
+        return Result(
+            seed=self._seed,
+            parameters=self._parameters,
+            saves=saves,
+            last=last,
+            failure=last + every - 1,
+            losses=losses,
+            courses=courses,
+        )
+
+    def _attached(self) -> dict[str, Saver]:
+        import torch.distributed as dist
+
+        for line in LINES if self._rank == 0 else ():
+            layerstore.init(self._folder / line.name).close()
+        dist.barrier()
+        return {
+            line.name: layerstore.attach(
+                self.engine, self._folder / line.name, run=RUN, policy=line.policy(self._parameters)
+            )
+            for line in LINES
+        }
+
+    def _resume(self, name: str, course: Course) -> None:
+        resumed = layerstore.resume(self.engine, self._folder / name, run=RUN, must_exist=True)
+        assert resumed is not None
+        course.base, course.layers = resumed.step, resumed.layers
+
+    def _losses(self, every: int, *, other: bool = False) -> dict[int, float]:
+        """Train on; return what evaluation gives at once, after some steps, and that many beyond the failure."""
+        found = {0: self._evaluate()}
+        for step in range(1, every + FURTHER_STEPS):
+            self._step(other=other)
+            if step in (FURTHER_STEPS, every - 1 + FURTHER_STEPS):
+                found[step] = self._evaluate()
+        return found
+
+    def _step(self, *, other: bool = False) -> None:
+        """Make one step; which text it reads depends on seed, step and rank alone, and on whether it is *other* text."""
+        step = self.engine.global_steps + 1
+        seed = (2 * self._seed + other) * _STRIDE + self._ranks * step + self._rank
+        tokens = _samples(self._text, count=BATCH, seed=seed)
+        self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
+        self.engine.step()
+        if self._rank == 0 and step % 10 == 0:
+            tell("step", number=step)
+
+    def _evaluate(self) -> float:
+        import torch
+
+        self.engine.eval()
+        with torch.no_grad():
+            total = sum(float(self.engine(input_ids=part, labels=part).loss) * len(part) for part in self._evaluated)
+        self.engine.train()
+        return _sum(total) / EVALUATED
+
+
+def _samples(text: "torch.Tensor", *, count: int, seed: int) -> "torch.Tensor":
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(text) - SEQUENCE, (count,), generator=generator)
+    return torch.stack([text[start : start + SEQUENCE] for start in starts.tolist()]).long()
+
+
+def _sum(value: float) -> float:
+    """Return the sum over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total.item())
+
+
+if __name__ == "__main__":
+    main()
