@@ -20,9 +20,11 @@ from pathlib import Path
 
 import layerstore
 from layerstore.live.ranks import Ranks
+from layerstore.model import CommitRecord
 from layerstore.ops.refs import resolve
+from layerstore.tree import Tree
 from tests.bench.drift_job import FURTHER_STEPS, HIDDEN, LAYERS, Course, Result
-from tests.bench.drift_lines import CONTROL, DRIFT, RUN, drift
+from tests.bench.drift_lines import CONTROL, DRIFT, LINES, RUN
 from tests.bench.loop_table import DEEPSPEED_BYTES, TRAINER_BYTES
 
 BYTES_RATIO_MIN = 20.0
@@ -55,7 +57,7 @@ def run(folder: Path, setting: Setting) -> None:
         result = _measured(folder / f"seed{seed}", setting, seed)
         print("\n".join(["", *_table(result), *_records(folder / f"seed{seed}" / DRIFT.name, result)]), flush=True)
         results.append(result)
-    print("\n".join(["", *_bars(results)]), flush=True)
+    print("\n".join(["", *_summary(results), "", *_bars(results)]), flush=True)
 
 
 def _measured(folder: Path, setting: Setting, seed: int) -> Result:
@@ -89,11 +91,11 @@ def _off(result: Result, name: str, steps: int) -> float:
 
 
 def _table(result: Result) -> Iterator[str]:
-    at_once, further, beyond = sorted(result.losses)
+    _, further, beyond = sorted(result.losses)
     yield (
-        f"seed {result.seed}: {result.parameters / 1e6:.2f} million parameters; last save at step {result.last}, failure "
-        f"after step {result.failure}; the uninterrupted run's loss, {further} and {beyond} steps after that save: "
-        f"{result.losses[further]:.4f}, {result.losses[beyond]:.4f}"
+        f"seed {result.seed}: {result.parameters / 1e6:.2f} million parameters; last save at step {result.last}, "
+        f"failure after step {result.failure}; the uninterrupted run's loss, {further} and {beyond} steps after that "
+        f"save: {result.losses[further]:.4f}, {result.losses[beyond]:.4f}"
     )
     yield (
         f"  {'':<18}{'a save':>9}{'x 12 B':>8}{'x 14 B':>8}{'with 1st':>9}{'largest':>9}{'base':>6}{'oldest':>8}"
@@ -123,50 +125,68 @@ def _ages(result: Result, course: Course) -> str:
 
 
 def _records(store: Path, result: Result) -> Iterator[str]:
-    """Say what the records have of drift's decisions, and whether that is what was saved."""
-    missing, moved = [], []
+    """Say what the records have of drift's decisions; raise where that is not what was saved."""
+    moved: list[float] = []
     with layerstore.open(store) as opened:
         steps = sorted(entry.step for entry in opened.log(RUN))
-        saved = {layer.layer: 0 for layer in resolve(opened.rooms, f"{RUN}@{steps[0]}").record.layers}
+        if len(steps) != result.saves + 1:
+            raise RuntimeError(f"of {result.saves + 1} saves {len(steps)} are visible")
         for step in steps[1:]:
             record = resolve(opened.rooms, f"{RUN}@{step}").record
-            due, movements = record.policy.decisions.get("due"), record.policy.decisions.get("movements")
+            found = {str(layer): movement for layer, movement in _movements(record).items()}
             new = [layer.layer for layer in record.layers if layer.origin.step == step]
-            if due != new or not isinstance(movements, dict) or movements.keys() != saved.keys():
-                missing.append(step)
-            else:
-                moved += [float(movements[layer]) for layer in new]
-    if missing or len(steps) != result.saves + 1:
-        raise RuntimeError(f"records do not say what was decided at steps {missing[:10]} of {len(steps)}")
+            if record.policy.decisions.get("due") != new or found.keys() != {layer.layer for layer in record.layers}:
+                raise RuntimeError(f"the record of step {step} does not say what was decided, and from what")
+            moved += [found[layer] for layer in new]
     yield (
-        f"  drift: the records of all {len(steps)} saves say what was due and how far every layer had moved; "
+        f"  {DRIFT.name}: the records of all {len(steps)} saves say what was due and how far every layer had moved; "
         f"those saved, by {statistics.median(moved):.0%} in the median, {min(moved):.1%} to {max(moved):.0%}"
     )
 
 
-def _bars(results: list[Result]) -> Iterator[str]:
-    name, settings = DRIFT.name, drift(results[0].parameters)
-    yield f"drift with threshold {settings.threshold}, budget {settings.budget} bytes, stalest {settings.stalest}"
-    yield f"{'':<20}{'x 12 B, worst':>16}{f'+{FURTHER_STEPS} steps: mean':>18}{'worst':>10}"
-    for line in results[0].courses:
-        off = [_off(result, line, FURTHER_STEPS) for result in results]
-        fewer = "" if len(results[0].courses[line].bytes) < 2 else f"{min(_fewer(of, line) for of in results):.1f}x"
-        yield f"{line:<20}{fewer:>16}{statistics.mean(off):>+18.2%}{max(off, key=abs):>+10.2%}"
+def _movements(record: CommitRecord) -> dict[Tree, float]:
+    found = record.policy.decisions.get("movements")
+    assert isinstance(found, dict)
+    return {layer: movement for layer, movement in found.items() if isinstance(movement, float)}
+
+
+def _summary(results: list[Result]) -> Iterator[str]:
+    for line in LINES:
+        settings = line.policy(results[0].parameters).parameters
+        yield f"{line.name}: " + (", ".join(f"{key!r} {value!r}" for key, value in settings.items()) or "no settings")
     yield ""
+    yield f"{'':<20}{'x 12 B, worst':>16}{'oldest, steps':>16}{f'+{FURTHER_STEPS} steps: mean':>18}{'worst':>10}"
+    for name in results[0].courses:
+        off = [_off(result, name, FURTHER_STEPS) for result in results]
+        has_saves = len(results[0].courses[name].bytes) > 1
+        fewer = f"{min(_fewer(result, name) for result in results):.1f}x" if has_saves else ""
+        oldest, worst = _oldest(results, name), max(off, key=abs)
+        yield f"{name:<20}{fewer:>16}{oldest:>16}{statistics.mean(off):>+18.2%}{worst:>+10.2%}"
+
+
+def _oldest(results: list[Result], name: str) -> int:
+    """Return how many steps the oldest layer is behind the failure."""
+    return max(result.failure - min(result.courses[name].layers.values()) for result in results)
+
+
+def _bars(results: list[Result]) -> Iterator[str]:
+    name, saves = DRIFT.name, min(result.saves for result in results)
     fewer = min(_fewer(result, name) for result in results)
-    saves = min(result.saves for result in results)
-    yield f"≥ {BYTES_RATIO_MIN:.0f} × fewer bytes over {saves} saves: {_kept(fewer >= BYTES_RATIO_MIN)} ({fewer:.1f} ×)"
+    yield (
+        f"≥ {BYTES_RATIO_MIN:.0f} × fewer bytes over {saves} saves after the first: "
+        f"{_kept(fewer >= BYTES_RATIO_MIN)} ({fewer:.1f} ×)"
+    )
     off = max((_off(result, name, FURTHER_STEPS) for result in results), key=abs)
-    ages = max(result.failure - step for result in results for step in result.courses[name].layers.values())
     yield (
         f"loss within {LOSS_SHARE_MAX:.0%} of the full run's after {FURTHER_STEPS} further steps: "
-        f"{_kept(abs(off) <= LOSS_SHARE_MAX)} ({off:+.2%}, the oldest layer {ages} steps old at the failure)"
+        f"{_kept(abs(off) <= LOSS_SHARE_MAX)} ({off:+.2%}, the oldest layer {_oldest(results, name)} steps old)"
     )
-    largest = max(max(course.bytes[1:]) / sum(course.bytes[1:]) for course in (of.courses[name] for of in results))
-    most = max(max(result.courses[name].bytes[1:]) / result.courses[name].bytes[0] for result in results)
+    saved = [result.courses[name].bytes for result in results]
+    most = max(max(sizes[1:]) / sizes[0] for sizes in saved)
+    largest = max(max(sizes[1:]) / sum(sizes[1:]) for sizes in saved)
     yield (
-        f"no save of nearly everything: {_kept(most <= LARGEST_SHARE_MAX)} (the largest after the first has {largest:.1%} "
-        f"of all bytes after the first, and is {most:.0%} of a full save)"
+        f"no save of nearly everything: {_kept(most <= LARGEST_SHARE_MAX)} (the largest after the first is {most:.0%} "
+        f"of a full save, and {largest:.1%} of all bytes after the first)"
     )
     same = all(_off(result, CONTROL.name, steps) == 0 for result in results for steps in result.losses)
     yield f"resumed from a full save, losses are the uninterrupted run's to the last bit: {_kept(same)}"

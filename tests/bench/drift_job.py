@@ -114,7 +114,7 @@ class Job:
         kept = int(len(text) * (1 - HELD_OUT_SHARE))
         self._text = text[:kept]
         count = EVALUATED // self._ranks
-        self._evaluated = _samples(text[kept:], count=count, seed=self._rank).split(BATCH * 8)
+        self._evaluated = torch.split(_samples(text[kept:], count=count, seed=self._rank), BATCH * 8)
         self.engine: Engine = build_engine(layers=LAYERS, hidden=HIDDEN, seed=seed)
         self._parameters = sum(parameter.ds_numel for parameter in self.engine.module.parameters())
 
@@ -177,7 +177,7 @@ class Job:
         return found
 
     def _step(self, *, other: bool = False) -> None:
-        """Make one step; which text it reads depends on seed, step and rank alone, and on whether it is *other* text."""
+        """Make one step; which text it reads, or which *other* text, depends on seed, step and rank alone."""
         step = self.engine.global_steps + 1
         seed = (2 * self._seed + other) * _STRIDE + self._ranks * step + self._rank
         tokens = _samples(self._text, count=BATCH, seed=seed)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy
 from tests.bench.loop_table import DEEPSPEED_BYTES
@@ -11,8 +13,8 @@ RARELY = 20
 """A plain full save comes every so manyth time: as few bytes as drift may take."""
 
 THRESHOLD = 0.01
-BUDGET_SHARE = 1 / 40
 STALEST = 40
+"""Every layer's turn comes once in so many saves, which takes half of what drift may take; the budget is the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +28,13 @@ class Line:
     """Whether it saves at the moment of this number, of which there are so many after the first."""
 
 
-def drift(parameters: int) -> Drift:
-    """Return the policy that is measured; its budget depends on the model."""
-    budget = int(parameters * DEEPSPEED_BYTES * BUDGET_SHARE)
-    return Drift(threshold=THRESHOLD, budget=budget, stalest=STALEST)
+def drift(parameters: int, *, share: Fraction) -> Drift:
+    """Return drift with a budget of this *share* of a full save."""
+    return Drift(threshold=THRESHOLD, budget=int(parameters * DEEPSPEED_BYTES * share), stalest=STALEST)
 
 
-DRIFT = Line(name="drift", policy=drift)
+DRIFT = Line(name="drift, 1/40", policy=partial(drift, share=Fraction(1, 40)))
+"""What is measured."""
 CONTROL = Line(name="full", policy=lambda _: Latest(), is_saved=lambda number, last: number == last)
 """Saved in full at the last moment: what resumes from it is the uninterrupted run, to the last bit."""
 
@@ -41,6 +43,7 @@ LINES = (
     Line(name="parity", policy=lambda _: Parity()),
     Line(name="filter", policy=lambda _: Filter()),
     DRIFT,
+    Line(name="drift, 1/6", policy=partial(drift, share=Fraction(1, 6))),
     # Its turns lie so that the failure comes just before the next one.
     Line(
         name=f"full, every {RARELY}th",

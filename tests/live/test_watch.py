@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ class Ranks:
     def movements(self) -> dict[str, float]:
         """Return what every rank finds: the same."""
         with ThreadPoolExecutor(self._world_size) as pool:
-            first, *others = pool.map(lambda pair: pair[0].movements(pair[1]), self._pairs())
+            first, *others = list(pool.map(Watch.movements, self._watches, self._captured))
         assert all(other == pytest.approx(first, nan_ok=True, rel=0, abs=0) for other in others)
         return first
 
@@ -85,9 +85,6 @@ class Ranks:
                 for part in source.slices if source.kind == "master" else ():
                     values = held.memory(part.path).bytes_of(part.path).view(torch.float32)
                     change(values[part.offset_bytes // 4 :][: part.elements])
-
-    def _pairs(self) -> Sequence[tuple[Watch, Captured]]:
-        return list(zip(self._watches, self._captured, strict=True))
 
 
 def made(folder: Path, world_size: int, step: int, **options: Any) -> Path:
@@ -178,12 +175,11 @@ def test_a_layer_that_began_with_zeros_has_moved_finitely_far(tmp_path: Path) ->
 def test_a_layer_that_has_gone_wrong_is_due_and_spoils_no_other(tmp_path: Path, wrong: float, when: str) -> None:
     """Whether it was saved like that, or is like that now."""
     ranks = Ranks(tmp_path)
-    spoil = lambda: ranks.change("model.layers.1", lambda values: values[0].fill_(wrong))  # noqa: E731
-    if when == "before":
-        spoil()
-    ranks.saved()
     if when == "since":
-        spoil()
+        ranks.saved()
+    ranks.change("model.layers.1", lambda values: values[:1].fill_(wrong))
+    if when == "before":
+        ranks.saved()
 
     found = ranks.movements()
     due = Drift(stalest=1000).due(Save(number=500, layers=LAYERS, ages=dict.fromkeys(LAYERS, 1), movements=found))
@@ -195,7 +191,7 @@ def test_a_layer_that_has_gone_wrong_is_due_and_spoils_no_other(tmp_path: Path, 
 
 def test_what_is_frozen_has_not_moved(tmp_path: Path) -> None:
     """Else a frozen layer, which has no masters, would count as what moved most, and use up every budget."""
-    frozen = {"frozen": ("model.layers.1", "model.embed_tokens")}
+    frozen: dict[str, Any] = {"frozen": ("model.layers.1", "model.embed_tokens")}
     ranks = Ranks(tmp_path, **frozen)
     ranks.saved()
     ranks.go_to(2)
