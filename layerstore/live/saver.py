@@ -378,7 +378,6 @@ class Saver:
     def _measure_from_here(self, place: Place) -> None:
         """Measure movements from what the engine was filled with: the layers that its next saves inherit."""
         if self._watch is not None and place.inherited:
-            # The same layers as saves will have: of others nothing would be known.
             states = self._engine.states("resumed", {}, exclude_frozen=self._frozen == "exclude")
             captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
             self._watch.saved(captured, frozenset(place.inherited))
