@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -78,7 +77,7 @@ def wait_for(done: Callable[[], bool]) -> None:
 def test_what_is_there_and_what_comes_is_saved_once_it_rests(
     job: Path, tmp_path: Path, watcher: "subprocess.Popen[str]"
 ) -> None:
-    """What is still being written is left alone; Ctrl-C ends it, and all that was saved is told."""
+    """What is still being written is left alone; when it is ended, all that was saved is told."""
     store = tmp_path / "store"
     wait_for(lambda: steps(store) == [10])
     fresh = generate_step(job, 20)
@@ -91,7 +90,7 @@ def test_what_is_there_and_what_comes_is_saved_once_it_rests(
     at_rest(fresh)
     wait_for(lambda: steps(store) == [10, 20])
     shutil.copytree(job / "checkpoint-20", tmp_path / "unrelated")
-    watcher.send_signal(signal.SIGINT)
+    watcher.terminate()
     out, err = watcher.communicate(timeout=PATIENCE_SECONDS)
 
     fields = json.loads(out)

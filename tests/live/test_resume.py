@@ -202,7 +202,7 @@ def check_resized(first: Launched, second: Launched, each: Resumption) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", RESIZED)
 def test_masters_and_moments_are_the_same_at_other_world_sizes(
     trainings: Trainings, device: str, world_size: int, name: str

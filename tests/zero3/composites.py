@@ -115,6 +115,19 @@ MIXED: dict[str, layerstore.Parity | layerstore.Filter] = {
 """By the names in ``POLICIES``; of two saves the second is no turn of the filter, so that the rest is of the first."""
 
 
+MIXED_SAMPLE = (
+    "grouped_decay",
+    "grouped_blocks_first",
+    "grouped_auxiliary_first",
+    "tied",
+    "many_sub_groups",
+    "odd_sizes",
+    "frozen",
+    "fp16",
+)
+"""Scenarios whose mixtures DeepSpeed takes up in the usual test run: every way to group, ties, sub-groups, padding."""
+
+
 def write_composite(store: layerstore.Store, run: str, out: Path) -> None:
     """Write *run*'s checkpoint of the step to resume from into the new folder *out*."""
     out.parent.mkdir(parents=True, exist_ok=True)

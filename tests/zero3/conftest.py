@@ -5,12 +5,20 @@ Nothing under a launch's folder may be written to: other tests, and other test r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import layerstore
-from tests.zero3.composites import Composites, compose_hugging_face, compose_scenarios, mix_scenarios
+from tests.zero3.composites import (
+    MIXED_SAMPLE,
+    Composites,
+    compose_hugging_face,
+    compose_scenarios,
+    mix_scenarios,
+)
 from tests.zero3.launch import Launch, cached_launch
 
 
@@ -60,9 +68,15 @@ def mixed(trained: Launch, mixed_store: layerstore.Store, tmp_path_factory: pyte
 
 
 @pytest.fixture(scope="session")
-def went_on(launch_cache: Path, mixed: Composites) -> Launch:
-    """Return what DeepSpeed made of the mixed composites."""
-    return cached_launch(launch_cache, "mixed", resume_from=mixed.root, names=mixed.some_names())
+def went_on(launch_cache: Path, mixed: Composites) -> Callable[[str], Launch]:
+    """Return what tells what DeepSpeed made of a scenario's mixed composites: of a sample at once, or of all."""
+
+    @cache
+    def launch(*, is_sample: bool) -> Launch:
+        names = [name for name in mixed.some_names() if name in MIXED_SAMPLE] if is_sample else mixed.some_names()
+        return cached_launch(launch_cache, "mixed", resume_from=mixed.root, names=names)
+
+    return lambda name: launch(is_sample=name in MIXED_SAMPLE)
 
 
 @pytest.fixture(scope="session")
