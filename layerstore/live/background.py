@@ -171,14 +171,16 @@ class Background:
             LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
             self._tell_failure(job)
         finally:
-            job.snapshot.discard()
-            job.timing.durable_seconds = time.monotonic() - job.begun
-            job.is_written.set()
+            try:
+                job.snapshot.discard()
+            finally:
+                job.timing.durable_seconds = time.monotonic() - job.begun
+                job.is_written.set()
 
     def _tell_failure(self, job: Job) -> None:
         try:
             fail_share(self._rooms, job.work, job.failure)
-        except LayerstoreError as exc:
+        except Exception as exc:  # noqa: BLE001  # the thread must live: training waits for it
             # The disk does not even take this: the next exchange tells it.
             LOG.warning("nor could that be noted in the store: %s", exc)
 
@@ -191,8 +193,10 @@ class Background:
             job.failure = job.failure or _words(exc)
             LOG.error("%s", job.failure)  # one line
         finally:
-            self._clean_up(job)
-            job.is_resolved.set()
+            try:
+                self._clean_up(job)
+            finally:
+                job.is_resolved.set()
 
     def _joined(self, job: Job) -> Commit:
         assert job.joint is not None
@@ -219,7 +223,7 @@ class Background:
     def _clean_up(self, job: Job) -> None:
         try:
             self._rooms.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
-        except LayerstoreError as exc:
+        except Exception as exc:  # noqa: BLE001  # likewise
             LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)
 
 

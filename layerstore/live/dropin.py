@@ -41,8 +41,8 @@ class Taking(Protocol):
     def settle(self) -> None:
         """Wait for whatever is on its way, before something is loaded."""
 
-    def went_to(self, composition: Composition) -> None:
-        """Go on from *composition*, which the engine was filled with."""
+    def went_to(self, composition: Composition | None) -> None:
+        """Go on from *composition*, which the engine was filled with; None: with something that no store knows."""
 
 
 class StoreCheckpointEngine:
@@ -86,8 +86,8 @@ class StoreCheckpointEngine:
         for saver in self._savers:
             saver.settle()
 
-    def went_to(self, composition: Composition) -> None:
-        """Let all that save the engine go on from *composition*, which it was filled with."""
+    def went_to(self, composition: Composition | None) -> None:
+        """Let all that save the engine go on from *composition*, which it was filled with, or None that we know."""
         for saver in self._savers:
             saver.went_to(composition)
 
@@ -127,6 +127,10 @@ class StoreCheckpointEngine:
         """Return what *path* holds, or what it points at."""
         pointer = read_pointer(Path(path))
         if pointer is None:
+            self.settle()  # what is loaded changes masters without an update, and no gate holds it
+            if path.endswith(_OPTIMIZER):
+                self.loaded = None
+                self.went_to(None)
             return self.real.load(path, map_location=map_location)
         loaded = self._commit_of(pointer, Path(path))
         if path.endswith(_MODEL):

@@ -70,10 +70,13 @@ class Files:
 
     def seal(self) -> None:
         """Read the files as they are now; by the main thread, before training goes on."""
-        if not self._is_sealed.is_set():
+        if self._is_sealed.is_set():
+            return
+        try:
             found = {self._random.name: self._random} | {file.name: file for file in self._read()}
             self._kept = tuple(sorted(found.values(), key=lambda file: file.name))
-            self._is_sealed.set()
+        finally:
+            self._is_sealed.set()  # whatever happens: a thread waits for it
 
     def _read(self) -> tuple[KeptFile, ...]:
         """Return this rank's files: on the first rank all that is no rank's own."""

@@ -77,7 +77,8 @@ class Memory:
         import torch
 
         place = Path(self._name, "files", name)
-        self._held[place] = torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        self._held[place] = held.untyped_storage()
         return place
 
     def keep_copy(self, path: Path) -> None:

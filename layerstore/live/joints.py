@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from layerstore.errors import LayerstoreError
 from layerstore.live.background import Job
 from layerstore.live.log import LOG
+from layerstore.live.seams import ENGINE_KEYS
 from layerstore.model import PolicyUse, SourceLayout
 from layerstore.ops.joining import Joint
 from layerstore.ops.pins import check_pin_free, check_pin_name
@@ -60,6 +61,12 @@ def joint_of(
     )
 
 
+def key_problem(client_state: Mapping[str, object]) -> str:
+    """Return which key of *client_state* is the engine's own, in words; empty where none is."""
+    taken = sorted(ENGINE_KEYS & client_state.keys())
+    return f"client_state has the key {taken[0]!r}, under which the engine saves state of its own" if taken else ""
+
+
 def pin_problem(rooms: Rooms, name: str | None, *, run: str, step: int) -> str:
     """Return why *name* cannot become a pin of this save, empty where it can."""
     try:
@@ -78,8 +85,11 @@ def note_job(rooms: Rooms, session: str, job: Job, on_saved: Callable[[SaveTimin
         note_timing(rooms, session, timing)
     except LayerstoreError as exc:
         LOG.warning("what step %d took is not noted: %s", job.step, exc)
-    if on_saved is not None:
-        on_saved(timing)
+    try:
+        if on_saved is not None:
+            on_saved(timing)
+    except Exception as exc:  # noqa: BLE001  # it is the user's, and of the first rank alone: the others wait
+        LOG.warning("on_saved failed at step %d: %s", job.step, exc)
 
 
 def _timing_of(job: Job) -> SaveTiming:

@@ -28,10 +28,11 @@ from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
 from layerstore.live.files import Destination, Files, find_or_say, flavour_of
-from layerstore.live.joints import in_order, joint_of, note_job, pin_problem, use_of
+from layerstore.live.joints import in_order, joint_of, key_problem, note_job, pin_problem, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
+from layerstore.live.newest import Newest
 from layerstore.live.pool import Pool
 from layerstore.live.results import Saved, Status, saved_as, status_of
 from layerstore.live.resume import note_closed, place_resumed
@@ -45,7 +46,7 @@ from layerstore.model import Kind, SourceLayout
 from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
 from layerstore.ops.past import view_or_none
-from layerstore.ops.place import Place
+from layerstore.ops.place import Place, place_begun
 from layerstore.ops.shares import ShareWork, objects_due
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy
@@ -94,19 +95,20 @@ class Saver:
         self._exchange = exchange
         is_cuda = engine.device.type == "cuda"
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
-        self._pool = Pool(pool_bytes(engine, host_buffer), pinned=is_cuda)
+        with exchange.together():
+            self._pool = Pool(pool_bytes(engine, host_buffer), pinned=is_cuda)
         self._session = open_session(exchange, self._rooms)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, policy)
         self._watch = Watch(self._exchange) if getattr(policy, "measures", False) else None
-        self._measure_from_here(place)
+        self._is_unmeasured = bool(place.inherited)
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Those of which it is not known yet what became of them."""
         self._done: list[Result] = []
         self._fates: dict[int, bool] = {}
-        self._newest: tuple[Saved, int] | None = None
+        self._newest = Newest(place.after)
         self._updates = 0
         self._is_closed = False
         self.step_of: Callable[[], int] = lambda: engine.step
@@ -140,7 +142,7 @@ class Saver:
         kept = dict(client_state or {})
         files, problem = find_or_say(extra_files or {})
         number = self._engine.step if step is None else step
-        problem = problem or pin_problem(self._rooms, pin, run=self.run, step=number)
+        problem = problem or key_problem(kept) or pin_problem(self._rooms, pin, run=self.run, step=number)
         saved = self._save(
             number,
             kept,
@@ -176,11 +178,10 @@ class Saver:
         report = self._report(step=number, mistyped=check_client_state(client_state), problem=problem)
         facts = agree(self._exchange, report)
         self._learn(facts)
-        repeated = self._repeated(number)
+        repeated = self._newest.same(number, updates=self._updates, pin=place.pin)
         if repeated is not None:
-            if place.pin is not None:
-                LOG.warning("step %d was saved already, without a pin: layerstore pin %s", number, place.pin)
             return repeated  # and into its folder more may still come: that is not sealed
+        self._measure()
         self._seal()
         if self._on_pressure == "wait":
             self._make_room()
@@ -202,7 +203,7 @@ class Saver:
         if self._mode == "sync" and (place.is_complete or self._engine.ungated):
             self._finish(job, started)
         saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
-        self._newest = (saved, self._updates)
+        self._newest.note(saved, updates=self._updates)
         return saved
 
     def wait(self) -> None:
@@ -255,6 +256,7 @@ class Saver:
 
     def _gate(self) -> None:
         """Hold the update until nothing of the state before it is left to copy; with ``sync``, to be made durable."""
+        self._measure()
         self._updates += 1
         self._seal()
         if self._mode == "sync" and self._jobs:
@@ -295,29 +297,21 @@ class Saver:
     def _learn(self, facts: Facts) -> None:
         for number in facts.failed:
             self._background.give_up(number)  # its rank may not even have been able to say so in the store
+        for save in [save for save in self._schedule.pending if facts.fates.get(save.number) is False]:
+            self._newest.note_lost(save.number)
         self._schedule.resolve(facts.fates.items())
         pending = {save.number for save in self._schedule.pending}
         while self._jobs and self._jobs[0].number not in pending and self._jobs[0].is_written.is_set():
             self._finished(self._jobs.popleft())
 
     def _finished(self, job: Job) -> None:
+        if self._newest.is_lost(job.number):
+            job.failure = job.failure or "another rank could not write its share"
         self._done.append(job.result())
         if job.joint is not None:
             note_job(self._rooms, self._session, job, self._on_saved)
 
     # -- one save ------------------------------------------------------------------------------------------------
-
-    def _repeated(self, step: int) -> Saved | None:
-        """Return what the last save began if this one is the same: trainers save twice at the end of training."""
-        if self._newest is None or step > self._newest[0].step:
-            return None
-        saved, updates = self._newest
-        if step == saved.step and updates == self._updates:
-            return saved
-        raise Conflict(
-            f"step {step} is not after step {saved.step}, which was saved last",
-            hint="count steps on; to go back to an earlier step, resume from it",
-        )
 
     def _make_room(self) -> None:
         running = [job for job in self._jobs if not job.is_written.is_set()]
@@ -375,12 +369,13 @@ class Saver:
             ),
         )
 
-    def _measure_from_here(self, place: Place) -> None:
-        """Measure movements from what the engine was filled with: the layers that its next saves inherit."""
-        if self._watch is not None and place.inherited:
+    def _measure(self) -> None:
+        """Measure movements from what the engine was filled with, before it moves: what its next saves inherit."""
+        if self._watch is not None and self._is_unmeasured:
             states = self._engine.states("resumed", {}, exclude_frozen=self._frozen == "exclude")
             captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
-            self._watch.saved(captured, frozenset(place.inherited))
+            self._watch.saved(captured, frozenset(self._place.inherited))
+        self._is_unmeasured = False
 
     def _seal(self) -> None:
         """Take up what has come into the folders of earlier saves; from here on they are complete."""
@@ -415,15 +410,16 @@ class Saver:
         """Wait for whatever is on its way: something is about to be loaded."""
         self.wait()
 
-    def went_to(self, composition: Composition) -> None:
-        """Go on from *composition*, which the engine was filled with: mostly an earlier state of its own."""
-        place = place_resumed(view_or_none(self._rooms, self.run), composition)
+    def went_to(self, composition: Composition | None) -> None:
+        """Go on from *composition*, which the engine was filled with; None: with something that no store knows."""
+        view = view_or_none(self._rooms, self.run)
+        place = place_begun(view) if composition is None else place_resumed(view, composition)
         self._place = place
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy)
-        self._measure_from_here(place)
+        self._is_unmeasured = bool(place.inherited)  # the engine is about to be filled
         self._fates.clear()
-        self._newest = None
+        self._newest.begin_at(place.after, updates=self._updates)
 
     # -- beginning and end ---------------------------------------------------------------------------------------
 

@@ -73,6 +73,11 @@ class Engine:
             )
         swapped = engine.zero_offload_param()
         self._swaps_parameters = swapped is not None and str(getattr(swapped, "device", "none")).endswith("nvme")
+        if getattr(self._zero, "zenflow", False) or "ZenFlow" in type(self._zero).__name__:
+            raise Unsupported(
+                "the optimizer is under ZenFlow: a process beside the training updates its state at any time",
+                hint="train without zenflow to save while training",
+            )
         if type(self._zero).__name__.startswith("SuperOffload"):
             raise Unsupported(
                 "the optimizer is under SuperOffload: DeepSpeed itself saves only a part of its state",
@@ -115,8 +120,6 @@ class Engine:
         inner = self._zero.optimizer
         if "Muon" in type(inner).__name__ or getattr(self._zero, "use_muon", False):
             return "Muon changes its momentum before the optimizer's step begins"
-        if getattr(self._zero, "zenflow", False) or "ZenFlow" in type(self._zero).__name__:
-            return "ZenFlow updates beside the optimizer's step"
         if not hasattr(inner, "register_step_pre_hook"):
             return f"{type(inner).__name__} has no hook before its step"
         return ""
@@ -142,6 +145,8 @@ class Engine:
 
     def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
         """Have *action* called before each update of the optimizer; return what ends that."""
+        if not hasattr(self._zero.optimizer, "register_step_pre_hook"):
+            return _nothing  # `ungated` says so
         handle = self._zero.optimizer.register_step_pre_hook(lambda *_: action())
         remove: Callable[[], None] = handle.remove
         return remove
@@ -338,6 +343,10 @@ class _Giver(_Catcher):
 def _place(tensor: Any) -> tuple[int, int]:
     """Return what tells *tensor*'s memory from every other's."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _fragment(parameter: Any) -> "torch.Tensor":

@@ -32,6 +32,8 @@ class Place:
     unseen: tuple[int, ...] = ()
     """Numbers of saves since then that never became visible, or were dropped."""
     supersedes: tuple[CommitId, ...] = ()
+    after: int | None = None
+    """The step of the run that the next one has to come after; None where nothing of it was taken up."""
     decisions: Mapping[Tree, Tree] = field(default_factory=dict)
     """What the attempt's first record says of how it began."""
 
@@ -57,6 +59,7 @@ def place_after(view: RunView | None, record: CommitRecord, *, of_commit: str, i
         fork=view.fork_of(newest_attempt(view)),
         save_number=1 + max(row.save_number for row in own),
         inherited=_by_layer(record),
+        after=record.step,
     )
 
 
@@ -175,6 +178,7 @@ def _fork(view: RunView | None, record: CommitRecord) -> Place:
         fork=Fork(attempt=record.attempt, step=record.step),
         save_number=record.save_number + 1,
         inherited=_by_layer(record),
+        after=record.step,
     )
 
 
