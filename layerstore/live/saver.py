@@ -103,6 +103,7 @@ class Saver:
         self._schedule = Schedule.after(place, policy)
         self._watch = Watch(self._exchange) if getattr(policy, "measures", False) else None
         self._is_unmeasured = bool(place.inherited)
+        self._measure()
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Those of which it is not known yet what became of them."""
@@ -256,7 +257,6 @@ class Saver:
 
     def _gate(self) -> None:
         """Hold the update until nothing of the state before it is left to copy; with ``sync``, to be made durable."""
-        self._measure()
         self._updates += 1
         self._seal()
         if self._mode == "sync" and self._jobs:
@@ -417,7 +417,8 @@ class Saver:
         self._place = place
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy)
-        self._is_unmeasured = bool(place.inherited)  # the engine is about to be filled
+        self._is_unmeasured = bool(place.inherited)
+        self._engine.at_next_forward(self._measure)  # by then the engine is filled, which a loader may just be doing
         self._fates.clear()
         self._newest.begin_at(place.after, updates=self._updates)
 

@@ -151,6 +151,15 @@ class Engine:
         remove: Callable[[], None] = handle.remove
         return remove
 
+    def at_next_forward(self, action: Callable[[], None]) -> None:
+        """Have *action* called once, before the model is next computed."""
+
+        def once(*_: object) -> None:
+            handle.remove()
+            action()
+
+        handle = self.engine.module.register_forward_pre_hook(once)
+
     def states(self, tag: str, client_state: Mapping[str, object], *, exclude_frozen: bool) -> SavedStates:
         """Return what ``engine.save_checkpoint`` would save now."""
         import deepspeed
