@@ -10,6 +10,7 @@ from layerstore.cli.render import counted, say, say_warning
 if TYPE_CHECKING:
     from layerstore.errors import LayerstoreError
     from layerstore.ops.ingest import Ingested
+    from layerstore.zero3.survey import FoundTag
 
 Take: TypeAlias = Callable[[Path, str | None], None]
 """Ingests the checkpoint of a folder and tag, and tells of it."""
@@ -52,7 +53,6 @@ def take_all(folders: Iterable[Path], take: Take, taken: Taken, *, as_json: bool
     What is wrong with the store, its disk or its lock concerns all of them, and ends it at once.
     """
     from layerstore import find_checkpoints
-    from layerstore.errors import LayerstoreError
 
     found = find_checkpoints(*folders)
     for note in found.notes:
@@ -60,16 +60,23 @@ def take_all(folders: Iterable[Path], take: Take, taken: Taken, *, as_json: bool
     if not as_json:
         say(f"found {counted(len(found.found), 'checkpoint')}")
     for checkpoint in found.found:
-        try:
-            take_one(checkpoint.folder, checkpoint.tag, take)
-        except LayerstoreError as exc:
-            if concerns_all(exc, checkpoint.folder):
-                raise
-            say_warning(f"{checkpoint.path} was not saved: {exc}")
-            taken.problems.append((checkpoint.path, exc))
+        take_or_note(checkpoint, take, taken)
 
 
-def concerns_all(problem: "LayerstoreError", folder: Path) -> bool:
+def take_or_note(checkpoint: "FoundTag", take: Take, taken: Taken) -> None:
+    """Ingest *checkpoint*, or note in *taken* and say what is wrong with it; raise what concerns all."""
+    from layerstore.errors import LayerstoreError
+
+    try:
+        take_one(checkpoint.folder, checkpoint.tag, take)
+    except LayerstoreError as exc:
+        if _concerns_all(exc, checkpoint.folder):
+            raise
+        say_warning(f"{checkpoint.path} was not saved: {exc}")
+        taken.problems.append((checkpoint.path, exc))
+
+
+def _concerns_all(problem: "LayerstoreError", folder: Path) -> bool:
     """Whether *problem* is one of the store, its disk or its lock, and not of the checkpoint in *folder*."""
     from layerstore.errors import IntegrityError, Internal, Locked, StorageIO
 

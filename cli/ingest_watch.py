@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerstore.cli.ingest_all import Take, Taken, concerns_all, take_one
-from layerstore.cli.render import say, say_warning, shown
+from layerstore.cli.ingest_all import Take, Taken, take_or_note
+from layerstore.cli.render import say, shown
 
 if TYPE_CHECKING:
     from layerstore.zero3.survey import FoundTag
@@ -27,8 +27,6 @@ def watch(
 
     What is not whole is looked at again when it has changed.
     """
-    from layerstore.errors import LayerstoreError
-
     tops = list(folders)
     seen: dict[Path, int] = {}
     if not as_json:
@@ -40,13 +38,7 @@ def watch(
             if newest is None or not is_at_rest or seen.get(checkpoint.path) == newest:
                 continue
             seen[checkpoint.path] = newest
-            try:
-                take_one(checkpoint.folder, checkpoint.tag, take)
-            except LayerstoreError as exc:
-                if concerns_all(exc, checkpoint.folder):
-                    raise
-                say_warning(f"{checkpoint.path} was not saved: {exc}")
-                taken.problems.append((checkpoint.path, exc))
+            take_or_note(checkpoint, take, taken)
         time.sleep(POLL_SECONDS)
 
 

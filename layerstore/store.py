@@ -265,4 +265,9 @@ def open_store(path: StrPath) -> Store:
     return Store(path)
 
 
-__all__ = ["Composite", "Store", "StrPath", "find_checkpoints", "init", "open_store"]
+def as_store(store: Store | StrPath) -> Store:
+    """Return *store*, opened if it is a path."""
+    return store if isinstance(store, Store) else open_store(store)
+
+
+__all__ = ["Composite", "Store", "StrPath", "as_store", "find_checkpoints", "init", "open_store"]

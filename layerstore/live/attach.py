@@ -9,14 +9,15 @@ from layerstore.live.dropin import StoreCheckpointEngine
 from layerstore.live.exchange import Exchange
 from layerstore.live.log import LOG
 from layerstore.live.resume import origin_of, place_resumed
-from layerstore.live.saver import Frozen, Mode, Pressure, Saver
+from layerstore.live.saver import Saver
 from layerstore.live.seams import Engine
+from layerstore.live.settings import Frozen, Mode, Pressure, Settings
 from layerstore.ops.composition import Composition
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import Place, place_begun
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy, checked, policy_named
-from layerstore.store import Store, StrPath, open_store
+from layerstore.store import Store, StrPath, as_store
 
 
 def attach(
@@ -62,26 +63,21 @@ def attach(
     except BaseException:
         exchange.close()
         raise
-    return Saver(
-        known,
-        opened,
-        exchange,
-        run=run,
-        policy=chosen,
+    settings = Settings(
         mode=mode,
         host_buffer=host_buffer,
         on_pressure=on_pressure,
         frozen=frozen,
         layer_pattern=layer_pattern,
         on_saved=on_saved,
-        place=place,
     )
+    return Saver(known, opened, exchange, settings, run=run, policy=chosen, place=place)
 
 
 def _agreed(exchange: Exchange, store: Store | StrPath, run: str, engine: Engine) -> tuple[Store, Place]:
     """Return the store and where the next save goes; raise on every rank unless it is the same for all."""
     with exchange.together():
-        opened = store if isinstance(store, Store) else open_store(store)
+        opened = as_store(store)
         found, view = engine.checkpoint_engine, view_or_none(opened.rooms, run)
         if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
             raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
@@ -92,7 +88,7 @@ def _agreed(exchange: Exchange, store: Store | StrPath, run: str, engine: Engine
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    if len(set(exchange.texts(f"{place.attempt} {place.save_number}"))) > 1:
+    if not exchange.is_same(f"{place.attempt} {place.save_number}"):
         raise Conflict(f"the ranks see different commits of run {run!r}", hint="does every host see the same store?")
     return opened, place
 

@@ -7,7 +7,6 @@ What goes wrong here never reaches training: it is noted with the save, which is
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +15,7 @@ from layerstore.live.files import Files
 from layerstore.live.log import LOG
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
-from layerstore.model import Commit, LayerEntry, StoredObject
+from layerstore.model import Commit, LayerEntry, Part, StoredObject
 from layerstore.ops.joining import GivenUp, Joint, join, parts_of
 from layerstore.ops.pins import pin
 from layerstore.ops.place import Place
@@ -35,7 +34,6 @@ class Timing:
 
     blocked_seconds: float = 0.0
     """Inside ``save`` and at the gate."""
-    copied_bytes: int = 0
     written_bytes: int = 0
     durable_seconds: float | None = None
     """From ``save`` until this rank's share was on disk."""
@@ -124,7 +122,6 @@ class Background:
         """What the attempt's first record says of how it began, until there is one."""
         self._given_up: set[int] = set()
         self._stop = threading.Event()
-        self.unresolved: deque[Job] = deque()
         self._copying = _Worker("copy", self._copy)
         self._writing = _Worker("write", self._write)
         self._committing = _Worker("commit", self._commit) if is_first else None
@@ -164,8 +161,7 @@ class Background:
 
     def _write(self, job: Job) -> None:
         try:
-            new, _ = write_share(self._rooms, job.work, job.snapshot, frozen=self._frozen)
-            job.timing.written_bytes = new
+            job.timing.written_bytes = write_share(self._rooms, job.work, job.snapshot, frozen=self._frozen)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = _words(exc)
             LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
@@ -200,7 +196,8 @@ class Background:
 
     def _joined(self, job: Job) -> Commit:
         assert job.joint is not None
-        while (parts := parts_of(self._rooms, job.joint)) is None:
+        found: dict[int, Part] = {}
+        while (parts := parts_of(self._rooms, job.joint, found)) is None:
             if job.number in self._given_up or (job.failure and job.is_written.is_set()):
                 raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
             if self._stop.wait(POLL_SECONDS):
@@ -215,8 +212,7 @@ class Background:
         if joint is None or joint.pin is None:
             return
         try:
-            tip = Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
-            pin(self._rooms, joint.pin, tip)
+            pin(self._rooms, joint.pin, Resolved.of_commit(commit))
         except LayerstoreError as exc:
             LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
 

@@ -98,6 +98,10 @@ class Exchange:
         """Return what every rank says, cut where it is too long."""
         return [message.text for message in self.all(Message(text=text))]
 
+    def is_same(self, text: str) -> bool:
+        """Whether all ranks say the same."""
+        return len(set(self.texts(text))) == 1
+
     def first(self, text: str) -> str:
         """Return the first rank's *text*."""
         return self.all(Message(text=text))[0].text

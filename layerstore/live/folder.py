@@ -5,7 +5,6 @@ So ``trainer.train(resume_from_checkpoint=…)``, which wants a folder, takes a 
 """
 
 import os
-import secrets
 from pathlib import Path
 
 from layerstore.errors import Conflict, NotFound
@@ -13,18 +12,17 @@ from layerstore.layers import parse_reference
 from layerstore.live.exchange import Exchange
 from layerstore.live.following import pointer_to
 from layerstore.live.log import LOG
-from layerstore.live.pointers import write_pointer
+from layerstore.live.pointers import write_pointer, write_whole
 from layerstore.live.scratch import lasting_scratch
-from layerstore.ops.composition import Composition, check_members
+from layerstore.ops.composition import Composition
 from layerstore.ops.loading import content_of
 from layerstore.ops.past import view_or_none
-from layerstore.ops.ranks import Ranks, plan_ranks
+from layerstore.ops.ranks import Ranks, plan_composite
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Policy
 from layerstore.storage.files import Files
-from layerstore.store import Store, StrPath, open_store
+from layerstore.store import Store, StrPath, as_store
 from layerstore.zero3.discover import LATEST, TRAINER_STATE
-from layerstore.zero3.places import Slices
 
 
 def checkpoint(
@@ -44,7 +42,7 @@ def checkpoint(
     Raises:
         NotFound: There is no such commit, or it is none of a Trainer.
     """
-    opened = store if isinstance(store, Store) else open_store(store)
+    opened = as_store(store)
     rooms = opened.rooms
     reference = parse_reference(ref)
     is_pin = reference.name in rooms.records.pin_names()
@@ -56,7 +54,7 @@ def checkpoint(
     if composition is None:
         LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
         return None
-    pointer = pointer_to(opened, rooms, composition, pin=reference.name if is_pin and policy == "latest" else None)
+    pointer = pointer_to(opened, composition, pin=reference.name if is_pin and policy == "latest" else None)
     ranks = _ranks(rooms, composition)
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
@@ -79,11 +77,7 @@ def checkpoint(
 
 def _ranks(rooms: Rooms, composition: Composition) -> Ranks:
     """Return the states of as many ranks as there are now."""
-    versions = check_members(rooms, composition)
-    layers = zip(composition.layers, versions, strict=True)
-    return plan_ranks(
-        rooms, composition.base, list(layers), Slices(versions), world_size=_world_size(), adam_step="unify"
-    )
+    return plan_composite(rooms, composition, world_size=_world_size(), adam_step="unify").ranks
 
 
 def _tag_for_trainer(composition: Composition) -> str:
@@ -104,12 +98,8 @@ def _write_files(rooms: Rooms, ranks: Ranks, folder: Path, *, tag: str) -> bool:
 
 
 def _write(files: Files, path: Path, data: bytes) -> None:
-    """Write *data* to *path*, whole: other ranks may do the same."""
     files.make_directories(path.parent)
-    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
-    with files.create(partial) as file:
-        file.write_at(0, data)
-    files.rename(partial, path)
+    write_whole(files, path, data)
 
 
 def _world_size() -> int:
@@ -126,7 +116,7 @@ def _check_same(commit: str) -> None:
         return
     exchange = Exchange()
     try:
-        if len(set(exchange.texts(commit))) > 1:
+        if not exchange.is_same(commit):
             raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
     finally:
         exchange.close()

@@ -10,20 +10,19 @@ from layerstore.model import LayerEntry
 from layerstore.ops.composition import Composition, compose_latest
 from layerstore.ops.past import view_or_none
 from layerstore.ops.refs import Resolved, reference_to
-from layerstore.ops.rooms import Rooms
 from layerstore.store import Store
 from layerstore.tree import Tree
 from layerstore.zero3.pointers import Pointer
 
 
-def pointer_to(store: Store, rooms: Rooms, composition: Composition, *, pin: str | None) -> Pointer:
+def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Pointer:
     """Return what leads to *composition*, on top of the pin *pin* if its base is kept by one."""
     base = composition.base
     is_mixture = pin is None and composition.policy != "latest"
     return Pointer(
         store=str(store.path),
         store_id=store.id,
-        name=pin or reference_to(rooms, base),
+        name=pin or reference_to(store.rooms, base),
         run=base.run,
         attempt=base.attempt,
         step=base.step,
@@ -48,8 +47,7 @@ def composition_of(store: Store, pointer: Pointer) -> Composition:
 def _resolved(store: Store, pointer: Pointer) -> Resolved:
     rooms = store.rooms
     if pointer.is_pin:
-        pin = rooms.records.read_pin(pointer.name)
-        return Resolved(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
+        return Resolved.of_pin(rooms.records.read_pin(pointer.name))
     view = view_or_none(rooms, pointer.run)
     own = [] if view is None else view.of_attempt(pointer.attempt)
     row = next((row for row in own if row.step == pointer.step), None)
@@ -58,5 +56,4 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
             f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
             hint=f"the save was given up, or dropped; layerstore log {pointer.run} --store {pointer.store}",
         )
-    commit = rooms.catalog.commit(row.name)
-    return Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+    return Resolved.of_commit(rooms.catalog.commit(row.name))

@@ -6,10 +6,8 @@ from layerstore.errors import LayerstoreError
 from layerstore.live.background import Job
 from layerstore.live.log import LOG
 from layerstore.live.seams import ENGINE_KEYS
-from layerstore.model import PolicyUse, SourceLayout
-from layerstore.ops.joining import Joint
+from layerstore.model import PolicyUse
 from layerstore.ops.pins import check_pin_free, check_pin_name
-from layerstore.ops.place import Place
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork
 from layerstore.ops.timings import SaveTiming, note_timing
@@ -31,34 +29,6 @@ def use_of(policy: Policy, work: ShareWork, movements: Mapping[str, float]) -> P
     if movements:
         said["movements"] = dict(movements.items())
     return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=said)
-
-
-def joint_of(
-    work: ShareWork,
-    *,
-    run: str,
-    place: Place,
-    step: int,
-    number: int,
-    pin: str | None,
-    use: PolicyUse,
-    layout: Callable[[], SourceLayout],
-) -> Joint:
-    """Return what all ranks' parts are to be joined to."""
-    return Joint(
-        session=work.session,
-        save=work.save,
-        run=run,
-        attempt=place.attempt,
-        fork=place.fork,
-        step=step,
-        save_number=number,
-        share=work.share,
-        due=work.due,
-        policy=use,
-        layout=layout,
-        pin=pin,
-    )
 
 
 def key_problem(client_state: Mapping[str, object]) -> str:
@@ -99,7 +69,7 @@ def _timing_of(job: Job) -> SaveTiming:
     assert timing.durable_seconds is not None
     return SaveTiming(
         run=joint.run,
-        attempt=joint.attempt,
+        attempt=joint.place.attempt,
         step=joint.step,
         save_number=joint.save_number,
         blocked_seconds=timing.blocked_seconds,
@@ -107,8 +77,8 @@ def _timing_of(job: Job) -> SaveTiming:
         visible_seconds=timing.visible_seconds,
         copied_bytes=job.snapshot.size_bytes,
         written_bytes=timing.written_bytes,
-        layers_saved=len(joint.due),
-        layers=len(joint.share.layers),
+        layers_saved=len(joint.work.due),
+        layers=len(joint.work.share.layers),
         queued=timing.queued,
         failure=job.failure,
     )

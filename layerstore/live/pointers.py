@@ -1,4 +1,4 @@
-"""Pointer files on their way to the disk."""
+"""Pointer files, and what lies beside them, on their way to the disk."""
 
 import secrets
 from pathlib import Path
@@ -8,8 +8,13 @@ from layerstore.zero3.pointers import Pointer, pointer_bytes
 
 
 def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
-    """Let *path* be a pointer; whatever was there is replaced whole."""
+    """Let *path* be a pointer."""
+    write_whole(files, path, pointer_bytes(pointer, stem=path.stem))
+
+
+def write_whole(files: Files, path: Path, data: bytes) -> None:
+    """Let *path* hold *data*: whatever was there is replaced whole, and other ranks may do the same."""
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     with files.create(partial) as file:
-        file.write_at(0, pointer_bytes(pointer, stem=path.stem))
+        file.write_at(0, data)
     files.rename(partial, path)

@@ -26,7 +26,7 @@ from layerstore.ops.ranks import AdamStep
 from layerstore.ops.refs import Resolved
 from layerstore.policy import Policy
 from layerstore.storage.runview import RunView
-from layerstore.store import Store, StrPath, open_store
+from layerstore.store import Store, StrPath, as_store
 from layerstore.tree import Storage, Tree
 from layerstore.zero3.trees import TreeView
 
@@ -81,8 +81,7 @@ def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
     view = view_or_none(store.rooms, run)
     rows = [] if view is None else view.of_attempt(attempt)
     if rows:
-        commit = store.rooms.catalog.commit(rows[-1].name)
-        tip = Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+        tip = Resolved.of_commit(store.rooms.catalog.commit(rows[-1].name))
         _ORIGINS.setdefault(engine, _Origin()).closed[store.id, run] = compose_latest(tip)
 
 
@@ -121,9 +120,9 @@ def resume(
     exchange = Exchange()
     try:
         with exchange.together():
-            opened = store if isinstance(store, Store) else open_store(store)
+            opened = as_store(store)
             composite = _composite(opened, run, step=step, policy=policy, must_exist=must_exist)
-        if len(set(exchange.texts("" if composite is None else composite.commit))) > 1:
+        if not exchange.is_same("" if composite is None else composite.commit):
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
         if composite is None:
             return None

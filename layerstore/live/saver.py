@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 from layerstore.errors import Conflict
 from layerstore.layers import compile_pattern
@@ -28,7 +27,7 @@ from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
 from layerstore.live.files import Destination, Files, find_or_say, flavour_of
-from layerstore.live.joints import in_order, joint_of, key_problem, note_job, pin_problem, use_of
+from layerstore.live.joints import in_order, key_problem, note_job, pin_problem, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
@@ -38,6 +37,7 @@ from layerstore.live.results import Saved, Status, saved_as, status_of
 from layerstore.live.resume import note_closed, place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
+from layerstore.live.settings import Settings
 from layerstore.live.sizes import counted, local_bytes, sizes_of
 from layerstore.live.snapshot import Copier, CudaCopier, Snapshot
 from layerstore.live.together import open_session
@@ -48,15 +48,10 @@ from layerstore.ops.joining import Joint
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import Place, place_begun
 from layerstore.ops.shares import ShareWork, objects_due
-from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy
 from layerstore.store import Store, StrPath
 from layerstore.zero3.pointers import Pointer
 from layerstore.zero3.share import Share
-
-Mode = Literal["async", "sync"]
-Pressure = Literal["wait", "skip", "degrade"]
-Frozen = Literal["once", "exclude"]
 
 JOBS_MAX = 2
 """Saves that may be on their way: one more waits until the oldest is on disk."""
@@ -70,33 +65,24 @@ class Saver:
         engine: Engine,
         store: Store,
         exchange: Exchange,
+        settings: Settings,
         *,
         run: str,
         policy: Policy,
-        mode: Mode,
-        host_buffer: int | str,
-        on_pressure: Pressure,
-        frozen: Frozen,
-        layer_pattern: str | None,
-        on_saved: Callable[[SaveTiming], None] | None,
         place: Place,
     ) -> None:
         self._engine = engine
         self._store = store
         self._rooms = store.rooms
         self.run = run
-        self._mode = mode
-        self._on_pressure = on_pressure
-        self._frozen = frozen
-        self._layer_pattern = layer_pattern
-        self._pattern = compile_pattern(layer_pattern)
-        self._on_saved = on_saved
+        self._settings = settings
+        self._pattern = compile_pattern(settings.layer_pattern)
         self._place = place
         self._exchange = exchange
         is_cuda = engine.device.type == "cuda"
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
         with exchange.together():
-            self._pool = Pool(pool_bytes(engine, host_buffer), pinned=is_cuda)
+            self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
         self._session = open_session(exchange, self._rooms)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
         self._background.begin_at(place)
@@ -147,7 +133,7 @@ class Saver:
         saved = self._save(
             number,
             kept,
-            lambda: self._engine.states(tag, kept, exclude_frozen=self._frozen == "exclude"),
+            lambda: self._engine.states(tag, kept, exclude_frozen=self._settings.frozen == "exclude"),
             place=Destination(folder=FOLDER, tag=tag, files=files, pin=pin, is_complete=True),
             problem=problem,
         )
@@ -184,24 +170,25 @@ class Saver:
             return repeated  # and into its folder more may still come: that is not sealed
         self._measure()
         self._seal()
-        if self._on_pressure == "wait":
+        if self._settings.on_pressure == "wait":
             self._make_room()
         captured = capture(states(), rank=self._engine.rank, folder=place.folder, pattern=self._pattern)
         self._copier.follow()
-        movements = self._watch.movements(captured) if self._watch is not None else {}
+        sample = self._watch.sample(captured) if self._watch is not None else None
+        movements = self._watch.movements(sample) if self._watch is not None and sample is not None else {}
         due = self._due(captured.share, movements)
         # However few layers a save has, no more of them may be open than fates are told of.
-        if (facts.is_pressed and self._on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
+        if (facts.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
             return saved_as(number, self._schedule.number - 1, (), started, skipped=True)
-        if facts.is_pressed and self._on_pressure == "degrade":
+        if facts.is_pressed and self._settings.on_pressure == "degrade":
             due = self._schedule.fewer(due, local_bytes(captured.share), facts.free_bytes)
         job = self._begin(number, captured, due, place, movements)
-        if self._watch is not None:
-            self._watch.saved(captured, due)
+        if self._watch is not None and sample is not None:
+            self._watch.saved(sample, due)
         job.timing.blocked_seconds += time.monotonic() - started
-        if self._mode == "sync" and (place.is_complete or self._engine.ungated):
+        if self._settings.mode == "sync" and (place.is_complete or self._engine.ungated):
             self._finish(job, started)
         saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
         self._newest.note(saved, updates=self._updates)
@@ -259,7 +246,7 @@ class Saver:
         """Hold the update until nothing of the state before it is left to copy; with ``sync``, to be made durable."""
         self._updates += 1
         self._seal()
-        if self._mode == "sync" and self._jobs:
+        if self._settings.mode == "sync" and self._jobs:
             self._finish(self._jobs[-1], time.monotonic())
         for job in self._jobs:
             if not job.snapshot.copied.is_set():
@@ -292,6 +279,7 @@ class Saver:
                 if not job.is_resolved.is_set():
                     break
                 self._fates[job.number] = job.commit is not None
+            self._fates = dict(sorted(self._fates.items())[-SAVES_MAX:])  # no more are told
         return self._fates
 
     def _learn(self, facts: Facts) -> None:
@@ -309,7 +297,7 @@ class Saver:
             job.failure = job.failure or "another rank could not write its share"
         self._done.append(job.result())
         if job.joint is not None:
-            note_job(self._rooms, self._session, job, self._on_saved)
+            note_job(self._rooms, self._session, job, self._settings.on_saved)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -356,25 +344,25 @@ class Saver:
     def _joint(
         self, step: int, number: int, place: Destination, work: ShareWork, movements: Mapping[str, float]
     ) -> Joint:
-        return joint_of(
-            work,
+        return Joint(
+            work=work,
             run=self.run,
             place=self._place,
             step=step,
-            number=number,
+            save_number=number,
             pin=place.pin,
-            use=use_of(self._schedule.policy, work, movements),
+            policy=use_of(self._schedule.policy, work, movements),
             layout=lambda: SourceLayout(
-                flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._layer_pattern
+                flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._settings.layer_pattern
             ),
         )
 
     def _measure(self) -> None:
         """Measure movements from what the engine was filled with, before it moves: what its next saves inherit."""
         if self._watch is not None and self._is_unmeasured:
-            states = self._engine.states("resumed", {}, exclude_frozen=self._frozen == "exclude")
+            states = self._engine.states("resumed", {}, exclude_frozen=self._settings.frozen == "exclude")
             captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
-            self._watch.saved(captured, frozenset(self._place.inherited))
+            self._watch.saved(self._watch.sample(captured), frozenset(self._place.inherited))
         self._is_unmeasured = False
 
     def _seal(self) -> None:

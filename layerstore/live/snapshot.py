@@ -75,7 +75,7 @@ class Snapshot:
                     self._chunks.put(_Chunk(path=part.path, offset=at, data=data, ready=ready))
             copy.finish()
         except PoolClosed:
-            pass
+            pass  # the saver ends at once: nobody waits for the rest
         except BaseException as exc:  # noqa: BLE001  # it is raised where the slices are awaited
             self.error = exc
         finally:

@@ -32,6 +32,14 @@ class _Spots:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The masters at the places that are looked at, as they were at one moment."""
+
+    share: Share
+    values: "dict[Path, torch.Tensor]"
+
+
 class Watch:
     """One rank's sample of the masters, as they were when each layer was last saved."""
 
@@ -43,13 +51,24 @@ class Watch:
         self._base: dict[Path, torch.Tensor] = {}
         self._known: set[str] = set()
 
-    def movements(self, captured: Captured) -> dict[str, float]:
-        """Return how far every layer that was saved before has moved since; every rank calls it."""
+    def sample(self, captured: Captured) -> Sample:
+        """Look at the masters as they are now."""
         import torch
 
         self._look_at(captured.share)
+        found = {}
+        for path, spots in self._spots.items():
+            kind = getattr(torch, by_code(spots.dtype).torch_name)
+            held = captured.memory(path).bytes_of(path).view(kind)
+            found[path] = held[spots.places.to(held.device)].to("cpu", torch.float64)
+        return Sample(captured.share, found)
+
+    def movements(self, sample: Sample) -> dict[str, float]:
+        """Return how far every layer that was saved before has moved since; every rank calls it."""
+        import torch
+
         dd, aa = (torch.zeros(len(self._layers), dtype=torch.float64) for _ in range(2))
-        for path, now in self._sample(captured).items():
+        for path, now in sample.values.items():
             before = self._base.get(path)
             if before is None:
                 continue
@@ -63,12 +82,11 @@ class Watch:
             layer: movement_of(dd=totals[at], aa=totals[count + at], elements=self._counts[at])
             for at, layer in enumerate(self._layers)
             if layer in self._known and self._counts[at]
-        } | {of.layer: 0.0 for of in captured.share.layers if of.layer in self._known and is_still(of.parameters)}
+        } | {of.layer: 0.0 for of in sample.share.layers if of.layer in self._known and is_still(of.parameters)}
 
-    def saved(self, captured: Captured, layers: frozenset[str]) -> None:
-        """Measure from here on how far *layers* move."""
-        self._look_at(captured.share)
-        for path, now in self._sample(captured).items():
+    def saved(self, sample: Sample, layers: frozenset[str]) -> None:
+        """Measure from *sample* on how far *layers* move."""
+        for path, now in sample.values.items():
             before = self._base.get(path)
             if before is None:
                 self._base[path] = now
@@ -82,16 +100,6 @@ class Watch:
 
         wanted = torch.tensor([layer in layers for layer in self._layers])
         return wanted[self._spots[path].layers]
-
-    def _sample(self, captured: Captured) -> "dict[Path, torch.Tensor]":
-        import torch
-
-        found = {}
-        for path, spots in self._spots.items():
-            kind = getattr(torch, by_code(spots.dtype).torch_name)
-            held = captured.memory(path).bytes_of(path).view(kind)
-            found[path] = held[spots.places.to(held.device)].to("cpu", torch.float64)
-        return found
 
     def _look_at(self, share: Share) -> None:
         """Choose the places once: an engine's masters stay where they are."""

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.ops.assemble import Assembly
-from layerstore.ops.composition import Composition, check_members
+from layerstore.ops.composition import Composition
 from layerstore.ops.progress import Progress
-from layerstore.ops.ranks import AdamStep, Ranks, plan_ranks
+from layerstore.ops.ranks import AdamStep, Ranks, plan_composite
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.summary import summary, summary_bytes
 from layerstore.ops.target import Product, appearing, checked_target
 from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
-from layerstore.zero3.places import Slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +38,7 @@ def notes_of(
     rooms: Rooms, composition: Composition, *, world_size: int | None = None, adam_step: AdamStep = "unify"
 ) -> tuple[str, ...]:
     """Return what would not carry over; raises LayoutMismatch where *composition* cannot be had that way."""
-    versions = check_members(rooms, composition)
-    layers = list(zip(composition.layers, versions, strict=True))
-    slices = Slices(versions)
-    return plan_ranks(rooms, composition.base, layers, slices, world_size=world_size, adam_step=adam_step).notes
+    return plan_composite(rooms, composition, world_size=world_size, adam_step=adam_step).ranks.notes
 
 
 def execute_compose(
@@ -73,10 +69,8 @@ def execute_compose(
     started = time.monotonic()
     target = checked_target(rooms, out, _CHECKPOINT, force=force)
     base = composition.base
-    versions = check_members(rooms, composition)
-    slices = Slices(versions)
-    layers = list(zip(composition.layers, versions, strict=True))
-    ranks = plan_ranks(rooms, base, layers, slices, world_size=world_size, adam_step=adam_step)
+    planned = plan_composite(rooms, composition, world_size=world_size, adam_step=adam_step)
+    ranks = planned.ranks
     is_older_form = _older_form(rooms, target, tag=base.layout.tag)
     with appearing(rooms, target, what="the composite", is_older_form=is_older_form) as partial:
         assembly = Assembly(
@@ -84,8 +78,8 @@ def execute_compose(
             folder=partial,
             tag=base.layout.tag,
             ranks=ranks,
-            slices=slices,
-            own_parameters=composition.own_parameters(versions),
+            slices=planned.slices,
+            own_parameters=composition.own_parameters(planned.versions),
             verify=verify,
             durable=durable,
             progress=progress,

@@ -20,7 +20,6 @@ from layerstore.model import (
     Commit,
     CommitId,
     CommitRecord,
-    LayerEntry,
     Observed,
     Origin,
     PolicyUse,
@@ -31,6 +30,7 @@ from layerstore.ops.place import (
     Place,
     check_not_abandoned,
     elsewhere,
+    entries_of,
     opens_the_same,
     place_beside,
     place_of,
@@ -338,16 +338,12 @@ def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord
         step=plan.step,
         save_number=place.save_number,
         world_size=plan.checkpoint.world_size,
-        layers=tuple(
-            LayerEntry(
-                layer=of.layer,
-                version=content.versions[of.layer],
-                origin=origin,
-                optimizer_step=of.optimizer_step,
-            )
-            if of.layer in intent.due
-            else place.inherited[of.layer]
-            for of in plan.checkpoint.layers
+        layers=entries_of(
+            plan.checkpoint.layers,
+            due=intent.due,
+            versions=content.versions,
+            origin=origin,
+            inherited=place.inherited,
         ),
         states=content.states,
         layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=plan.layer_pattern),

@@ -10,7 +10,6 @@ from layerstore.model import (
     BlobRef,
     Commit,
     CommitRecord,
-    Fork,
     Kind,
     LayerEntry,
     LayerVersion,
@@ -22,11 +21,12 @@ from layerstore.model import (
     StoredObject,
 )
 from layerstore.ops.hashing import Checksums, SourceReader
+from layerstore.ops.place import Place, entries_of
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.shares import ShareWork
 from layerstore.ops.staging import Staging
 from layerstore.storage.objects import ObjectWriter
 from layerstore.zero3.checkpoint import LayerSource
-from layerstore.zero3.share import Share
 
 
 class GivenUp(LayerstoreError):
@@ -37,16 +37,13 @@ class GivenUp(LayerstoreError):
 class Joint:
     """What a commit is to be, but for what the ranks have written."""
 
-    session: str
-    save: int
+    work: ShareWork
+    """The first rank's, which knows the names that are tied."""
     run: str
-    attempt: int
-    fork: Fork | None
+    place: Place
+    """Where the attempt stands; the number is the commit's own."""
     step: int
     save_number: int
-    share: Share
-    """The first rank's, which knows the names that are tied."""
-    due: frozenset[str]
     policy: PolicyUse
     layout: Callable[[], SourceLayout]
     """Of the folder that it would be in, once that is complete."""
@@ -54,21 +51,21 @@ class Joint:
     """What it is to be called."""
 
 
-def parts_of(rooms: Rooms, joint: Joint) -> list[Part] | None:
+def parts_of(rooms: Rooms, joint: Joint, found: dict[int, Part]) -> list[Part] | None:
     """
-    Return the parts of all ranks, None while some are missing.
+    Return the parts of all ranks, None while some are missing; those in *found*, by rank, are not read again.
 
     Raises:
         GivenUp: A rank has failed.
     """
-    found = []
-    for rank in range(joint.share.world_size):
-        part = rooms.parts.find(joint.session, joint.save, rank)
+    work = joint.work
+    for rank in range(work.share.world_size):
+        part = found.get(rank) or rooms.parts.find(work.session, work.save, rank)
         if part is not None and part.state is None:
             raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
         if part is not None:
-            found.append(part)
-    return found if len(found) == joint.share.world_size else None
+            found[rank] = part
+    return [found[rank] for rank in sorted(found)] if len(found) == work.share.world_size else None
 
 
 def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
@@ -84,8 +81,8 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
             raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved another model than rank 0")
     lost = [
         of.layer
-        for of in joint.share.layers
-        if of.layer not in joint.due and not _stands_in(inherited.get(of.layer), of)
+        for of in joint.work.share.layers
+        if of.layer not in joint.work.due and not _stands_in(inherited.get(of.layer), of)
     ]
     if lost:
         raise GivenUp(
@@ -120,13 +117,13 @@ def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
 
 def _versions(staging: Staging, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
     of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
-    for layer in joint.share.layers:
-        if layer.layer in joint.due:
+    for layer in joint.work.share.layers:
+        if layer.layer in joint.work.due:
             version = LayerVersion(
                 layer=layer.layer,
                 parameters=layer.parameters,
                 buffers=layer.buffers,
-                world_size=joint.share.world_size,
+                world_size=joint.work.share.world_size,
                 objects=tuple(_objects([objects[layer.layer] for objects in of_rank])),
             )
             yield layer.layer, staging.version(version)
@@ -150,20 +147,16 @@ def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject
 def _record(
     joint: Joint, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
 ) -> CommitRecord:
-    origin = Origin(run=joint.run, attempt=joint.attempt, step=joint.step, save_number=joint.save_number)
+    place, share = joint.place, joint.work.share
+    origin = Origin(run=joint.run, attempt=place.attempt, step=joint.step, save_number=joint.save_number)
     return CommitRecord(
         run=joint.run,
-        attempt=joint.attempt,
-        fork=joint.fork,
+        attempt=place.attempt,
+        fork=place.fork,
         step=joint.step,
         save_number=joint.save_number,
-        world_size=joint.share.world_size,
-        layers=tuple(
-            LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
-            if of.layer in joint.due
-            else inherited[of.layer]
-            for of in joint.share.layers
-        ),
+        world_size=share.world_size,
+        layers=entries_of(share.layers, due=joint.work.due, versions=versions, origin=origin, inherited=inherited),
         states=tuple(part.state for part in parts if part.state is not None),
         layout=joint.layout(),
         policy=joint.policy,

@@ -8,11 +8,11 @@ from pathlib import PurePosixPath
 
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectContent, RankState
-from layerstore.ops.composition import Composition, check_members
-from layerstore.ops.ranks import AdamStep, plan_ranks
+from layerstore.ops.composition import Composition
+from layerstore.ops.ranks import AdamStep, plan_composite
 from layerstore.ops.rooms import Rooms
 from layerstore.tree import Storage
-from layerstore.zero3.places import Part, Slices, whole
+from layerstore.zero3.places import Part, whole
 from layerstore.zero3.trees import TreeView, sub_group_shapes
 from layerstore.zero3.write import filling_of
 
@@ -39,11 +39,8 @@ def plan_load(
     Raises:
         LayoutMismatch: Its layers do not fit together, or cannot be had by so many ranks.
     """
-    versions = check_members(rooms, composition)
-    slices = Slices(versions)
-    layers = list(zip(composition.layers, versions, strict=True))
-    ranks = plan_ranks(rooms, composition.base, layers, slices, world_size=world_size, adam_step=adam_step)
-    state = ranks.state(rank)
+    planned = plan_composite(rooms, composition, world_size=world_size, adam_step=adam_step)
+    state, slices = planned.ranks.state(rank), planned.slices
     groups = sub_group_shapes(TreeView(state.model.tree, path=PurePosixPath(state.model.path)))
     verified: set[str] = set()
 
@@ -60,7 +57,7 @@ def plan_load(
         _verify(rooms, parts, verified)
         _read(rooms, parts, target)
 
-    return RankLoad(state=state, notes=ranks.notes, fill=fill, content=partial(content_of, rooms))
+    return RankLoad(state=state, notes=planned.ranks.notes, fill=fill, content=partial(content_of, rooms))
 
 
 def content_of(rooms: Rooms, content: bytes | ObjectContent) -> bytes:

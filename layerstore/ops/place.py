@@ -4,11 +4,11 @@ Where a new commit stands in its run: its attempt and number, and what it inheri
 Nothing is written here. The caller holds the run's lock.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput
-from layerstore.model import CommitId, CommitRecord, Fork, LayerEntry, PolicyUse
+from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse
 from layerstore.ops.past import numbers_above, saves_below
 from layerstore.ops.refs import resolve
 from layerstore.ops.resumed import resumed_decision
@@ -18,6 +18,7 @@ from layerstore.policy.replay import missing_between
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
+from layerstore.zero3.checkpoint import LayerSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +180,23 @@ def _fork(view: RunView | None, record: CommitRecord) -> Place:
         save_number=record.save_number + 1,
         inherited=_by_layer(record),
         after=record.step,
+    )
+
+
+def entries_of(
+    layers: Iterable[LayerSource],
+    *,
+    due: Collection[str],
+    versions: Mapping[str, BlobRef],
+    origin: Origin,
+    inherited: Mapping[str, LayerEntry],
+) -> tuple[LayerEntry, ...]:
+    """Return what a record says of *layers*: the new versions of those that were *due*, and what it inherits."""
+    return tuple(
+        LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
+        if of.layer in due
+        else inherited[of.layer]
+        for of in layers
     )
 
 

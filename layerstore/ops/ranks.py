@@ -11,6 +11,7 @@ from typing import Literal
 
 from layerstore.errors import InvalidInput
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TreeFile
+from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.rooms import Rooms
 from layerstore.tree import Tree
 from layerstore.zero3.counters import with_own_steps
@@ -63,7 +64,31 @@ class Ranks:
         return replace(state, files=files, gathered=template.gathered if has_own else ())
 
 
-def plan_ranks(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A composite before a byte of it is moved."""
+
+    versions: list[LayerVersion]
+    """Of its layers, in their order."""
+    slices: Slices
+    ranks: Ranks
+
+
+def plan_composite(rooms: Rooms, composition: Composition, *, world_size: int | None, adam_step: AdamStep) -> Planned:
+    """
+    Decide what *composition* is for *world_size* ranks; without it, for as many as its base has.
+
+    Raises:
+        LayoutMismatch: Its layers do not fit together, or cannot be had that way.
+    """
+    versions = check_members(rooms, composition)
+    slices = Slices(versions)
+    layers = list(zip(composition.layers, versions, strict=True))
+    ranks = _plan_ranks(rooms, composition.base, layers, slices, world_size=world_size, adam_step=adam_step)
+    return Planned(versions=versions, slices=slices, ranks=ranks)
+
+
+def _plan_ranks(
     rooms: Rooms,
     base: CommitRecord,
     layers: Iterable[tuple[LayerEntry, LayerVersion]],

@@ -5,11 +5,12 @@ References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Self
 
 from layerstore.errors import Conflict, InvalidInput, NotFound
 from layerstore.format.records import commit_id
 from layerstore.layers import Reference, parse_reference
-from layerstore.model import CommitRecord, Saving
+from layerstore.model import Commit, CommitRecord, Pin, Saving
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -26,6 +27,16 @@ class Resolved:
     """The pin's name, if it was one."""
     time_ns: int
     """When the commit was written, by its writer's clock."""
+
+    @classmethod
+    def of_commit(cls, commit: Commit) -> Self:
+        """Return what a reference to *commit* means."""
+        return cls(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+
+    @classmethod
+    def of_pin(cls, pin: Pin) -> Self:
+        """Return what the name of *pin* means."""
+        return cls(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
 
     @property
     def is_mixture(self) -> bool:
@@ -70,8 +81,7 @@ def resolve(rooms: Rooms, text: str | None) -> Resolved:
     found = locate(rooms, only_run(rooms) if text is None else text, pins=rooms.records.pin_names())
     if isinstance(found, Resolved):
         return found
-    commit = rooms.catalog.commit(found.name)
-    return Resolved(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+    return Resolved.of_commit(rooms.catalog.commit(found.name))
 
 
 def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Resolved:
@@ -80,8 +90,7 @@ def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Res
     if reference.name in pins and not rooms.records.names(reference.name):
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
-        pin = rooms.records.read_pin(reference.name)
-        return Resolved(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
+        return Resolved.of_pin(rooms.records.read_pin(reference.name))
     return find_row(rooms.catalog.view(reference.name), reference)
 
 

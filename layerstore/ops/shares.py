@@ -44,11 +44,9 @@ def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
     return [source for layer in share.layers if layer.layer in due for source in layer.objects]
 
 
-def write_share(
-    rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: MutableMapping[str, StoredObject]
-) -> tuple[int, int]:
+def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: MutableMapping[str, StoredObject]) -> int:
     """
-    Store what *work* says, and leave the part that says so; return how many bytes were new, and how many were there.
+    Store what *work* says, and leave the part that says so; return how many bytes the store did not have.
 
     Frozen weights are read once: *frozen* has their objects by layer, as long as the store has them.
 
@@ -88,7 +86,7 @@ def write_share(
         lost = writer.look_again()
         if lost:
             raise Conflict(f"{len(lost)} objects were removed while they were written (first: {lost[0].id})")
-        return writer.bytes_new, writer.bytes_reused
+        return writer.bytes_new
 
 
 def _objects(

@@ -9,13 +9,8 @@ Evaluation is over text that is never trained on, the same at every seed.
 """
 
 import argparse
-import json
-import os
-import signal
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import layerstore
@@ -23,6 +18,7 @@ from layerstore.live.demo_training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.ranks import tell
 from layerstore.live.saver import Saver
 from tests.bench.drift_lines import CONTROL, LINES, OTHER_TEXT, RUN
+from tests.bench.ranked import begin, end
 
 if TYPE_CHECKING:
     import torch
@@ -81,24 +77,9 @@ def main() -> None:
     parser.add_argument("--saves", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _leave)
-    tell("rank")
-
-    import deepspeed
-    import torch.distributed as dist
-
-    deepspeed.init_distributed(dist_backend="gloo")
+    begin()
     job = Job(seed=options.seed, folder=options.data)
-    result = job.run(saves=options.saves, every=options.every)
-    if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(asdict(result)))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    end(job.run(saves=options.saves, every=options.every), options.out)
 
 
 class Job:

@@ -8,22 +8,19 @@ on from job to job: only its values differ. The first rank writes down what all 
 """
 
 import argparse
-import json
 import os
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from layerstore.live.ranks import tell
 from tests.bench.loop_variants import VARIANTS, Engine, Variant, Way, clear, folder_bytes
 from tests.bench.measure import machine_busy_seconds, own_cpu_seconds, wait_for_quiet
+from tests.bench.ranked import begin, end
 from tests.bench.shapes import ModelShape
 
 HIDDEN = 512
@@ -85,25 +82,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--sequence", type=int, required=True)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _leave)
-    tell("rank")
-
-    import deepspeed
-    import torch.distributed as dist
-
-    deepspeed.init_distributed(dist_backend="gloo")
+    begin()
     training = Training(shape_of(options.gb), batch=options.batch, sequence=options.sequence)
     training.step()  # the optimizer has its moments now
-    result = _measured(training, options)
-    if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(asdict(result)))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    end(_measured(training, options), options.out)
 
 
 class Training:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.saver import Mode, Pressure
+from layerstore.live.settings import Mode, Pressure
 from layerstore.store import Store
 from tests.live.faulty import RUN, STEPS
 from tests.live.forked import tell

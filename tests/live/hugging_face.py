@@ -31,7 +31,16 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 import layerstore
 from layerstore.transformers import LayerstoreCallback, checkpoint
 from tests.zero3 import models
-from tests.zero3.trainer import DROPOUT, Batches, RecordingTrainer, Tracer, append_to_trace, forget_state, zero_config
+from tests.zero3.trainer import (
+    DROPOUT,
+    Batches,
+    RecordingTrainer,
+    Tracer,
+    append_to_trace,
+    forget_state,
+    training_arguments,
+    zero_config,
+)
 
 STEPS = 6
 SAVE_STEPS = 2
@@ -221,17 +230,11 @@ def arguments_of(
     """Return the arguments of all jobs; the best state is the first, so that loading it changes the weights."""
     config = zero_config()
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = gather
-    return TrainingArguments(
-        output_dir=str(folder),
+    return training_arguments(
+        folder,
         deepspeed=config,
-        bf16=True,
-        use_cpu=True,
-        optim="adamw_torch",
         learning_rate=1e-2,
-        weight_decay=0.1,
-        warmup_steps=4,
         max_steps=STEPS,
-        save_strategy="steps",
         save_steps=SAVE_STEPS,
         eval_strategy="steps",
         eval_steps=SAVE_STEPS,
@@ -240,12 +243,6 @@ def arguments_of(
         greater_is_better=True,
         save_total_limit=limit,
         enable_jit_checkpoint=jit,
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        report_to=[],
-        seed=0,
     )
 
 

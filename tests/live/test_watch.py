@@ -69,12 +69,13 @@ class Ranks:
     def saved(self, layers: frozenset[str] = ALL) -> None:
         """Save *layers* on every rank."""
         for watch, held in zip(self._watches, self._captured, strict=True):
-            watch.saved(held, layers)
+            watch.saved(watch.sample(held), layers)
 
     def movements(self) -> dict[str, float]:
         """Return what every rank finds: the same."""
         with ThreadPoolExecutor(self._world_size) as pool:
-            first, *others = list(pool.map(Watch.movements, self._watches, self._captured))
+            samples = [watch.sample(held) for watch, held in zip(self._watches, self._captured, strict=True)]
+            first, *others = list(pool.map(Watch.movements, self._watches, samples))
         assert all(other == pytest.approx(first, nan_ok=True, rel=0, abs=0) for other in others)
         return first
 

@@ -154,7 +154,7 @@ def test_an_attempt_that_was_left_is_led_to_by_its_own_name(store: Store, tmp_pa
     store.ingest(generated(tmp_path / "again", 4, layout="hf"), run="sft", rollback=True)
     left = store.compose("sft~1@4").composition
 
-    pointer = pointer_to(store, store.rooms, left, pin=None)
+    pointer = pointer_to(store, left, pin=None)
 
     assert pointer.name == "sft~1@4"
     assert composition_of(store, pointer) == left

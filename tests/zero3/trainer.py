@@ -171,27 +171,31 @@ class Batches(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def run_trainer(scenario: HuggingFaceScenario, *, out: Path, resume_from: Path | None) -> None:
-    """Train with the Trainer's own AdamW and scheduler, saved by its own schedule."""
-    folder = out / scenario.name
-    arguments = TrainingArguments(
+def training_arguments(folder: Path, **more: Any) -> TrainingArguments:
+    """Return what every Trainer here is told, and *more*."""
+    return TrainingArguments(
         output_dir=str(folder),
-        deepspeed=zero_config(),
         bf16=True,
         use_cpu=True,
         optim="adamw_torch",
-        learning_rate=1e-3,
         weight_decay=0.1,
         warmup_steps=4,
-        max_steps=STEPS,
         save_strategy="steps",
-        save_steps=SAVE_STEPS[0],
         logging_steps=1,
         per_device_train_batch_size=2,
         dataloader_pin_memory=False,
         disable_tqdm=True,
         report_to=[],
         seed=0,
+        **more,
+    )
+
+
+def run_trainer(scenario: HuggingFaceScenario, *, out: Path, resume_from: Path | None) -> None:
+    """Train with the Trainer's own AdamW and scheduler, saved by its own schedule."""
+    folder = out / scenario.name
+    arguments = training_arguments(
+        folder, deepspeed=zero_config(), learning_rate=1e-3, max_steps=STEPS, save_steps=SAVE_STEPS[0]
     )
     torch.manual_seed(0)
     tracer = Tracer(folder)
