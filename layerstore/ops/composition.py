@@ -5,20 +5,18 @@ Pure data until it is written. Which layer comes from where is a policy's or a r
 whether they fit together is checked here.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.past import numbers_above, saves_from, view_or_none
+from layerstore.ops.past import Past
 from layerstore.ops.refs import Resolved, references_to
-from layerstore.ops.resumed import resumed_layers
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
-from layerstore.storage.manifest import RecordRow
 from layerstore.tree import Tree
 
 
@@ -95,49 +93,20 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
     if isinstance(policy, Latest):
         return compose_latest(resolved)
     base = resolved.record
-    view = view_or_none(rooms, base.run)
-    looked_at: list[RecordRow] = []
-
-    resumed: list[LayerEntry] = []
-
-    def history() -> Iterator[RecordRow]:
-        for save in saves_from(view, resolved):
-            if looked_at and save.attempt != looked_at[-1].attempt and (yield from beginning()):
-                return
-            looked_at.append(save)
-            yield save
-        yield from beginning()
-
-    def beginning() -> Generator[RecordRow, None, bool]:
-        """Yield what the attempt just left went on from, if that was a composite: nothing older has a part in it."""
-        found = None if view is None else resumed_layers(rooms, view, looked_at[-1].attempt)
-        if found is not None:
-            looked_at.append(found[0])
-            resumed.extend(found[1])
-            yield found[0]
-        return found is not None
-
-    def decided(position: int) -> frozenset[str] | None:
-        if resumed and position == len(looked_at) - 1:
-            return frozenset(looked_at[position].layer_names)  # training began with all of these
-        record = base if position == 0 else rooms.catalog.commit(looked_at[position].name).record
-        return _decided(record, policy)
-
+    past = Past(rooms, resolved)
     picks = replay(
         anchored(policy, base.save_number),
-        history(),
-        above=lambda at: numbers_above(view, attempt=looked_at[at].attempt, step=looked_at[at].step),
-        recorded=decided,
+        past.saves(),
+        above=past.numbers_above,
+        recorded=lambda position: past.decided(position, policy),
+        resumed=past.resumed_numbers,
     )
     wanted: dict[int, list[str]] = {}
     for layer, position in picks.items():
         wanted.setdefault(position, []).append(layer)
-    found = {entry.layer: entry for entry in base.layers if picks[entry.layer] == 0}
-    last = len(looked_at) - 1 if resumed else None
-    for position in wanted.keys() - {0, last}:
-        # A row only finds its record; what the layers are is read there.
-        found |= rooms.catalog.entries(looked_at[position].name, wanted[position])
-    found |= {entry.layer: entry for entry in resumed if picks.get(entry.layer) == last}
+    found: dict[str, LayerEntry] = {}
+    for position, names in wanted.items():
+        found |= past.entries(position, names)
     layers = tuple(found[entry.layer] for entry in base.layers)
     return Composition(
         base=base,
@@ -146,18 +115,8 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Compo
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
-        older_than_due=tuple(
-            entry.layer
-            for entry in layers
-            if picks[entry.layer] != last and not entry.saved_by(looked_at[picks[entry.layer]])
-        ),
+        older_than_due=tuple(entry.layer for entry in layers if past.is_older(entry, picks[entry.layer])),
     )
-
-
-def _decided(record: CommitRecord, policy: Policy) -> frozenset[str] | None:
-    """Return what *policy* decided at the save of *record*, None where that was saved under another."""
-    due = record.policy.decisions.get("due")
-    return frozenset(map(str, due)) if record.policy.name == policy.name and isinstance(due, list) else None
 
 
 def as_resolved(composition: Composition) -> Resolved:

@@ -1,11 +1,13 @@
 """A run's saves as policies look at them: newest first, below a fork those of the attempt it left."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator
 
 from layerstore.errors import Conflict, NotFound
-from layerstore.model import Commit, CommitId, Observed
+from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed
 from layerstore.ops.refs import Resolved
+from layerstore.ops.resumed import resumed_layers
 from layerstore.ops.rooms import Rooms
+from layerstore.policy import Policy
 from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.runview import RunView
 
@@ -58,3 +60,77 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
             )
         yield row
         newer = row
+
+
+class Past:
+    """
+    The saves up to a base, newest first, as far as somebody has looked back.
+
+    Where an attempt went on from a composite that is the last of them, and nothing older has a part in it.
+    """
+
+    def __init__(self, rooms: Rooms, resolved: Resolved) -> None:
+        self._rooms = rooms
+        self._base = resolved
+        self._view = view_or_none(rooms, resolved.record.run)
+        self._seen: list[RecordRow] = []
+        self._resumed: dict[str, LayerEntry] = {}
+
+    def saves(self) -> Iterator[RecordRow]:
+        """Yield them."""
+        for save in saves_from(self._view, self._base):
+            if self._seen and save.attempt != self._seen[-1].attempt and (yield from self._beginning()):
+                return
+            self._seen.append(save)
+            yield save
+        yield from self._beginning()
+
+    def _beginning(self) -> Generator[RecordRow, None, bool]:
+        """Yield the composite that the attempt just left went on from, if that was one."""
+        found = None if self._view is None else resumed_layers(self._rooms, self._view, self._seen[-1].attempt)
+        if found is not None:
+            self._seen.append(found[0])
+            self._resumed = {entry.layer: entry for entry in found[1]}
+            yield found[0]
+        return found is not None
+
+    def _is_resumed(self, position: int) -> bool:
+        return bool(self._resumed) and position == len(self._seen) - 1
+
+    def numbers_above(self, position: int) -> Collection[int]:
+        """Return the numbers of the saves after the one at *position*, in its attempt."""
+        row = self._seen[position]
+        return numbers_above(self._view, attempt=row.attempt, step=row.step)
+
+    def resumed_numbers(self, position: int) -> dict[str, int] | None:
+        """Return the numbers of this run's saves that the composite at *position* comes from, None if it is a save."""
+        if not self._is_resumed(position):
+            return None
+        run = self._base.record.run
+        return {name: entry.origin.save_number for name, entry in self._resumed.items() if entry.origin.run == run}
+
+    def decided(self, position: int, policy: Policy) -> frozenset[str] | None:
+        """Return what *policy* decided at the save of *position*, as far as it is on record."""
+        if self._is_resumed(position):
+            return frozenset(self._resumed)  # training began with all of these
+        if position == 0:
+            return _decided(self._base.record, policy)
+        return _decided(self._rooms.catalog.commit(self._seen[position].name).record, policy)
+
+    def entries(self, position: int, names: Collection[str]) -> dict[str, LayerEntry]:
+        """Return what the save of *position* says of the layers *names*; a row only finds its record."""
+        if self._is_resumed(position):
+            return {name: self._resumed[name] for name in names}
+        if position == 0:
+            return {entry.layer: entry for entry in self._base.record.layers if entry.layer in names}
+        return self._rooms.catalog.entries(self._seen[position].name, names)
+
+    def is_older(self, entry: LayerEntry, position: int) -> bool:
+        """Whether the layer was due at the save of *position*, and has no version there."""
+        return not self._is_resumed(position) and not entry.saved_by(self._seen[position])
+
+
+def _decided(record: CommitRecord, policy: Policy) -> frozenset[str] | None:
+    """Return what *policy* decided at the save of *record*, None where that was saved under another."""
+    due = record.policy.decisions.get("due")
+    return frozenset(map(str, due)) if record.policy.name == policy.name and isinstance(due, list) else None

@@ -5,7 +5,7 @@ Each layer comes from its newest save at which it was due. So a composite over f
 that ``latest`` gives over a history that was saved under the same policy.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,12 +46,18 @@ def _nothing_recorded(position: int) -> None:
     """Tell that no decision is on record."""
 
 
+def _nothing_resumed(position: int) -> None:
+    """Tell that a save is one, and no composite that training went on from."""
+    return
+
+
 def replay(
     policy: Policy,
     history: Iterable[PastSave],
     *,
     above: Callable[[int], Collection[int]] = _nothing_above,
     recorded: Callable[[int], frozenset[str] | None] = _nothing_recorded,
+    resumed: Callable[[int], Mapping[str, int] | None] = _nothing_resumed,
 ) -> dict[str, int]:
     """
     Return for every layer of the base, the first of *history*, the position of the save that it comes from.
@@ -61,11 +67,13 @@ def replay(
     *above* returns the numbers of the saves that come after the one of a position, in its attempt: a step that was
     filled in later has a larger number than those.
     *recorded* returns what the policy has decided at the save of a position, for policies that go by their records.
+    *resumed* returns, where a position is no save but a composite that training went on from, the numbers of the saves
+    that its layers come from, as far as they are this run's: it is from these that layers age.
     """
     steps = _with_gaps(history, above)
     if getattr(policy, "by_number", False):
         return _newest_due(policy, steps, recorded)
-    return _forward(policy, list(steps))
+    return _forward(policy, list(steps), resumed)
 
 
 def _with_gaps(history: Iterable[PastSave], above: Callable[[int], Collection[int]]) -> Iterator[_Step]:
@@ -117,7 +125,7 @@ def _newest_due(
     return found | waiting
 
 
-def _forward(policy: Policy, steps: list[_Step]) -> dict[str, int]:
+def _forward(policy: Policy, steps: list[_Step], resumed: Callable[[int], Mapping[str, int] | None]) -> dict[str, int]:
     """Ask a policy that looks at ages, from the first save on."""
     base = steps[0].save
     needs_count = {layer for layer, is_counted in zip(base.layer_names, base.counted, strict=True) if is_counted}
@@ -126,13 +134,18 @@ def _forward(policy: Policy, steps: list[_Step]) -> dict[str, int]:
     for step in reversed(steps):
         number, layers = step.save.save_number, step.save.layer_names
         counted = dict(zip(layers, step.save.counted, strict=True))
+        origins = resumed(step.position)
+        if origins is not None:
+            found = {layer: step.position for layer in layers if counted[layer] >= (layer in needs_count)}
+            numbers = {layer: number for layer, number in origins.items() if layer in found}
+            continue
         save = Save(
             number=number,
             layers=layers,
             ages={layer: number - numbers[layer] for layer in layers if layer in numbers},
         )
         # What was saved before the optimizer's first update is no base for what comes after.
-        full = {layer for layer in layers if layer not in numbers}
+        full = {layer for layer in layers if layer not in found}
         for layer in due_since(policy, save, unseen=step.unseen) | full:
             if counted[layer] >= (layer in needs_count):
                 found[layer], numbers[layer] = step.position, number

@@ -11,13 +11,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import layerstore
-from layerstore import Filter, Latest, Parity, Store
+from layerstore import Composite, Filter, Latest, Parity, Store
+from layerstore.ops.queries import LogEntry
 from layerstore.policy import Policy
 from layerstore.policy.due import Save
 from layerstore.tree import Tree
@@ -40,10 +42,18 @@ class Waiting:
 POLICIES: list[Policy] = [
     Latest(),
     Parity(),
+    Parity(fresh="odd"),
     Filter(first=1, last=1, every=2),
     Filter(first=0, last=0, share=Fraction(1, 3), every=3, aux="always"),
     Waiting(),
 ]
+
+
+class How(TypedDict, total=False):
+    """What a save may be told besides."""
+
+    rollback: bool
+    replace: bool
 
 
 @dataclass
@@ -55,64 +65,106 @@ class Twice:
     folder: Path
     step: int = 0
     content: int = 0
-    dropped: set[tuple[int, int]] = field(default_factory=set)
-    """Attempt and step of what was hidden."""
+    changed: set[tuple[int, int]] = field(default_factory=set)
+    """Attempt and step of what was hidden, filled in or replaced below later saves: these go on from what was there."""
 
-    def save(self, *, rollback: bool = False) -> None:
+    filled: set[tuple[int, int]] = field(default_factory=set)
+    """Those of them that were filled in."""
+
+    def save(self, *, resumed_from: str | None = None, **how: Unpack[How]) -> None:
         """Save a checkpoint nobody has seen before, of the present step."""
+        attempt = self._save(self.step, resumed_from=resumed_from, **how)
+        self.changed.discard((attempt, self.step))
+
+    def _save(self, step: int, *, resumed_from: str | None = None, **how: Unpack[How]) -> int:
         self.content += 1
-        source = generate(
-            self.folder / str(self.content), layers=4, hidden=4, vocab=4, step=self.step, seed=self.content
-        )
+        source = generate(self.folder / str(self.content), layers=4, hidden=4, vocab=4, step=step, seed=self.content)
         for run, policy in ((FULL, Latest()), (SELECTIVE, self.policy)):
-            attempt = self.store.ingest(source, run=run, policy=policy, rollback=rollback).attempt
-        self.dropped.discard((attempt, self.step))
+            pin = None if resumed_from is None else f"{resumed_from}-{run}"
+            attempt = self.store.ingest(source, run=run, policy=policy, resumed_from=pin, **how).attempt
+        return attempt
 
     def go_back(self, share: float) -> None:
         """Train on from an earlier step, and save; a step above all that is visible is no way back."""
         self.step = max(1, int(self.step * share))
         self.save(rollback=self.step <= self.store.compose(FULL).step)
 
+    def resume(self, chance: random.Random) -> None:
+        """Train on from a composite of any step that the newest attempt can see, and save."""
+        base = chance.choice([entry.step for entry in self.own])
+        name = f"mix-{self.content}"
+        self.composed(f"{FULL}@{base}").pin(f"{name}-{FULL}")
+        self.store.compose(f"{SELECTIVE}@{base}").pin(f"{name}-{SELECTIVE}")
+        self.step = base + chance.randrange(1, 4)
+        self.save(resumed_from=name)
+
+    def fill_in(self, chance: random.Random) -> None:
+        """Save a step below the newest that nobody saved, or that was dropped."""
+        taken = {entry.step for entry in self.own}
+        free = [step for step in range(min(taken), max(taken)) if step not in taken]
+        if free:
+            step = chance.choice(free)
+            origin = (self._save(step), step)
+            self.changed.add(origin)
+            self.filled.add(origin)
+
+    def replace(self, chance: random.Random) -> None:
+        """Save a step of the newest attempt once more, with other content."""
+        entry = chance.choice(self.own)
+        self._save(entry.step, replace=True)
+        if entry.step < self.own[0].step:
+            self.changed.add((entry.attempt, entry.step))
+
     def drop(self, back: int) -> None:
         """Hide one of the newest commits of the present attempt, but never its last one."""
-        own = [entry for entry in self.store.log(FULL) if entry.attempt == self.attempt]
-        if len(own) > 1:
-            entry = own[min(back, len(own) - 2)]
+        if len(self.own) > 1:
+            entry = self.own[min(back, len(self.own) - 2)]
             for run in (FULL, SELECTIVE):
                 self.store.drop(f"{run}@{entry.step}")
-            self.dropped.add((entry.attempt, entry.step))
+            self.changed.add((entry.attempt, entry.step))
             self.step = max(entry.step, self.step)
 
+    def composed(self, ref: str) -> Composite:
+        """Ask the policy over full checkpoints. Saves count a phase from the first one, composites from their base."""
+        policy = self.policy
+        if isinstance(policy, Parity) and policy.fresh and self.store.show(ref).save_number % 2:
+            policy = Parity(fresh="even" if policy.fresh == "odd" else "odd")
+        return self.store.compose(ref, policy=policy)
+
     @property
-    def attempt(self) -> int:
-        """The newest."""
-        return max(entry.attempt for entry in self.store.log(FULL))
+    def own(self) -> list[LogEntry]:
+        """The commits of the newest attempt, newest first."""
+        entries = list(self.store.log(FULL))
+        newest = max(entry.attempt for entry in entries)
+        return sorted((entry for entry in entries if entry.attempt == newest), key=lambda entry: -entry.step)
 
     def check(self) -> None:
         """
         Compare the two faces of the policy.
 
-        What a selective save had inherited from a commit that was dropped afterwards, it keeps:
-        over full checkpoints that commit is out of reach, and a newer one stands in.
+        What a selective save had inherited from a commit that was dropped or replaced afterwards, it keeps:
+        over full checkpoints that commit is out of reach, and a newer one stands in, or one that was filled in.
         """
-        composed = self.store.compose(FULL, policy=self.policy)
+        composed = self.composed(FULL)
         latest = self.store.compose(SELECTIVE)
         assert composed.step == latest.step
-        entries = latest._composition.layers  # the attempts that layers were saved in are on no face
-        kept = {entry.layer for entry in entries if (entry.origin.attempt, entry.origin.step) in self.dropped}
-        for layer, choice in latest.layers.items():
-            if layer in kept:
-                assert composed.layers[layer].step >= choice.step
-            else:
-                assert composed.layers[layer].version == choice.version, layer
+        # The attempts that layers were saved in are on no face.
+        for ours, theirs in zip(composed._composition.layers, latest._composition.layers, strict=True):
+            assert ours.layer == theirs.layer
+            if ours.version == theirs.version:
+                continue
+            origins = [(entry.origin.attempt, entry.origin.step) for entry in (ours, theirs)]
+            assert self.changed.intersection(origins), ours.layer
+            assert ours.origin.step >= theirs.origin.step or origins[0] in self.filled
 
 
-EVENTS = ("save", "save", "save", "save", "skip", "back", "drop")
+EVENTS = (*["save"] * 6, "skip", "back", "drop", "replace", "resume", "fill in")
 
 
 def live(policy: Policy, seed: int, folder: Path) -> None:
     """Let a random history happen, and compare after every event."""
     chance = random.Random(seed)  # nothing secret
+    by_number = getattr(policy, "by_number", False)
     with layerstore.init(folder / "store") as store:
         twice = Twice(store, policy, folder / "source", step=1)
         twice.save()
@@ -127,9 +179,15 @@ def live(policy: Policy, seed: int, folder: Path) -> None:
                     twice.drop(0)
                 case "back":
                     twice.go_back(chance.random())
+                case "replace":
+                    twice.replace(chance)
+                case "resume":
+                    twice.resume(chance)
+                # What looks at ages would have decided otherwise from there on; no record says what it knew.
+                case "fill in" if by_number:
+                    twice.fill_in(chance)
                 case "drop":
-                    # What looks at ages would have decided otherwise from there on; no record says what it knew.
-                    twice.drop(chance.randrange(3) if getattr(policy, "by_number", False) else 0)
+                    twice.drop(chance.randrange(3) if by_number else 0)
             twice.check()
         assert store.verify().ok
 

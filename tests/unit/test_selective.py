@@ -10,6 +10,8 @@ import layerstore
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.model import LayerEntry
+from layerstore.policy.due import Save
+from layerstore.tree import Tree
 from tests.bench.generate import generate
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}
@@ -305,6 +307,26 @@ def test_what_follows_a_composite_inherits_its_layers(store: Store, saved: Check
     assert found["lm_head"] == composite.layers["lm_head"].version
     assert steps(store, "r@250")["lm_head"] == 100
     assert steps(store, "r@250")["model.norm"] == 250
+
+
+def test_layers_of_a_composite_keep_their_ages(store: Store, saved: Checkpoints) -> None:
+    """Over full checkpoints too, where only the decisions of a record say what training went on from."""
+
+    class Old:
+        name = "old"
+        parameters: dict[Tree, Tree] = {}  # noqa: RUF012  # as a user would write it
+
+        def due(self, save: Save) -> list[str]:
+            return [layer for layer, age in save.ages.items() if age > 1]
+
+    for run, policy in (("full", "full"), ("part", Old())):
+        for step in (100, 200):
+            store.ingest(saved(step), run=run)
+        store.compose(run, policy="parity").pin(f"mix-{run}")
+        store.ingest(saved(300), run=run, policy=policy, resumed_from=f"mix-{run}")
+
+    assert steps(store, "full", policy=Old()) == steps(store, "part")
+    assert set(steps(store, "part").values()) == {200, 300}
 
 
 def test_a_run_may_begin_from_another_ones_commit(store: Store, saved: Checkpoints) -> None:
