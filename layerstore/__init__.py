@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from layerstore.live.resume import Resumed, resume
     from layerstore.live.saver import Saver
     from layerstore.policy import Drift, Filter, Latest, Parity
+    from layerstore.policy.keep import Keep
     from layerstore.store import Store, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 
@@ -19,6 +20,7 @@ __all__ = [
     "Composite",
     "Drift",
     "Filter",
+    "Keep",
     "Latest",
     "LayerstoreError",
     "Parity",
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 # Loaded at first use: the store brings numpy and lmdb along, which ``layerstore --help`` need not wait for.
 _HOMES = {
     "Composite": ("composite", "Composite"),
+    "Keep": ("policy.keep", "Keep"),
     "Resumed": ("live.resume", "Resumed"),
     "Saver": ("live.saver", "Saver"),
     "attach": ("live.attach", "attach"),

@@ -83,3 +83,16 @@ LOCK_DEADLINE_SECONDS = 60.0
 
 # Threads that read, hash and write objects; more of them only fight for the disk.
 WORKERS_MAX = 4
+
+# What nothing names is collected only once it is so old: whoever is about to name it has until then.
+# A writer refreshes the times of all that it names just before its record; between the two lie moments, not minutes.
+# Listings of network filesystems may be a minute late.
+GC_GRACE_SECONDS = 5 * 60.0
+# A file in tmp/ may be written for hours before it is linked, a rank may wait for hours for the others.
+GC_UNFINISHED_GRACE_SECONDS = 24 * 3600.0
+
+# What a collection has to write before it frees anything, on a disk that is full.
+GC_RESERVE_BYTES = 1 * MIB
+
+# Plans of collections that are kept: an index that is further behind reports what they removed as vanished.
+COLLECTIONS_MAX = 1000

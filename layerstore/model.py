@@ -391,3 +391,27 @@ class Part:
     bytes_new: int
     bytes_reused: int
     failure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedRecord:
+    """A record that a collection removes."""
+
+    run: str
+    step: int
+    id: CommitId
+    reason: str
+    """Why nothing keeps it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """What a collection has decided: written before anything is removed, and kept as its log."""
+
+    id: str
+    """8 decimal digits, larger than any before, ``-`` and 8 hex digits."""
+    records: tuple[CollectedRecord, ...]
+    objects: int
+    """How many nothing needs then."""
+    size_bytes: int
+    """What they take."""

@@ -15,6 +15,7 @@ from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.model import Pin, Saving
 from layerstore.ops import diff as diff_verb
 from layerstore.ops import drop as drop_verb
+from layerstore.ops import gc as gc_verb
 from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
@@ -24,6 +25,7 @@ from layerstore.ops import verify as verify_verb
 from layerstore.ops.composition import compose_by_policy, compose_exact
 from layerstore.ops.diff import Diff
 from layerstore.ops.drop import Dropped
+from layerstore.ops.gc import GcOutcome
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
@@ -35,7 +37,9 @@ from layerstore.ops.stats import Stats
 from layerstore.ops.timings import SaveTiming
 from layerstore.ops.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
-from layerstore.storage.files import Files, Hook, no_hook
+from layerstore.policy.keep import Keep
+from layerstore.storage.files import Files
+from layerstore.storage.handles import Hook, no_hook
 from layerstore.zero3.survey import Survey, survey
 
 
@@ -235,6 +239,31 @@ class Store:
         if dry_run:
             return drop_verb.plan_drop(self._rooms, ref, last=last).outcome
         return drop_verb.execute_drop(self._rooms, ref, last=last)
+
+    def gc(
+        self,
+        keep: Keep | None = None,
+        *,
+        runs: Iterable[str] | None = None,
+        grace_seconds: float | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> GcOutcome:
+        """
+        Remove the commits that *keep* does not name, of *runs* or of all, and what nothing needs then.
+
+        Without *keep* every visible commit stays. Pins stay with all that they need, and so does the newest commit
+        of a run. Safe beside everything else that uses the store; with *dry_run* nothing is removed.
+        What is younger than *grace_seconds* stays; change it only where nothing else writes.
+
+        Raises:
+            IntegrityError: Something cannot be read, so that what it needs is not known; nothing was removed.
+            Locked: Another collection is under way.
+        """
+        request = gc_verb.Request(keep=keep or Keep(), runs=runs, grace_seconds=grace_seconds)
+        if dry_run:
+            return gc_verb.plan_gc(self._rooms, request, progress=progress or Silent()).outcome
+        return gc_verb.execute_gc(self._rooms, request, progress=progress or Silent())
 
     def verify(self, ref: str | None = None, *, read_data: bool = False, progress: Progress | None = None) -> Verdict:
         """Check the whole store, or what *ref* needs; *read_data* also re-hashes every object."""

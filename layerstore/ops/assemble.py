@@ -21,7 +21,7 @@ from layerstore.model import BlobRef, GatheredFile, RankState
 from layerstore.ops.progress import Progress
 from layerstore.ops.ranks import Ranks
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.files import NewFile, OpenFile
+from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.zero3.discover import LATEST
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged
 from layerstore.zero3.regather import derived_checks, gathered_pieces, plan_gathered

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.past import Past
+from layerstore.ops.past import Past, view_or_none
 from layerstore.ops.refs import Resolved, references_to
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
+from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
 
 
@@ -88,12 +89,16 @@ def compose_exact(rooms: Rooms, resolved: Resolved) -> Composition:
     return replace(compose_latest(resolved), policy=EXACT, parameters={})
 
 
-def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy) -> Composition:
-    """Take each layer from its newest save, up to the base, at which it was due under *policy*."""
+def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view: RunView | None = None) -> Composition:
+    """
+    Take each layer from its newest save, up to the base, at which it was due under *policy*.
+
+    As the run stands, or as it would with *view*.
+    """
     if isinstance(policy, Latest):
         return compose_latest(resolved)
     base = resolved.record
-    past = Past(rooms, resolved)
+    past = Past(rooms, resolved, view=view_or_none(rooms, base.run) if view is None else view)
     picks = replay(
         anchored(policy, base.save_number),
         past.saves(),

@@ -5,13 +5,12 @@ Nothing is removed: a record without layers supersedes the commit, and its link 
 Commits that inherited layers keep exactly their versions, and ingesting the checkpoint again shows it again.
 """
 
-import time
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
-from layerstore.format.records import make_commit
 from layerstore.layers import parse_reference
-from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
+from layerstore.model import Commit, CommitId
+from layerstore.ops.hiding import hiding_commit
 from layerstore.ops.refs import Resolved, reference_to, references_to, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
@@ -73,9 +72,7 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
             "nothing was changed",
             hint=f"with --last it is hidden all the same; {record.run} then means {tip or 'no commit at all'}",
         )
-    hiding = make_commit(
-        _hiding(record, CommitId(resolved.commit)), Observed(time_ns=time.time_ns(), bytes_new=0, bytes_reused=0)
-    )
+    hiding = hiding_commit(record, CommitId(resolved.commit), policy="drop")
     outcome = Dropped(
         run=record.run,
         step=record.step,
@@ -131,23 +128,6 @@ def _hiding_records(rooms: Rooms, ref: str) -> list[RecordRow]:
     return [
         row for row in view.rows.values() if row.step == reference.step and not row.layer_names and row.id not in hidden
     ]
-
-
-def _hiding(record: CommitRecord, commit: CommitId) -> CommitRecord:
-    """Return the record that hides *commit*; it has its place and number, so that what is saved there again has too."""
-    return CommitRecord(
-        run=record.run,
-        attempt=record.attempt,
-        fork=record.fork,
-        step=record.step,
-        save_number=record.save_number,
-        world_size=record.world_size,
-        layers=(),
-        states=(),
-        layout=record.layout,
-        policy=PolicyUse(name="drop", parameters={}, decisions={}),
-        supersedes=(commit,),
-    )
 
 
 def _tip_without(view: RunView, commit: str) -> str | None:

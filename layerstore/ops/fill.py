@@ -20,7 +20,7 @@ from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.files import NewFile, OpenFile
+from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.zero3.places import OutputFile, Piece
 from layerstore.zero3.rounding import convert, newly_infinite
 

@@ -25,6 +25,7 @@ from layerstore.model import (
     PolicyUse,
     SourceLayout,
 )
+from layerstore.ops.claims import claim
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import (
     Place,
@@ -301,6 +302,7 @@ def _commit(
                 return twin, False
     # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
     record = _record(plan, content, intent)
+    claim(rooms, writer, [entry for entry in record.layers if entry.layer not in intent.due])
     writer.publish()
     commit = make_commit(record, _observed(writer))
     is_new = rooms.records.publish(commit)

@@ -17,7 +17,7 @@ from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
 from layerstore.ops.distance import Distance, Meter, can_measure
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.files import OpenFile
+from layerstore.storage.handles import OpenFile
 from layerstore.zero3.places import Slices
 from layerstore.zero3.slices import elements_of, slice_length, valid_elements
 

@@ -69,10 +69,10 @@ class Past:
     Where an attempt went on from a composite that is the last of them, and nothing older has a part in it.
     """
 
-    def __init__(self, rooms: Rooms, resolved: Resolved) -> None:
+    def __init__(self, rooms: Rooms, resolved: Resolved, *, view: RunView | None) -> None:
         self._rooms = rooms
         self._base = resolved
-        self._view = view_or_none(rooms, resolved.record.run)
+        self._view = view
         self._seen: list[RecordRow] = []
         self._resumed: dict[str, LayerEntry] = {}
 

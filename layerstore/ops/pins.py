@@ -3,8 +3,10 @@
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import check_name
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
+from layerstore.ops.claims import claim
 from layerstore.ops.refs import Resolved, reference_to
 from layerstore.ops.rooms import Rooms
+from layerstore.storage.objects import ObjectWriter
 
 
 def check_pin_name(rooms: Rooms, name: str) -> None:
@@ -52,7 +54,14 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         if (old.record, old.base) == (new.record, new.base):
             return old
         raise _taken(rooms, name, old.record)
-    rooms.records.write_pin(new)
+    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+        claim(rooms, writer, new.record.layers, new.record.states)
+        rooms.records.write_pin(new)
+        lost = writer.look_again()
+    if lost:
+        raise Conflict(
+            f"what pin {name!r} means was collected meanwhile", hint=f"layerstore pin --delete {name} takes it away"
+        )
     return new
 
 

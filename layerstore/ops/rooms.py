@@ -13,6 +13,7 @@ from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
+from layerstore.storage.garbage import Garbage
 from layerstore.storage.layout import Layout
 from layerstore.storage.locks import lock
 from layerstore.storage.objects import ObjectStore
@@ -29,6 +30,7 @@ class Rooms:
     objects: ObjectStore
     records: RecordStore
     parts: PartStore
+    garbage: Garbage
     catalog: Catalog
 
     def version(self, ref: BlobRef) -> LayerVersion:
@@ -63,6 +65,10 @@ class Rooms:
             what=f"run {run!r}",
             deadline_seconds=_deadline_seconds(),
         )
+
+    def lock_gc(self) -> AbstractContextManager[None]:
+        """Hold the lock that keeps two collections apart."""
+        return lock(self.layout.locks / "gc.lock", what="the collection", deadline_seconds=_deadline_seconds())
 
     def lock_index(self) -> AbstractContextManager[None]:
         """Hold the courtesy lock of the index."""

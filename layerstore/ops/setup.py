@@ -12,6 +12,7 @@ from layerstore.ops.rooms import Rooms
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
+from layerstore.storage.garbage import Garbage
 from layerstore.storage.layout import Layout
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
@@ -71,6 +72,7 @@ def open_rooms(path: Path, files: Files) -> Rooms:
     identity = _read_identity(layout, files, path)
     _check_folders(layout, files)
     records = RecordStore(layout, files, store_id=identity.store_id)
+    garbage = Garbage(layout, files, store_id=identity.store_id)
     return Rooms(
         identity=identity,
         layout=layout,
@@ -78,8 +80,10 @@ def open_rooms(path: Path, files: Files) -> Rooms:
         objects=ObjectStore(layout, files),
         records=records,
         parts=PartStore(layout, files, store_id=identity.store_id),
+        garbage=garbage,
         catalog=Catalog(
             records,
+            garbage,
             directory=manifest_directory(layout, store_id=identity.store_id),
             store_id=identity.store_id,
         ),

@@ -14,10 +14,10 @@ from pathlib import Path
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.format.records import commit_id
 from layerstore.model import BlobRef, CommitId, CommitRecord, Kind, LayerVersion, ObjectId
+from layerstore.ops.needs import objects_of_state
 from layerstore.ops.pins import read_pins
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.verify import objects_of_state
 
 VERSION, STATE, RECORD = "version", "state", "record"
 """Kinds besides those of objects: version blobs; all that is not a layer; commit records and pins."""

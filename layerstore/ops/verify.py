@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.limits import WORKERS_MAX
-from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, RankState
+from layerstore.model import BlobRef, CommitRecord
+from layerstore.ops.needs import objects_of_state, objects_of_version
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.objects import missing
-from layerstore.tree import Tensor
-from layerstore.zero3.trees import replace_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,25 +150,6 @@ def _walk_blobs(
 def _object_path(ref: BlobRef) -> str:
     """Say where *ref* should be: for people, and for ids that are none too."""
     return f"objects/{ref.id[:2]}/{ref.id}"
-
-
-def objects_of_version(version: LayerVersion) -> list[BlobRef]:
-    """Return the objects that a layer version needs."""
-    return [stored.ref for stored in version.objects]
-
-
-def objects_of_state(state: RankState) -> list[BlobRef]:
-    """Return the objects that a rank's state needs."""
-    contents: list[object] = [file.content for file in state.files]
-    contents += [tensor.stored for file in state.gathered for tensor in file.tensors]
-
-    def note(tensor: Tensor) -> Tensor:
-        contents.append(tensor.storage.content)
-        return tensor
-
-    for file in (state.model, state.optimizer):
-        replace_tensors(file.tree, note)
-    return [content.object for content in contents if isinstance(content, ObjectContent)]
 
 
 def _check_objects(rooms: Rooms, found: _Found, *, read_data: bool, progress: Progress) -> int:

@@ -6,11 +6,12 @@ Whatever is wrong with the index, the answers are the same.
 """
 
 import dataclasses
+import itertools
 import secrets
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from layerstore.model import Commit, LayerEntry
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import Stamp
+from layerstore.storage.garbage import Garbage
 from layerstore.storage.manifest import Manifest, RecordRow, row_of
 from layerstore.storage.runview import RunView
 
@@ -51,8 +53,9 @@ class _Known:
 class Catalog:
     """Answers about runs and commits."""
 
-    def __init__(self, records: RecordStore, *, directory: Path, store_id: str) -> None:
+    def __init__(self, records: RecordStore, garbage: Garbage, *, directory: Path, store_id: str) -> None:
         self._records = records
+        self._garbage = garbage
         self._directory = directory
         self._store_id = store_id
         self._manifest: Manifest | None = None
@@ -136,7 +139,7 @@ class Catalog:
         vanished = indexed.keys() - names
         rows = {name: row for name, row in indexed.items() if name not in vanished} if vanished else indexed
         # Remembered, not forgotten: what a lost record had hidden must not come back in silence.
-        gone = sorted(indexed[name].name for name in vanished)
+        gone = self._not_collected(indexed[name].name for name in vanished)
         damaged: dict[RecordName, LayerstoreError] = {name: _vanished(name) for name in gone}
         found = {name: name_in(run, name) for name in names - indexed.keys()}
         strangers = frozenset(name for name, record in found.items() if record is None)
@@ -180,7 +183,26 @@ class Catalog:
     def vanished(self, run: str) -> list[RecordName]:
         """Return the records of *run* that the index remembers and that are not there any more."""
         indexed = self._indexed(run)
-        return sorted(indexed[name].name for name in indexed.keys() - set(self._records.listing(run)))
+        names = indexed.keys() - set(self._records.listing(run))
+        return self._not_collected(indexed[name].name for name in names)
+
+    def _not_collected(self, vanished: Iterable[RecordName]) -> list[RecordName]:
+        """
+        Return those of *vanished* that no collection has removed; the index forgets the others.
+
+        A collection is believed once: what is saved again after it, and then lost, is not excused by it.
+        """
+        vanished = sorted(vanished)
+        if not vanished:
+            return []
+        plans = self._garbage.plans_after(self._with_index(lambda manifest: manifest.collected()) or "")
+        collected = {name for _, names in plans for name in names}
+        if collected.isdisjoint(vanished):
+            return vanished
+        there = {name for run in {name.run for name in collected} for name in self._records.names(run)}
+        done = [plan for plan, _ in itertools.takewhile(lambda each: there.isdisjoint(each[1]), plans)]
+        self._with_index(lambda manifest: manifest.update(drop=collected - there, collected=done[-1] if done else None))
+        return [name for name in vanished if name not in collected]
 
     def differences(self, run: str) -> list[str]:
         """Return what the index says of *run* otherwise than its records do; there should be nothing."""

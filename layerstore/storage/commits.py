@@ -194,6 +194,13 @@ class RecordStore:
             file.sync()
             yield file.path
 
+    def remove(self, names: Collection[RecordName]) -> None:
+        """Remove records for good, durably: what a collection has decided, and nothing else, does that."""
+        for name in names:
+            self._files.unlink(self._layout.record(name.run, name.step, name.id))
+        for run in {name.run for name in names}:
+            self._files.sync_directory(self._layout.run(run))
+
     # -- pins ----------------------------------------------------------------------------------------------------
 
     def pin_names(self) -> list[str]:

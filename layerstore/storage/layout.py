@@ -68,6 +68,11 @@ class Layout:
         return self.root / "gc"
 
     @property
+    def reserve(self) -> Path:
+        """Space that a collection gives back first, so that it works on a full disk."""
+        return self.locks / "gc.reserve"
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """Every folder that ``init`` makes."""
         return (self.objects, self.commits, self.pins, self.parts, self.stats, self.tmp, self.locks, self.gc)
@@ -89,6 +94,14 @@ class Layout:
     def pin(self, name: str) -> Path:
         """Return the path of a pin."""
         return self.pins / name
+
+    def plan(self, collection_id: str) -> Path:
+        """Return the path of what a collection has decided."""
+        return self.gc / collection_id / "plan"
+
+    def aside(self, collection_id: str) -> Path:
+        """Return the folder of the objects that a collection has moved aside."""
+        return self.gc / collection_id / "aside"
 
     def name(self, path: Path) -> str:
         """Return how *path* is called inside the store, as written in envelopes and messages."""

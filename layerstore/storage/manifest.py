@@ -31,6 +31,7 @@ from layerstore.storage.environment import Environment, ManifestUnusable, Transa
 SCHEMA = 2
 _HEADER_KEY = b"header"
 _BLOCK = b"r"
+_COLLECTED_KEY = b"collected"
 _RUN_KEY_BYTES = 16
 # A block is written anew for each row that it gets, and read as a whole: about 10 kB for 80 layers.
 BLOCK_ROWS = 64
@@ -200,8 +201,20 @@ class Manifest:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def update(self, *, add: Iterable[tuple[Commit, bytes]] = (), drop: Iterable[RecordName] = ()) -> None:
-        """Add records, each with its bytes, and drop others, in one transaction."""
+    def collected(self) -> str:
+        """Return the newest collection of which all that it removed has been dropped; empty where there is none."""
+        with self._environment.reading() as transaction:
+            data = transaction.get(_COLLECTED_KEY)
+        return "" if data is None else self._unsealed(_COLLECTED_KEY, data).decode()
+
+    def update(
+        self,
+        *,
+        add: Iterable[tuple[Commit, bytes]] = (),
+        drop: Iterable[RecordName] = (),
+        collected: str | None = None,
+    ) -> None:
+        """Add records, each with its bytes, drop others, and remember the collection that asked for it, all at once."""
         if self._environment.read_only:
             return
         changes: dict[str, dict[str, RecordRow | None]] = {}
@@ -212,7 +225,13 @@ class Manifest:
             row = row_of(commit)
             changes.setdefault(row.run, {})[row.file_name] = row
             copies[row.file_name] = data
-        self._environment.change(lambda transaction: self._apply(transaction, changes, copies))
+
+        def apply(transaction: Transaction) -> None:
+            self._apply(transaction, changes, copies)
+            if collected is not None:
+                transaction.put(_COLLECTED_KEY, self._sealed(_COLLECTED_KEY, collected.encode()))
+
+        self._environment.change(apply)
 
     def _apply(
         self, transaction: Transaction, changes: dict[str, dict[str, RecordRow | None]], copies: dict[str, bytes]

@@ -18,7 +18,8 @@ from layerstore.errors import DAMAGED_HINT, IntegrityError, StorageIO
 from layerstore.format.hashing import Bytes, ObjectHasher
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage.files import Files, NewFile, OpenFile
+from layerstore.storage.files import Files
+from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.layout import OBJECT_ID, Layout
 
 
@@ -59,7 +60,7 @@ class ObjectStore:
         home = self._layout.object(object_id)
         yield home
         for collection in self._files.names(self._layout.gc):
-            yield self._layout.gc / collection / "aside" / object_id
+            yield self._layout.aside(collection) / object_id
         # Linked back between the first look and the last: look at home again.
         yield home
 
@@ -134,6 +135,7 @@ class ObjectWriter:
         self._guard = threading.Lock()
         self._staged: dict[ObjectId, StagedObject] = {}
         self._reused: dict[ObjectId, BlobRef] = {}
+        self._claimed: dict[ObjectId, BlobRef] = {}
         self.bytes_new = 0
         self.bytes_reused = 0
 
@@ -163,6 +165,20 @@ class ObjectWriter:
             if ref.id not in self._reused:
                 self._reused[ref.id] = ref
                 self.bytes_reused += ref.size_bytes
+        return True
+
+    def claim(self, ref: BlobRef) -> bool:
+        """
+        Claim what the version or state blob *ref* names, as part of a record that inherits it.
+
+        A collection keeps what a young blob names. False if it is not at its place: then one may have begun to take
+        it, and each of the objects has to be reused for itself.
+        """
+        home = self._layout.object(ref.id)
+        if not self._files.touch(home) or self._files.size(home) != ref.size_bytes:
+            return False
+        with self._guard:
+            self._claimed[ref.id] = ref
         return True
 
     def _present(self, ref: BlobRef) -> bool:
@@ -224,18 +240,24 @@ class ObjectWriter:
 
         Once this returns, a power cut cannot lose any of it. If it raises, the store has some more objects
         that nothing names.
+
+        Raises:
+            IntegrityError: A reused object is gone: a collection has taken it.
         """
+        # Once more, and right before they are named: what was found hours ago may be old again.
+        lost = [ref for ref in self._reused.values() if not self._present(ref)]
+        if lost:
+            raise missing(lost[0])
         # Reused objects and folders that were there too: their writer may have died before its own fsync.
         folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})
         for folder in folders:
             self._files.make_directory(folder, durable=False)
         self._files.sync_directory(self._layout.objects)
         for staged in self._staged.values():
+            self._files.touch(staged.path)  # a collection counts from now, however long the rest took to write
             self._link(staged.path, staged.ref)
         for folder in folders:
             self._files.sync_directory(folder)
-        for staged in self._staged.values():
-            self._files.discard(staged.path)
 
     def _link(self, source: Path, ref: BlobRef) -> None:
         target = self._layout.object(ref.id)
@@ -250,11 +272,16 @@ class ObjectWriter:
 
     def look_again(self) -> list[BlobRef]:
         """
-        Return the reused objects that are gone after all, with those linked back that were moved aside.
+        Return the objects that are gone after all, with those linked back that were moved aside.
 
         To be called once the record that names them is visible: from then on no collection takes them.
         """
-        return [ref for ref in self._reused.values() if not self._present(ref)]
+        for staged in self._staged.values():
+            if not self._present(staged.ref):
+                self._link(staged.path, staged.ref)
+                self._files.sync_directory(self._layout.object(staged.ref.id).parent)
+        old = {**self._reused, **self._claimed}
+        return [ref for ref in old.values() if not self._present(ref)]
 
     def __enter__(self) -> "ObjectWriter":
         return self

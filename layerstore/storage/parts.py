@@ -4,6 +4,8 @@ Parts on disk: what ranks that save together have written, until one of them com
 A part is visible exactly when it is linked into its session's folder, and all that it names is durable by then.
 """
 
+import errno as errnos
+import re
 from pathlib import Path
 
 from layerstore.errors import StorageIO
@@ -12,6 +14,8 @@ from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Part
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
+
+_NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})")
 
 
 class PartStore:
@@ -43,10 +47,41 @@ class PartStore:
     def find(self, session: str, save: int, rank: int) -> Part | None:
         """Return a part if it is there; raises IntegrityError where it is damaged."""
         path = self._path(session, save, rank)
-        if not self._files.exists(path):
-            return None
-        data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+        try:
+            data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+        except StorageIO as exc:
+            if exc.errno == errnos.ENOENT:
+                return None
+            raise
         return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
+
+    def sessions(self) -> list[str]:
+        """Return the sessions that have a folder, by name."""
+        return [name for name in self._files.names(self._layout.parts) if self.has_session(name)]
+
+    def of_session(self, session: str) -> list[Part]:
+        """
+        Return the parts that are there of *session*.
+
+        Raises:
+            IntegrityError: One is damaged.
+        """
+        found = []
+        for name in self._files.names(self._layout.parts / session):
+            match = _NAME.fullmatch(name)
+            part = None if match is None else self.find(session, int(match["save"]), int(match["rank"]))
+            found += [] if part is None else [part]
+        return found
+
+    def modified_ns(self, session: str) -> int:
+        """Return when anything was last done in *session*, by the filesystem's clock."""
+        folder = self._layout.parts / session
+        paths = [folder, *(folder / name for name in self._files.names(folder))]
+        return max((self._files.modified_ns(path) or 0 for path in paths), default=0)
+
+    def remove_session(self, session: str) -> None:
+        """Remove *session* with its parts: nobody will join them any more."""
+        self._files.remove_tree(self._layout.parts / session)
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of one save: a record names what they named, or nothing ever will."""

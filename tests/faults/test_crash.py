@@ -19,10 +19,12 @@ from pathlib import Path
 
 import pytest
 
+from layerstore import Keep
 from layerstore.errors import AlreadyExists
 from layerstore.ops import transfer
 from layerstore.ops.setup import make_store
-from layerstore.storage.files import Files, Hook
+from layerstore.storage.files import Files
+from layerstore.storage.handles import Hook
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,
@@ -144,6 +146,19 @@ def do_drop(folder: Path, scene: Scene, hook: Hook) -> None:
             store.drop("run@2", last=True)
 
 
+def do_gc(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Keep the newest of three commits, of which one hides another, which a pin keeps."""
+    ready = folder / "ready"
+    with Store(folder / "store") as store:
+        if not ready.exists():
+            store.ingest(scene.second, run="run")
+            store.ingest(scene.other, run="run", replace=True)
+            ready.touch()
+    time.sleep(0.02)  # nothing that goes has the time of this very tick
+    with Store(folder / "store", hook=hook) as store:
+        store.gc(Keep(last=1), grace_seconds=0)
+
+
 def do_reindex(folder: Path, scene: Scene, hook: Hook) -> None:
     """Make the index afresh."""
     with Store(folder / "store", hook=hook) as store:
@@ -151,7 +166,7 @@ def do_reindex(folder: Path, scene: Scene, hook: Hook) -> None:
 
 
 Verb = Callable[[Path, Scene, Hook], None]
-VERBS: list[Verb] = [do_init, do_ingest, do_replace, do_repeat, do_pin, do_drop, do_compose, do_overwrite]
+VERBS: list[Verb] = [do_init, do_ingest, do_replace, do_repeat, do_pin, do_drop, do_gc, do_compose, do_overwrite]
 
 
 def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -> list[str]:
@@ -166,6 +181,8 @@ def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -
         composites["run@4"] = scene.later["run@4"]
     if verb is do_pin and (is_done or "named" in known):
         composites["named"] = scene.earlier["run@2"]
+    if verb is do_gc:
+        return _gc_problems(folder, scene, known, is_done=is_done)
     if verb is do_replace or (verb is do_drop and (is_done or not known - {"kept"})):
         composites.pop("run@2")
     found = problems(store, scratch, composites)
@@ -179,6 +196,19 @@ def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -
     if verb in (do_compose, do_overwrite):
         found += _target_problems(folder, scene, verb, is_done=is_done)
     return found
+
+
+def _gc_problems(folder: Path, scene: Scene, known: set[str], *, is_done: bool) -> list[str]:
+    store, scratch = folder / "store", folder / "scratch"
+    composites = {"kept": scene.earlier["kept"], "run@4": scene.later["run@4"]}
+    if "run@2" in known:  # never the one that it had replaced
+        composites["run@2"] = scene.later["other"]
+    found = problems(store, scratch, composites)
+    with Store(store) as opened:
+        orphans = opened.verify().orphans
+    return found + (
+        [f"{orphans} orphans, run@2 {'run@2' in known}"] if is_done and (orphans or "run@2" in known) else []
+    )
 
 
 def _init_problems(folder: Path, *, is_done: bool) -> list[str]:
@@ -220,7 +250,8 @@ def _aftermath(folder: Path, scene: Scene, verb: Verb) -> list[str]:
         found += [] if verb in (do_init, do_compose) else [f"the verb does not succeed again: {error!r}"]
     if before is not None:
         now = truth(folder / "store")
-        found += [f"{name} is gone" for name in before if name not in now and not name.startswith("tmp/")]
+        lost = [] if verb is do_gc else [name for name in before if name not in now and not name.startswith("tmp/")]
+        found += [f"{name} is gone" for name in lost]
     return found + outcome_problems(folder, scene, verb, is_done=True)
 
 

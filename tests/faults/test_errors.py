@@ -21,7 +21,8 @@ import pytest
 
 from layerstore.errors import NotFound, StorageIO
 from layerstore.ops.setup import make_store
-from layerstore.storage.files import Files, Hook, no_hook
+from layerstore.storage.files import Files
+from layerstore.storage.handles import Hook, no_hook
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,
@@ -415,7 +416,7 @@ _DRIVER = """
 import sys
 from pathlib import Path
 from layerstore.errors import LayerstoreError
-from layerstore.storage.files import no_hook
+from layerstore.storage.handles import no_hook
 from tests.faults import test_errors
 try:
     getattr(test_errors, sys.argv[1])(Path(sys.argv[2]), no_hook)

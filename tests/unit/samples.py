@@ -35,7 +35,8 @@ from layerstore.model import (
 )
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import make_store, open_rooms
-from layerstore.storage.files import Files, Hook, no_hook
+from layerstore.storage.files import Files
+from layerstore.storage.handles import Hook, no_hook
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
 
 STORE_ID = "5e" * 16

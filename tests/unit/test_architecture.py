@@ -102,6 +102,7 @@ WHY_NO_PICKLE = (
 # Modules that use the operating system's files themselves, and why each may. All others go through storage/files.py.
 OWN_FILES = {
     "layerstore.storage.files": "it is the seam",
+    "layerstore.storage.handles": "its open files",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.copies": "it belongs to the index: nothing is lost with it",
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",

@@ -18,7 +18,7 @@ import layerstore
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import NotFound, SourceCheckpoint
 from layerstore.model import BlobRef
-from layerstore.storage.files import NewFile, OpenFile
+from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.objects import ObjectStore
 from layerstore.tree import Tree
 from layerstore.zero3.ptfile import read_pt

@@ -1,0 +1,30 @@
+"""Records without layers: they hide others, and stand for an attempt of which nothing else is left."""
+
+import time
+
+from layerstore.format.records import make_commit
+from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
+
+
+def hiding_commit(record: CommitRecord, commit: CommitId, *, policy: str) -> Commit:
+    """
+    Return the commit that hides *commit*, whose record is *record*, and is called by what hides it, *policy*.
+
+    It has the other's place and number, so that what is saved there again has them too.
+    """
+    return make_commit(
+        CommitRecord(
+            run=record.run,
+            attempt=record.attempt,
+            fork=record.fork,
+            step=record.step,
+            save_number=record.save_number,
+            world_size=record.world_size,
+            layers=(),
+            states=(),
+            layout=record.layout,
+            policy=PolicyUse(name=policy, parameters={}, decisions={}),
+            supersedes=(commit,),
+        ),
+        Observed(time_ns=time.time_ns(), bytes_new=0, bytes_reused=0),
+    )

@@ -1,0 +1,195 @@
+"""
+Which records of a run a collection keeps, and in which order the others may go.
+
+A record may go only after all that it hides: else that would show again. Of an attempt something always stays, if only
+a record without layers: attempts are numbered, and later ones look through it at what it forked from.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from layerstore.errors import InvalidInput
+from layerstore.model import Commit, CommitId, CommitRecord
+from layerstore.ops.hiding import hiding_commit
+from layerstore.ops.loading import content_of
+from layerstore.ops.past import view_or_none
+from layerstore.ops.place import newest_attempt
+from layerstore.ops.rooms import Rooms
+from layerstore.policy.keep import Candidate, Keep
+from layerstore.storage.manifest import RecordRow
+from layerstore.storage.runview import RunView
+from layerstore.zero3.discover import TRAINER_STATE
+
+NOT_ASKED = "not asked about"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of a record."""
+
+    row: RecordRow
+    kept_by: tuple[str, ...]
+    """The rules that keep it; none where it goes."""
+    goes_because: str
+    """Why it goes; empty where it is kept."""
+    is_visible: bool
+    time_ns: int = 0
+    """When it was saved; of visible ones."""
+
+    @property
+    def goes(self) -> bool:
+        """Whether it is to be removed."""
+        return not self.kept_by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What becomes of a run."""
+
+    fates: tuple[Fate, ...]
+    """Of all its records, the visible ones first, newest first."""
+    stand_ins: tuple[Commit, ...]
+    """Records to be written, each for an attempt that loses all it has."""
+
+
+def plan_run(rooms: Rooms, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int) -> RunPlan:
+    """
+    Return what *keep* leaves of *view*; without, its visible commits all stay.
+
+    Raises:
+        InvalidInput: The best are wanted by a metric that no commit of the run has.
+        IntegrityError: A record cannot be read.
+    """
+    fates = [*_visible_fates(rooms, view, keep, pinned, now_ns), *_other_fates(view)]
+    stand_ins = []
+    for attempt in sorted({fate.row.attempt for fate in fates}):
+        own = [fate for fate in fates if fate.row.attempt == attempt]
+        if not all(fate.goes for fate in own):
+            continue
+        newest = max(own, key=lambda fate: (fate.row.save_number, fate.row.step, not fate.row.layer_names))
+        if newest.row.layer_names:
+            stand_ins.append(_stand_in(rooms, newest.row))
+        else:
+            fates[fates.index(newest)] = Fate(
+                row=newest.row, kept_by=("stands for its attempt",), goes_because="", is_visible=False
+            )
+    return RunPlan(fates=tuple(fates), stand_ins=tuple(stand_ins))
+
+
+def _visible_fates(
+    rooms: Rooms, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
+) -> Iterable[Fate]:
+    history = {row.id for row in view.history(newest_attempt(view))} if view.visible else set()
+    rows = sorted(view.visible, key=lambda row: (row.id in history, row.attempt, row.step), reverse=True)
+    times: dict[str, int] = {}
+    candidates = []
+    for row in rows:
+        commit = rooms.catalog.commit(row.name)
+        times[row.id] = commit.observed.time_ns
+        candidates.append(
+            Candidate(
+                id=row.id,
+                step=row.step,
+                time_ns=times[row.id],
+                is_in_history=row.id in history,
+                metrics=_metrics(rooms, commit.record) if keep is not None and keep.best else {},
+            )
+        )
+    _check_metric(view, keep, candidates)
+    reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
+    for row in rows:
+        kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
+        if row.id in pinned:
+            kept_by = (*kept_by, f"pin {pinned[row.id]}")
+        abandoned = "" if row.id in history else ", and training has left its attempt"
+        yield Fate(
+            row=row,
+            kept_by=kept_by,
+            goes_because="" if kept_by else f"no rule keeps it{abandoned}",
+            is_visible=True,
+            time_ns=times[row.id],
+        )
+
+
+def _other_fates(view: RunView) -> Iterable[Fate]:
+    """Yield what becomes of hidden commits and of the records that only hide: none is needed any more."""
+    shown = {row.id for row in view.visible}
+    hiders = {hidden: row for row in view.rows.values() for hidden in row.supersedes}
+    for row in view.rows.values():
+        if row.id in shown:
+            continue
+        hider = hiders.get(row.id)
+        if not row.layer_names:
+            why = "it hides nothing any more"
+        elif hider is not None and hider.layer_names:
+            why = "replaced"
+        else:
+            why = "dropped"
+        yield Fate(row=row, kept_by=(), goes_because=why, is_visible=False)
+
+
+def _stand_in(rooms: Rooms, row: RecordRow) -> Commit:
+    return hiding_commit(rooms.catalog.commit(row.name).record, row.id, policy="gc")
+
+
+def _metrics(rooms: Rooms, record: CommitRecord) -> dict[str, float]:
+    """Return what ``trainer_state.json`` says was measured at the step of *record*."""
+    if not record.states:
+        return {}
+    for file in rooms.state(record.states[0]).files:
+        if file.path == TRAINER_STATE:
+            return _logged_at(content_of(rooms, file.content), record.step)
+    return {}
+
+
+def _logged_at(data: bytes, step: int) -> dict[str, float]:
+    try:
+        entries = json.loads(data)["log_history"]
+        return {
+            name: float(value)
+            for entry in entries
+            if entry.get("step") == step
+            for name, value in entry.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}  # not the Trainer's own: then it names no metric
+
+
+def _check_metric(view: RunView, keep: Keep | None, candidates: list[Candidate]) -> None:
+    best = None if keep is None else keep.best_of
+    if best is None or not candidates or any(best.metric in each.metrics for each in candidates):
+        return
+    logged = sorted({name for each in candidates for name in each.metrics} - {"step", "epoch"})
+    known = f"logged there: {', '.join(logged[:8])}" if logged else "no metric is logged there at a saved step"
+    raise InvalidInput(
+        f"no commit of {view.run!r} has {best.metric!r} in its trainer_state.json; nothing was changed",
+        hint=f"{known}; the metric has to be measured at the step of a save",
+    )
+
+
+def waves(view: RunView, going: Collection[CommitId]) -> list[list[RecordRow]]:
+    """Return the records *going* in groups: what a record hides is in an earlier one, so it never shows again."""
+    left = {row.id: row for row in view.rows.values() if row.id in going}
+    found = []
+    while left:
+        free = [row for row in left.values() if not left.keys() & set(row.supersedes)]
+        found.append(free or list(left.values()))  # records that hide each other: whoever wrote those, all are hidden
+        for row in found[-1]:
+            del left[row.id]
+    return found
+
+
+def views_of(rooms: Rooms) -> list[RunView]:
+    """
+    Return what every run holds.
+
+    Raises:
+        IntegrityError: A record is damaged or has vanished: nobody knows then what it needs, or what it hides.
+    """
+    found = [view for view in (view_or_none(rooms, run) for run in rooms.catalog.runs()) if view is not None]
+    for view in found:
+        for problem in view.damaged.values():
+            raise problem
+    return found

@@ -1,0 +1,57 @@
+"""What a kept step can no longer be asked for, once others are gone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from layerstore.ops.composition import compose_by_policy
+from layerstore.ops.refs import Resolved, references_to
+from layerstore.ops.retention import RunPlan
+from layerstore.ops.rooms import Rooms
+from layerstore.policy import Filter, Parity, Policy
+from layerstore.storage.manifest import RecordRow
+from layerstore.storage.runview import RunView
+
+# What people ask of full checkpoints. A commit that was saved selectively is a composite itself, and kept as one.
+_POLICIES: tuple[Policy, ...] = (Parity(), Filter())
+
+# The newest kept steps are looked at; each costs some milliseconds.
+_STEPS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unserved:
+    """A composite that would not be the same any more."""
+
+    reference: str
+    """The kept step."""
+    policy: str
+    layers: int
+    """How many layers would come from other saves than now."""
+
+
+def unserved(rooms: Rooms, planned: Iterable[tuple[RunView, RunPlan]]) -> tuple[Unserved, ...]:
+    """Return which composites the newest kept steps of every run would lose with what goes."""
+    found: list[Unserved] = []
+    for view, plan in planned:
+        going = {fate.row.id for fate in plan.fates if fate.goes and fate.is_visible}
+        if not going:
+            continue
+        left = replace(view, rows={name: row for name, row in view.rows.items() if name not in going})
+        kept = [fate.row for fate in plan.fates if fate.is_visible and not fate.goes and all(fate.row.saved)]
+        kept = kept[:_STEPS_MAX]
+        for row, reference in zip(kept, references_to(rooms, kept), strict=True):
+            found += _lost(rooms, row, reference, before=view, after=left)
+    return tuple(found)
+
+
+def _lost(rooms: Rooms, row: RecordRow, reference: str, *, before: RunView, after: RunView) -> Iterable[Unserved]:
+    commit = rooms.catalog.commit(row.name)
+    resolved = Resolved.of_commit(commit)
+    for policy in _POLICIES:
+        now, then = (
+            {entry.layer: entry.version for entry in compose_by_policy(rooms, resolved, policy, view=view).layers}
+            for view in (before, after)
+        )
+        changed = sum(then[layer] != version for layer, version in now.items())
+        if changed:
+            yield Unserved(reference=reference, policy=policy.name, layers=changed)

@@ -1,0 +1,151 @@
+"""
+Which commits of a run to keep: a word on each, from what is known of it. Nothing is looked up here.
+
+The rules are those of the tools that people know from backups. Whatever one of them wants is kept.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal, Self
+
+from layerstore.errors import InvalidInput
+
+Direction = Literal["min", "max"]
+
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_DURATION = re.compile(r"(?P<count>[0-9]+(\.[0-9]+)?)(?P<unit>[smhdw])")
+
+
+def duration(text: str) -> timedelta:
+    """
+    Return how long *text* is.
+
+    >>> duration("14d"), duration("1.5h")
+    (datetime.timedelta(days=14), datetime.timedelta(seconds=5400))
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise InvalidInput(f"{text!r} is no duration", hint="a number and s, m, h, d or w, such as 36h or 14d")
+    try:
+        return timedelta(**{_UNITS[match["unit"]]: float(match["count"])})
+    except OverflowError:
+        raise InvalidInput(f"{text!r} is longer than anything lasts", hint="such as 36h or 14d") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The commits with the best values of a metric that the trainer has logged at their step."""
+
+    metric: str
+    count: int = 1
+    direction: Direction = "max"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """
+        Read ``METRIC[:N][:min|max]``; as in the HF Trainer a loss is best when it is small, all else when it is large.
+
+        >>> Best.parse("eval_loss:3")
+        Best(metric='eval_loss', count=3, direction='min')
+        """
+        metric, *rest = text.split(":")
+        direction: Direction = "min" if metric.endswith("loss") else "max"
+        if rest and rest[-1] in {"min", "max"}:
+            direction = "min" if rest.pop() == "min" else "max"
+        count = rest.pop(0) if rest else "1"
+        if not metric or rest or not re.fullmatch("[1-9][0-9]{0,8}", count):
+            raise InvalidInput(
+                f"{text!r} does not name the best commits", hint="METRIC[:N][:min|max], such as eval_loss:3:min"
+            )
+        return cls(metric=metric, count=int(count), direction=direction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A visible commit, as the rules look at it."""
+
+    id: str
+    step: int
+    time_ns: int
+    is_in_history: bool
+    """Whether it is in the history of the run's newest attempt."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the trainer had logged at its step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """
+    Which commits of each run a collection keeps: those that any of the rules names.
+
+    The newest commit of a run is kept whatever they say, and without any rule all are.
+    """
+
+    last: int | None = None
+    """So many of the newest."""
+    every: int | None = None
+    """Those whose step is a multiple."""
+    within: str | timedelta | None = None
+    """Those that were saved so short a time ago: ``14d``."""
+    best: str | Best | None = None
+    """``METRIC[:N][:min|max]``, from the ``trainer_state.json`` that they were saved with."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("every", self.every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidInput(f"keep {name} is {value!r}", hint="a whole number from 1 on")
+        _ = self.age, self.best_of
+
+    @property
+    def age(self) -> timedelta | None:
+        """How old a commit may be at most."""
+        return duration(self.within) if isinstance(self.within, str) else self.within
+
+    @property
+    def best_of(self) -> Best | None:
+        """Which are the best."""
+        return Best.parse(self.best) if isinstance(self.best, str) else self.best
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether anything is to go at all."""
+        return any(rule is not None for rule in (self.last, self.every, self.within, self.best))
+
+    def reasons(self, candidates: Iterable[Candidate], *, now_ns: int) -> dict[str, tuple[str, ...]]:
+        """Return for each of *candidates*, newest first, why it is kept; nothing for one that may go."""
+        candidates = list(candidates)
+        history = [candidate for candidate in candidates if candidate.is_in_history]
+        named: dict[str, list[str]] = {candidate.id: [] for candidate in candidates}
+        for reason, chosen in self._chosen(candidates, history, now_ns):
+            for candidate in chosen:
+                named[candidate.id].append(reason)
+        return {name: tuple(reasons) for name, reasons in named.items()}
+
+    def _chosen(
+        self, candidates: Sequence[Candidate], history: Sequence[Candidate], now_ns: int
+    ) -> Iterable[tuple[str, Sequence[Candidate]]]:
+        if not self.has_rules:
+            yield "no rule", candidates
+            return
+        yield "newest", history[:1]
+        if self.last is not None:
+            yield f"last {self.last}", history[: self.last]
+        if self.every is not None:
+            yield f"every {self.every}", [each for each in history if each.step % self.every == 0]
+        if self.age is not None:
+            # A time in the future counts as young: clocks disagree.
+            since_ns = now_ns - int(self.age.total_seconds() * 1e9)
+            yield f"within {self.within}", [each for each in candidates if each.time_ns >= since_ns]
+        best = self.best_of
+        if best is not None:
+            yield f"best {best.metric}", _best(best, candidates)
+
+
+def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best, of equal ones the newest; what is no number is no value."""
+    sign = 1 if best.direction == "min" else -1
+    valued = [each for each in candidates if math.isfinite(each.metrics.get(best.metric, math.nan))]
+    return sorted(valued, key=lambda each: sign * each.metrics[best.metric])[: best.count]

@@ -1,0 +1,511 @@
+"""Promises of ``gc``: what is kept stays whole, what goes is freed to the byte, and whatever is new is safe."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import IntegrityError, InvalidInput, Locked, NotFound
+from layerstore.ops.gc import GcOutcome
+from layerstore.ops.setup import open_rooms
+from layerstore.storage.catalog import IndexNotice
+from layerstore.storage.files import Files
+from tests.bench.generate import generate
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a store with nothing in it."""
+    with layerstore.init(tmp_path / "store") as made:
+        yield made
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> "Checkpoints":
+    """Return what makes checkpoints."""
+    return Checkpoints(tmp_path)
+
+
+class Checkpoints:
+    """Small checkpoints, each another one unless it is asked for again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, step: int, *, seed: int | None = None, **options: Any) -> Path:
+        """Return the checkpoint of *step*."""
+        seed = step if seed is None else seed
+        return generate(self._folder / f"{step}-{seed}", layers=2, hidden=8, vocab=8, step=step, seed=seed, **options)
+
+
+def collect(store: Store, keep: Keep | None = None, *, grace_seconds: float | None = 0.0, **options: Any) -> GcOutcome:
+    """Collect what is older than the clock's tick: a file's time is only so fine."""
+    time.sleep(0.02)
+    return store.gc(keep, grace_seconds=grace_seconds, **options)
+
+
+def steps(store: Store, run: str | None = None) -> list[int]:
+    """Return the steps that the log shows, newest first."""
+    return [entry.step for entry in store.log(run)]
+
+
+def objects(store: Store) -> dict[str, int]:
+    """Return the size of every object."""
+    return {path.name: path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file()}
+
+
+def masters(store: Store, ref: str) -> dict[str, bytes]:
+    """Return every tensor of a composite."""
+    return {name: value.tobytes() for name, value in store.compose(ref).tensors().items()}
+
+
+# -- what goes and what stays --------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_whole_and_the_rest_is_freed_to_the_byte(store: Store, saved: Checkpoints) -> None:
+    """The plan says what each commit frees, the deed frees that, and what stays is as it was."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    before, kept = objects(store), masters(store, "r@30")
+
+    planned = collect(store, Keep(last=1), dry_run=True)
+    untouched = objects(store)
+    done = collect(store, Keep(last=1))
+
+    after = objects(store)
+    assert untouched == before
+    assert planned.commits == done.commits
+    assert [(fate.step, fate.kept_by) for fate in done.commits] == [(30, ("newest", "last 1")), (20, ()), (10, ())]
+    assert done.bytes_freed == sum(before.values()) - sum(after.values()) > 0
+    assert sum(fate.bytes_freed for fate in done.removed) == done.objects.size_bytes
+    assert done.objects.count == len(before) - len(after)
+    assert steps(store) == [30]
+    assert masters(store, "r@30") == kept
+    verdict = store.verify(read_data=True)
+    assert (verdict.ok, verdict.orphans) == (True, 0)
+
+
+def test_what_two_removed_commits_share_is_counted_once(store: Store, saved: Checkpoints) -> None:
+    """The column adds up to what is freed."""
+    for run in ("a", "b"):
+        for step in (10, 20):
+            store.ingest(saved(step), run=run)
+    before = objects(store)
+
+    done = collect(store, Keep(last=1))
+
+    freed = {fate.run: fate.bytes_freed for fate in done.removed}
+    assert freed["a"] > freed["b"] == 0
+    assert sum(freed.values()) == done.bytes_freed == sum(before.values()) - sum(objects(store).values())
+
+
+def test_a_commit_keeps_what_it_has_inherited(store: Store, saved: Checkpoints) -> None:
+    """Also from commits that are gone, and from the very first, full one."""
+    for step in (10, 20, 30, 40):
+        store.ingest(saved(step), run="r", policy="parity")
+    kept, sources = masters(store, "r@40"), {choice.step for choice in store.compose("r@40").layers.values()}
+
+    collect(store, Keep(last=1))
+
+    assert len(sources) > 1
+    assert steps(store) == [40]
+    assert masters(store, "r@40") == kept
+    assert store.verify(read_data=True).ok
+
+
+def test_without_rules_only_what_is_hidden_goes(store: Store, saved: Checkpoints) -> None:
+    """Dropped and replaced commits, with the records that hid them; nothing that is visible."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    store.drop("r@20")
+    store.ingest(saved(10, seed=5), run="r", replace=True)
+
+    done = collect(store)
+
+    assert steps(store) == [30, 10]
+    assert sorted((fate.step, fate.goes_because) for fate in done.removed) == [(10, "replaced"), (20, "dropped")]
+    assert len(list((store.path / "commits" / "r").iterdir())) == 2
+    assert store.verify(read_data=True).orphans == 0
+
+
+def test_what_was_hidden_never_shows_again(store: Store, saved: Checkpoints) -> None:
+    """However deep it lies: dropped, saved again, dropped again, replaced; and all of it goes."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    for _ in range(2):
+        store.drop("r@10")
+        store.ingest(saved(10), run="r")
+    store.ingest(saved(10, seed=3), run="r", replace=True)
+    seen: list[list[int]] = []
+
+    def watch(operation: str, path: Path) -> None:
+        if operation in {"unlink", "fsync"} and "commits" in path.parts:
+            with layerstore.open(store.path) as other:
+                seen.append([entry.layers for entry in other.log("r")])
+
+    with Store(store.path, hook=watch) as watched:
+        collect(watched, Keep(every=20))
+
+    assert len(seen) > 5
+    assert all(len(visible) <= 2 for visible in seen)
+    assert steps(store) == [20]
+    assert len(list((store.path / "commits" / "r").iterdir())) == 1
+
+
+def test_pins_stay_with_all_that_they_need(store: Store, saved: Checkpoints) -> None:
+    """A pinned commit stays in the log; a pinned composite stays, without the commits that it was mixed from."""
+    for step in (10, 20, 30, 40):
+        store.ingest(saved(step), run="r")
+    store.pin("release", "r@10")
+    store.compose("r@30", policy="parity").pin("mix")
+    mixed = masters(store, "mix")
+
+    done = collect(store, Keep(last=1))
+
+    assert steps(store) == [40, 10]
+    assert {fate.step: fate.kept_by for fate in done.commits}[10] == ("pin release",)
+    assert done.pins == ("mix", "release")
+    assert masters(store, "mix") == mixed
+    assert store.verify(read_data=True).ok
+    store.delete_pin("mix")
+    assert collect(store).orphans.count > 0
+    assert store.verify().orphans == 0
+
+
+def test_runs_that_were_not_asked_about_keep_what_they_have(store: Store, saved: Checkpoints) -> None:
+    """And share what they share: a fork's objects are not its parent's alone."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="a")
+        store.ingest(saved(step), run="b")
+
+    done = collect(store, Keep(last=1), runs=["a"])
+
+    assert (steps(store, "a"), steps(store, "b")) == ([20], [20, 10])
+    assert done.bytes_freed == 0
+    assert store.verify(read_data=True).ok
+
+
+def test_the_best_by_what_the_trainer_logged(store: Store, saved: Checkpoints) -> None:
+    """From trainer_state.json, at the step of the save and no other."""
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 9.0)):
+        source = saved(step, layout="hf")
+        state = json.loads((source / "trainer_state.json").read_text())
+        state["log_history"] = [
+            *({"step": at, "eval_loss": 0.0} for at in (5, 15)),
+            {"step": step, "eval_loss": loss, "epoch": 1.0},
+            {"step": step, "loss": 7},
+        ]
+        (source / "trainer_state.json").write_text(json.dumps(state))
+        store.ingest(source, run="r")
+
+    collect(store, Keep(best="eval_loss:2"))
+    assert steps(store) == [40, 30, 20]
+    with pytest.raises(InvalidInput, match="no commit of 'r' has 'f1'") as caught:
+        collect(store, Keep(best="f1"))
+    assert "eval_loss, loss" in (caught.value.hint or "")
+    assert steps(store) == [40, 30, 20]
+
+
+def test_which_composites_a_kept_step_loses(store: Store, saved: Checkpoints) -> None:
+    """Full checkpoints that are thinned out cannot be mixed as before; a selective history loses nothing."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="full")
+        store.ingest(saved(step), run="part", policy="parity")
+
+    done = collect(store, Keep(last=1), dry_run=True)
+
+    assert {(each.reference, each.policy) for each in done.unserved} == {("full@30", "parity"), ("full@30", "filter")}
+
+
+# -- attempts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_history_goes_on_below_an_attempt_of_which_nothing_is_left(store: Store, saved: Checkpoints) -> None:
+    """Its fork is kept by a record without layers, and so is its number."""
+    for step in (100, 200):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(150), run="r", rollback=True)
+    store.ingest(saved(170), run="r")
+    store.ingest(saved(160), run="r", rollback=True)
+    assert [row.step for row in store.log("r")] == [160, 150, 100, 200, 170] or steps(store, "r")
+
+    collect(store, Keep(every=100))
+
+    assert sorted(steps(store, "r")) == [100, 160]
+    assert store.show("r").attempt == 3
+    assert store.show("r@100").attempt == 1, "found along the newest attempt's history"
+    assert store.ingest(saved(155), run="r", rollback=True).attempt == 4
+    before = sorted(path.name for path in (store.path / "commits" / "r").iterdir())
+    collect(store)
+    assert sorted(path.name for path in (store.path / "commits" / "r").iterdir()) == before
+
+
+def test_abandoned_attempts_go_unless_their_age_keeps_them(store: Store, saved: Checkpoints) -> None:
+    """Counting is along the history that goes on."""
+    for step in (100, 200, 300):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(150), run="r", rollback=True)
+
+    young = collect(store, Keep(within="1h"), dry_run=True)
+    done = collect(store, Keep(last=5))
+
+    assert not young.removed
+    assert sorted(steps(store)) == [100, 150]
+    assert all("left its attempt" in fate.goes_because for fate in done.removed)
+
+
+def test_a_run_that_was_dropped_to_the_last_goes_wholly(store: Store, saved: Checkpoints) -> None:
+    """But for the record that remembers its attempt's number."""
+    store.ingest(saved(10), run="r")
+    store.drop("r@10", last=True)
+
+    collect(store)
+
+    assert objects(store) == {}
+    assert store.verify().ok
+    assert store.ingest(saved(10), run="r").step == 10
+    assert store.verify(read_data=True).ok
+
+
+# -- what is under way ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_young_stays(store: Store, saved: Checkpoints) -> None:
+    """Somebody may be about to name it; it goes once it is old."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    store.drop("r@10")
+    before = objects(store)
+
+    first = collect(store, grace_seconds=None)
+    assert (first.bytes_freed, first.young.count > 0, objects(store)) == (0, True, before)
+    for path in (store.path / "objects").rglob("*"):
+        os.utime(path, (1, 1))
+    second = collect(store, grace_seconds=None)
+
+    assert second.orphans.size_bytes == first.young.size_bytes == second.bytes_freed > 0
+    assert store.verify(read_data=True).ok
+
+
+def test_a_young_blob_keeps_what_it_names(store: Store, saved: Checkpoints) -> None:
+    """Who inherits a layer claims its version alone."""
+    store.ingest(saved(10), run="r")
+    store.ingest(saved(20), run="r")
+    version = store.compose("r@10")._composition.layers[0].version
+    for path in (store.path / "objects").rglob("*"):
+        os.utime(path, (1, 1))
+    (store.path / "objects" / version.id[:2] / version.id).touch()
+    rooms = open_rooms(store.path, Files())
+    needed = {version.id, *(stored.id for stored in rooms.version(version).objects)}
+
+    collect(store, Keep(last=1), grace_seconds=None)
+
+    assert needed <= objects(store).keys()
+
+
+@pytest.mark.parametrize("operation", ["rename", "unlink"])
+@pytest.mark.parametrize("policy", ["full", "parity"])
+def test_what_is_saved_meanwhile_is_put_back(store: Store, saved: Checkpoints, operation: str, policy: str) -> None:
+    """A commit that is published while its objects are being taken has them all, saved or inherited."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r", policy=policy)
+    saved_too: list[int] = []
+
+    def interfere(doing: str, path: Path) -> None:
+        if doing == operation and ("aside" in path.parts or "commits" in path.parts) and not saved_too:
+            saved_too.append(1)
+            with layerstore.open(store.path) as other:
+                other.ingest(saved(10), run="again")
+                other.ingest(saved(20), run="again", policy=policy)
+                other.pin("seen", "r@30")
+
+    with Store(store.path, hook=interfere) as collecting:
+        collect(collecting, Keep(last=1), runs=["r"])
+
+    assert saved_too
+    assert store.verify(read_data=True).ok
+    assert steps(store, "again") == [20, 10]
+
+
+def test_what_is_inherited_while_it_is_taken_is_kept_or_refused(store: Store, saved: Checkpoints) -> None:
+    """A collection at any step of a selective ingest that inherits from a commit that goes."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r", policy="parity")
+    calls: list[int] = []
+
+    def interfere(doing: str, path: Path) -> None:
+        calls.append(1)
+        if len(calls) % 7 == 0:
+            with layerstore.open(store.path) as other:
+                collect(other, Keep(last=1))
+
+    with Store(store.path, hook=interfere) as writing:
+        try:
+            writing.ingest(saved(15), run="r", policy="parity")
+        except (layerstore.errors.Conflict, IntegrityError, NotFound):
+            saved_too = False
+        else:
+            saved_too = True
+
+    assert len(calls) > 50
+    assert store.verify(read_data=True).ok, saved_too
+
+
+def test_what_writers_left_goes_once_it_is_old(store: Store, saved: Checkpoints) -> None:
+    """Temporary files and the parts of dead sessions, with what these alone name."""
+    store.ingest(saved(10), run="r")
+    left, fresh = store.path / "tmp" / "left", store.path / "tmp" / "fresh"
+    left.write_bytes(bytes(1000))
+    os.utime(left, (1, 1))
+    fresh.write_bytes(bytes(10))
+    session = store.path / "parts" / ("a" * 32)
+    session.mkdir()
+    os.utime(session, (1, 1))
+
+    done = collect(store, grace_seconds=None)
+
+    assert (done.unfinished.count, done.unfinished.size_bytes) == (1, 1000)
+    assert (left.exists(), fresh.exists(), session.exists()) == (False, True, False)
+
+
+def test_an_interrupted_collection_is_taken_up(store: Store, saved: Checkpoints) -> None:
+    """What it left aside is found there by readers, and goes with the next."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    kept = masters(store, "r@20")
+
+    class Stop(Exception):  # no error: a stop
+        pass
+
+    def stop(doing: str, path: Path) -> None:
+        if doing == "fsync" and path.name == "aside":
+            raise Stop
+
+    with Store(store.path, hook=stop) as collecting, pytest.raises(Stop):
+        collect(collecting, Keep(last=1))
+    assert list((store.path / "gc").glob("*/aside")) != []
+    assert masters(store, "r@20") == kept
+
+    collect(store)
+
+    assert list((store.path / "gc").glob("*/aside")) == []
+    assert store.verify(read_data=True).orphans == 0
+
+
+def test_one_collection_at_a_time(store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second says who is at it."""
+    monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
+    store.ingest(saved(10), run="r")
+    rooms = open_rooms(store.path, Files())
+    with rooms.lock_gc(), pytest.raises(Locked, match="the collection is locked by pid"):
+        collect(store)
+
+
+# -- what stops it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["record", "version", "state", "pin"])
+def test_nothing_is_removed_where_something_cannot_be_read(store: Store, saved: Checkpoints, what: str) -> None:
+    """What it needs is not known; the error says whose it is."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    store.pin("kept", "r@20")
+    record = next(pin.record for pin in store.pins())
+    victim = {
+        "record": next((store.path / "commits" / "r").glob("20.*")),
+        "version": store.path / "objects" / record.layers[0].version.id[:2] / record.layers[0].version.id,
+        "state": store.path / "objects" / record.states[0].id[:2] / record.states[0].id,
+        "pin": store.path / "pins" / "kept",
+    }[what]
+    data = victim.read_bytes()
+    victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    before = objects(store)
+
+    with layerstore.open(store.path) as fresh, pytest.raises(IntegrityError):
+        collect(fresh, Keep(last=1))
+
+    assert objects(store) == before
+    assert len(list((store.path / "commits" / "r").iterdir())) == 2
+
+
+def test_a_damaged_commit_may_go(store: Store, saved: Checkpoints) -> None:
+    """It is what is kept that has to be whole."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    version = store.compose("r@10")._composition.layers[0].version
+    (store.path / "objects" / version.id[:2] / version.id).write_bytes(b"rot")
+
+    collect(store, Keep(last=1))
+
+    assert store.verify(read_data=True).ok
+    assert store.verify().orphans == 0
+
+
+def test_unknown_runs_are_named(store: Store, saved: Checkpoints) -> None:
+    """A mistyped run keeps nobody from noticing."""
+    store.ingest(saved(10), run="r")
+    with pytest.raises(NotFound, match="no run 'x'"):
+        collect(store, Keep(last=1), runs=["x"])
+
+
+# -- indexes elsewhere ---------------------------------------------------------------------------------------------
+
+
+def test_another_nodes_index_learns_what_was_collected(
+    store: Store, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drops the rows without a word: a collection's log says that they did not vanish."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "node"))
+    with layerstore.open(store.path) as node:
+        assert steps(node) == [20, 10]
+    monkeypatch.delenv("LAYERSTORE_MANIFEST_DIR")
+    collect(store, Keep(last=1))
+
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "node"))
+    with layerstore.open(store.path) as node:
+        assert [(entry.step, entry.damage) for entry in node.log()] == [(20, None)]
+        assert node.verify().ok
+
+
+def test_a_collection_excuses_a_lost_record_once(store: Store, saved: Checkpoints) -> None:
+    """What was saved again after it, and is lost then, has vanished."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    collect(store, Keep(last=1))
+    store.ingest(saved(10), run="r")
+    assert steps(store) == [20, 10]
+
+    next((store.path / "commits" / "r").glob("10.*")).unlink()
+
+    with layerstore.open(store.path) as fresh:
+        assert [damage.kind for damage in fresh.verify().damaged] == ["record"]
+
+
+def test_a_lost_plan_hides_nothing(store: Store, saved: Checkpoints, recwarn: pytest.WarningsRecorder) -> None:
+    """Then what it removed is reported as vanished by an index that had not heard of it."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    index = store.path / "manifest"
+    copy = store.path.parent / "old-index"
+    index.rename(copy)
+    store.close()
+    with layerstore.open(store.path) as fresh:
+        collect(fresh, Keep(last=1))
+    for plan in (store.path / "gc").glob("*/plan"):
+        plan.write_bytes(b"rot")
+    for path in sorted(index.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    index.rmdir()
+    copy.rename(index)
+
+    with layerstore.open(store.path) as fresh:
+        assert [damage.kind for damage in fresh.verify().damaged] == ["record"]
+    assert not [warning for warning in recwarn if issubclass(warning.category, IndexNotice)]
