@@ -27,6 +27,7 @@ from layerstore.cli.compose import compose
 from layerstore.cli.demo import demo
 from layerstore.cli.diff import diff
 from layerstore.cli.drop import drop
+from layerstore.cli.gc import gc
 from layerstore.cli.ingest import ingest
 from layerstore.cli.init import init
 from layerstore.cli.log import log
@@ -54,7 +55,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, ingest, log, show, ls, diff, stats, compose, pin, drop, verify, reindex, demo):
+for _command in (init, ingest, log, show, ls, diff, stats, compose, pin, drop, gc, verify, reindex, demo):
     app.command()(_command)
 
 

@@ -26,7 +26,7 @@ def drop(
     """
     Hide one commit.
 
-    Its objects stay until a collection takes what nothing needs.
+    Its objects stay until layerstore gc takes what nothing needs.
     Later commits that have layers from it keep them, and so does a pin.
     To show it again, ingest the same checkpoint again.
 

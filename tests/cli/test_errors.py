@@ -27,6 +27,7 @@ COMMANDS = {
     "compose": ["compose", "--dry-run"],
     "pin": ["pin", "--list"],
     "drop": ["drop", "sft@2"],
+    "gc": ["gc"],
     "verify": ["verify"],
     "reindex": ["reindex"],
 }

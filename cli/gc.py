@@ -1,0 +1,179 @@
+"""``layerstore gc``: remove commits that nobody wants to keep, and what nothing needs."""
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.progress import shown_progress
+from layerstore.cli.render import Column, age, counted, iso_time, say, say_json, say_table, say_warning, shown, size
+
+if TYPE_CHECKING:
+    from layerstore.ops.gc import CommitFate, GcOutcome, Gone
+
+_LINES_MAX = 50
+
+
+def gc(
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN…", help="The runs that the rules speak for; all of them by default."),
+    ] = None,
+    *,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.", show_default=False)
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", metavar="STEPS", help="Keep every multiple of STEPS.", show_default=False),
+    ] = None,
+    keep_within: Annotated[
+        str | None,
+        typer.Option("--keep-within", metavar="AGE", help="Keep what is younger: 14d, 36h.", show_default=False),
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-best",
+            metavar="METRIC[:N][:min|max]",
+            help="Keep the N best by a metric of trainer_state.json.",
+            show_default=False,
+        ),
+    ] = None,
+    grace: Annotated[
+        str | None,
+        typer.Option(
+            "--grace",
+            metavar="AGE",
+            help="Objects younger than this stay: 5m; what writers left half done, 24h. 0s: nobody writes now.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask at a terminal.")] = False,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Remove commits that no rule keeps, and what nothing needs any more.
+
+    A commit is kept if any of the rules names it. Without a rule none is removed that is visible:
+    only what was dropped or replaced goes, and what killed writers left.
+    The newest commit of a run always stays, and pins with all that they need.
+    A kept commit has all its layers, whichever commit they were saved by.
+    Safe beside training, ingest and compose; may be stopped and repeated at any time.
+
+    \b
+    Examples:
+      layerstore gc --dry-run --keep-last 3 --keep-every 1000
+      layerstore gc sft --keep-within 14d --keep-best eval_loss:2
+      layerstore gc
+    """
+    from layerstore.policy.keep import Keep, duration
+
+    keep = Keep(last=keep_last, every=keep_every, within=keep_within, best=keep_best)
+    grace_seconds = None if grace is None else duration(grace).total_seconds()
+    with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
+        collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds, progress=progress)
+        if not (dry_run or yes or as_json) and sys.stdin.isatty():
+            _confirm(collect(dry_run=True))
+        outcome = collect(dry_run=dry_run)
+    if as_json:
+        say_json(_fields(outcome, dry_run=dry_run))
+    else:
+        _tell(outcome, is_done=not dry_run)
+
+
+def _confirm(plan: "GcOutcome") -> None:
+    _tell(plan, is_done=False)
+    if plan.removed:
+        typer.confirm("Remove them?", abort=True)
+
+
+def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
+    # What goes first: a long list is cut at its end.
+    fates = sorted(outcome.commits, key=lambda fate: bool(fate.kept_by))
+    if outcome.removed:
+        say_table(
+            [
+                Column("COMMIT", folds=True),
+                Column("SAVED"),
+                Column(""),
+                Column("WHY", folds=True),
+                Column("FREES", "right"),
+            ],
+            map(_line, fates[:_LINES_MAX]),
+        )
+        if len(fates) > _LINES_MAX:
+            say(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")
+        say()
+    kept = sum(bool(fate.kept_by) and fate.is_visible for fate in outcome.commits)
+    pins = f" and {counted(len(outcome.pins), 'pin')}" if outcome.pins else ""
+    verb, tense = ("removed", "") if is_done else ("would remove", "; nothing was changed")
+    say(f"{verb} {_parts(outcome)}: {size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}")
+    for each in outcome.unserved:
+        say_warning(
+            f"{shown(each.reference)} --policy {each.policy} {'has' if is_done else 'would have'} other versions of "
+            f"{counted(each.layers, 'layer')}: compose --pin keeps a composite"
+        )
+    if outcome.young.count:
+        say(f"too young to go: {_amount(outcome.young)}; a later collection takes them, or --grace 0s if nobody writes")
+    if outcome.waiting.count:
+        say(f"moved aside: {_amount(outcome.waiting)}; on a network filesystem a later collection removes them")
+
+
+def _line(fate: "CommitFate") -> list[str]:
+    saved = age(fate.time_ns) if fate.time_ns else ""
+    if fate.kept_by:
+        return [fate.reference, saved, "keep", ", ".join(fate.kept_by), ""]
+    return [fate.reference, saved, "remove", fate.goes_because, size(fate.bytes_freed)]
+
+
+def _parts(outcome: "GcOutcome") -> str:
+    unfinished = f" and {counted(outcome.unfinished.count, 'unfinished file')}" if outcome.unfinished.count else ""
+    orphans = f" ({outcome.orphans.count:,} of them named by no commit)" if outcome.orphans.count else ""
+    objects = f"{counted(outcome.objects.count, 'object')}{orphans}"
+    return f"{counted(len(outcome.removed), 'commit')}, {objects}{unfinished}"
+
+
+def _amount(of: "Gone") -> str:
+    return f"{counted(of.count, 'object')}, {size(of.size_bytes)}"
+
+
+def _fields(outcome: "GcOutcome", *, dry_run: bool) -> dict[str, object]:
+    return {
+        "dry_run": dry_run,
+        "commits_removed": len(outcome.removed),
+        "objects_removed": outcome.objects.count - outcome.waiting.count,
+        "bytes_freed": outcome.bytes_freed,
+        "removed": [
+            {**_named(fate), "reason": fate.goes_because, "bytes_freed": fate.bytes_freed} for fate in outcome.removed
+        ],
+        "kept": [{**_named(fate), "reason": ", ".join(fate.kept_by)} for fate in outcome.commits if fate.kept_by],
+        "pins": list(outcome.pins),
+        "orphans": _numbers(outcome.orphans),
+        "young": _numbers(outcome.young),
+        "unfinished": _numbers(outcome.unfinished),
+        "waiting": _numbers(outcome.waiting),
+        "unserved": [
+            {"reference": each.reference, "policy": each.policy, "layers": each.layers} for each in outcome.unserved
+        ],
+    }
+
+
+def _named(fate: "CommitFate") -> dict[str, object]:
+    return {
+        "run": fate.run,
+        "step": fate.step,
+        "attempt": fate.attempt,
+        "commit": fate.commit,
+        "reference": fate.reference,
+        "visible": fate.is_visible,
+        "time": iso_time(fate.time_ns) if fate.time_ns else None,
+    }
+
+
+def _numbers(of: "Gone") -> dict[str, int]:
+    return {"count": of.count, "bytes": of.size_bytes}
