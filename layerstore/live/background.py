@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from layerstore.errors import LayerstoreError
 from layerstore.live.files import Files
-from layerstore.live.log import LOG
+from layerstore.live.log import LOG, words_of
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
 from layerstore.model import Commit, LayerEntry, Part, StoredObject
@@ -163,7 +163,7 @@ class Background:
         try:
             job.timing.written_bytes = write_share(self._rooms, job.work, job.snapshot, frozen=self._frozen)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
-            job.failure = _words(exc)
+            job.failure = words_of(exc)
             LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
             self._tell_failure(job)
         finally:
@@ -186,7 +186,7 @@ class Background:
             job.timing.visible_seconds = time.monotonic() - job.begun
             self._pin(job.commit, job.joint)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
-            job.failure = job.failure or _words(exc)
+            job.failure = job.failure or words_of(exc)
             LOG.error("%s", job.failure)  # one line
         finally:
             try:
@@ -221,8 +221,3 @@ class Background:
             self._rooms.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
         except Exception as exc:  # noqa: BLE001  # likewise
             LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)
-
-
-def _words(exc: BaseException) -> str:
-    cause = exc.__cause__
-    return f"{exc}: {cause}" if cause is not None else str(exc) or type(exc).__name__

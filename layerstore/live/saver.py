@@ -22,11 +22,11 @@ from types import TracebackType
 from layerstore.errors import Conflict
 from layerstore.layers import compile_pattern
 from layerstore.live.background import Background, Job, Result
-from layerstore.live.capture import Captured, capture, check_client_state
+from layerstore.live.capture import capture, check_client_state
 from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
-from layerstore.live.files import Destination, Files, find_or_say, flavour_of
+from layerstore.live.files import Destination, find_or_say, flavour_of
 from layerstore.live.joints import in_order, key_problem, note_job, pin_problem, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
@@ -40,6 +40,7 @@ from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
 from layerstore.live.settings import Settings
 from layerstore.live.sizes import counted, local_bytes, sizes_of
 from layerstore.live.snapshot import Copier, CudaCopier, Snapshot
+from layerstore.live.taking import Taken, take_stock
 from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
 from layerstore.model import Kind, SourceLayout
@@ -162,19 +163,20 @@ class Saver:
         started = time.monotonic()
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
-        report = self._report(step=number, mistyped=check_client_state(client_state), problem=problem)
-        facts = agree(self._exchange, report)
+        self._measure()
+        taken, trouble = take_stock(self._engine, states, place, pattern=self._pattern, watch=self._watch)
+        mistyped = check_client_state(client_state)
+        facts = agree(self._exchange, self._report(step=number, mistyped=mistyped, problem=problem or trouble))
+        assert taken is not None, "a rank that could not capture has said so"
         self._learn(facts)
         repeated = self._newest.same(number, updates=self._updates, pin=place.pin)
         if repeated is not None:
             return repeated  # and into its folder more may still come: that is not sealed
-        self._measure()
         self._seal()
         if self._settings.on_pressure == "wait":
             self._make_room()
-        captured = capture(states(), rank=self._engine.rank, folder=place.folder, pattern=self._pattern)
+        captured, sample = taken.captured, taken.sample
         self._copier.follow()
-        sample = self._watch.sample(captured) if self._watch is not None else None
         movements = self._watch.movements(sample) if self._watch is not None and sample is not None else {}
         due = self._due(captured.share, movements)
         # However few layers a save has, no more of them may be open than fates are told of.
@@ -184,7 +186,7 @@ class Saver:
             return saved_as(number, self._schedule.number - 1, (), started, skipped=True)
         if facts.is_pressed and self._settings.on_pressure == "degrade":
             due = self._schedule.fewer(due, local_bytes(captured.share), facts.free_bytes)
-        job = self._begin(number, captured, due, place, movements)
+        job = self._begin(number, taken, due, place, movements)
         if self._watch is not None and sample is not None:
             self._watch.saved(sample, due)
         job.timing.blocked_seconds += time.monotonic() - started
@@ -317,14 +319,13 @@ class Saver:
     def _begin(
         self,
         step: int,
-        captured: Captured,
+        taken: Taken,
         due: frozenset[str],
         place: Destination,
         movements: Mapping[str, float],
     ) -> Job:
-        share = captured.share
+        share, files = taken.captured.share, taken.files
         number = self._schedule.begin(due, counted(share))
-        files = Files(self._engine, captured.model, place)
         work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files.wait)
         lazy = [
             part
@@ -333,7 +334,7 @@ class Saver:
             for part in source.slices
         ]
         joint = self._joint(step, number, place, work, movements) if share.rank == 0 else None
-        snapshot = Snapshot(captured, lazy)
+        snapshot = Snapshot(taken.captured, lazy)
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         job.timing.queued = sum(not earlier.is_written.is_set() for earlier in self._jobs)
         self._saves += 1
@@ -359,11 +360,19 @@ class Saver:
 
     def _measure(self) -> None:
         """Measure movements from what the engine was filled with, before it moves: what its next saves inherit."""
-        if self._watch is not None and self._is_unmeasured:
-            states = self._engine.states("resumed", {}, exclude_frozen=self._settings.frozen == "exclude")
-            captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
-            self._watch.saved(self._watch.sample(captured), frozenset(self._place.inherited))
+        if self._watch is None or not self._is_unmeasured:
+            return
         self._is_unmeasured = False
+        try:
+            with self._exchange.together():
+                states = self._engine.states("resumed", {}, exclude_frozen=self._settings.frozen == "exclude")
+                captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
+                sample = self._watch.sample(captured)
+        except Exception as exc:  # noqa: BLE001  # training goes on: what was not measured is due at the next save
+            LOG.warning("how far layers move is measured from their next save on: %s", exc)
+            self._watch.forget()
+        else:
+            self._watch.saved(sample, frozenset(self._place.inherited))
 
     def _seal(self) -> None:
         """Take up what has come into the folders of earlier saves; from here on they are complete."""
@@ -383,6 +392,11 @@ class Saver:
         """Where to."""
         return self._store
 
+    @property
+    def exchange(self) -> Exchange:
+        """With which ranks."""
+        return self._exchange
+
     def pointer(self) -> Pointer:
         """Return what leads to the next save."""
         return Pointer(
@@ -400,8 +414,9 @@ class Saver:
 
     def went_to(self, composition: Composition | None) -> None:
         """Go on from *composition*, which the engine was filled with; None: with something that no store knows."""
-        view = view_or_none(self._rooms, self.run)
-        place = place_begun(view) if composition is None else place_resumed(view, composition)
+        with self._exchange.together():
+            view = view_or_none(self._rooms, self.run)
+            place = place_begun(view) if composition is None else place_resumed(view, composition)
         self._place = place
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy)

@@ -273,9 +273,18 @@ def engine_of(model: Any) -> Any:
 
     Trainers hand the bare model to those who listen to them, and nothing in it leads to its engine.
     """
+    return _engine_where(lambda engine: engine.module is model)
+
+
+def engine_with(checkpoint_engine: Any) -> Any:
+    """Return the engine that saves and loads with *checkpoint_engine*, which is never told."""
+    return _engine_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine)
+
+
+def _engine_where(is_it: Callable[[Any], bool]) -> Any:
     from deepspeed import DeepSpeedEngine
 
-    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and each.module is model]
+    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
     if not found:
         raise InvalidInput(
             "the Trainer does not train under DeepSpeed", hint="pass TrainingArguments(deepspeed=CONFIG) with stage 3"
@@ -306,13 +315,6 @@ def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:
 
     wrapped.wrapper = wrapper  # type: ignore[attr-defined]
     engine.create_checkpoint_engine = wrapped
-
-
-def ranks_of_world() -> int:
-    """Return how many processes there are: all share the optimizer's state, parallelism of other kinds is refused."""
-    import torch.distributed as dist
-
-    return int(dist.get_world_size())
 
 
 def _rank_in(group: Any) -> int:

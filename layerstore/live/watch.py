@@ -95,6 +95,11 @@ class Watch:
             before[chosen] = now[chosen]
         self._known |= layers
 
+    def forget(self) -> None:
+        """Know nothing of any layer, until it is saved again."""
+        self._base.clear()
+        self._known.clear()
+
     def _chosen(self, path: Path, layers: frozenset[str]) -> "torch.Tensor":
         import torch
 
@@ -114,8 +119,7 @@ class Watch:
             for layer in share.layers
         ]
         self._spots = dict(_spots(share))
-        self._base.clear()
-        self._known.clear()
+        self.forget()
 
 
 def _masters(share: Share) -> set[Path]:
