@@ -112,7 +112,8 @@ def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
 
 
 def fail_share(rooms: Rooms, work: ShareWork, why: str) -> None:
-    """Leave a part that says that this rank has failed."""
+    """Leave a part that says that this rank has failed, in the place of one that says otherwise."""
+    rooms.parts.withdraw(work.session, work.save, work.share.rank)
     rooms.parts.publish(
         Part(
             session=work.session,

@@ -48,6 +48,10 @@ class PartStore:
         data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
 
+    def withdraw(self, session: str, save: int, rank: int) -> None:
+        """Take back a part, if it is there: not all that it names is."""
+        self._files.unlink(self._path(session, save, rank))
+
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of one save: a record names what they named, or nothing ever will."""
         for rank in range(world_size):
