@@ -87,7 +87,7 @@ class Saver:
         self._session = open_session(exchange, self._rooms)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
         self._background.begin_at(place)
-        self._schedule = Schedule.after(place, policy)
+        self._schedule = Schedule.after(place, policy, run=run)
         self._watch = Watch(self._exchange) if getattr(policy, "measures", False) else None
         self._is_unmeasured = bool(place.inherited)
         self._measure()
@@ -185,7 +185,8 @@ class Saver:
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
             return saved_as(number, self._schedule.number - 1, (), started, skipped=True)
         if facts.is_pressed and self._settings.on_pressure == "degrade":
-            due = self._schedule.fewer(due, local_bytes(captured.share), facts.free_bytes)
+            share = captured.share
+            due = self._schedule.fewer(due, local_bytes(share), facts.free_bytes, counted=counted(share))
         job = self._begin(number, taken, due, place, movements)
         if self._watch is not None and sample is not None:
             self._watch.saved(sample, due)
@@ -419,7 +420,7 @@ class Saver:
             place = place_begun(view) if composition is None else place_resumed(view, composition)
         self._place = place
         self._background.begin_at(place)
-        self._schedule = Schedule.after(place, self._schedule.policy)
+        self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
         self._is_unmeasured = bool(place.inherited)
         self._engine.at_next_forward(self._measure)  # by then the engine is filled, which a loader may just be doing
         self._fates.clear()
