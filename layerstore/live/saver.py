@@ -16,6 +16,7 @@ import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -26,7 +27,7 @@ from layerstore.live.capture import capture, check_client_state
 from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
-from layerstore.live.files import Destination, find_or_say, flavour_of
+from layerstore.live.files import Destination, find_or_say
 from layerstore.live.joints import in_order, key_problem, note_job, pin_problem, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
@@ -43,7 +44,7 @@ from layerstore.live.snapshot import Copier, CudaCopier, Snapshot
 from layerstore.live.taking import Taken, take_stock
 from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
-from layerstore.model import Kind, SourceLayout
+from layerstore.model import Kind
 from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
 from layerstore.ops.past import view_or_none
@@ -187,7 +188,7 @@ class Saver:
         if facts.is_pressed and self._settings.on_pressure == "degrade":
             share = captured.share
             due = self._schedule.fewer(due, local_bytes(share), facts.free_bytes, counted=counted(share))
-        job = self._begin(number, taken, due, place, movements)
+        job = self._begin(number, taken, due, movements)
         if self._watch is not None and sample is not None:
             self._watch.saved(sample, due)
         job.timing.blocked_seconds += time.monotonic() - started
@@ -322,7 +323,6 @@ class Saver:
         step: int,
         taken: Taken,
         due: frozenset[str],
-        place: Destination,
         movements: Mapping[str, float],
     ) -> Job:
         share, files = taken.captured.share, taken.files
@@ -334,7 +334,7 @@ class Saver:
             if source.kind in {Kind.MASTER, Kind.OPTIMIZER}
             for part in source.slices
         ]
-        joint = self._joint(step, number, place, work, movements) if share.rank == 0 else None
+        joint = self._joint(step, number, taken, work, movements) if share.rank == 0 else None
         snapshot = Snapshot(taken.captured, lazy)
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         job.timing.queued = sum(not earlier.is_written.is_set() for earlier in self._jobs)
@@ -343,20 +343,16 @@ class Saver:
         self._background.add(job)
         return job
 
-    def _joint(
-        self, step: int, number: int, place: Destination, work: ShareWork, movements: Mapping[str, float]
-    ) -> Joint:
+    def _joint(self, step: int, number: int, taken: Taken, work: ShareWork, movements: Mapping[str, float]) -> Joint:
         return Joint(
             work=work,
             run=self.run,
             place=self._place,
             step=step,
             save_number=number,
-            pin=place.pin,
+            pin=taken.files.pin,
             policy=use_of(self._schedule.policy, work, movements),
-            layout=lambda: SourceLayout(
-                flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._settings.layer_pattern
-            ),
+            layout=partial(taken.files.layout, layer_pattern=self._settings.layer_pattern),
         )
 
     def _measure(self) -> None:
