@@ -15,13 +15,13 @@ from layerstore.live.files import Files
 from layerstore.live.log import LOG, words_of
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
-from layerstore.model import Commit, LayerEntry, Part, StoredObject
+from layerstore.model import Commit, LayerEntry, Part
 from layerstore.ops.joining import GivenUp, Joint, join, parts_of
 from layerstore.ops.pins import pin
 from layerstore.ops.place import Place
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.shares import ShareWork, fail_share, write_share
+from layerstore.ops.shares import Frozen, ShareWork, fail_share, write_share
 from layerstore.tree import Tree
 
 POLL_SECONDS = 0.02
@@ -115,7 +115,7 @@ class Background:
         self._rooms = rooms
         self._pool = pool
         self._copier = copier
-        self._frozen: dict[str, StoredObject] = {}
+        self._frozen: Frozen = {}
         self._inherited: dict[str, LayerEntry] = {}
         """What the next commit inherits; changed by the committing thread, and where nothing is on its way."""
         self._beginning: dict[Tree, Tree] = {}

@@ -40,11 +40,10 @@ from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
 from layerstore.live.settings import Settings
 from layerstore.live.sizes import counted, local_bytes, sizes_of
-from layerstore.live.snapshot import Copier, CudaCopier, Snapshot
+from layerstore.live.snapshot import Copier, CudaCopier, Snapshot, changing
 from layerstore.live.taking import Taken, take_stock
 from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
-from layerstore.model import Kind
 from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
 from layerstore.ops.past import view_or_none
@@ -327,15 +326,16 @@ class Saver:
     ) -> Job:
         share, files = taken.captured.share, taken.files
         number = self._schedule.begin(due, counted(share))
-        work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files.wait)
-        lazy = [
-            part
-            for source in objects_due(share, due)
-            if source.kind in {Kind.MASTER, Kind.OPTIMIZER}
-            for part in source.slices
-        ]
+        work = ShareWork(
+            session=self._session,
+            save=self._saves,
+            share=share,
+            due=due,
+            files=files.wait,
+            mark=taken.captured.mark,
+        )
         joint = self._joint(step, number, taken, work, movements) if share.rank == 0 else None
-        snapshot = Snapshot(taken.captured, lazy)
+        snapshot = Snapshot(taken.captured, changing(objects_due(share, due)))
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         job.timing.queued = sum(not earlier.is_written.is_set() for earlier in self._jobs)
         self._saves += 1

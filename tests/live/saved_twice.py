@@ -20,6 +20,8 @@ from layerstore.store import Store
 from tests.live.plain import plainly
 
 STEPS = 3
+CHANGED_AT = 2
+"""The step after which a frozen weight is changed by hand."""
 RUN = "live"
 DRIFT_RUN = "drift"
 DRIFT = Drift(budget=50_000, stalest=100)
@@ -41,6 +43,8 @@ def main() -> None:
     with attached(engine, store) as drift, layerstore.attach(engine, store, run=RUN) as saver:
         for step in range(1, STEPS + 1):
             train_step(engine, step)
+            if step == CHANGED_AT:
+                change_frozen(engine)
             gathered = gathered_names(engine)
             saver.save(client_state={"epoch": step})
             if not gathered or gathered_names(engine) != gathered:
@@ -69,6 +73,16 @@ def train_step(engine: Any, step: int) -> None:
     engine.module.seen += 1
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
+
+
+def change_frozen(engine: Any) -> None:
+    """Change a frozen parameter as DeepSpeed says that one may."""
+    import deepspeed
+    import torch
+
+    weight = engine.module.model.norm.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.mul_(2)
 
 
 def save_drift(engine: Any, saver: Saver, folder: Path, step: int) -> None:

@@ -10,7 +10,7 @@ from layerstore.live.ranks import Ranks
 from layerstore.model import CommitRecord
 from layerstore.store import Store
 from tests.live.plain import states_of
-from tests.live.saved_twice import DRIFT, DRIFT_RUN, RUN, STEPS
+from tests.live.saved_twice import CHANGED_AT, DRIFT, DRIFT_RUN, RUN, STEPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,19 @@ def test_gathered_parameters_are_saved_as_deepspeed_saves_them(saved: tuple[Stor
         assert [entry.version for entry in live.layers] == [entry.version for entry in ingested.layers]
         assert [entry.optimizer_step for entry in live.layers] == [entry.optimizer_step for entry in ingested.layers]
         assert states_of(store, live) == states_of(store, ingested)
+
+
+def test_frozen_weights_that_were_changed_by_hand_are_written_again(saved: tuple[Store, Path]) -> None:
+    """Those that were not are the same objects at all steps."""
+    store, _ = saved
+    found = [
+        {entry.layer: entry.version.id for entry in record(store, RUN, step).layers} for step in range(1, STEPS + 1)
+    ]
+    norms = [versions["model.norm"] for versions in found]
+    assert norms[: CHANGED_AT - 1] == norms[:1] * (CHANGED_AT - 1)
+    assert norms[CHANGED_AT - 2] != norms[CHANGED_AT - 1]
+    assert norms[CHANGED_AT:] == norms[-1:] * (STEPS - CHANGED_AT)
+    assert len({versions["model.layers.0"] for versions in found}) == 1
 
 
 def test_drift_decides_as_over_deepspeeds_own_checkpoints(saved: tuple[Store, Path]) -> None:

@@ -42,7 +42,7 @@ class Ranks:
         """Return all that *rank* has, as its share of *save*."""
         share = self._held[rank].share
         due = frozenset(layer.layer for layer in share.layers)
-        return ShareWork(session=SESSION, save=save, share=share, due=due, files=tuple)
+        return ShareWork(session=SESSION, save=save, share=share, due=due, files=tuple, mark=self._held[rank].mark)
 
     def write(self, save: int, rank: int) -> None:
         """Write that."""
