@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from layerstore.errors import LayerstoreError
+from layerstore.live.council import SAVES_MAX
 from layerstore.live.files import Files
 from layerstore.live.log import LOG, words_of
 from layerstore.live.pool import Pool
@@ -141,7 +142,8 @@ class Background:
 
     def give_up(self, number: int) -> None:
         """Stop waiting for parts of the save *number*: a rank has said that it failed."""
-        self._given_up.add(number)
+        # Anew each time: the committing thread looks into it meanwhile. Of older saves everything is known.
+        self._given_up = {other for other in self._given_up if other > number - SAVES_MAX} | {number}
 
     def close(self, *, at_once: bool) -> None:
         """End the threads, when their work is done or *at_once*."""

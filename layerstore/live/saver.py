@@ -34,7 +34,7 @@ from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
 from layerstore.live.newest import Newest
 from layerstore.live.pool import Pool
-from layerstore.live.results import Saved, Status, saved_as, status_of
+from layerstore.live.results import Results, Saved, Status, saved_as
 from layerstore.live.resume import note_closed, place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
@@ -94,7 +94,7 @@ class Saver:
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Those of which it is not known yet what became of them."""
-        self._done: list[Result] = []
+        self._over = Results()
         self._fates: dict[int, bool] = {}
         self._newest = Newest(place.after)
         self._updates = 0
@@ -213,12 +213,12 @@ class Saver:
 
     def status(self) -> Status:
         """Tell how this rank's saves are doing; asks no other rank."""
-        return status_of(self.results)
+        return self._over.status(job.result() for job in self._jobs)
 
     @property
     def results(self) -> list[Result]:
-        """What is known of each of this rank's saves, in their order."""
-        return [*self._done, *(job.result() for job in self._jobs)]
+        """What is known of each of this rank's newest saves, in their order."""
+        return [*self._over.newest, *(job.result() for job in self._jobs)]
 
     def close(self) -> None:
         """Wait for what is on its way, and let go of the engine. Every rank calls it; twice is harmless."""
@@ -298,7 +298,7 @@ class Saver:
     def _finished(self, job: Job) -> None:
         if self._newest.is_lost(job.number):
             job.failure = job.failure or "another rank could not write its share"
-        self._done.append(job.result())
+        self._over.add(job.result())
         if job.joint is not None:
             note_job(self._rooms, self._session, job, self._settings.on_saved)
 
