@@ -149,7 +149,8 @@ class Saver:
         """
         client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
         place = Destination(folder=folder, tag=tag, is_complete=False)
-        self._save(self.step_of(), client_state, lambda: states, place=place)
+        kept = partial(self._engine.without_frozen, states) if self._settings.frozen == "exclude" else lambda: states
+        self._save(self.step_of(), client_state, kept, place=place)
 
     def _save(
         self,

@@ -4,12 +4,13 @@ Where layerstore meets DeepSpeed's engine: everything here uses names of DeepSpe
 All of them were there from 0.12 to 0.19; docs/reference/support.md lists what was tried.
 """
 
+import copy
 import functools
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +187,15 @@ class Engine:
             optimizer=optimizer,
             optimizer_path=Path(engine._get_zero_ckpt_name(str(FOLDER), tag)),
         )
+
+    def without_frozen(self, states: SavedStates) -> SavedStates:
+        """Return *states* as the engine hands them over where it is told to exclude frozen parameters."""
+        module = copy.copy(states.model["module"])  # its order and torch's notes on it go along
+        for name, parameter in self.engine.module.named_parameters():
+            if not parameter.requires_grad:
+                module.pop(name, None)
+        model = {**states.model, "module": module, "frozen_param_shapes": None, "frozen_param_fragments": None}
+        return replace(states, model=model)
 
     @property
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:

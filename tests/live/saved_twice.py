@@ -23,6 +23,7 @@ STEPS = 3
 CHANGED_AT = 2
 """The step after which a frozen weight is changed by hand."""
 RUN = "live"
+EXCLUDED_RUN = "excluded"
 DRIFT_RUN = "drift"
 DRIFT = Drift(budget=50_000, stalest=100)
 """Enough for one block of three."""
@@ -54,6 +55,7 @@ def main() -> None:
     with attached(engine, store) as drift:
         train_step(engine, STEPS + 1)
         save_drift(engine, drift, folder, STEPS + 1)
+    save_excluded(engine, store, folder)
     dist.barrier()
     os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
 
@@ -90,6 +92,16 @@ def save_drift(engine: Any, saver: Saver, folder: Path, step: int) -> None:
     saver.save(client_state={"epoch": step})
     with plainly(engine):
         engine.save_checkpoint(str(folder / "deepspeed"), tag=f"global_step{step}", client_state={"epoch": step})
+
+
+def save_excluded(engine: Any, store: Store, folder: Path) -> None:
+    """Let the engine save by itself without frozen weights, to the store and to files, and load that again."""
+    named: dict[str, Any] = {"tag": f"global_step{STEPS + 1}", "client_state": {"epoch": STEPS + 1}}
+    with layerstore.attach(engine, store, run=EXCLUDED_RUN, frozen="exclude"):
+        engine.save_checkpoint(str(folder / "pointers"), **named)
+        with plainly(engine):
+            engine.save_checkpoint(str(folder / EXCLUDED_RUN), exclude_frozen_parameters=True, **named)
+        engine.load_checkpoint(str(folder / "pointers"), load_module_strict=False)
 
 
 def gathered_names(engine: Any) -> set[str]:
