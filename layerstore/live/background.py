@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from layerstore.errors import LayerstoreError
+from layerstore.live.clock import Clock, Hold
 from layerstore.live.council import SAVES_MAX
 from layerstore.live.files import Files
 from layerstore.live.log import LOG, words_of
@@ -33,7 +34,7 @@ POLL_SECONDS = 0.02
 class Timing:
     """What one save took, as training sees it and as the disk does."""
 
-    blocked_seconds: float = 0.0
+    held: list[Hold] = field(default_factory=list)
     """Inside ``save`` and at the gate."""
     written_bytes: int = 0
     durable_seconds: float | None = None
@@ -42,6 +43,16 @@ class Timing:
     """On the rank that commits: until the commit was there."""
     queued: int = 0
     """Earlier saves that were still on their way."""
+
+    def hold(self, clock: Clock) -> Hold:
+        """Hold training for this save, from now on."""
+        self.held.append(clock.hold())
+        return self.held[-1]
+
+    @property
+    def blocked_seconds(self) -> float:
+        """How long training was held."""
+        return sum(hold.seconds for hold in self.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

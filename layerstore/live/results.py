@@ -1,11 +1,11 @@
 """What a saver tells of its saves."""
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from layerstore.live.background import Result
+from layerstore.live.clock import Hold
 
 RESULTS_MAX = 256
 """How many saves that are over are told of one by one."""
@@ -35,16 +35,16 @@ class Status:
     newest_step: int | None
     """That this rank has written."""
     blocked_seconds: float
-    """Of training, in all saves and at all gates."""
+    """Of training, in all saves and at all gates; on CUDA by the device's clock."""
     copied_bytes: int
     written_bytes: int
     errors: tuple[str, ...]
     """Of the newest that failed."""
 
 
-def saved_as(step: int, number: int, due: tuple[str, ...], started: float, *, skipped: bool) -> Saved:
-    """Return what a ``save`` that *started* then has begun by now."""
-    return Saved(step=step, number=number, layers_due=due, skipped=skipped, blocked_seconds=time.monotonic() - started)
+def saved_as(step: int, number: int, due: tuple[str, ...], held: Hold, *, skipped: bool) -> Saved:
+    """Return what a ``save`` has begun by now, for which training was *held*."""
+    return Saved(step=step, number=number, layers_due=due, skipped=skipped, blocked_seconds=held.seconds)
 
 
 class Results:

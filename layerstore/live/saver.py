@@ -13,7 +13,6 @@ back: slices are copied until the next update, which waits for what is left; the
 """
 
 import atexit
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +23,7 @@ from layerstore.errors import Conflict
 from layerstore.layers import compile_pattern
 from layerstore.live.background import Background, Job, Result
 from layerstore.live.capture import capture, check_client_state
+from layerstore.live.clock import Clock
 from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
@@ -82,6 +82,7 @@ class Saver:
         self._exchange = exchange
         is_cuda = engine.device.type == "cuda"
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
+        self._clock = Clock(engine.device)
         with exchange.together():
             self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
         self._session = open_session(exchange, self._rooms)
@@ -161,7 +162,7 @@ class Saver:
         place: Destination,
         problem: str = "",
     ) -> Saved:
-        started = time.monotonic()
+        held = self._clock.hold()
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
         self._measure()
@@ -184,17 +185,18 @@ class Saver:
         if (facts.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
-            return saved_as(number, self._schedule.number - 1, (), started, skipped=True)
+            return saved_as(number, self._schedule.number - 1, (), held, skipped=True)
         if facts.is_pressed and self._settings.on_pressure == "degrade":
             share = captured.share
             due = self._schedule.fewer(due, local_bytes(share), facts.free_bytes, counted=counted(share))
         job = self._begin(number, taken, due, movements)
         if self._watch is not None and sample is not None:
             self._watch.saved(sample, due)
-        job.timing.blocked_seconds += time.monotonic() - started
+        job.timing.held.append(held)
         if self._settings.mode == "sync" and (place.is_complete or self._engine.ungated):
-            self._finish(job, started)
-        saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
+            self._finish(job)
+        held.end()
+        saved = saved_as(number, job.number, in_order(captured.share, due), held, skipped=False)
         self._newest.note(saved, updates=self._updates)
         return saved
 
@@ -251,12 +253,12 @@ class Saver:
         self._updates += 1
         self._seal()
         if self._settings.mode == "sync" and self._jobs:
-            self._finish(self._jobs[-1], time.monotonic())
+            with self._jobs[-1].timing.hold(self._clock):
+                self._finish(self._jobs[-1])
         for job in self._jobs:
             if not job.snapshot.copied.is_set():
-                started = time.monotonic()
-                job.snapshot.copied.wait()
-                job.timing.blocked_seconds += time.monotonic() - started
+                with job.timing.hold(self._clock):
+                    job.snapshot.copied.wait()
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
@@ -377,10 +379,9 @@ class Saver:
         for job in self._jobs:
             job.files.seal()
 
-    def _finish(self, job: Job, started: float) -> None:
+    def _finish(self, job: Job) -> None:
         """Wait for *job*, and raise what went wrong with it, on every rank."""
         self.wait()
-        job.timing.blocked_seconds = time.monotonic() - started
         self._exchange.agree_on_disk(job.failure, self._rooms.layout.root)
 
     # -- what the drop-in asks for -------------------------------------------------------------------------------
