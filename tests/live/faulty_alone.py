@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 import layerstore
@@ -56,6 +57,21 @@ def alone(options: Any) -> None:
             attempt(lambda: engine.load_checkpoint(str(out / "run")), "at last")
             train(engine, 4, saver=saver, save_at=(4,), name="again")
         measured(engine, store)
+    done()
+
+
+def accumulated(options: Any) -> None:
+    """Accumulate as Accelerate does, which steps only at the end; try to save between batches and after updates."""
+    engine = build(accumulated=2)
+    with layerstore.attach(engine, options["store"], run=RUN) as saver:
+        for number in (1, 2, 3):
+            for is_last in (False, True):
+                engine.set_gradient_accumulation_boundary(is_last)
+                engine.backward(engine(torch.randn(2, 5).to(torch.bfloat16)))
+                if not is_last:
+                    attempt(saver.save, f"within {number}")
+            engine.step()
+            attempt(saver.save, f"after {number}")
     done()
 
 

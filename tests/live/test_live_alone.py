@@ -51,3 +51,20 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
         found = sorted((entry.attempt, entry.step) for entry in store.log(RUN))
     assert found == [(1, 1), (1, 3), (1, 4), (2, 4), (2, 5)]
     assert len(due(launch, "measured")[5]) == LAYERS
+
+
+def test_whoever_steps_only_at_the_end_of_an_accumulation_saves_there(ranks: Nursery, tmp_path: Path) -> None:
+    """Accelerate counts batches itself: DeepSpeed's own counter counts updates then, and says nothing of batches."""
+    layerstore.init(tmp_path / "store").close()
+
+    with ranks.launch(
+        "tests.live.faulty_alone:accumulated", {"store": str(tmp_path / "store")}, folder=tmp_path, name="accumulated"
+    ) as launch:
+        launch.done()
+
+    assert {event["name"] for event in launch.events("worked")} == {"after 1", "after 2", "after 3"}
+    raised = {event["name"]: event["message"] for event in launch.events("raised")}
+    assert raised.keys() == {"within 1", "within 2", "within 3"}
+    assert all("gradients are being accumulated" in words for words in raised.values())
+    with Store(tmp_path / "store") as store:
+        assert sorted(entry.step for entry in store.log(RUN)) == [1, 2, 3]
