@@ -149,11 +149,6 @@ def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamSte
     """Fill *engine* from *composite*: all that can fail does so, on every rank, before the engine changes anything."""
     composition = composite.composition
     with exchange.together():
-        if not engine.is_at_boundary:
-            raise InvalidInput(
-                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
-                hint="resume after engine.step() at the end of an accumulation, best before training",
-            )
         loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
         notes = loaded.fit(engine)
         random_state = read_random_state(loaded.load.state, loaded.load.content)
@@ -218,9 +213,15 @@ class Loaded:
         Return what does not carry over to *engine*. All that is loaded is read and verified here.
 
         Raises:
+            InvalidInput: Gradients are being accumulated for an update that is still to come.
             LayoutMismatch: It is of another model, another optimizer or another precision.
             IntegrityError: Something of it is damaged.
         """
+        if not engine.is_at_boundary:
+            raise InvalidInput(
+                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                hint="resume after engine.step() at the end of an accumulation, best before training",
+            )
         states = engine.states("resumed", {}, exclude_frozen=True)
         self._check_precision(engine.optimizer_file.name)
         check_fits(self.model(), self.optimizer(), states, frozen=engine.frozen_shapes)

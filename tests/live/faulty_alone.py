@@ -70,8 +70,11 @@ def accumulated(options: Any) -> None:
                 engine.backward(engine(torch.randn(2, 5).to(torch.bfloat16)))
                 if not is_last:
                     attempt(saver.save, f"within {number}")
+                if not is_last and number > 1:
+                    attempt(lambda: engine.load_checkpoint(options["out"]), f"load within {number}")
             engine.step()
             attempt(saver.save, f"after {number}")
+            engine.save_checkpoint(options["out"])
     done()
 
 

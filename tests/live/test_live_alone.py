@@ -54,17 +54,16 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
 
 
 def test_whoever_steps_only_at_the_end_of_an_accumulation_saves_there(ranks: Nursery, tmp_path: Path) -> None:
-    """Accelerate counts batches itself: DeepSpeed's own counter counts updates then, and says nothing of batches."""
+    """Accelerate counts batches itself, DeepSpeed's counter counts updates then; nothing is loaded in between."""
     layerstore.init(tmp_path / "store").close()
+    options = {"store": str(tmp_path / "store"), "out": str(tmp_path / "out")}
 
-    with ranks.launch(
-        "tests.live.faulty_alone:accumulated", {"store": str(tmp_path / "store")}, folder=tmp_path, name="accumulated"
-    ) as launch:
+    with ranks.launch("tests.live.faulty_alone:accumulated", options, folder=tmp_path, name="accumulated") as launch:
         launch.done()
 
     assert {event["name"] for event in launch.events("worked")} == {"after 1", "after 2", "after 3"}
     raised = {event["name"]: event["message"] for event in launch.events("raised")}
-    assert raised.keys() == {"within 1", "within 2", "within 3"}
+    assert raised.keys() == {"within 1", "within 2", "within 3", "load within 2", "load within 3"}
     assert all("gradients are being accumulated" in words for words in raised.values())
     with Store(tmp_path / "store") as store:
         assert sorted(entry.step for entry in store.log(RUN)) == [1, 2, 3]
