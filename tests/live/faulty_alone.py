@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import layerstore
+from layerstore.live.folder import checkpoint
 from layerstore.store import Store
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
@@ -20,6 +21,8 @@ from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, tr
 CAPTURE = "layerstore.live.taking.capture"
 MEASURE = "layerstore.live.saver.capture"
 LOOK_UP = "layerstore.live.dropin.composition_of"
+PLAN = "layerstore.live.folder.plan_composite"
+TRAINERS = "layerstore.live.folder._write_files"
 READ = "layerstore.live.resume.plan_load"
 
 
@@ -47,6 +50,8 @@ def alone(options: Any) -> None:
             for name, target in {"look up": LOOK_UP, "read": READ}.items():
                 with fails(target):
                     attempt(lambda: engine.load_checkpoint(str(out / "run")), name)
+            with fails(PLAN), patch(TRAINERS, return_value=True):
+                attempt(lambda: checkpoint(store, f"{RUN}@3"), "folder")
             with cut(out / "run"):
                 attempt(lambda: engine.load_checkpoint(str(out / "run")), "cut")
             attempt(lambda: engine.load_checkpoint(str(out / "other"), tag="global_step0"), "other")

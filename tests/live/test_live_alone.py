@@ -33,7 +33,7 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
 
     raised = {(event["name"], event["rank"]): (event["error"], event["message"]) for event in launch.events("raised")}
     names = {name for name, _ in raised}
-    assert names == {*WORDS, "pointer", "look up", "read"}
+    assert names == {*WORDS, "pointer", "look up", "read", "folder"}
     for name in names:
         first, last = raised[name, 0], raised[name, 1]
         if name in WORDS:
@@ -42,7 +42,7 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
             assert WORDS[name][1] in first[1]
         else:
             assert "made up" in last[1]
-            assert first[1] == f"rank 1: {last[1]}"
+            assert first[1] == f"rank 1: {last[1]}", name
     assert {event["rank"] for event in launch.events("worked") if event["name"] == "at last"} == {0, 1}
     assert losses(launch) == undisturbed
     assert one(launch, "status")["errors"] == []
