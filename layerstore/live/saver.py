@@ -85,6 +85,7 @@ class Saver:
         self._clock = Clock(engine.device)
         with exchange.together():
             self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
+        self._is_closed = False
         self._session = open_session(exchange, self._rooms)
         self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
         self._background.begin_at(place)
@@ -99,7 +100,6 @@ class Saver:
         self._fates: dict[int, bool] = {}
         self._newest = Newest(place.after)
         self._updates = 0
-        self._is_closed = False
         self.step_of: Callable[[], int] = lambda: engine.step
         """Tells the step where the engine saves by itself: trainers count their own."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
@@ -360,7 +360,7 @@ class Saver:
 
     def _measure(self) -> None:
         """Measure movements from what the engine was filled with, before it moves: what its next saves inherit."""
-        if self._watch is None or not self._is_unmeasured:
+        if self._watch is None or not self._is_unmeasured or self._is_closed:
             return
         self._is_unmeasured = False
         try:
