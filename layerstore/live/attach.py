@@ -17,6 +17,7 @@ from layerstore.ops.past import view_or_none
 from layerstore.ops.place import Place, place_begun
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy, checked, policy_named
+from layerstore.policy.keep import Keep
 from layerstore.store import Store, StrPath, as_store
 
 
@@ -29,6 +30,7 @@ def attach(
     mode: Mode = "async",
     host_buffer: int | str = "auto",
     on_pressure: Pressure = "wait",
+    keep: Keep | None = None,
     frozen: Frozen = "once",
     layer_pattern: str | None = None,
     on_saved: Callable[[SaveTiming], None] | None = None,
@@ -40,6 +42,7 @@ def attach(
     *mode* ``sync`` lets every ``save`` wait until it is durable. *host_buffer* bounds the memory for copies on this
     host, in bytes or as ``"8GB"``. *on_pressure* says what to do where the disk does not keep up: ``wait`` for it,
     ``skip`` a save, or ``degrade`` it to as many layers as fit. *frozen* weights are written ``once``, or left out.
+    *keep* says which commits of the run to keep: after each save the others are collected in the background.
     *on_saved* hears, on the first rank and in its training thread, what each save took once that is known.
 
     On a run that has commits already this begins a new attempt, whose first save is full; to go on with one,
@@ -69,6 +72,7 @@ def attach(
         on_pressure=on_pressure,
         frozen=frozen,
         layer_pattern=layer_pattern,
+        keep=keep,
         on_saved=on_saved,
     )
     return Saver(known, opened, exchange, settings, run=run, policy=chosen, place=place)

@@ -11,17 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from layerstore.errors import LayerstoreError
+from layerstore.live.clock import Clock, Hold
+from layerstore.live.collector import Collector
+from layerstore.live.council import SAVES_MAX
 from layerstore.live.files import Files
-from layerstore.live.log import LOG
+from layerstore.live.log import LOG, words_of
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
-from layerstore.model import Commit, LayerEntry, Part, StoredObject
-from layerstore.ops.joining import GivenUp, Joint, join, parts_of
+from layerstore.model import Commit, LayerEntry, Part
+from layerstore.ops.joining import BaseLost, GivenUp, Joint, join, parts_of
 from layerstore.ops.pins import pin
 from layerstore.ops.place import Place
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.shares import ShareWork, fail_share, write_share
+from layerstore.ops.shares import Frozen, ShareWork, fail_share, write_share
+from layerstore.policy.keep import Keep
 from layerstore.tree import Tree
 
 POLL_SECONDS = 0.02
@@ -32,7 +36,7 @@ POLL_SECONDS = 0.02
 class Timing:
     """What one save took, as training sees it and as the disk does."""
 
-    blocked_seconds: float = 0.0
+    held: list[Hold] = field(default_factory=list)
     """Inside ``save`` and at the gate."""
     written_bytes: int = 0
     durable_seconds: float | None = None
@@ -41,6 +45,16 @@ class Timing:
     """On the rank that commits: until the commit was there."""
     queued: int = 0
     """Earlier saves that were still on their way."""
+
+    def hold(self, clock: Clock) -> Hold:
+        """Hold training for this save, from now on."""
+        self.held.append(clock.hold())
+        return self.held[-1]
+
+    @property
+    def blocked_seconds(self) -> float:
+        """How long training was held."""
+        return sum(hold.seconds for hold in self.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +125,13 @@ class _Worker:
 class Background:
     """One rank's threads."""
 
-    def __init__(self, rooms: Rooms, pool: Pool, copier: Copier, *, is_first: bool) -> None:
+    def __init__(
+        self, rooms: Rooms, pool: Pool, copier: Copier, *, is_first: bool, run: str, keep: Keep | None
+    ) -> None:
         self._rooms = rooms
         self._pool = pool
         self._copier = copier
-        self._frozen: dict[str, StoredObject] = {}
+        self._frozen: Frozen = {}
         self._inherited: dict[str, LayerEntry] = {}
         """What the next commit inherits; changed by the committing thread, and where nothing is on its way."""
         self._beginning: dict[Tree, Tree] = {}
@@ -125,6 +141,9 @@ class Background:
         self._copying = _Worker("copy", self._copy)
         self._writing = _Worker("write", self._write)
         self._committing = _Worker("commit", self._commit) if is_first else None
+        self._collector = Collector(rooms, keep, run=run) if is_first and keep is not None else None
+        self.has_lost_base = False
+        """Whether a layer was collected that the next commit was to inherit: none can be before all are saved."""
 
     def add(self, job: Job) -> None:
         """Begin with *job*."""
@@ -141,7 +160,8 @@ class Background:
 
     def give_up(self, number: int) -> None:
         """Stop waiting for parts of the save *number*: a rank has said that it failed."""
-        self._given_up.add(number)
+        # Anew each time: the committing thread looks into it meanwhile. Of older saves everything is known.
+        self._given_up = {other for other in self._given_up if other > number - SAVES_MAX} | {number}
 
     def close(self, *, at_once: bool) -> None:
         """End the threads, when their work is done or *at_once*."""
@@ -152,6 +172,8 @@ class Background:
         self._writing.close()
         if self._committing is not None:
             self._committing.close()
+        if self._collector is not None:
+            self._collector.close(at_once=at_once)
         self._pool.close()
 
     # -- threads -------------------------------------------------------------------------------------------------
@@ -163,7 +185,7 @@ class Background:
         try:
             job.timing.written_bytes = write_share(self._rooms, job.work, job.snapshot, frozen=self._frozen)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
-            job.failure = _words(exc)
+            job.failure = words_of(exc)
             LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
             self._tell_failure(job)
         finally:
@@ -185,9 +207,13 @@ class Background:
             job.commit = self._joined(job)
             job.timing.visible_seconds = time.monotonic() - job.begun
             self._pin(job.commit, job.joint)
+            if self._collector is not None:
+                self._collector.wake()
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
-            job.failure = job.failure or _words(exc)
+            job.failure = job.failure or words_of(exc)
             LOG.error("%s", job.failure)  # one line
+            if isinstance(exc, BaseLost):
+                self._inherited, self.has_lost_base = {}, True
         finally:
             try:
                 self._clean_up(job)
@@ -221,8 +247,3 @@ class Background:
             self._rooms.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
         except Exception as exc:  # noqa: BLE001  # likewise
             LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)
-
-
-def _words(exc: BaseException) -> str:
-    cause = exc.__cause__
-    return f"{exc}: {cause}" if cause is not None else str(exc) or type(exc).__name__

@@ -1,7 +1,7 @@
 """What an engine holds now, as one rank's share of a checkpoint: its slices in live memory, all else copied."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.live.inert import Memory, NotPlain, inert
 from layerstore.live.seams import SavedStates
 from layerstore.tree import Located, Storage
+from layerstore.zero3.checkpoint import ObjectSource
 from layerstore.zero3.members import buffers_of
 from layerstore.zero3.ptfile import PtFile
 from layerstore.zero3.ranks import RankSource, rank_source
@@ -28,6 +29,10 @@ class Captured:
     def memory(self, path: Path) -> Memory:
         """Return the memory that holds *path*."""
         return self.model if self.model.holds(path) else self.optimizer
+
+    def mark(self, source: ObjectSource) -> Hashable:
+        """Return what changes with *source*: what it is made of, where that lay and how often it had been changed."""
+        return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)
 
 
 def check_client_state(client_state: Mapping[str, object]) -> str:

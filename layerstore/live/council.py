@@ -12,7 +12,7 @@ from layerstore.live.exchange import Exchange, Message
 
 # What the numbers of a message are.
 _STEP, _NUMBER, _FLAGS, _FREE, _FAILED_FROM, _FAILED, _UPTO, _VISIBLE = range(8)
-_AT_BOUNDARY, _PRESSED, _MISTYPED = 1, 2, 4
+_AT_BOUNDARY, _PRESSED, _MISTYPED, _BASE_LOST = 1, 2, 4, 8
 SAVES_MAX = 32
 """How many saves in a row may have an open fate: as many as one number tells."""
 
@@ -32,6 +32,8 @@ class Report:
     """Numbers of saves that it could not write."""
     fates: dict[int, bool]
     """On the rank that commits: of every save that is resolved, whether it became visible."""
+    has_lost_base: bool = False
+    """On the rank that commits: whether it has lost a layer that commits were to inherit."""
     mistyped: str = ""
     """What of the client_state cannot be kept."""
     problem: str = ""
@@ -50,6 +52,8 @@ class Facts:
     """Whether any rank is."""
     free_bytes: int
     """What every rank has free in its pool."""
+    has_lost_base: bool
+    """Whether no commit can be made before every layer was saved again."""
 
 
 def meet(exchange: Exchange, report: Report) -> Facts:
@@ -89,7 +93,10 @@ def _message(report: Report) -> Message:
     numbers = {
         _STEP: report.step,
         _NUMBER: report.number,
-        _FLAGS: _AT_BOUNDARY * report.is_at_boundary | _PRESSED * report.is_pressed | _MISTYPED * bool(report.mistyped),
+        _FLAGS: _AT_BOUNDARY * report.is_at_boundary
+        | _PRESSED * report.is_pressed
+        | _MISTYPED * bool(report.mistyped)
+        | _BASE_LOST * report.has_lost_base,
         _FREE: report.free_bytes,
         _FAILED_FROM: failed_from,
         _FAILED: sum(1 << ahead for ahead in range(SAVES_MAX) if failed_from + ahead in report.failed),
@@ -115,4 +122,5 @@ def _facts(messages: Sequence[Message]) -> Facts:
         ),
         is_pressed=any(message.numbers[_FLAGS] & _PRESSED for message in messages),
         free_bytes=min(message.numbers[_FREE] for message in messages),
+        has_lost_base=any(message.numbers[_FLAGS] & _BASE_LOST for message in messages),
     )

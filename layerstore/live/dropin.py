@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from layerstore.errors import Conflict
+from layerstore.errors import Conflict, IntegrityError
+from layerstore.live.exchange import Exchange
 from layerstore.live.following import composition_of
 from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
-from layerstore.live.seams import Engine, SavedStates, ranks_of_world
+from layerstore.live.seams import Engine, SavedStates, engine_with
 from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
 from layerstore.zero3.pointers import Pointer, read_pointer
@@ -32,14 +33,18 @@ class Taking(Protocol):
     def run(self) -> str:
         """As which run."""
 
+    @property
+    def exchange(self) -> Exchange:
+        """With which ranks."""
+
     def take(self, states: SavedStates, *, folder: Path, tag: str) -> None:
         """Save *states*; more files may still come into *folder*."""
 
     def pointer(self) -> Pointer:
         """Return what leads to the next save."""
 
-    def settle(self) -> None:
-        """Wait for whatever is on its way, before something is loaded."""
+    def wait(self) -> None:
+        """Return once nothing is on its way."""
 
     def went_to(self, composition: Composition | None) -> None:
         """Go on from *composition*, which the engine was filled with; None: with something that no store knows."""
@@ -52,6 +57,7 @@ class StoreCheckpointEngine:
         self.real = real
         self.name = "layerstore"
         self._savers: list[Taking] = []
+        self._engine: Engine | None = None
         self._uninstall: Callable[[], None] | None = None
         self.loaded: Composition | None = None
         """What the engine was last filled with, if it came from a store."""
@@ -68,11 +74,12 @@ class StoreCheckpointEngine:
     def attach(self, saver: Taking, engine: Engine) -> None:
         """Save *engine* to *saver* from now on."""
         self._savers.append(saver)
+        self._engine = engine
         if engine.checkpoint_engine is not self:
             self._uninstall = engine.install(self)
 
     def detach(self, saver: Taking) -> None:
-        """Save as before *saver* came; pointers can still be loaded."""
+        """Save to whoever was attached before *saver*; the last one that goes leaves the engine as it was found."""
         self._savers = [other for other in self._savers if other is not saver]
         if not self._savers and self._uninstall is not None:
             self._uninstall()
@@ -84,7 +91,7 @@ class StoreCheckpointEngine:
     def settle(self) -> None:
         """Wait for whatever is on its way."""
         for saver in self._savers:
-            saver.settle()
+            saver.wait()
 
     def went_to(self, composition: Composition | None) -> None:
         """Let all that save the engine go on from *composition*, which it was filled with, or None that we know."""
@@ -108,52 +115,75 @@ class StoreCheckpointEngine:
 
     def commit(self, info: Any) -> Any:
         """Save what is held, once both halves are there."""
-        if self.saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
+        saver = self.saver
+        if saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
             (model, model_path), (optimizer, optimizer_path) = self._held[_MODEL], self._held[_OPTIMIZER]
             self._held.clear()
-            pointer = self.saver.pointer()
-            self.saver.take(
+            pointer = saver.pointer()
+            saver.take(
                 SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
                 folder=model_path.parent.parent,
                 tag=model_path.parent.name,
             )
-            for path in (model_path, optimizer_path):
-                write_pointer(self.saver.store.rooms.files, path, pointer)
+            with saver.exchange.together():
+                for path in (model_path, optimizer_path):
+                    write_pointer(saver.store.rooms.files, path, pointer)
         return self.real.commit(info)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return what *path* holds, or what it points at."""
-        pointer = read_pointer(Path(path))
-        if pointer is None:
+        if path.endswith(_MODEL):
             self.settle()  # what is loaded changes masters without an update, and no gate holds it
+            self._load = self._agreed(Path(path))
+        if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
             if path.endswith(_OPTIMIZER):
-                self.loaded = None
-                self.went_to(None)
+                self._went_to(None)
             return self.real.load(path, map_location=map_location)
-        loaded = self._commit_of(pointer, Path(path))
+        _, loaded = self._load
         if path.endswith(_MODEL):
             return loaded.model()
-        loaded.check_precision(Path(path).name)
         optimizer = loaded.optimizer()
         self._load = None  # the optimizer's state is the last that is asked for, and the engine's own from now on
-        self._went_to(loaded)
+        self._went_to(loaded.composition)
         return optimizer
 
-    def _commit_of(self, pointer: Pointer, path: Path) -> Loaded:
-        """Read the commit that *pointer* means; the loader asks for its first half more than once."""
-        if self._load is None or self._load[0] != pointer:
-            self.settle()
-            store = self._store_of(pointer)
-            rank = int(path.name.removeprefix("bf16_").split("_")[3])
-            composition = composition_of(store, pointer)
-            self._load = pointer, Loaded.of(store, composition, rank=rank, world_size=ranks_of_world())
-        return self._load[1]
+    def _agreed(self, path: Path) -> tuple[Pointer, Loaded] | None:
+        """
+        Return what the pointer *path* means, None if it is none: before the engine changes, and the same on all ranks.
 
-    def _went_to(self, loaded: Loaded) -> None:
-        self.loaded = loaded.composition
-        self.went_to(loaded.composition)
+        What one rank cannot load is loaded by none.
+        """
+        exchange = Exchange()
+        try:
+            with exchange.together():
+                found = self._found(path)
+            texts = exchange.texts("shards" if found is None else f"a pointer to {found[1].composition.commit}")
+            for rank, text in enumerate(texts):
+                if text != texts[0]:
+                    raise IntegrityError(
+                        f"the ranks cannot load {path.parent}: rank 0 finds {texts[0]} there, rank {rank} {text}",
+                        hint="does every host see the same folder? layerstore.transformers.checkpoint makes a new one",
+                    )
+        finally:
+            exchange.close()
+        return found
+
+    def _found(self, path: Path) -> tuple[Pointer, Loaded] | None:
+        pointer = read_pointer(path)
+        # The loader asks for its first half more than once.
+        if pointer is None or (self._load is not None and self._load[0] == pointer):
+            return None if pointer is None else self._load
+        engine = self._engine or Engine(engine_with(self))
+        store = self._store_of(pointer)
+        loaded = Loaded.of(store, composition_of(store, pointer), rank=engine.rank, world_size=engine.world_size)
+        loaded.fit(engine)
+        return pointer, loaded
+
+    def _went_to(self, composition: Composition | None) -> None:
+        self.loaded = composition
+        self.went_to(composition)
 
     def _store_of(self, pointer: Pointer) -> Store:
         if self.saver is not None and self.saver.store.id == pointer.store_id:

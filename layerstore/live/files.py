@@ -11,6 +11,7 @@ from layerstore.live.inert import Memory
 from layerstore.live.log import LOG
 from layerstore.live.randomness import random_state
 from layerstore.live.seams import Engine
+from layerstore.model import SourceLayout
 from layerstore.ops.shares import KeptFile
 from layerstore.store import StrPath
 from layerstore.zero3.beside import beside_shards, rank_of_file
@@ -61,12 +62,23 @@ class Files:
         # Now, not when the folder is complete: training goes on to draw from it.
         self._random = random_state(memory, rank=engine.rank, world_size=engine.world_size)
         self._kept: tuple[KeptFile, ...] = ()
+        self._flavour = "raw"
         self._is_sealed = threading.Event()
 
     def wait(self) -> tuple[KeptFile, ...]:
         """Return the files once they are all there."""
         self._is_sealed.wait()
         return self._kept
+
+    def layout(self, *, layer_pattern: str | None) -> SourceLayout:
+        """Return what the folder was when it was complete: by now whoever saves there may have removed it."""
+        self._is_sealed.wait()
+        return SourceLayout(flavour=self._flavour, tag=self._place.tag, layer_pattern=layer_pattern)
+
+    @property
+    def pin(self) -> str | None:
+        """What the commit is to be called."""
+        return self._place.pin
 
     def seal(self) -> None:
         """Read the files as they are now; by the main thread, before training goes on."""
@@ -82,6 +94,7 @@ class Files:
         """Return this rank's files: on the first rank all that is no rank's own."""
         beside: tuple[FoundFile, ...] = ()
         try:
+            self._flavour = flavour_of(self._place.folder, self._place.tag)
             scripts = {path.name: path for path in self._engine.scripts} if self._engine.rank == 0 else {}
             beside = tuple(_found(scripts | ({} if self._place.is_complete else dict(self._beside()))))
         except (LayerstoreError, OSError) as exc:
@@ -120,6 +133,3 @@ def _checked(name: str) -> str:
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise InvalidInput(f"extra_files names {name!r}, which is not below the checkpoint's folder")
     return str(path)
-
-
-__all__ = ["Destination", "Files", "flavour_of"]

@@ -42,19 +42,34 @@ def checkpoint(
     Raises:
         NotFound: There is no such commit, or it is none of a Trainer.
     """
-    opened = as_store(store)
-    rooms = opened.rooms
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return _made(as_store(store), ref, folder, policy)[0]
+    exchange = Exchange()
+    try:
+        with exchange.together():
+            found, commit = _made(as_store(store), ref, folder, policy)
+        if not exchange.is_same(commit):
+            raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
+    finally:
+        exchange.close()
+    return found
+
+
+def _made(store: Store, ref: str, folder: StrPath | None, policy: str | Policy) -> tuple[str | None, str]:
+    """Return this rank's folder and the commit that it leads to; None and an empty text where there is none."""
+    rooms = store.rooms
     reference = parse_reference(ref)
     is_pin = reference.name in rooms.records.pin_names()
     is_tip = not is_pin and reference.step is None and not reference.back
     view = view_or_none(rooms, reference.name) if is_tip else None
     is_empty = is_tip and (view is None or not view.rows)
-    composition = None if is_empty else opened.compose(ref, policy=policy).composition
-    _check_same("" if composition is None else composition.commit)
+    composition = None if is_empty else store.compose(ref, policy=policy).composition
     if composition is None:
         LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
-        return None
-    pointer = pointer_to(opened, composition, pin=reference.name if is_pin and policy == "latest" else None)
+        return None, ""
+    pointer = pointer_to(store, composition, pin=reference.name if is_pin and policy == "latest" else None)
     ranks = _ranks(rooms, composition)
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
@@ -72,7 +87,7 @@ def checkpoint(
             rooms.files.make_directories(place.parent)
             write_pointer(rooms.files, place, pointer)
     _write(rooms.files, target / LATEST, tag.encode())
-    return str(target)
+    return str(target), composition.commit
 
 
 def _ranks(rooms: Rooms, composition: Composition) -> Ranks:
@@ -106,17 +121,3 @@ def _world_size() -> int:
     import torch.distributed as dist
 
     return int(dist.get_world_size()) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _check_same(commit: str) -> None:
-    """Raise where the ranks see different commits: one may have been saved between their looks."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return
-    exchange = Exchange()
-    try:
-        if not exchange.is_same(commit):
-            raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
-    finally:
-        exchange.close()

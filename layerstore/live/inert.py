@@ -39,6 +39,7 @@ class Memory:
         self._name = name
         self._storages: dict[int, Storage] = {}
         self._held: dict[Path, torch.UntypedStorage] = {}
+        self._marks: dict[Path, tuple[int, int]] = {}
 
     def storage(self, tensor: "torch.Tensor") -> Storage:
         """Return the node of the storage that *tensor* views, the same one every time."""
@@ -58,6 +59,8 @@ class Memory:
         )
         self._storages[untyped._cdata] = node
         self._held[place] = untyped  # also keeps the address from being given to another one
+        # What torch counts of changes; tensors of inference cannot be changed in place outside of it.
+        self._marks[place] = untyped.data_ptr(), 0 if tensor.is_inference() else tensor._version
         return node
 
     @property
@@ -71,6 +74,10 @@ class Memory:
 
         untyped = self._held[path]
         return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+
+    def mark_of(self, path: Path) -> tuple[int, int]:
+        """Return where the bytes at *path* lay when they were looked at first, and how often they had been changed."""
+        return self._marks[path]
 
     def put(self, name: str, data: bytes) -> Path:
         """Keep *data* as well; return where it is found."""

@@ -1,6 +1,7 @@
 """The newest save of a saver: what comes next is of a later step, or the same once more."""
 
 from layerstore.errors import Conflict
+from layerstore.live.council import SAVES_MAX
 from layerstore.live.log import LOG
 from layerstore.live.results import Saved
 
@@ -25,7 +26,9 @@ class Newest:
 
     def note_lost(self, number: int) -> None:
         """Note that the save *number* came to nothing: it may be made again."""
-        self._lost.add(number)
+        self._lost = {other for other in self._lost if other > number - SAVES_MAX} | {
+            number
+        }  # fates of older are known
 
     def is_lost(self, number: int) -> bool:
         """Whether the save *number* came to nothing."""

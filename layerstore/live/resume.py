@@ -148,19 +148,10 @@ def _composite(
 def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
     """Fill *engine* from *composite*: all that can fail does so, on every rank, before the engine changes anything."""
     composition = composite.composition
-    states = engine.states("resumed", {}, exclude_frozen=True)
     with exchange.together():
-        if not engine.is_at_boundary:
-            raise InvalidInput(
-                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
-                hint="resume after engine.step() at the end of an accumulation, best before training",
-            )
         loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
-        loaded.check_precision(engine.optimizer_file.name)
-        check_fits(loaded.model(), loaded.optimizer(), states, frozen=engine.frozen_shapes)
+        notes = loaded.fit(engine)
         random_state = read_random_state(loaded.load.state, loaded.load.content)
-        notes = (*loaded.load.notes, *schedule_notes(loaded.model(), states))
-    del states
     engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
     restored = random_state is not None and set_random_state(random_state)
     for note in notes if engine.global_rank == 0 else ():
@@ -217,7 +208,26 @@ class Loaded:
         """Return what is in ``optim_states``."""
         return self._optimizer.make()
 
-    def check_precision(self, name: str) -> None:
+    def fit(self, engine: Engine) -> tuple[str, ...]:
+        """
+        Return what does not carry over to *engine*. All that is loaded is read and verified here.
+
+        Raises:
+            InvalidInput: Gradients are being accumulated for an update that is still to come.
+            LayoutMismatch: It is of another model, another optimizer or another precision.
+            IntegrityError: Something of it is damaged.
+        """
+        if not engine.is_at_boundary:
+            raise InvalidInput(
+                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                hint="resume after engine.step() at the end of an accumulation, best before training",
+            )
+        states = engine.states("resumed", {}, exclude_frozen=True)
+        self._check_precision(engine.optimizer_file.name)
+        check_fits(self.model(), self.optimizer(), states, frozen=engine.frozen_shapes)
+        return (*self.load.notes, *schedule_notes(self.model(), states))
+
+    def _check_precision(self, name: str) -> None:
         """Raise where *name*, what the engine calls its optimizer's file, is of another type of computation."""
         saved = PurePosixPath(self.load.state.optimizer.path).name.startswith("bf16_")
         wanted = name.startswith("bf16_")

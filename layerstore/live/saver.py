@@ -13,36 +13,37 @@ back: slices are copied until the next update, which waits for what is left; the
 """
 
 import atexit
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from layerstore.errors import Conflict
 from layerstore.layers import compile_pattern
 from layerstore.live.background import Background, Job, Result
-from layerstore.live.capture import Captured, capture, check_client_state
+from layerstore.live.capture import capture, check_client_state
+from layerstore.live.clock import Clock
 from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
-from layerstore.live.files import Destination, Files, find_or_say, flavour_of
+from layerstore.live.files import Destination, find_or_say
 from layerstore.live.joints import in_order, key_problem, note_job, pin_problem, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
 from layerstore.live.newest import Newest
 from layerstore.live.pool import Pool
-from layerstore.live.results import Saved, Status, saved_as, status_of
+from layerstore.live.results import Results, Saved, Status, saved_as
 from layerstore.live.resume import note_closed, place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
 from layerstore.live.settings import Settings
 from layerstore.live.sizes import counted, local_bytes, sizes_of
-from layerstore.live.snapshot import Copier, CudaCopier, Snapshot
+from layerstore.live.snapshot import Copier, CudaCopier, Snapshot, changing
+from layerstore.live.taking import Taken, take_stock
 from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
-from layerstore.model import Kind, SourceLayout
 from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
 from layerstore.ops.past import view_or_none
@@ -81,23 +82,26 @@ class Saver:
         self._exchange = exchange
         is_cuda = engine.device.type == "cuda"
         self._copier = CudaCopier(engine.device) if is_cuda else Copier()
+        self._clock = Clock(engine.device)
         with exchange.together():
             self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
+        self._is_closed = False
         self._session = open_session(exchange, self._rooms)
-        self._background = Background(self._rooms, self._pool, self._copier, is_first=engine.rank == 0)
+        self._background = Background(
+            self._rooms, self._pool, self._copier, is_first=engine.rank == 0, run=run, keep=settings.keep
+        )
         self._background.begin_at(place)
-        self._schedule = Schedule.after(place, policy)
+        self._schedule = Schedule.after(place, policy, run=run)
         self._watch = Watch(self._exchange) if getattr(policy, "measures", False) else None
         self._is_unmeasured = bool(place.inherited)
         self._measure()
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Those of which it is not known yet what became of them."""
-        self._done: list[Result] = []
+        self._over = Results()
         self._fates: dict[int, bool] = {}
         self._newest = Newest(place.after)
         self._updates = 0
-        self._is_closed = False
         self.step_of: Callable[[], int] = lambda: engine.step
         """Tells the step where the engine saves by itself: trainers count their own."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
@@ -148,7 +152,8 @@ class Saver:
         """
         client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
         place = Destination(folder=folder, tag=tag, is_complete=False)
-        self._save(self.step_of(), client_state, lambda: states, place=place)
+        kept = partial(self._engine.without_frozen, states) if self._settings.frozen == "exclude" else lambda: states
+        self._save(self.step_of(), client_state, kept, place=place)
 
     def _save(
         self,
@@ -159,38 +164,41 @@ class Saver:
         place: Destination,
         problem: str = "",
     ) -> Saved:
-        started = time.monotonic()
+        held = self._clock.hold()
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
-        report = self._report(step=number, mistyped=check_client_state(client_state), problem=problem)
-        facts = agree(self._exchange, report)
+        self._measure()
+        taken, trouble = take_stock(self._engine, states, place, pattern=self._pattern, watch=self._watch)
+        mistyped = check_client_state(client_state)
+        facts = agree(self._exchange, self._report(step=number, mistyped=mistyped, problem=problem or trouble))
+        assert taken is not None, "a rank that could not capture has said so"
         self._learn(facts)
         repeated = self._newest.same(number, updates=self._updates, pin=place.pin)
         if repeated is not None:
             return repeated  # and into its folder more may still come: that is not sealed
-        self._measure()
         self._seal()
         if self._settings.on_pressure == "wait":
             self._make_room()
-        captured = capture(states(), rank=self._engine.rank, folder=place.folder, pattern=self._pattern)
+        captured, sample = taken.captured, taken.sample
         self._copier.follow()
-        sample = self._watch.sample(captured) if self._watch is not None else None
         movements = self._watch.movements(sample) if self._watch is not None and sample is not None else {}
         due = self._due(captured.share, movements)
         # However few layers a save has, no more of them may be open than fates are told of.
         if (facts.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             self._schedule.skip(due)
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", number)
-            return saved_as(number, self._schedule.number - 1, (), started, skipped=True)
+            return saved_as(number, self._schedule.number - 1, (), held, skipped=True)
         if facts.is_pressed and self._settings.on_pressure == "degrade":
-            due = self._schedule.fewer(due, local_bytes(captured.share), facts.free_bytes)
-        job = self._begin(number, captured, due, place, movements)
+            share = captured.share
+            due = self._schedule.fewer(due, local_bytes(share), facts.free_bytes, counted=counted(share))
+        job = self._begin(number, taken, due, movements)
         if self._watch is not None and sample is not None:
             self._watch.saved(sample, due)
-        job.timing.blocked_seconds += time.monotonic() - started
+        job.timing.held.append(held)
         if self._settings.mode == "sync" and (place.is_complete or self._engine.ungated):
-            self._finish(job, started)
-        saved = saved_as(number, job.number, in_order(captured.share, due), started, skipped=False)
+            self._finish(job)
+        held.end()
+        saved = saved_as(number, job.number, in_order(captured.share, due), held, skipped=False)
         self._newest.note(saved, updates=self._updates)
         return saved
 
@@ -210,12 +218,12 @@ class Saver:
 
     def status(self) -> Status:
         """Tell how this rank's saves are doing; asks no other rank."""
-        return status_of(self.results)
+        return self._over.status(job.result() for job in self._jobs)
 
     @property
     def results(self) -> list[Result]:
-        """What is known of each of this rank's saves, in their order."""
-        return [*self._done, *(job.result() for job in self._jobs)]
+        """What is known of each of this rank's newest saves, in their order."""
+        return [*self._over.newest, *(job.result() for job in self._jobs)]
 
     def close(self) -> None:
         """Wait for what is on its way, and let go of the engine. Every rank calls it; twice is harmless."""
@@ -247,12 +255,12 @@ class Saver:
         self._updates += 1
         self._seal()
         if self._settings.mode == "sync" and self._jobs:
-            self._finish(self._jobs[-1], time.monotonic())
+            with self._jobs[-1].timing.hold(self._clock):
+                self._finish(self._jobs[-1])
         for job in self._jobs:
             if not job.snapshot.copied.is_set():
-                started = time.monotonic()
-                job.snapshot.copied.wait()
-                job.timing.blocked_seconds += time.monotonic() - started
+                with job.timing.hold(self._clock):
+                    job.snapshot.copied.wait()
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
@@ -268,6 +276,7 @@ class Saver:
             free_bytes=free,
             failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
             fates=self._known_fates(),
+            has_lost_base=self._background.has_lost_base,
             mistyped=mistyped,
             problem=problem,
         )
@@ -288,6 +297,9 @@ class Saver:
         for save in [save for save in self._schedule.pending if facts.fates.get(save.number) is False]:
             self._newest.note_lost(save.number)
         self._schedule.resolve(facts.fates.items())
+        if facts.has_lost_base:
+            self._schedule.begin_anew()
+            self._background.has_lost_base = False
         pending = {save.number for save in self._schedule.pending}
         while self._jobs and self._jobs[0].number not in pending and self._jobs[0].is_written.is_set():
             self._finished(self._jobs.popleft())
@@ -295,7 +307,7 @@ class Saver:
     def _finished(self, job: Job) -> None:
         if self._newest.is_lost(job.number):
             job.failure = job.failure or "another rank could not write its share"
-        self._done.append(job.result())
+        self._over.add(job.result())
         if job.joint is not None:
             note_job(self._rooms, self._session, job, self._settings.on_saved)
 
@@ -314,26 +326,19 @@ class Saver:
             sizes=sizes_of(share),
         )
 
-    def _begin(
-        self,
-        step: int,
-        captured: Captured,
-        due: frozenset[str],
-        place: Destination,
-        movements: Mapping[str, float],
-    ) -> Job:
-        share = captured.share
+    def _begin(self, step: int, taken: Taken, due: frozenset[str], movements: Mapping[str, float]) -> Job:
+        share, files = taken.captured.share, taken.files
         number = self._schedule.begin(due, counted(share))
-        files = Files(self._engine, captured.model, place)
-        work = ShareWork(session=self._session, save=self._saves, share=share, due=due, files=files.wait)
-        lazy = [
-            part
-            for source in objects_due(share, due)
-            if source.kind in {Kind.MASTER, Kind.OPTIMIZER}
-            for part in source.slices
-        ]
-        joint = self._joint(step, number, place, work, movements) if share.rank == 0 else None
-        snapshot = Snapshot(captured, lazy)
+        work = ShareWork(
+            session=self._session,
+            save=self._saves,
+            share=share,
+            due=due,
+            files=files.wait,
+            mark=taken.captured.mark,
+        )
+        joint = self._joint(step, number, taken, work, movements) if share.rank == 0 else None
+        snapshot = Snapshot(taken.captured, changing(objects_due(share, due)))
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         job.timing.queued = sum(not earlier.is_written.is_set() for earlier in self._jobs)
         self._saves += 1
@@ -341,39 +346,42 @@ class Saver:
         self._background.add(job)
         return job
 
-    def _joint(
-        self, step: int, number: int, place: Destination, work: ShareWork, movements: Mapping[str, float]
-    ) -> Joint:
+    def _joint(self, step: int, number: int, taken: Taken, work: ShareWork, movements: Mapping[str, float]) -> Joint:
         return Joint(
             work=work,
             run=self.run,
             place=self._place,
             step=step,
             save_number=number,
-            pin=place.pin,
+            pin=taken.files.pin,
             policy=use_of(self._schedule.policy, work, movements),
-            layout=lambda: SourceLayout(
-                flavour=flavour_of(place.folder, place.tag), tag=place.tag, layer_pattern=self._settings.layer_pattern
-            ),
+            layout=partial(taken.files.layout, layer_pattern=self._settings.layer_pattern),
         )
 
     def _measure(self) -> None:
         """Measure movements from what the engine was filled with, before it moves: what its next saves inherit."""
-        if self._watch is not None and self._is_unmeasured:
-            states = self._engine.states("resumed", {}, exclude_frozen=self._settings.frozen == "exclude")
-            captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
-            self._watch.saved(self._watch.sample(captured), frozenset(self._place.inherited))
+        if self._watch is None or not self._is_unmeasured or self._is_closed:
+            return
         self._is_unmeasured = False
+        try:
+            with self._exchange.together():
+                states = self._engine.states("resumed", {}, exclude_frozen=self._settings.frozen == "exclude")
+                captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
+                sample = self._watch.sample(captured)
+        except Exception as exc:  # noqa: BLE001  # training goes on: what was not measured is due at the next save
+            LOG.warning("how far layers move is measured from their next save on: %s", exc)
+            self._watch.forget()
+        else:
+            self._watch.saved(sample, frozenset(self._place.inherited))
 
     def _seal(self) -> None:
         """Take up what has come into the folders of earlier saves; from here on they are complete."""
         for job in self._jobs:
             job.files.seal()
 
-    def _finish(self, job: Job, started: float) -> None:
+    def _finish(self, job: Job) -> None:
         """Wait for *job*, and raise what went wrong with it, on every rank."""
         self.wait()
-        job.timing.blocked_seconds = time.monotonic() - started
         self._exchange.agree_on_disk(job.failure, self._rooms.layout.root)
 
     # -- what the drop-in asks for -------------------------------------------------------------------------------
@@ -382,6 +390,11 @@ class Saver:
     def store(self) -> Store:
         """Where to."""
         return self._store
+
+    @property
+    def exchange(self) -> Exchange:
+        """With which ranks."""
+        return self._exchange
 
     def pointer(self) -> Pointer:
         """Return what leads to the next save."""
@@ -394,17 +407,14 @@ class Saver:
             step=self.step_of(),
         )
 
-    def settle(self) -> None:
-        """Wait for whatever is on its way: something is about to be loaded."""
-        self.wait()
-
     def went_to(self, composition: Composition | None) -> None:
         """Go on from *composition*, which the engine was filled with; None: with something that no store knows."""
-        view = view_or_none(self._rooms, self.run)
-        place = place_begun(view) if composition is None else place_resumed(view, composition)
+        with self._exchange.together():
+            view = view_or_none(self._rooms, self.run)
+            place = place_begun(view) if composition is None else place_resumed(view, composition)
         self._place = place
         self._background.begin_at(place)
-        self._schedule = Schedule.after(place, self._schedule.policy)
+        self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
         self._is_unmeasured = bool(place.inherited)
         self._engine.at_next_forward(self._measure)  # by then the engine is filled, which a loader may just be doing
         self._fates.clear()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from layerstore.ops.place import Place
+from layerstore.ops.place import Place, own_numbers
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 
@@ -30,6 +30,8 @@ class Schedule:
     """Of the next save."""
     visible: dict[str, int] = field(default_factory=dict)
     """The number of the newest visible save of each layer."""
+    foreign: frozenset[str] = frozenset()
+    """Layers that were taken over from another run: they need not be saved, and their saves' numbers say nothing."""
     counted: dict[str, bool] = field(default_factory=dict)
     """Whether the optimizer had updated each layer when it was last saved."""
     owed: set[str] = field(default_factory=set)
@@ -37,12 +39,14 @@ class Schedule:
     pending: list[_Pending] = field(default_factory=list)
 
     @classmethod
-    def after(cls, place: Place, policy: Policy) -> Self:
-        """Return the schedule of saves that begin at *place*."""
+    def after(cls, place: Place, policy: Policy, *, run: str) -> Self:
+        """Return the schedule of saves of *run* that begin at *place*."""
+        own = own_numbers(place, run)
         return cls(
             policy=policy,
             number=place.save_number,
-            visible={layer: entry.origin.save_number for layer, entry in place.inherited.items()},
+            visible=own,
+            foreign=frozenset(place.inherited.keys() - own.keys()),
             counted={layer: entry.optimizer_step is not None for layer, entry in place.inherited.items()},
         )
 
@@ -63,10 +67,19 @@ class Schedule:
             movements=movements,
             sizes=sizes,
         )
-        begun = {layer for layer in layers if counted[layer] and not self.counted.get(layer, True)}
-        new = {layer for layer in layers if layer not in last}
         found = due_layers(anchored(self.policy, 0), save)
-        return found | begun | new | (self.owed & set(layers))
+        return found | self._needed(layers, counted) | (self.owed & set(layers))
+
+    def _needed(self, layers: Iterable[str], counted: Mapping[str, bool]) -> frozenset[str]:
+        """Return those of *layers* without which there is no commit: nothing stands in for them."""
+        known = self.last_saved().keys() | self.foreign
+        return frozenset(
+            layer for layer in layers if layer not in known or (counted[layer] and not self.counted.get(layer, True))
+        )
+
+    def begin_anew(self) -> None:
+        """Note that nothing can be inherited any more: every layer is due until it was saved."""
+        self.visible, self.foreign = {}, frozenset()
 
     @property
     def open_for(self) -> int:
@@ -94,16 +107,23 @@ class Schedule:
         self.owed |= due
         self.number += 1
 
-    def fewer(self, due: frozenset[str], sizes: Mapping[str, int], room: int) -> frozenset[str]:
-        """Return those of *due* that fit into *room*, the oldest first, and at least one; the others stay due."""
+    def fewer(
+        self, due: frozenset[str], sizes: Mapping[str, int], room: int, *, counted: Mapping[str, bool]
+    ) -> frozenset[str]:
+        """
+        Return those of *due* that fit into *room*, the oldest first, and at least one; the others stay due.
+
+        What no commit can do without is among them, whatever fits: a first save is full.
+        """
         last = self.last_saved()
-        chosen: list[str] = []
-        for layer in sorted(due, key=lambda of: (last.get(of, -1), of)):
+        chosen = set(self._needed(due, counted))
+        room -= sum(sizes[layer] for layer in chosen)
+        for layer in sorted(due - chosen, key=lambda of: (last.get(of, -1), of)):
             if chosen and sizes[layer] > room:
                 continue
-            chosen.append(layer)
+            chosen.add(layer)
             room -= sizes[layer]
-        self.owed |= due - set(chosen)
+        self.owed |= due - chosen
         return frozenset(chosen)
 
     def resolve(self, outcomes: Iterable[tuple[int, bool]]) -> None:

@@ -4,12 +4,13 @@ Where layerstore meets DeepSpeed's engine: everything here uses names of DeepSpe
 All of them were there from 0.12 to 0.19; docs/reference/support.md lists what was tried.
 """
 
+import copy
 import functools
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,9 @@ class Engine:
     @property
     def is_at_boundary(self) -> bool:
         """Whether no gradient has been accumulated for an update that is still to come."""
+        told = getattr(self.engine, "_is_gradient_accumulation_boundary", None)
+        if told is not None:
+            return bool(told)  # who counts batches itself, as Accelerate does, steps once for all of an update's
         return int(self.engine.micro_steps) % int(self.engine.gradient_accumulation_steps()) == 0
 
     @property
@@ -186,6 +190,15 @@ class Engine:
             optimizer=optimizer,
             optimizer_path=Path(engine._get_zero_ckpt_name(str(FOLDER), tag)),
         )
+
+    def without_frozen(self, states: SavedStates) -> SavedStates:
+        """Return *states* as the engine hands them over where it is told to exclude frozen parameters."""
+        module = copy.copy(states.model["module"])  # its order and torch's notes on it go along
+        for name, parameter in self.engine.module.named_parameters():
+            if not parameter.requires_grad:
+                module.pop(name, None)
+        model = {**states.model, "module": module, "frozen_param_shapes": None, "frozen_param_fragments": None}
+        return replace(states, model=model)
 
     @property
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -273,9 +286,18 @@ def engine_of(model: Any) -> Any:
 
     Trainers hand the bare model to those who listen to them, and nothing in it leads to its engine.
     """
+    return _engine_where(lambda engine: engine.module is model)
+
+
+def engine_with(checkpoint_engine: Any) -> Any:
+    """Return the engine that saves and loads with *checkpoint_engine*, which is never told."""
+    return _engine_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine)
+
+
+def _engine_where(is_it: Callable[[Any], bool]) -> Any:
     from deepspeed import DeepSpeedEngine
 
-    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and each.module is model]
+    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
     if not found:
         raise InvalidInput(
             "the Trainer does not train under DeepSpeed", hint="pass TrainingArguments(deepspeed=CONFIG) with stage 3"
@@ -306,13 +328,6 @@ def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:
 
     wrapped.wrapper = wrapper  # type: ignore[attr-defined]
     engine.create_checkpoint_engine = wrapped
-
-
-def ranks_of_world() -> int:
-    """Return how many processes there are: all share the optimizer's state, parallelism of other kinds is refused."""
-    import torch.distributed as dist
-
-    return int(dist.get_world_size())
 
 
 def _rank_in(group: Any) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerstore.ops.timings import SaveTiming
+from layerstore.policy.keep import Keep
 
 Mode = Literal["async", "sync"]
 Pressure = Literal["wait", "skip", "degrade"]
@@ -20,4 +21,5 @@ class Settings:
     on_pressure: Pressure
     frozen: Frozen
     layer_pattern: str | None
+    keep: Keep | None
     on_saved: Callable[[SaveTiming], None] | None

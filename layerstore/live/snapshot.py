@@ -6,7 +6,7 @@ One thread copies, in the order in which the writer reads. The gate holds the up
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 from layerstore.limits import MIB
 from layerstore.live.capture import Captured
 from layerstore.live.pool import Pool, PoolClosed
-from layerstore.zero3.checkpoint import SliceSource
+from layerstore.model import Kind
+from layerstore.zero3.checkpoint import ObjectSource, SliceSource
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,11 @@ class Snapshot:
         chunk = None if self._is_over else self._chunks.get()
         self._is_over = chunk is None
         return chunk
+
+
+def changing(objects: Iterable[ObjectSource]) -> list[SliceSource]:
+    """Return the slices of *objects* that the next update changes."""
+    return [part for of in objects if of.kind in {Kind.MASTER, Kind.OPTIMIZER} for part in of.slices]
 
 
 class Copier:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Spots:
     """What is looked at in one storage: places of elements, and the layer of each."""
 
     places: "torch.Tensor"
+    """On the device of that storage, once it was looked at."""
     layers: "torch.Tensor"
     dtype: str
 
@@ -56,11 +57,17 @@ class Watch:
         import torch
 
         self._look_at(captured.share)
-        found = {}
+        looked: dict[torch.device, dict[Path, torch.Tensor]] = {}
         for path, spots in self._spots.items():
             kind = getattr(torch, by_code(spots.dtype).torch_name)
             held = captured.memory(path).bytes_of(path).view(kind)
-            found[path] = held[spots.places.to(held.device)].to("cpu", torch.float64)
+            spots.places = spots.places.to(held.device)  # where it stays
+            looked.setdefault(held.device, {})[path] = held[spots.places].to(torch.float64)
+        found: dict[Path, torch.Tensor] = {}
+        for of in looked.values():
+            # One transfer for all: each one waits for all that the device has begun.
+            values = torch.cat(list(of.values())).to("cpu")
+            found |= zip(of, torch.split(values, [len(part) for part in of.values()]), strict=True)
         return Sample(captured.share, found)
 
     def movements(self, sample: Sample) -> dict[str, float]:
@@ -95,6 +102,11 @@ class Watch:
             before[chosen] = now[chosen]
         self._known |= layers
 
+    def forget(self) -> None:
+        """Know nothing of any layer, until it is saved again."""
+        self._base.clear()
+        self._known.clear()
+
     def _chosen(self, path: Path, layers: frozenset[str]) -> "torch.Tensor":
         import torch
 
@@ -114,8 +126,7 @@ class Watch:
             for layer in share.layers
         ]
         self._spots = dict(_spots(share))
-        self._base.clear()
-        self._known.clear()
+        self.forget()
 
 
 def _masters(share: Share) -> set[Path]:
@@ -136,8 +147,9 @@ def _spots(share: Share) -> Iterator[tuple[Path, _Spots]]:
             places.setdefault(part.path, []).extend(first + place for place in own)
             layers.setdefault(part.path, []).extend([at] * len(own))
             dtypes[part.path] = part.dtype
-    for path, found in places.items():
-        yield path, _Spots(torch.tensor(found), torch.tensor(layers[path]), dtypes[path])
+    for path, found in places.items():  # of a storage this rank may hold nothing that is looked at
+        of = torch.tensor(layers[path], dtype=torch.long)
+        yield path, _Spots(torch.tensor(found, dtype=torch.long), of, dtypes[path])
 
 
 def _own_places(shape: Sequence[int], share: Share) -> list[int]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from layerstore.errors import Conflict, LayerstoreError, LayoutMismatch
+from layerstore.errors import Conflict, IntegrityError, LayerstoreError, LayoutMismatch
 from layerstore.format.records import make_commit
 from layerstore.model import (
     BlobRef,
@@ -20,6 +20,7 @@ from layerstore.model import (
     SourceLayout,
     StoredObject,
 )
+from layerstore.ops.claims import claim
 from layerstore.ops.hashing import Checksums, SourceReader
 from layerstore.ops.place import Place, entries_of
 from layerstore.ops.rooms import Rooms
@@ -28,9 +29,15 @@ from layerstore.ops.staging import Staging
 from layerstore.storage.objects import ObjectWriter
 from layerstore.zero3.checkpoint import LayerSource
 
+_STORED_AGAIN = "the next save stores every layer that is missing"
+
 
 class GivenUp(LayerstoreError):
     """A save that will not become a commit: a rank has failed, or what it was to inherit never became visible."""
+
+
+class BaseLost(GivenUp):
+    """A layer that was to be inherited was collected: who resumes from an old step does not hold it by any name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,8 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
     Publish the commit that *parts* make; what is not due is *inherited*.
 
     Raises:
-        GivenUp: A layer is neither due nor inherited, because the save before was given up.
+        BaseLost: A layer that was to be inherited was collected.
+        GivenUp: A layer is neither due nor inherited, because the save before was given up; or an object is gone.
         LayoutMismatch: The ranks do not agree on what they have saved.
     """
     for part in parts:
@@ -87,12 +95,16 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
     if lost:
         raise GivenUp(
             f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
-            hint="the next save stores every layer that is missing",
+            hint=_STORED_AGAIN,
         )
     with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
         reader = SourceReader()
         staging = Staging(writer, lambda: reader, source="a save", checksums=Checksums(), advance=lambda count: None)
         record = _record(joint, parts, dict(_versions(staging, joint, parts)), inherited)
+        try:
+            claim(rooms, writer, [entry for entry in record.layers if entry.layer not in joint.work.due])
+        except Conflict as exc:
+            raise BaseLost(f"step {joint.step} is given up: {exc}", hint=_STORED_AGAIN) from exc
         writer.publish()
         commit = make_commit(
             record,
@@ -102,6 +114,7 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
                 bytes_reused=writer.bytes_reused + sum(part.bytes_reused for part in parts),
             ),
         )
+        _check_there(rooms, joint, parts)
         rooms.records.publish(commit)
         gone = writer.look_again()
         if gone:
@@ -113,6 +126,22 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
 def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
     """Whether *entry* can be inherited: one from before the first update has no moments to go on with."""
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
+
+
+def _check_there(rooms: Rooms, joint: Joint, parts: Sequence[Part]) -> None:
+    """Look for every object that *parts* name: a rank may be about to take its part back, or be gone."""
+    for part in parts:
+        named = [stored.ref for layer in part.layers for stored in layer.objects]
+        for ref in (*named, *([part.state] if part.state is not None else [])):
+            try:
+                found = rooms.objects.find(ref)
+            except IntegrityError as exc:
+                raise GivenUp(f"step {joint.step} is given up: {exc}", hint=_STORED_AGAIN) from exc
+            if found is None:
+                raise GivenUp(
+                    f"step {joint.step} is given up: object {ref.id}, which rank {part.rank} had written, is gone",
+                    hint=_STORED_AGAIN,
+                )
 
 
 def _versions(staging: Staging, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:

@@ -204,6 +204,16 @@ def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
     return {entry.layer: entry for entry in record.layers}
 
 
+def own_numbers(place: Place, run: str) -> dict[str, int]:
+    """Return the number of each inherited layer's save, where *run* counts on from it: others are no ages."""
+    origins = {layer: entry.origin for layer, entry in place.inherited.items()}
+    return {
+        layer: origin.save_number
+        for layer, origin in origins.items()
+        if origin.run == run and origin.save_number < place.save_number
+    }
+
+
 def opens_the_same(view: RunView | None, rival: RecordRow, place: Place) -> bool:
     """Whether *rival* began its attempt just where *place* would: then the command was merely repeated."""
     if view is None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from layerstore.model import Kind, LayerEntry
 from layerstore.ops.movement import movements
-from layerstore.ops.place import Place
+from layerstore.ops.place import Place, own_numbers
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_since
@@ -39,11 +39,7 @@ def layers_due(
 
 
 def _ages(place: Place, run: str) -> dict[str, int]:
-    return {
-        layer: place.save_number - entry.origin.save_number
-        for layer, entry in place.inherited.items()
-        if entry.origin.run == run
-    }
+    return {layer: place.save_number - number for layer, number in own_numbers(place, run).items()}
 
 
 def _can_inherit(rooms: Rooms, layer: LayerSource, entry: LayerEntry | None) -> bool:

@@ -1,6 +1,6 @@
 """One rank's share of a commit: staged, made durable, and left as a part for the rank that commits."""
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ class ShareWork:
     """The layers to be stored."""
     files: Callable[[], tuple["KeptFile", ...]]
     """Returns what is kept byte for byte beside the rank's state, once it is all there."""
+    mark: Callable[[ObjectSource], Hashable]
+    """Returns what tells an object of frozen weights from every other one, without reading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +46,15 @@ def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
     return [source for layer in share.layers if layer.layer in due for source in layer.objects]
 
 
-def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: MutableMapping[str, StoredObject]) -> int:
+Frozen = MutableMapping[str, tuple[Hashable, StoredObject]]
+"""The mark and the object of each layer's frozen weights."""
+
+
+def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen) -> int:
     """
     Store what *work* says, and leave the part that says so; return how many bytes the store did not have.
 
-    Frozen weights are read once: *frozen* has their objects by layer, as long as the store has them.
+    Frozen weights are read once: *frozen* has their objects, for as long as their marks stay and the store has them.
 
     Raises:
         Conflict: An object vanished while the part that names it was written.
@@ -64,7 +70,7 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Mutabl
             reads_once=True,  # what was copied is gone from the pool once it was read
         )
         layers = tuple(
-            LayerPart(layer=layer.layer, objects=tuple(_objects(layer, staging, writer, frozen)))
+            LayerPart(layer=layer.layer, objects=tuple(_objects(layer, work, staging, writer, frozen)))
             for layer in share.layers
             if layer.layer in work.due
         )
@@ -90,16 +96,18 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Mutabl
 
 
 def _objects(
-    layer: LayerSource, staging: Staging, writer: ObjectWriter, frozen: MutableMapping[str, StoredObject]
+    layer: LayerSource, work: ShareWork, staging: Staging, writer: ObjectWriter, frozen: Frozen
 ) -> Iterable[StoredObject]:
     for source in layer.objects:
         if source.kind is not Kind.WEIGHTS:
             yield staging.object(source)
             continue
-        known = frozen.get(layer.layer)
-        if known is None or not writer.reuse(known.ref):
-            frozen[layer.layer] = known = staging.object(source)
-        yield known
+        mark = work.mark(source)
+        known, stored = frozen.get(layer.layer, (None, None))
+        if stored is None or known != mark or not writer.reuse(stored.ref):
+            stored = staging.object(source)
+            frozen[layer.layer] = mark, stored
+        yield stored
 
 
 def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
@@ -112,7 +120,8 @@ def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
 
 
 def fail_share(rooms: Rooms, work: ShareWork, why: str) -> None:
-    """Leave a part that says that this rank has failed."""
+    """Leave a part that says that this rank has failed, in the place of one that says otherwise."""
+    rooms.parts.withdraw(work.session, work.save, work.share.rank)
     rooms.parts.publish(
         Part(
             session=work.session,

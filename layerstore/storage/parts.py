@@ -83,6 +83,10 @@ class PartStore:
         """Remove *session* with its parts: nobody will join them any more."""
         self._files.remove_tree(self._layout.parts / session)
 
+    def withdraw(self, session: str, save: int, rank: int) -> None:
+        """Take back a part, if it is there: not all that it names is."""
+        self._files.unlink(self._path(session, save, rank))
+
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of one save: a record names what they named, or nothing ever will."""
         for rank in range(world_size):

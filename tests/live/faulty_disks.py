@@ -76,6 +76,7 @@ def broken(options: Any) -> None:
     rules: dict[str, Callable[[], object]] = {
         "one rank's disk": lambda: faults.on("write", "/tmp/", fail(errno.EIO), rank=1),
         "one rank's part": lambda: faults.on("link", "/parts/", fail(errno.EIO), rank=1),
+        "one rank's objects": lambda: faults.on("link", "/parts/", lost(path), rank=1),
         "record folder": lambda: faults.on("link", "/commits/", fail(errno.EACCES), rank=0),
         "store gone": lambda: move(path, path.with_name("gone")),
     }
@@ -97,6 +98,18 @@ def broken(options: Any) -> None:
                 dist.barrier()
                 train(engine, 3, saver=saver, save_at=(3,), name=name)
     done()
+
+
+def lost(store: Path) -> Callable[[Path], None]:
+    """Return what removes all objects that were written since now."""
+    known = set((store / "objects").rglob("*"))
+
+    def lose(_: Path) -> None:
+        for path in set((store / "objects").rglob("*")) - known:
+            if path.is_file():
+                path.unlink()
+
+    return lose
 
 
 def move(source: Path, target: Path) -> None:

@@ -20,7 +20,10 @@ from layerstore.store import Store
 from tests.live.plain import plainly
 
 STEPS = 3
+CHANGED_AT = 2
+"""The step after which a frozen weight is changed by hand."""
 RUN = "live"
+EXCLUDED_RUN = "excluded"
 DRIFT_RUN = "drift"
 DRIFT = Drift(budget=50_000, stalest=100)
 """Enough for one block of three."""
@@ -41,6 +44,8 @@ def main() -> None:
     with attached(engine, store) as drift, layerstore.attach(engine, store, run=RUN) as saver:
         for step in range(1, STEPS + 1):
             train_step(engine, step)
+            if step == CHANGED_AT:
+                change_frozen(engine)
             gathered = gathered_names(engine)
             saver.save(client_state={"epoch": step})
             if not gathered or gathered_names(engine) != gathered:
@@ -50,6 +55,7 @@ def main() -> None:
     with attached(engine, store) as drift:
         train_step(engine, STEPS + 1)
         save_drift(engine, drift, folder, STEPS + 1)
+    save_excluded(engine, store, folder)
     dist.barrier()
     os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
 
@@ -71,11 +77,31 @@ def train_step(engine: Any, step: int) -> None:
     engine.step()
 
 
+def change_frozen(engine: Any) -> None:
+    """Change a frozen parameter as DeepSpeed says that one may."""
+    import deepspeed
+    import torch
+
+    weight = engine.module.model.norm.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.mul_(2)
+
+
 def save_drift(engine: Any, saver: Saver, folder: Path, step: int) -> None:
     """Save through the saver that measures, and by DeepSpeed itself."""
     saver.save(client_state={"epoch": step})
     with plainly(engine):
         engine.save_checkpoint(str(folder / "deepspeed"), tag=f"global_step{step}", client_state={"epoch": step})
+
+
+def save_excluded(engine: Any, store: Store, folder: Path) -> None:
+    """Let the engine save by itself without frozen weights, to the store and to files, and load that again."""
+    named: dict[str, Any] = {"tag": f"global_step{STEPS + 1}", "client_state": {"epoch": STEPS + 1}}
+    with layerstore.attach(engine, store, run=EXCLUDED_RUN, frozen="exclude"):
+        engine.save_checkpoint(str(folder / "pointers"), **named)
+        with plainly(engine):
+            engine.save_checkpoint(str(folder / EXCLUDED_RUN), exclude_frozen_parameters=True, **named)
+        engine.load_checkpoint(str(folder / "pointers"), load_module_strict=False)
 
 
 def gathered_names(engine: Any) -> set[str]:

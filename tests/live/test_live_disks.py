@@ -74,7 +74,7 @@ def test_a_disk_fills_up(ranks: Nursery, disk: Path, tmp_path: Path, undisturbed
 
 
 def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]) -> None:
-    """One rank's disk, its part, the folder of records, the whole store: only the save at that time is lost."""
+    """One rank's disk, part or objects, the folder of records, the whole store: only the save at that time is lost."""
     layerstore.init(tmp_path / "store").close()
 
     with ranks.launch(
@@ -85,13 +85,20 @@ def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed
     expected = {step: loss for step, loss in undisturbed.items() if step <= 3}
     with Store(tmp_path / "store") as store:
         assert store.verify(read_data=True).damaged == ()
-        assert store.runs == ["one-ranks-disk", "one-ranks-part", "record-folder", "store-gone"]
+        assert store.runs == [
+            "one-ranks-disk",
+            "one-ranks-objects",
+            "one-ranks-part",
+            "record-folder",
+            "store-gone",
+        ]
         for run in store.runs:
             assert [entry.step for entry in store.log(run)] == [3, 1]
-    for name in ("one rank's disk", "one rank's part", "record folder", "store gone"):
+    for name in ("one rank's disk", "one rank's part", "one rank's objects", "record folder", "store gone"):
         assert losses(launch, name) == expected
         (error,) = one(launch, "status", name=name)["errors"]
         assert error.startswith("step 2: ")
+        assert name != "one rank's objects" or error.endswith("is gone")
     assert os.listdir(tmp_path / "store" / "parts") == []
 
 

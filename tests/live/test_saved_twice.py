@@ -7,10 +7,10 @@ import pytest
 
 import layerstore
 from layerstore.live.ranks import Ranks
-from layerstore.model import CommitRecord
+from layerstore.model import CommitRecord, Kind
 from layerstore.store import Store
 from tests.live.plain import states_of
-from tests.live.saved_twice import DRIFT, DRIFT_RUN, RUN, STEPS
+from tests.live.saved_twice import CHANGED_AT, DRIFT, DRIFT_RUN, EXCLUDED_RUN, RUN, STEPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,35 @@ def test_gathered_parameters_are_saved_as_deepspeed_saves_them(saved: tuple[Stor
         assert [entry.version for entry in live.layers] == [entry.version for entry in ingested.layers]
         assert [entry.optimizer_step for entry in live.layers] == [entry.optimizer_step for entry in ingested.layers]
         assert states_of(store, live) == states_of(store, ingested)
+
+
+def test_frozen_weights_that_were_changed_by_hand_are_written_again(saved: tuple[Store, Path]) -> None:
+    """Those that were not are the same objects at all steps."""
+    store, _ = saved
+    found = [
+        {entry.layer: entry.version.id for entry in record(store, RUN, step).layers} for step in range(1, STEPS + 1)
+    ]
+    norms = [versions["model.norm"] for versions in found]
+    assert norms[: CHANGED_AT - 1] == norms[:1] * (CHANGED_AT - 1)
+    assert norms[CHANGED_AT - 2] != norms[CHANGED_AT - 1]
+    assert norms[CHANGED_AT:] == norms[-1:] * (STEPS - CHANGED_AT)
+    assert len({versions["model.layers.0"] for versions in found}) == 1
+
+
+def test_the_engines_own_save_leaves_frozen_weights_out_too(saved: tuple[Store, Path]) -> None:
+    """What the saver is told goes for save_checkpoint as well, as if that had been told to exclude them."""
+    store, checkpoints = saved
+    store.ingest(checkpoints.parent / EXCLUDED_RUN, run="ingested-excluded")
+
+    live, ingested = (record(store, run, STEPS + 1) for run in (EXCLUDED_RUN, "ingested-excluded"))
+
+    assert [(entry.layer, entry.version) for entry in live.layers] == [
+        (entry.layer, entry.version) for entry in ingested.layers
+    ]
+    assert states_of(store, live) == states_of(store, ingested)
+    kinds = {stored.kind for entry in live.layers for stored in store.rooms.version_of(entry).objects}
+    assert kinds == {Kind.MASTER, Kind.OPTIMIZER, Kind.BUFFERS}
+    assert "model.norm" not in {entry.layer for entry in live.layers}
 
 
 def test_drift_decides_as_over_deepspeeds_own_checkpoints(saved: tuple[Store, Path]) -> None:

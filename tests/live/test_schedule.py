@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.live.schedule import Schedule
+from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
+from layerstore.ops.place import Place
 from layerstore.policy import Latest, Parity, Policy
+from layerstore.policy.due import Save
 
 LAYERS = ("embed", "layers.0", "layers.1", "layers.2", "head")
 ALL = frozenset(LAYERS)
@@ -96,11 +99,54 @@ def test_fewer_layers_are_the_oldest_that_fit_and_at_least_one() -> None:
     of.visible = {layer: age for age, layer in enumerate(reversed(LAYERS))}
     sizes = dict.fromkeys(LAYERS, 10)
 
-    assert of.fewer(ALL, sizes, 25) == {"head", "layers.2"}
+    assert of.fewer(ALL, sizes, 25, counted=COUNTED) == {"head", "layers.2"}
     assert of.owed == {"embed", "layers.0", "layers.1"}
-    assert of.fewer(ALL, sizes, 0) == {"head"}
-    assert of.fewer(ALL, sizes | {"layers.2": 100}, 25) == {"head", "layers.1"}
-    assert of.fewer(ALL, sizes, 1000) == ALL
+    assert of.fewer(ALL, sizes, 0, counted=COUNTED) == {"head"}
+    assert of.fewer(ALL, sizes | {"layers.2": 100}, 25, counted=COUNTED) == {"head", "layers.1"}
+    assert of.fewer(ALL, sizes, 1000, counted=COUNTED) == ALL
+
+
+def test_no_layer_is_left_out_that_nothing_stands_in_for() -> None:
+    """A first save is full, however little fits; and so is the first one with moments."""
+    of, sizes = schedule(Latest()), dict.fromkeys(LAYERS, 10)
+
+    assert of.fewer(ALL, sizes, 10, counted=COUNTED) == ALL
+    assert not of.owed
+
+    of.begin(ALL, dict.fromkeys(LAYERS, False))
+    first = COUNTED | {"head": False, "embed": False}
+    assert of.fewer(ALL, sizes, 10, counted=first) == ALL - {"head", "embed"}
+    assert of.owed == {"head", "embed"}
+
+
+def test_saves_of_another_run_are_no_ages() -> None:
+    """A run that goes on from another one inherits its layers, whatever numbers their saves had there."""
+    seen: list[Mapping[str, int]] = []
+
+    class Looking(Latest):
+        """Notes what it is told, and has nothing saved."""
+
+        def due(self, save: Save) -> frozenset[str]:
+            """Return none."""
+            seen.append(save.ages)
+            return frozenset()
+
+    def entry(run: str, number: int) -> LayerEntry:
+        origin = Origin(run=run, attempt=1, step=number, save_number=number)
+        return LayerEntry(
+            layer="", version=BlobRef(id=ObjectId("0" * 32), size_bytes=1), origin=origin, optimizer_step=1
+        )
+
+    # One layer is of this run, but of a number that it has not come to again since it was begun anew.
+    inherited = {layer: entry("other", 50) for layer in LAYERS} | {"head": entry("own", 1), "embed": entry("own", 9)}
+    place = Place(attempt=2, fork=None, save_number=4, inherited=inherited)
+
+    of = Schedule.after(place, Looking(), run="own")
+
+    assert due(of) == frozenset()
+    of.begin(frozenset({"embed"}), COUNTED)
+    assert due(of) == frozenset()
+    assert seen == [{"head": 3}, {"head": 4, "embed": 1}]
 
 
 def test_what_did_not_fit_comes_first_next_time() -> None:
@@ -109,7 +155,7 @@ def test_what_did_not_fit_comes_first_next_time() -> None:
     save(of)
     seen: list[str] = []
     for _ in LAYERS:
-        chosen = of.fewer(due(of), dict.fromkeys(LAYERS, 10), 10)
+        chosen = of.fewer(due(of), dict.fromkeys(LAYERS, 10), 10, counted=COUNTED)
         seen += chosen
         of.begin(chosen, COUNTED)
 
@@ -151,7 +197,7 @@ def test_nothing_is_inherited_that_never_became_visible(course: list[tuple[str, 
             of.skip(now)
             continue
         if what == "fewer":
-            now = of.fewer(now, dict.fromkeys(LAYERS, 10), room)
+            now = of.fewer(now, dict.fromkeys(LAYERS, 10), room, counted=COUNTED)
         number = of.begin(now, COUNTED)
         # As whoever commits does: a save is visible only if all that it leaves out is.
         is_visible = works and not ALL - visible - now

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import layerstore
 from layerstore import Drift
+from layerstore.live import watch as watch_module
 from layerstore.live.capture import Captured, capture
 from layerstore.live.exchange import Exchange, Message
 from layerstore.live.seams import SavedStates
@@ -20,6 +22,7 @@ from layerstore.live.watch import Watch
 from layerstore.ops.movement import RUN_ELEMENTS, RUNS
 from layerstore.policy.due import Save
 from tests.bench.generate import generate
+from tests.live.launched import DEVICES
 
 WIDE: dict[str, Any] = {"layers": 3, "hidden": 52, "vocab": 64, "layout": "raw"}
 """The larger parameters have more elements than are looked at, and many a run of them lies on two of three ranks."""
@@ -100,13 +103,13 @@ def files_of(checkpoint: Path) -> list[tuple[Path, Path]]:
     return [(path.parent / path.name.replace("bf16_", "").replace("optim", "model"), path) for path in optimizers]
 
 
-def captured(files: tuple[Path, Path], rank: int) -> Captured:
-    """Return what an engine would hand over that has what is in *files*."""
+def captured(files: tuple[Path, Path], rank: int, *, device: str = "cpu") -> Captured:
+    """Return what an engine on *device* would hand over that has what is in *files*."""
     model, optimizer = files
     states = SavedStates(
         model=torch.load(model, weights_only=False),
         model_path=model,
-        optimizer=torch.load(optimizer, weights_only=False),
+        optimizer=torch.load(optimizer, weights_only=False, map_location=device),
         optimizer_path=optimizer,
     )
     return capture(states, rank=rank, folder=model.parent, pattern=None)
@@ -132,6 +135,48 @@ def test_movement_is_the_stores_own_at_any_world_size(tmp_path: Path) -> None:
         ranks.saved()
         ranks.go_to(2)
         assert ranks.movements() == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_rank_may_hold_nothing_that_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where many ranks share a few large parameters: the others measure for it."""
+    own = watch_module._own_places
+    monkeypatch.setattr(watch_module, "_own_places", lambda shape, share: own(shape, share) if share.rank == 0 else [])
+    ranks = Ranks(tmp_path)
+    ranks.saved()
+
+    assert ranks.movements() == dict.fromkeys(ALL, 0.0)
+    ranks.change("lm_head", lambda values: values.mul_(2))
+    assert ranks.movements()["lm_head"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sample_is_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """However many sub-groups there are: each transfer would wait for all that the device has begun."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here: transfers on the CPU are counted in its place")
+    (files,) = files_of(made(tmp_path, 1, 1, **WIDE))
+    held = captured(files, 0, device=device)
+    watch = Watch(Together(1).of(0))
+    expected = watch.sample(held)
+    assert len(expected.values) > 1
+    transfers: list[object] = []
+    to = torch.Tensor.to
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        transfers.extend(each for each in arguments if each == "cpu")
+        return to(tensor, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        found = watch.sample(held)
+    torch.cuda.set_sync_debug_mode("default") if device == "cuda" else None
+
+    assert len(transfers) == 1
+    assert len([each for each in waits if "synchroniz" in str(each.message)]) <= 1
+    assert all(torch.equal(found.values[path], values) for path, values in expected.values.items())
 
 
 def test_what_was_never_saved_has_no_movement_and_what_stays_has_none(tmp_path: Path) -> None:

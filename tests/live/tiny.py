@@ -57,14 +57,15 @@ class Tiny(nn.Module):
         return (errors.float() ** 2).mean()
 
 
-def build(hidden: int = 64) -> Engine:
-    """Return a new engine, the same one every time."""
+def build(hidden: int = 64, *, accumulated: int = 1) -> Engine:
+    """Return a new engine, the same one every time; so many batches make one update."""
     gc.collect()
     logging.basicConfig(format="%(name)s: %(message)s")
     torch.manual_seed(dist.get_rank())
     random.seed(dist.get_rank())
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulated,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,

@@ -1,0 +1,74 @@
+"""
+How long training is held: by the host's clock, and where the engine computes on CUDA by the device's own.
+
+A host that waits holds nothing up as long as its device has work; only the device can tell how long it stood still.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Hold:
+    """A stretch of time in which training is held, from now on; a context manager that ends it."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._ended: float | None = None
+
+    def end(self) -> None:
+        """Let training go on."""
+        self._ended = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it was, or is by now; nobody waits for the answer."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._begun
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class CudaHold(Hold):
+    """The same between two marks on the stream that the engine computes on."""
+
+    def __init__(self, device: "torch.device") -> None:
+        super().__init__()
+        self._device = device
+        self._from = self._mark()
+        self._to: torch.cuda.Event | None = None
+
+    def end(self) -> None:
+        """Let training go on."""
+        self._to = self._mark()
+        super().end()
+
+    @property
+    def seconds(self) -> float:
+        """How long the stream took from mark to mark; until it has come to the second one, the host's own time."""
+        if self._to is None or not self._to.query():  # type: ignore[no-untyped-call]
+            return super().seconds
+        return float(self._from.elapsed_time(self._to)) / 1e3
+
+    def _mark(self) -> "torch.cuda.Event":
+        import torch
+
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+
+class Clock:
+    """Begins holds of an engine that computes on *device*."""
+
+    def __init__(self, device: "torch.device") -> None:
+        self._device = device
+
+    def hold(self) -> Hold:
+        """Begin one now."""
+        return CudaHold(self._device) if self._device.type == "cuda" else Hold()

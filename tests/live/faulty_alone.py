@@ -1,0 +1,117 @@
+"""The program whose last rank alone cannot do what all are asked to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import layerstore
+from layerstore.live.folder import checkpoint
+from layerstore.store import Store
+from tests.live.faulty import RUN, STEPS
+from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
+
+CAPTURE = "layerstore.live.taking.capture"
+MEASURE = "layerstore.live.saver.capture"
+LOOK_UP = "layerstore.live.dropin.composition_of"
+PLAN = "layerstore.live.folder.plan_composite"
+TRAINERS = "layerstore.live.folder._write_files"
+READ = "layerstore.live.resume.plan_load"
+
+
+def alone(options: Any) -> None:
+    """Save and load, each in every way at first with one rank that cannot; then train on to the end."""
+    out, faults = Path(options["out"]), Faults()
+    with Store(options["store"], hook=faults) as store:
+        other = build(hidden=32)
+        with layerstore.attach(other, store, run="other"):
+            other.save_checkpoint(str(out / "other"))
+        engine = build()
+        with layerstore.attach(engine, store, run=RUN) as saver:
+            train(engine, 1, saver=saver, save_at=(1,))
+            saver.wait()
+            train(engine, 2)
+            with fails(CAPTURE):
+                attempt(saver.save, "capture")
+                attempt(lambda: engine.save_checkpoint(str(out / "none")), "capture, by the engine")
+            train(engine, 3, saver=saver, save_at=(3,))
+            faults.on("create", "_model_states", fail(errno.EIO), rank=1)
+            attempt(lambda: engine.save_checkpoint(str(out / "torn")), "pointer")
+            faults.clear()
+            engine.save_checkpoint(str(out / "run"))
+            saver.wait()
+            for name, target in {"look up": LOOK_UP, "read": READ}.items():
+                with fails(target):
+                    attempt(lambda: engine.load_checkpoint(str(out / "run")), name)
+            with fails(PLAN), patch(TRAINERS, return_value=True):
+                attempt(lambda: checkpoint(store, f"{RUN}@3"), "folder")
+            with cut(out / "run"):
+                attempt(lambda: engine.load_checkpoint(str(out / "run")), "cut")
+            attempt(lambda: engine.load_checkpoint(str(out / "other"), tag="global_step0"), "other")
+            train(engine, 4)
+            saver.save()
+            train(engine, STEPS)
+            told(saver)
+            attempt(lambda: engine.load_checkpoint(str(out / "run")), "at last")
+            train(engine, 4, saver=saver, save_at=(4,), name="again")
+        measured(engine, store)
+    done()
+
+
+def accumulated(options: Any) -> None:
+    """Accumulate as Accelerate does, which steps only at the end; try to save between batches and after updates."""
+    engine = build(accumulated=2)
+    with layerstore.attach(engine, options["store"], run=RUN) as saver:
+        for number in (1, 2, 3):
+            for is_last in (False, True):
+                engine.set_gradient_accumulation_boundary(is_last)
+                engine.backward(engine(torch.randn(2, 5).to(torch.bfloat16)))
+                if not is_last:
+                    attempt(saver.save, f"within {number}")
+                if not is_last and number > 1:
+                    attempt(lambda: engine.load_checkpoint(options["out"]), f"load within {number}")
+            engine.step()
+            attempt(saver.save, f"after {number}")
+            engine.save_checkpoint(options["out"])
+    done()
+
+
+def measured(engine: Engine, store: Store) -> None:
+    """Attach a saver that measures from what was loaded, which the last rank cannot; its first save is full."""
+    layerstore.resume(engine, store, run=RUN)
+    with fails(MEASURE):
+        saver = layerstore.attach(engine, store, run=RUN, policy="drift")
+    train(engine, 5, saver=saver, save_at=(5,), name="measured")
+    saver.close()
+
+
+@contextmanager
+def fails(target: str) -> Iterator[None]:
+    """Let *target* fail on the last rank."""
+    if dist.get_rank() == 1:
+        with patch(target, side_effect=RuntimeError("made up")):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def cut(folder: Path) -> Iterator[None]:
+    """Cut the last rank's pointer short."""
+    path = next(folder.rglob("zero_pp_rank_1_*_model_states.pt"))
+    data = path.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        path.write_bytes(data[:100])
+    yield
+    dist.barrier()
+    if dist.get_rank() == 1:
+        path.write_bytes(data)
+    dist.barrier()

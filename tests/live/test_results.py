@@ -1,0 +1,49 @@
+"""What a saver tells of its saves, however many there were."""
+
+from layerstore.live.background import Result
+from layerstore.live.newest import Newest
+from layerstore.live.results import RESULTS_MAX, Results, Saved
+
+MANY = 10 * RESULTS_MAX
+
+
+def result(step: int, *, is_running: bool = False) -> Result:
+    """Return what became of the save of *step*; every fourth fails."""
+    return Result(
+        step=step,
+        failure="made up" if step % 4 == 0 and not is_running else "",
+        blocked_seconds=0.5,
+        durable_seconds=None if is_running else 1.0,
+        copied_bytes=10,
+        written_bytes=3,
+    )
+
+
+def test_sums_are_of_all_saves_and_memory_holds_the_newest() -> None:
+    """A job that saves for weeks is told all that it was, in as much memory as one that has saved for an hour."""
+    results = Results()
+    for step in range(1, MANY + 1):
+        results.add(result(step))
+
+    found = results.status([result(MANY + 1, is_running=True)])
+
+    assert [each.step for each in results.newest] == list(range(MANY - RESULTS_MAX + 1, MANY + 1))
+    assert (found.saved, found.failed, found.queued) == (3 * MANY // 4, MANY // 4, 1)
+    assert found.newest_step == MANY - 1
+    assert found.blocked_seconds == 0.5 * (MANY + 1)
+    assert (found.copied_bytes, found.written_bytes) == (10 * MANY, 3 * MANY)
+    assert len(found.errors) == RESULTS_MAX
+    assert found.errors[-1] == f"step {MANY}: made up"
+
+
+def test_saves_that_came_to_nothing_are_forgotten_in_time() -> None:
+    """The one that was made last can be made again; of those long ago nobody asks."""
+    newest = Newest(None)
+    for number in range(MANY):
+        newest.note(
+            Saved(step=number, number=number, layers_due=(), skipped=False, blocked_seconds=0.0), updates=number
+        )
+        newest.note_lost(number)
+
+    assert len(newest._lost) < 100
+    assert newest.same(MANY - 1, updates=MANY - 1, pin=None) is None
