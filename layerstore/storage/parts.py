@@ -38,6 +38,8 @@ class PartStore:
     def publish(self, part: Part) -> None:
         """Make *part* visible and durable."""
         target = self._path(part.session, part.save, part.rank)
+        if not self.has_session(part.session):
+            self.open_session(part.session)  # so long idle that a collection has removed it
         with self._files.temporary(self._layout.tmp) as file:
             file.write_at(0, seal_part(part, store_id=self._store_id))
             file.sync()
