@@ -252,10 +252,10 @@ class Engine:
         gathered = {
             _place(parameter): parameter.new_empty(0)
             for parameter in self.engine.module.parameters()
-            if hasattr(parameter, "ds_id") and parameter.numel()
+            if hasattr(parameter, "ds_id") and tuple(parameter.shape) != (0,)
         }
         for name, value in module.items() if gathered else ():
-            if hasattr(value, "untyped_storage") and value.numel():
+            if hasattr(value, "untyped_storage"):
                 module[name] = gathered.get(_place(value), value)
 
     @property
