@@ -86,12 +86,13 @@ def main() -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Resumption]:
-    """Return what the command line asks for; at other world sizes only a sample."""
+    """Return what the command line asks for; at other world sizes only a sample, unless that is all."""
     if arguments.name:
         return [RESUMPTION_OF[name] for name in arguments.name]
-    if arguments.resume and dist.get_world_size() != WORLD_SIZE and torch.cuda.device_count() != 1:
-        return [RESUMPTION_OF[name] for name in RESIZED]
-    return list(RESUMPTIONS if arguments.all else USUAL)
+    is_other_size = arguments.resume and dist.get_world_size() != WORLD_SIZE and torch.cuda.device_count() != 1
+    if arguments.all:
+        return [each for each in RESUMPTIONS if not (is_other_size and each.name == COMPOSITE)]
+    return [RESUMPTION_OF[name] for name in RESIZED] if is_other_size else list(USUAL)
 
 
 def begin(out: Path) -> None:
