@@ -16,41 +16,58 @@ if TYPE_CHECKING:
 _LINES_MAX = 50
 
 
+Runs = Annotated[
+    list[str] | None, typer.Argument(metavar="RUN…", help="The runs that the rules speak for; all of them by default.")
+]
+KeepLast = Annotated[
+    int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.", show_default=False)
+]
+KeepEvery = Annotated[
+    int | None,
+    typer.Option("--keep-every", metavar="STEPS", help="Keep every multiple of STEPS.", show_default=False),
+]
+KeepWithin = Annotated[
+    str | None,
+    typer.Option("--keep-within", metavar="AGE", help="Keep what is younger: 14d, 36h.", show_default=False),
+]
+KeepBest = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-best",
+        metavar="METRIC[:N][:min|max]",
+        help="Keep the N best by a metric of trainer_state.json.",
+        show_default=False,
+    ),
+]
+DropOptimizer = Annotated[
+    int | None,
+    typer.Option(
+        "--drop-optimizer-older-than",
+        metavar="STEPS",
+        help="Kept commits so much older than the newest lose their moments, not their weights.",
+        show_default=False,
+    ),
+]
+Grace = Annotated[
+    str | None,
+    typer.Option(
+        "--grace",
+        metavar="AGE",
+        help="Objects younger than this stay: 5m; what writers left half done, 24h. 0s: nobody writes now.",
+        show_default=False,
+    ),
+]
+
+
 def gc(
-    run: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN…", help="The runs that the rules speak for; all of them by default."),
-    ] = None,
+    run: Runs = None,
     *,
-    keep_last: Annotated[
-        int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.", show_default=False)
-    ] = None,
-    keep_every: Annotated[
-        int | None,
-        typer.Option("--keep-every", metavar="STEPS", help="Keep every multiple of STEPS.", show_default=False),
-    ] = None,
-    keep_within: Annotated[
-        str | None,
-        typer.Option("--keep-within", metavar="AGE", help="Keep what is younger: 14d, 36h.", show_default=False),
-    ] = None,
-    keep_best: Annotated[
-        str | None,
-        typer.Option(
-            "--keep-best",
-            metavar="METRIC[:N][:min|max]",
-            help="Keep the N best by a metric of trainer_state.json.",
-            show_default=False,
-        ),
-    ] = None,
-    grace: Annotated[
-        str | None,
-        typer.Option(
-            "--grace",
-            metavar="AGE",
-            help="Objects younger than this stay: 5m; what writers left half done, 24h. 0s: nobody writes now.",
-            show_default=False,
-        ),
-    ] = None,
+    keep_last: KeepLast = None,
+    keep_every: KeepEvery = None,
+    keep_within: KeepWithin = None,
+    keep_best: KeepBest = None,
+    drop_optimizer_older_than: DropOptimizer = None,
+    grace: Grace = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask at a terminal.")] = False,
     store: StorePath = None,
@@ -73,7 +90,13 @@ def gc(
     """
     from layerstore.policy.keep import Keep, duration
 
-    keep = Keep(last=keep_last, every=keep_every, within=keep_within, best=keep_best)
+    keep = Keep(
+        last=keep_last,
+        every=keep_every,
+        within=keep_within,
+        best=keep_best,
+        drop_optimizer_older_than=drop_optimizer_older_than,
+    )
     grace_seconds = None if grace is None else duration(grace).total_seconds()
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds, progress=progress)
@@ -88,14 +111,14 @@ def gc(
 
 def _confirm(plan: "GcOutcome") -> None:
     _tell(plan, is_done=False)
-    if plan.removed:
+    if plan.removed or plan.trimmed:
         typer.confirm("Remove them?", abort=True)
 
 
 def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     # What goes first: a long list is cut at its end.
-    fates = sorted(outcome.commits, key=lambda fate: bool(fate.kept_by))
-    if outcome.removed:
+    fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
+    if outcome.removed or outcome.trimmed:
         say_table(
             [
                 Column("COMMIT", folds=True),
@@ -126,6 +149,8 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
 
 def _line(fate: "CommitFate") -> list[str]:
     saved = age(fate.time_ns) if fate.time_ns else ""
+    if fate.loses_moments:
+        return [fate.reference, saved, "trim", f"{', '.join(fate.kept_by)}; its moments go", size(fate.bytes_freed)]
     if fate.kept_by:
         return [fate.reference, saved, "keep", ", ".join(fate.kept_by), ""]
     return [fate.reference, saved, "remove", fate.goes_because, size(fate.bytes_freed)]
@@ -135,7 +160,8 @@ def _parts(outcome: "GcOutcome") -> str:
     unfinished = f" and {counted(outcome.unfinished.count, 'unfinished file')}" if outcome.unfinished.count else ""
     orphans = f" ({outcome.orphans.count:,} of them named by no commit)" if outcome.orphans.count else ""
     objects = f"{counted(outcome.objects.count, 'object')}{orphans}"
-    return f"{counted(len(outcome.removed), 'commit')}, {objects}{unfinished}"
+    trimmed = f", the moments of {len(outcome.trimmed):,}" if outcome.trimmed else ""
+    return f"{counted(len(outcome.removed), 'commit')}{trimmed}, {objects}{unfinished}"
 
 
 def _amount(of: "Gone") -> str:
@@ -151,7 +177,11 @@ def _fields(outcome: "GcOutcome", *, dry_run: bool) -> dict[str, object]:
         "removed": [
             {**_named(fate), "reason": fate.goes_because, "bytes_freed": fate.bytes_freed} for fate in outcome.removed
         ],
-        "kept": [{**_named(fate), "reason": ", ".join(fate.kept_by)} for fate in outcome.commits if fate.kept_by],
+        "kept": [
+            {**_named(fate), "reason": ", ".join(fate.kept_by), "loses_moments": fate.loses_moments}
+            for fate in outcome.commits
+            if fate.kept_by
+        ],
         "pins": list(outcome.pins),
         "orphans": _numbers(outcome.orphans),
         "young": _numbers(outcome.young),

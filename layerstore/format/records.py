@@ -14,8 +14,11 @@ from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import digest
 from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Pin
 
+WITHOUT_MOMENTS = "without-moments"
+"""Nothing of the optimizer's is left but its masters: the commit cannot be resumed from."""
+
 # Flags that this version understands; a record with another one is for a newer layerstore.
-KNOWN_FLAGS: frozenset[str] = frozenset()
+KNOWN_FLAGS: frozenset[str] = frozenset({WITHOUT_MOMENTS})
 
 
 def commit_id(record: CommitRecord) -> CommitId:

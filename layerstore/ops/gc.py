@@ -20,6 +20,7 @@ from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.refs import references_to
 from layerstore.ops.retention import Fate, RunPlan, plan_run, views_of, waves
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.trimming import add_needs, execute_trim
 from layerstore.ops.unserved import Unserved, unserved
 from layerstore.policy.keep import Keep
 from layerstore.storage.runview import RunView
@@ -40,6 +41,8 @@ class CommitFate:
     """The rules that keep it; none where it goes."""
     goes_because: str
     is_visible: bool
+    loses_moments: bool
+    """Whether it is kept without its optimizer's moments from now on."""
     bytes_freed: int
     """What goes with it, and with none of those listed before."""
 
@@ -76,6 +79,11 @@ class GcOutcome:
     def removed(self) -> list[CommitFate]:
         """The commits that go."""
         return [fate for fate in self.commits if not fate.kept_by]
+
+    @property
+    def trimmed(self) -> list[CommitFate]:
+        """The commits that lose their moments."""
+        return [fate for fate in self.commits if fate.loses_moments]
 
     @property
     def bytes_freed(self) -> int:
@@ -127,6 +135,10 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
     going = {fate.row.name for _, plan in planned for fate in plan.fates if fate.goes}
     marks = Marks(rooms, without=going, dead_before_ns=unfinished_before_ns)
     progress.start("mark", sum(len(view.rows) for view, _ in planned) - len(going))
+    for _, plan in planned:
+        for fate in plan.fates:
+            if fate.trim is not None:
+                add_needs(marks.needs, fate.trim)
     marks.look(progress)
     unneeded = marks.unneeded(old_before_ns=old_before_ns)
     commits, orphans = _fates(rooms, planned, unneeded.old)
@@ -203,6 +215,7 @@ def _commit_fate(fate: Fate, reference: str, freed: int) -> CommitFate:
         kept_by=fate.kept_by,
         goes_because=fate.goes_because,
         is_visible=fate.is_visible,
+        loses_moments=fate.trim is not None,
         bytes_freed=freed,
     )
 
@@ -242,7 +255,9 @@ def _collection(rooms: Rooms, plan: GcPlan) -> Collection:
     return Collection(
         id=rooms.garbage.next_id(),
         records=tuple(
-            CollectedRecord(run=fate.row.run, step=fate.row.step, id=fate.row.id, reason=fate.goes_because)
+            CollectedRecord(
+                run=fate.row.run, step=fate.row.step, id=fate.row.id, reason=fate.goes_because or "its moments go"
+            )
             for fate in plan.going
         ),
         objects=plan.outcome.objects.count,
@@ -255,6 +270,9 @@ def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
         for stand_in in run.stand_ins:
             rooms.records.publish(stand_in)
             rooms.catalog.add(stand_in)
+        for fate in run.fates:
+            if fate.trim is not None:
+                execute_trim(rooms, fate.trim)
         for group in waves(view, {fate.row.id for fate in run.fates if fate.goes}):
             rooms.records.remove([row.name for row in group])
         view_or_none(rooms, view.run)  # which tells the index

@@ -1,6 +1,6 @@
 """What a record needs: its version and state blobs, and every object that these name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, Part, RankState
 from layerstore.ops.rooms import Rooms
@@ -58,6 +58,10 @@ class Needs:
             new += self.add_state(state)
         return new
 
+    def add(self, refs: Iterable[BlobRef]) -> None:
+        """Note that *refs* themselves are needed."""
+        list(self._new(refs))
+
     def add_version(self, ref: BlobRef) -> list[BlobRef]:
         """Note what the version blob *ref* needs, itself included; return what was not needed before."""
         return [ref, *self._new(objects_of_version(self._rooms.version(ref)))] if self._add(ref) else []
@@ -74,7 +78,7 @@ class Needs:
         if part.state is not None:
             self.add_state(part.state)
 
-    def _new(self, refs: list[BlobRef]) -> Iterator[BlobRef]:
+    def _new(self, refs: Iterable[BlobRef]) -> Iterator[BlobRef]:
         return (ref for ref in refs if self._add(ref))
 
     def _add(self, ref: BlobRef) -> bool:

@@ -13,6 +13,7 @@ from layerstore.errors import InvalidInput
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TreeFile
 from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.trimming import check_has_moments
 from layerstore.tree import Tree
 from layerstore.zero3.counters import with_own_steps
 from layerstore.zero3.discover import RANDOM_STATE
@@ -79,8 +80,9 @@ def plan_composite(rooms: Rooms, composition: Composition, *, world_size: int | 
     Decide what *composition* is for *world_size* ranks; without it, for as many as its base has.
 
     Raises:
-        LayoutMismatch: Its layers do not fit together, or cannot be had that way.
+        LayoutMismatch: Its layers do not fit together, its base has no moments, or it cannot be had that way.
     """
+    check_has_moments(composition.base, called=f"{composition.base.run}@{composition.base.step}")
     versions = check_members(rooms, composition)
     slices = Slices(versions)
     layers = list(zip(composition.layers, versions, strict=True))

@@ -16,6 +16,7 @@ from layerstore.ops.loading import content_of
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import newest_attempt
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.trimming import Trim, plan_trim
 from layerstore.policy.keep import Candidate, Keep
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -36,11 +37,13 @@ class Fate:
     is_visible: bool
     time_ns: int = 0
     """When it was saved; of visible ones."""
+    trim: Trim | None = None
+    """What takes its place where the commit stays and its moments go."""
 
     @property
     def goes(self) -> bool:
-        """Whether it is to be removed."""
-        return not self.kept_by
+        """Whether the record is to be removed."""
+        return not self.kept_by or self.trim is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ def plan_run(rooms: Rooms, view: RunView, keep: Keep | None, *, pinned: Mapping[
     stand_ins = []
     for attempt in sorted({fate.row.attempt for fate in fates}):
         own = [fate for fate in fates if fate.row.attempt == attempt]
-        if not all(fate.goes for fate in own):
+        if any(fate.kept_by for fate in own):
             continue
         newest = max(own, key=lambda fate: (fate.row.save_number, fate.row.step, not fate.row.layer_names))
         if newest.row.layer_names:
@@ -82,24 +85,23 @@ def _visible_fates(
 ) -> Iterable[Fate]:
     history = {row.id for row in view.history(newest_attempt(view))} if view.visible else set()
     rows = sorted(view.visible, key=lambda row: (row.id in history, row.attempt, row.step), reverse=True)
-    times: dict[str, int] = {}
-    candidates = []
-    for row in rows:
-        commit = rooms.catalog.commit(row.name)
-        times[row.id] = commit.observed.time_ns
-        candidates.append(
-            Candidate(
-                id=row.id,
-                step=row.step,
-                time_ns=times[row.id],
-                is_in_history=row.id in history,
-                metrics=_metrics(rooms, commit.record) if keep is not None and keep.best else {},
-            )
+    commits = {row.id: rooms.catalog.commit(row.name) for row in rows}
+    candidates = [
+        Candidate(
+            id=row.id,
+            step=row.step,
+            time_ns=commits[row.id].observed.time_ns,
+            is_in_history=row.id in history,
+            metrics=_metrics(rooms, commits[row.id].record) if keep is not None and keep.best else {},
         )
+        for row in rows
+    ]
+    aged = _aged(rows, keep)
     _check_metric(view, keep, candidates)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
     for row in rows:
         kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
+        trim = plan_trim(rooms, commits[row.id]) if kept_by and row.id in aged and row.id not in pinned else None
         if row.id in pinned:
             kept_by = (*kept_by, f"pin {pinned[row.id]}")
         abandoned = "" if row.id in history else ", and training has left its attempt"
@@ -108,8 +110,16 @@ def _visible_fates(
             kept_by=kept_by,
             goes_because="" if kept_by else f"no rule keeps it{abandoned}",
             is_visible=True,
-            time_ns=times[row.id],
+            time_ns=commits[row.id].observed.time_ns,
+            trim=trim,
         )
+
+
+def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
+    """Return the commits whose moments are to go; *rows* begin with the newest of the history that goes on."""
+    if keep is None or keep.drop_optimizer_older_than is None or not rows:
+        return set()
+    return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}
 
 
 def _other_fates(view: RunView) -> Iterable[Fate]:

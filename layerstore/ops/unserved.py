@@ -8,7 +8,7 @@ from layerstore.ops.refs import Resolved, references_to
 from layerstore.ops.retention import RunPlan
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Filter, Parity, Policy
-from layerstore.storage.manifest import RecordRow
+from layerstore.storage.manifest import COUNTED, RecordRow
 from layerstore.storage.runview import RunView
 
 # What people ask of full checkpoints. A commit that was saved selectively is a composite itself, and kept as one.
@@ -33,15 +33,22 @@ def unserved(rooms: Rooms, planned: Iterable[tuple[RunView, RunPlan]]) -> tuple[
     """Return which composites the newest kept steps of every run would lose with what goes."""
     found: list[Unserved] = []
     for view, plan in planned:
-        going = {fate.row.id for fate in plan.fates if fate.goes and fate.is_visible}
+        visible = [fate for fate in plan.fates if fate.is_visible]
+        going = {fate.row.id for fate in visible if fate.goes}
         if not going:
             continue
-        left = replace(view, rows={name: row for name, row in view.rows.items() if name not in going})
-        kept = [fate.row for fate in plan.fates if fate.is_visible and not fate.goes and all(fate.row.saved)]
+        rows = {name: row for name, row in view.rows.items() if name not in going}
+        rows |= {fate.row.id: _without_moments(fate.row) for fate in visible if fate.trim is not None}
+        left = replace(view, rows=rows)
+        kept = [fate.row for fate in visible if not fate.goes and all(fate.row.saved)]
         kept = kept[:_STEPS_MAX]
         for row, reference in zip(kept, references_to(rooms, kept), strict=True):
             found += _lost(rooms, row, reference, before=view, after=left)
     return tuple(found)
+
+
+def _without_moments(row: RecordRow) -> RecordRow:
+    return row._replace(flags=bytes(flag & ~COUNTED for flag in row.flags))
 
 
 def _lost(rooms: Rooms, row: RecordRow, reference: str, *, before: RunView, after: RunView) -> Iterable[Unserved]:

@@ -93,10 +93,18 @@ class Keep:
     best: str | Best | None = None
     """``METRIC[:N][:min|max]``, from the ``trainer_state.json`` that they were saved with."""
 
+    drop_optimizer_older_than: int | None = None
+    """Commits that are so many steps older than their run's newest lose their moments, and keep their weights."""
+
     def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("every", self.every)):
+        numbers = {
+            "keep last": self.last,
+            "keep every": self.every,
+            "drop_optimizer_older_than": self.drop_optimizer_older_than,
+        }
+        for name, value in numbers.items():
             if value is not None and (type(value) is not int or value < 1):
-                raise InvalidInput(f"keep {name} is {value!r}", hint="a whole number from 1 on")
+                raise InvalidInput(f"{name} is {value!r}", hint="a whole number from 1 on")
         _ = self.age, self.best_of
 
     @property

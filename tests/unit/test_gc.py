@@ -11,7 +11,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import IntegrityError, InvalidInput, Locked, NotFound
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
 from layerstore.ops.gc import GcOutcome
 from layerstore.ops.setup import open_rooms
 from layerstore.storage.catalog import IndexNotice
@@ -221,6 +221,92 @@ def test_which_composites_a_kept_step_loses(store: Store, saved: Checkpoints) ->
     done = collect(store, Keep(last=1), dry_run=True)
 
     assert {(each.reference, each.policy) for each in done.unserved} == {("full@30", "parity"), ("full@30", "filter")}
+
+
+# -- moments -------------------------------------------------------------------------------------------------------
+
+
+def test_old_commits_lose_their_moments_and_keep_their_weights(
+    store: Store, saved: Checkpoints, tmp_path: Path
+) -> None:
+    """The masters are the same bytes, an export is; a resume is refused, and says what can be had."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    before, weights = objects(store), masters(store, "r@10")
+    listed = [(entry.step, entry.time_ns, entry.layers) for entry in store.log("r")]
+    keep = Keep(drop_optimizer_older_than=10)
+
+    planned = collect(store, keep, dry_run=True)
+    done = collect(store, keep)
+
+    assert planned.commits == done.commits
+    assert [(fate.step, fate.loses_moments) for fate in done.commits] == [(30, False), (20, False), (10, True)]
+    assert done.removed == []
+    # New version blobs, and a record, are written for what goes.
+    freed = sum(before.values()) - sum(objects(store).values())
+    assert 0 <= done.bytes_freed - freed < 10_000
+    assert done.trimmed[0].bytes_freed == done.objects.size_bytes > 0.5 * sum(before.values()) / 3
+    assert [(entry.step, entry.time_ns, entry.layers) for entry in store.log("r")] == listed
+    assert masters(store, "r@10") == weights
+    assert store.compose("r@10").export(tmp_path / "hf", dtype="bf16").bytes_written > 0
+    with pytest.raises(LayoutMismatch, match="r@10 has no optimizer moments any more"):
+        store.compose("r@10").write(tmp_path / "resume")
+    store.compose("r@20").write(tmp_path / "resume")
+    assert store.verify(read_data=True).ok
+    assert store.verify().orphans == 0
+    assert collect(store, keep).trimmed == [], "done once"
+
+
+def test_composites_take_no_layer_without_moments(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """A policy falls to newer saves, as it does where the optimizer had not begun; the plan says so."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    assert {choice.step for choice in store.compose("r", policy="parity").layers.values()} == {10, 20}
+
+    done = collect(store, Keep(drop_optimizer_older_than=5))
+
+    assert {each.policy for each in done.unserved} == {"parity", "filter"}
+    composite = store.compose("r", policy="parity")
+    assert {choice.step for choice in composite.layers.values()} == {20}
+    composite.write(tmp_path / "resume")
+
+
+def test_a_selective_ingest_takes_over_nothing_without_moments(store: Store, saved: Checkpoints) -> None:
+    """A layer that it would inherit so is stored."""
+    for step in (10, 30):
+        store.ingest(saved(step), run="r")
+    collect(store, Keep(drop_optimizer_older_than=5))
+
+    filled = store.ingest(saved(20), run="r", policy="parity")
+
+    assert filled.layers_saved == filled.layers
+
+
+def test_pins_keep_their_moments(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """And so does the commit that one names."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    store.pin("release", "r@10")
+
+    done = collect(store, Keep(drop_optimizer_older_than=5))
+
+    assert [fate.step for fate in done.trimmed] == [20]
+    store.compose("release").write(tmp_path / "pin")
+    store.compose("r@10").write(tmp_path / "commit")
+
+
+def test_moments_come_back_with_the_checkpoint(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """As other content of the step, which has to be asked for."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    collect(store, Keep(drop_optimizer_older_than=5))
+
+    with pytest.raises(Conflict, match="saved already"):
+        store.ingest(saved(10), run="r")
+    store.ingest(saved(10), run="r", replace=True)
+    store.compose("r@10").write(tmp_path / "resume")
+    collect(store)
+    assert store.verify(read_data=True).orphans == 0
 
 
 # -- attempts ------------------------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ def test_what_is_no_duration(text: str) -> None:
         duration(text)
 
 
-@pytest.mark.parametrize("rule", [{"last": 0}, {"last": -1}, {"every": 0}, {"last": True}, {"every": 1.5}])
+@pytest.mark.parametrize(
+    "rule", [{"last": 0}, {"last": -1}, {"every": 0}, {"last": True}, {"every": 1.5}, {"drop_optimizer_older_than": 0}]
+)
 def test_what_is_no_number(rule: dict[str, Any]) -> None:
     """Zero would mean to keep nothing, which nobody may ask by accident."""
     with pytest.raises(InvalidInput, match="is "):
