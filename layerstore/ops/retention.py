@@ -85,23 +85,16 @@ def _visible_fates(
 ) -> Iterable[Fate]:
     history = {row.id for row in view.history(newest_attempt(view))} if view.visible else set()
     rows = sorted(view.visible, key=lambda row: (row.id in history, row.attempt, row.step), reverse=True)
-    commits = {row.id: rooms.catalog.commit(row.name) for row in rows}
-    candidates = [
-        Candidate(
-            id=row.id,
-            step=row.step,
-            time_ns=commits[row.id].observed.time_ns,
-            is_in_history=row.id in history,
-            metrics=_metrics(rooms, commits[row.id].record) if keep is not None and keep.best else {},
-        )
-        for row in rows
-    ]
+    needs_metrics = keep is not None and keep.best_of is not None
+    candidates = [_candidate(rooms, row, is_in_history=row.id in history, needs_metrics=needs_metrics) for row in rows]
+    times = {each.id: each.time_ns for each in candidates}
     aged = _aged(rows, keep)
     _check_metric(view, keep, candidates)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
     for row in rows:
         kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
-        trim = plan_trim(rooms, commits[row.id]) if kept_by and row.id in aged and row.id not in pinned else None
+        loses_moments = kept_by and row.id in aged and row.id not in pinned
+        trim = plan_trim(rooms, rooms.catalog.commit(row.name)) if loses_moments else None
         if row.id in pinned:
             kept_by = (*kept_by, f"pin {pinned[row.id]}")
         abandoned = "" if row.id in history else ", and training has left its attempt"
@@ -110,9 +103,20 @@ def _visible_fates(
             kept_by=kept_by,
             goes_because="" if kept_by else f"no rule keeps it{abandoned}",
             is_visible=True,
-            time_ns=commits[row.id].observed.time_ns,
+            time_ns=times[row.id],
             trim=trim,
         )
+
+
+def _candidate(rooms: Rooms, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
+    commit = rooms.catalog.commit(row.name)
+    return Candidate(
+        id=row.id,
+        step=row.step,
+        time_ns=commit.observed.time_ns,
+        is_in_history=is_in_history,
+        metrics=_metrics(rooms, commit.record) if needs_metrics else {},
+    )
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
