@@ -1,9 +1,7 @@
-"""What collections have decided: the log of each. An envelope, and one canonical value in it."""
+"""What collections have decided: the log of each."""
 
 from layerstore.errors import IntegrityError
-from layerstore.format.canonical import pack, unpack
-from layerstore.format.envelope import Envelope, seal, unseal
-from layerstore.format.fields import from_plain, to_plain
+from layerstore.format.wrapped import unwrap, wrap
 from layerstore.model import Collection
 
 
@@ -14,8 +12,7 @@ def collection_name(collection_id: str) -> str:
 
 def seal_collection(collection: Collection, *, store_id: str) -> bytes:
     """Return the bytes of *collection*'s file."""
-    name = collection_name(collection.id)
-    return seal(Envelope(store_id=store_id, name=name, payload=pack({"collection": to_plain(collection)})))
+    return wrap(collection, kind="collection", name=collection_name(collection.id), store_id=store_id)
 
 
 def unseal_collection(data: bytes, *, name: str, store_id: str) -> Collection:
@@ -25,10 +22,7 @@ def unseal_collection(data: bytes, *, name: str, store_id: str) -> Collection:
     Raises:
         IntegrityError: It is damaged or misplaced.
     """
-    plain = unpack(unseal(data, name=name, store_id=store_id).payload, what=name)
-    if not isinstance(plain, dict) or plain.keys() != {"collection"}:
-        raise IntegrityError(f"{name} holds no collection", path=name)
-    collection = from_plain(Collection, plain["collection"], what=name)
+    collection = unwrap(Collection, data, kind="collection", name=name, store_id=store_id)
     if collection_name(collection.id) != name:
         raise IntegrityError(f"{name} holds another collection's plan", path=name)
     return collection
