@@ -91,8 +91,10 @@ GC_GRACE_SECONDS = 5 * 60.0
 # A file in tmp/ may be written for hours before it is linked, a rank may wait for hours for the others.
 GC_UNFINISHED_GRACE_SECONDS = 24 * 3600.0
 
-# What a collection has to write before it frees anything, on a disk that is full.
-GC_RESERVE_BYTES = 1 * MIB
+# What a collection has to write before it frees anything, on a disk that is full: its plan has 130 bytes for a record,
+# and a few records without layers may come first.
+GC_RESERVE_BYTES = 256 * KIB
+GC_RESERVE_RECORD_BYTES = 200
 
 # Plans of collections that are kept: an index that is further behind reports what they removed as vanished.
 COLLECTIONS_MAX = 1000

@@ -7,7 +7,7 @@ from layerstore.model import Collection
 
 def collection_name(collection_id: str) -> str:
     """Return where the log of a collection belongs, below the store."""
-    return f"gc/{collection_id}/plan"
+    return f"gc/plans/{collection_id}"
 
 
 def seal_collection(collection: Collection, *, store_id: str) -> bytes:

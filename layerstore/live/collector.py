@@ -19,6 +19,7 @@ class Collector:
         self._request = Request(keep=keep, runs=(run,))
         self._wishes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ends_at_once = False
+        self._told = ""
         self._thread = threading.Thread(target=self._run, name="layerstore-collect", daemon=True)
         self._thread.start()
 
@@ -49,4 +50,7 @@ class Collector:
         except Locked:
             LOG.info("another collection is under way: the next save tries again")
         except Exception as exc:  # noqa: BLE001  # training goes on, whatever happens here
-            LOG.warning("nothing was collected: %s", exc)
+            # Once: before the first evaluation there is no best commit, after every save.
+            if str(exc) != self._told:
+                LOG.warning("nothing was collected: %s", exc)
+            self._told = str(exc)

@@ -80,6 +80,8 @@ class Schedule:
     def begin_anew(self) -> None:
         """Note that nothing can be inherited any more: every layer is due until it was saved."""
         self.visible, self.foreign = {}, frozenset()
+        for save in self.pending:
+            save.due = frozenset()  # these come to nothing, too: none of them has every layer
 
     @property
     def open_for(self) -> int:

@@ -29,15 +29,15 @@ def claim(rooms: Rooms, writer: ObjectWriter, entries: Iterable[LayerEntry], sta
 
 def _reuse_version(rooms: Rooms, writer: ObjectWriter, entry: LayerEntry) -> bool:
     try:
-        return writer.reuse(entry.version) and all(
-            writer.reuse(stored.ref) for stored in rooms.version_of(entry).objects
-        )
+        # The blob last: at its place it says that its objects are there.
+        objects = [stored.ref for stored in rooms.version_of(entry).objects]
+        return all(map(writer.reuse, objects)) and writer.reuse(entry.version)
     except IntegrityError:
         return False
 
 
 def _reuse_state(rooms: Rooms, writer: ObjectWriter, state: BlobRef) -> bool:
     try:
-        return writer.reuse(state) and all(map(writer.reuse, objects_of_state(rooms.state(state))))
+        return all(map(writer.reuse, objects_of_state(rooms.state(state)))) and writer.reuse(state)
     except IntegrityError:
         return False

@@ -8,9 +8,10 @@ way, never from the index. What goes is moved aside and looked at again, so that
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, NotFound
+from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS
 from layerstore.model import BlobRef, CollectedRecord, Collection, ObjectId
 from layerstore.ops.marking import Marks, pinned_commits
@@ -23,6 +24,8 @@ from layerstore.ops.rooms import Rooms
 from layerstore.ops.trimming import add_needs, execute_trim
 from layerstore.ops.unserved import Unserved, unserved
 from layerstore.policy.keep import Keep
+from layerstore.storage.commits import RecordName
+from layerstore.storage.garbage import names_in
 from layerstore.storage.runview import RunView
 
 
@@ -47,12 +50,16 @@ class CommitFate:
     """What goes with it, and with none of those listed before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gone:
     """So many of something, and their bytes."""
 
     count: int = 0
     size_bytes: int = 0
+
+    def __add__(self, other: "Gone") -> "Gone":
+        """Return both together."""
+        return Gone(self.count + other.count, self.size_bytes + other.size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,8 @@ class GcPlan:
     marks: Marks
     doomed: dict[ObjectId, int]
     """Objects to go, with their sizes."""
+    unfinished: list[Collection]
+    """Collections that were stopped before all their records were gone."""
     old_before_ns: int
     unfinished_before_ns: int
 
@@ -132,6 +141,7 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
     old_before_ns = now_ns - int((GC_GRACE_SECONDS if given is None else given) * 1e9)
     unfinished_before_ns = now_ns - int((GC_UNFINISHED_GRACE_SECONDS if given is None else given) * 1e9)
     planned = _planned_runs(rooms, request, now_ns)
+    _check_metric(request.keep, planned)
     going = {fate.row.name for _, plan in planned for fate in plan.fates if fate.goes}
     marks = Marks(rooms, without=going, dead_before_ns=unfinished_before_ns)
     progress.start("mark", sum(len(view.rows) for view, _ in planned) - len(going))
@@ -141,11 +151,12 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
                 add_needs(marks.needs, fate.trim)
     marks.look(progress)
     unneeded = marks.unneeded(old_before_ns=old_before_ns)
-    commits, orphans = _fates(rooms, planned, unneeded.old)
+    aside = _left_aside(rooms, marks, old_before_ns)
+    commits, orphans = _fates(rooms, planned, unneeded.old | aside)
     tmp_count, tmp_bytes = rooms.garbage.sweep_tmp(before_ns=unfinished_before_ns, dry_run=True)
     outcome = GcOutcome(
         commits=commits,
-        objects=_amount(unneeded.old),
+        objects=_amount(unneeded.old | aside),
         orphans=orphans,
         young=_amount(unneeded.young),
         unfinished=Gone(count=tmp_count, size_bytes=tmp_bytes),
@@ -157,9 +168,21 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
         runs=planned,
         marks=marks,
         doomed=unneeded.old,
+        unfinished=rooms.garbage.unfinished(partial(_is_there, rooms)),
         old_before_ns=old_before_ns,
         unfinished_before_ns=unfinished_before_ns,
     )
+
+
+def _left_aside(rooms: Rooms, marks: Marks, old_before_ns: int) -> dict[ObjectId, int]:
+    """Return what earlier collections have moved aside and nothing needs, with the sizes."""
+    found = {}
+    for collection_id in rooms.garbage.asides():
+        for object_id, path in rooms.garbage.objects_aside(collection_id):
+            modified_ns, size_bytes = rooms.files.modified_ns(path), rooms.files.size(path)
+            if object_id not in marks.needs and size_bytes is not None and (modified_ns or 0) < old_before_ns:
+                found[object_id] = size_bytes
+    return found
 
 
 def _amount(objects: dict[ObjectId, int]) -> Gone:
@@ -176,6 +199,17 @@ def _planned_runs(rooms: Rooms, request: Request, now_ns: int) -> tuple[tuple[Ru
     return tuple(
         (view, plan_run(rooms, view, request.keep if view.run in wanted else None, pinned=pinned, now_ns=now_ns))
         for view in views
+    )
+
+
+def _check_metric(keep: Keep, planned: Iterable[tuple[RunView, RunPlan]]) -> None:
+    best = keep.best_of
+    reasons = {reason for _, plan in planned for fate in plan.fates for reason in fate.kept_by}
+    if best is None or best.reason in reasons or not any(plan.fates for _, plan in planned):
+        return
+    raise InvalidInput(
+        f"no commit has {best.metric!r} in its trainer_state.json; nothing was changed",
+        hint="the metric has to be logged at the step of a save, under this very name",
     )
 
 
@@ -234,35 +268,55 @@ def execute_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcOutco
     """
     rooms.prepare_writing()
     with rooms.lock_gc():
-        plan = plan_gc(rooms, request, progress=progress)
-        for earlier in rooms.garbage.asides():
-            _settle(rooms, plan, earlier)
-        collection = _collection(rooms, plan)
-        waiting = Gone()
-        if plan.doomed or collection.records:
-            rooms.garbage.publish(collection)
-            _remove_records(rooms, plan)
-            waiting = _remove_objects(rooms, plan, collection.id, progress)
-        for session in plan.marks.dead_sessions:
-            rooms.parts.remove_session(session)
-        rooms.garbage.sweep_tmp(before_ns=plan.unfinished_before_ns, dry_run=False)
-        rooms.garbage.forget_old_plans()
-        rooms.garbage.make_reserve()
-    return replace(plan.outcome, waiting=waiting)
+        try:
+            return _collect(rooms, request, progress)
+        except StorageIO as exc:
+            if exc.kind != "no_space" or not rooms.garbage.release_reserve():
+                raise
+            return _collect(rooms, request, progress)
+
+
+def _collect(rooms: Rooms, request: Request, progress: Progress) -> GcOutcome:
+    plan = plan_gc(rooms, request, progress=progress)
+    collection = _collection(rooms, plan)
+    if plan.doomed or collection.records:
+        rooms.garbage.publish(collection)
+    for earlier in plan.unfinished:
+        rooms.garbage.forget(earlier.id)
+    if plan.doomed or collection.records:
+        _remove_records(rooms, plan)
+        _set_aside(rooms, plan, collection.id, progress)
+    freed, waiting = _settle(rooms, plan)
+    for session in plan.marks.dead_sessions:
+        rooms.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
+    rooms.garbage.sweep_tmp(before_ns=plan.unfinished_before_ns, dry_run=False)
+    rooms.garbage.forget_old_plans()
+    rooms.garbage.make_reserve(records=sum(not fate.goes for _, run in plan.runs for fate in run.fates))
+    return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
 
 def _collection(rooms: Rooms, plan: GcPlan) -> Collection:
+    """Return what *plan* decides; with it what an earlier collection has removed, whose plan was not carried out."""
+    going = {fate.row.name: fate.goes_because or "its moments go" for fate in plan.going}
+    gone = {
+        name: "removed by a collection that was stopped"
+        for earlier in plan.unfinished
+        for name in names_in(earlier)
+        if name not in going and not _is_there(rooms, name)
+    }
     return Collection(
-        id=rooms.garbage.next_id(),
+        id=rooms.garbage.next_id(after=rooms.catalog.last_collection()),
         records=tuple(
-            CollectedRecord(
-                run=fate.row.run, step=fate.row.step, id=fate.row.id, reason=fate.goes_because or "its moments go"
-            )
-            for fate in plan.going
+            CollectedRecord(run=name.run, step=name.step, id=name.id, reason=reason)
+            for name, reason in {**gone, **going}.items()
         ),
         objects=plan.outcome.objects.count,
         size_bytes=plan.outcome.objects.size_bytes,
     )
+
+
+def _is_there(rooms: Rooms, name: RecordName) -> bool:
+    return rooms.files.exists(rooms.layout.record(name.run, name.step, name.id))
 
 
 def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
@@ -278,20 +332,25 @@ def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
         view_or_none(rooms, view.run)  # which tells the index
 
 
-def _remove_objects(rooms: Rooms, plan: GcPlan, collection_id: str, progress: Progress) -> Gone:
-    progress.start("remove", plan.outcome.objects.size_bytes)
+def _set_aside(rooms: Rooms, plan: GcPlan, collection_id: str, progress: Progress) -> None:
+    progress.start("remove", sum(plan.doomed.values()))
     rooms.garbage.open_aside(collection_id)
     for object_id, size_bytes in plan.doomed.items():
         rooms.garbage.set_aside(object_id, collection_id=collection_id)
         progress.advance(size_bytes)
-    if rooms.garbage.is_network():
-        return plan.outcome.objects  # another node's listing may be late: a later collection looks again
-    _settle(rooms, plan, collection_id)
-    return Gone()
 
 
-def _settle(rooms: Rooms, plan: GcPlan, collection_id: str) -> None:
-    """Look once more at who needs what lies aside, put that back, and remove the rest."""
+def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
+    """
+    Look once more at who needs what lies aside, put that back, and remove the rest; return that, and what has to wait.
+
+    Also what earlier collections have left, and only now: a blob that is at its place says that its objects are too.
+    """
+    asides = rooms.garbage.asides()
+    # Another node's listing may be late: there it takes a later collection to look again.
+    late = [each for each in asides if rooms.garbage.opened_ns(each) >= plan.old_before_ns]
+    waiting = late if rooms.garbage.is_network() else []
+    ready = [each for each in asides if each not in waiting]
     plan.marks.look(Silent())
     needs = plan.marks.needs
 
@@ -299,8 +358,13 @@ def _settle(rooms: Rooms, plan: GcPlan, collection_id: str) -> None:
         modified_ns = rooms.files.modified_ns(path)
         return modified_ns is not None and modified_ns >= plan.old_before_ns
 
-    for object_id, path in rooms.garbage.objects_aside(collection_id):
-        size_bytes = rooms.files.size(path)
-        if object_id not in needs and size_bytes is not None and is_young(path):
-            plan.marks.keep_with(BlobRef(id=object_id, size_bytes=size_bytes))
-    rooms.garbage.settle(collection_id, is_needed=lambda object_id, path: object_id in needs or is_young(path))
+    for collection_id in ready:
+        for object_id, path in rooms.garbage.objects_aside(collection_id):
+            size_bytes = rooms.files.size(path)
+            if object_id not in needs and size_bytes is not None and is_young(path):
+                plan.marks.keep_with(BlobRef(id=object_id, size_bytes=size_bytes))
+    freed = Gone()
+    for collection_id in ready:
+        freed += Gone(*rooms.garbage.settle(collection_id, is_needed=lambda of, path: of in needs or is_young(path)))
+    left = {of: rooms.files.size(path) or 0 for each in waiting for of, path in rooms.garbage.objects_aside(each)}
+    return freed, _amount(left)

@@ -1,12 +1,22 @@
 """Records without layers: they hide others, and stand for an attempt of which nothing else is left."""
 
 import time
+from collections.abc import Mapping
 
 from layerstore.format.records import make_commit
 from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
+from layerstore.ops.rooms import Rooms
+from layerstore.tree import Tree
 
 
-def hiding_commit(record: CommitRecord, commit: CommitId, *, policy: str) -> Commit:
+def withdraw(rooms: Rooms, commit: Commit) -> None:
+    """Hide *commit*, which was just published and turned out not to be whole."""
+    rooms.records.publish(hiding_commit(commit.record, commit.id, policy="drop"))
+
+
+def hiding_commit(
+    record: CommitRecord, commit: CommitId, *, policy: str, decisions: Mapping[Tree, Tree] | None = None
+) -> Commit:
     """
     Return the commit that hides *commit*, whose record is *record*, and is called by what hides it, *policy*.
 
@@ -23,7 +33,7 @@ def hiding_commit(record: CommitRecord, commit: CommitId, *, policy: str) -> Com
             layers=(),
             states=(),
             layout=record.layout,
-            policy=PolicyUse(name=policy, parameters={}, decisions={}),
+            policy=PolicyUse(name=policy, parameters={}, decisions=dict(decisions or {})),
             supersedes=(commit,),
         ),
         Observed(time_ns=time.time_ns(), bytes_new=0, bytes_reused=0),

@@ -26,6 +26,7 @@ from layerstore.model import (
     SourceLayout,
 )
 from layerstore.ops.claims import claim
+from layerstore.ops.hiding import withdraw
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import (
     Place,
@@ -282,11 +283,8 @@ def _commit(
             continue
         record = _record(plan, content, replaced(intent, place=beside, policy=use))
         if commit_id(record) == rival.id:
-            if writer.count_new:  # objects that the store had lost: this heals it
-                _publish_healing(writer)
-            commit = make_commit(record, _observed(writer))
-            rooms.records.publish(commit)  # confirms the one that is there, or heals it
-            return commit, False
+            # Confirms the one that is there, or heals it; a collection may be taking it, and then it is new.
+            return _published(rooms, record, intent, writer)
     if intent.rivals and not (plan.replace or plan.opens_attempt):
         raise Conflict(
             f"{plan.run}@{plan.step} is saved already, with other content (commit {intent.rivals[0].id[:12]}); "
@@ -301,33 +299,30 @@ def _commit(
                 check_not_abandoned(view, row)
                 return twin, False
     # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
-    record = _record(plan, content, intent)
+    return _published(rooms, _record(plan, content, intent), intent, writer)
+
+
+def _published(rooms: Rooms, record: CommitRecord, intent: _Intent, writer: ObjectWriter) -> tuple[Commit, bool]:
+    """Publish all that *record* needs, and then the record; return whether that was new."""
     claim(rooms, writer, [entry for entry in record.layers if entry.layer not in intent.due])
     writer.publish()
     commit = make_commit(record, _observed(writer))
     is_new = rooms.records.publish(commit)
-    _look_again(writer)
+    lost = writer.look_again()
+    if lost:
+        # No collection took them before the record was visible, unless its writer slept for longer than the grace.
+        if is_new:
+            withdraw(rooms, commit)
+        raise Conflict(
+            f"{len(lost)} objects were removed while they were committed (first: {lost[0].id})",
+            hint="repeat the command: it writes them again",
+        )
     rooms.catalog.add(commit)
     return commit, is_new
 
 
 def _observed(writer: ObjectWriter) -> Observed:
     return Observed(time_ns=time.time_ns(), bytes_new=writer.bytes_new, bytes_reused=writer.bytes_reused)
-
-
-def _publish_healing(writer: ObjectWriter) -> None:
-    writer.publish()
-    _look_again(writer)
-
-
-def _look_again(writer: ObjectWriter) -> None:
-    """Make sure that no collection took a reused object before the record that names it was visible."""
-    lost = writer.look_again()
-    if lost:
-        raise Conflict(
-            f"{len(lost)} objects were removed while they were committed (first: {lost[0].id})",
-            hint="repeat the command: it writes them again",
-        )
 
 
 def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord:

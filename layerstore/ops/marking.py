@@ -54,9 +54,8 @@ class Marks:
                 self.needs.add_record(pin.record)
 
     def _mark_parts(self) -> None:
+        self.dead_sessions.clear()  # one may have come to life again
         for session in self._rooms.parts.sessions():
-            if session in self.dead_sessions:
-                continue
             if self._rooms.parts.modified_ns(session) < self._dead_before_ns:
                 self.dead_sessions.append(session)
                 continue
@@ -132,5 +131,5 @@ def _named(called: str) -> Iterator[None]:
     except IntegrityError as exc:
         raise IntegrityError(
             f"what {called} needs is not known: {exc}; nothing was removed",
-            hint="layerstore verify lists the damage; layerstore drop takes a commit out of the way",
+            hint="layerstore verify lists the damage",
         ) from exc

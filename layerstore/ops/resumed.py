@@ -5,13 +5,13 @@ Training went on from the composite's layers, not from its base's. Records that 
 record does not, so its decisions do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import cast
 
 from layerstore.errors import IntegrityError
 from layerstore.format.canonical import Plain
 from layerstore.format.fields import from_plain, to_plain
-from layerstore.model import LayerEntry
+from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import COUNTED, RecordRow
 from layerstore.storage.runview import RunView
@@ -25,20 +25,30 @@ def resumed_decision(layers: Iterable[LayerEntry]) -> dict[Tree, Tree]:
     return {KEY: [cast(Tree, to_plain(entry)) for entry in layers]}
 
 
+def what_resumed(record: CommitRecord) -> dict[Tree, Tree]:
+    """Return what *record* says of that, to be said by another one in its place."""
+    return {key: value for key, value in record.policy.decisions.items() if key == KEY}
+
+
+def beginning(rooms: Rooms, own: Collection[RecordRow]) -> RecordRow | None:
+    """Return which of *own*, all rows of an attempt, says what it resumed from: one with the lowest number."""
+    lowest = min((row.save_number for row in own), default=0)
+    for row in own:
+        if row.save_number == lowest and what_resumed(rooms.catalog.commit(row.name).record):
+            return row
+    return None
+
+
 def resumed_layers(rooms: Rooms, view: RunView, attempt: int) -> tuple[RecordRow, list[LayerEntry]] | None:
     """
     Return the save that *attempt* went on from, as a row of its own, with its layers.
 
     None where it went on from a commit as that stands, or from nothing.
     """
-    own = [row for row in view.rows.values() if row.attempt == attempt and row.layer_names]
-    if not own:
+    first = beginning(rooms, [row for row in view.rows.values() if row.attempt == attempt])
+    if first is None:
         return None
-    first = min(own, key=lambda row: (row.save_number, row.step))
-    said = rooms.catalog.commit(first.name).record.policy.decisions.get(KEY)
-    if said is None:
-        return None
-    layers = _decoded(said, first)
+    layers = _decoded(what_resumed(rooms.catalog.commit(first.name).record)[KEY], first)
     row = first._replace(
         step=first.fork.step if first.fork else 0,
         attempt=first.fork.attempt if first.fork else attempt,

@@ -7,14 +7,14 @@ a record without layers: attempts are numbered, and later ones look through it a
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from layerstore.errors import InvalidInput
 from layerstore.model import Commit, CommitId, CommitRecord
 from layerstore.ops.hiding import hiding_commit
 from layerstore.ops.loading import content_of
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import newest_attempt
+from layerstore.ops.resumed import beginning, what_resumed
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.trimming import Trim, plan_trim
 from layerstore.policy.keep import Candidate, Keep
@@ -23,6 +23,8 @@ from layerstore.storage.runview import RunView
 from layerstore.zero3.discover import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
+STAND_IN = "gc"
+"""What the policy of a record is called that stands for what a collection has removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class RunPlan:
     fates: tuple[Fate, ...]
     """Of all its records, the visible ones first, newest first."""
     stand_ins: tuple[Commit, ...]
-    """Records to be written, each for an attempt that loses all it has."""
+    """Records to be written, each for one that goes and must not be forgotten."""
 
 
 def plan_run(rooms: Rooms, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int) -> RunPlan:
@@ -61,35 +63,43 @@ def plan_run(rooms: Rooms, view: RunView, keep: Keep | None, *, pinned: Mapping[
     Return what *keep* leaves of *view*; without, its visible commits all stay.
 
     Raises:
-        InvalidInput: The best are wanted by a metric that no commit of the run has.
         IntegrityError: A record cannot be read.
     """
-    fates = [*_visible_fates(rooms, view, keep, pinned, now_ns), *_other_fates(view)]
+    fates = [*_visible_fates(rooms, view, keep, pinned, now_ns), *_other_fates(rooms, view)]
     stand_ins = []
     for attempt in sorted({fate.row.attempt for fate in fates}):
         own = [fate for fate in fates if fate.row.attempt == attempt]
-        if any(fate.kept_by for fate in own):
-            continue
-        newest = max(own, key=lambda fate: (fate.row.save_number, fate.row.step, not fate.row.layer_names))
-        if newest.row.layer_names:
-            stand_ins.append(_stand_in(rooms, newest.row))
-        else:
-            fates[fates.index(newest)] = Fate(
-                row=newest.row, kept_by=("stands for its attempt",), goes_because="", is_visible=False
-            )
+        for fate in _remembered(rooms, own):
+            if fate.kept_by:
+                continue
+            if fate.row.layer_names:
+                stand_ins.append(_stand_in(rooms, fate.row))
+            else:
+                fates[fates.index(fate)] = replace(fate, kept_by=("it remembers",), goes_because="")
     return RunPlan(fates=tuple(fates), stand_ins=tuple(stand_ins))
+
+
+def _remembered(rooms: Rooms, own: list[Fate]) -> list[Fate]:
+    """
+    Return what of an attempt must not be forgotten: its highest number, and what it was resumed from.
+
+    Numbers are given once, and attempts too; and later saves rest on what the first one began with.
+    """
+    highest = max(own, key=lambda fate: (fate.row.save_number, fate.row.step, not fate.row.layer_names))
+    began = beginning(rooms, [fate.row for fate in own])
+    return [highest, *(fate for fate in own if fate.row is began and fate is not highest)]
 
 
 def _visible_fates(
     rooms: Rooms, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
 ) -> Iterable[Fate]:
-    history = {row.id for row in view.history(newest_attempt(view))} if view.visible else set()
-    rows = sorted(view.visible, key=lambda row: (row.id in history, row.attempt, row.step), reverse=True)
+    goes_on = list(view.history(newest_attempt(view)))
+    history = {row.id for row in goes_on}
+    rows = [*goes_on, *(row for row in reversed(view.visible) if row.id not in history)]
     needs_metrics = keep is not None and keep.best_of is not None
     candidates = [_candidate(rooms, row, is_in_history=row.id in history, needs_metrics=needs_metrics) for row in rows]
     times = {each.id: each.time_ns for each in candidates}
     aged = _aged(rows, keep)
-    _check_metric(view, keep, candidates)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
     for row in rows:
         kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
@@ -126,7 +136,7 @@ def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
     return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}
 
 
-def _other_fates(view: RunView) -> Iterable[Fate]:
+def _other_fates(rooms: Rooms, view: RunView) -> Iterable[Fate]:
     """Yield what becomes of hidden commits and of the records that only hide: none is needed any more."""
     shown = {row.id for row in view.visible}
     hiders = {hidden: row for row in view.rows.values() for hidden in row.supersedes}
@@ -138,13 +148,16 @@ def _other_fates(view: RunView) -> Iterable[Fate]:
             why = "it hides nothing any more"
         elif hider is not None and hider.layer_names:
             why = "replaced"
+        elif hider is not None and rooms.catalog.commit(hider.name).record.policy.name == STAND_IN:
+            why = "a collection that was stopped had begun to remove it"
         else:
             why = "dropped"
         yield Fate(row=row, kept_by=(), goes_because=why, is_visible=False)
 
 
 def _stand_in(rooms: Rooms, row: RecordRow) -> Commit:
-    return hiding_commit(rooms.catalog.commit(row.name).record, row.id, policy="gc")
+    record = rooms.catalog.commit(row.name).record
+    return hiding_commit(record, row.id, policy=STAND_IN, decisions=what_resumed(record))
 
 
 def _metrics(rooms: Rooms, record: CommitRecord) -> dict[str, float]:
@@ -159,28 +172,16 @@ def _metrics(rooms: Rooms, record: CommitRecord) -> dict[str, float]:
 
 def _logged_at(data: bytes, step: int) -> dict[str, float]:
     try:
-        entries = json.loads(data)["log_history"]
+        entries = json.loads(data, parse_int=float)["log_history"]
         return {
-            name: float(value)
+            name: value
             for entry in entries
             if entry.get("step") == step
             for name, value in entry.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
+            if isinstance(value, float)
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}  # not the Trainer's own: then it names no metric
-
-
-def _check_metric(view: RunView, keep: Keep | None, candidates: list[Candidate]) -> None:
-    best = None if keep is None else keep.best_of
-    if best is None or not candidates or any(best.metric in each.metrics for each in candidates):
-        return
-    logged = sorted({name for each in candidates for name in each.metrics} - {"step", "epoch"})
-    known = f"logged there: {', '.join(logged[:8])}" if logged else "no metric is logged there at a saved step"
-    raise InvalidInput(
-        f"no commit of {view.run!r} has {best.metric!r} in its trainer_state.json; nothing was changed",
-        hint=f"{known}; the metric has to be measured at the step of a save",
-    )
 
 
 def waves(view: RunView, going: Collection[CommitId]) -> list[list[RecordRow]]:

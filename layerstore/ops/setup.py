@@ -49,6 +49,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
         if not files.link_exclusive(file.path, layout.identity):
             raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
     files.sync_directory(layout.root)
+    Garbage(layout, files, store_id=identity.store_id).make_reserve(records=0)
     return identity
 
 

@@ -34,9 +34,9 @@ def unserved(rooms: Rooms, planned: Iterable[tuple[RunView, RunPlan]]) -> tuple[
     found: list[Unserved] = []
     for view, plan in planned:
         visible = [fate for fate in plan.fates if fate.is_visible]
-        going = {fate.row.id for fate in visible if fate.goes}
-        if not going:
-            continue
+        going = {fate.row.id for fate in plan.fates if fate.goes}
+        if not any(fate.goes for fate in visible):
+            continue  # what is hidden has no part in any composite
         rows = {name: row for name, row in view.rows.items() if name not in going}
         rows |= {fate.row.id: _without_moments(fate.row) for fate in visible if fate.trim is not None}
         left = replace(view, rows=rows)

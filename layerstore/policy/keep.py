@@ -43,6 +43,11 @@ class Best:
     count: int = 1
     direction: Direction = "max"
 
+    @property
+    def reason(self) -> str:
+        """Why a commit is kept that is one of them."""
+        return f"best {self.metric}"
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """
@@ -149,7 +154,7 @@ class Keep:
             yield f"within {self.within}", [each for each in candidates if each.time_ns >= since_ns]
         best = self.best_of
         if best is not None:
-            yield f"best {best.metric}", _best(best, candidates)
+            yield best.reason, _best(best, candidates)
 
 
 def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -22,7 +22,7 @@ from layerstore.model import Commit, LayerEntry
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import Stamp
-from layerstore.storage.garbage import Garbage
+from layerstore.storage.garbage import Garbage, names_in
 from layerstore.storage.manifest import Manifest, RecordRow, row_of
 from layerstore.storage.runview import RunView
 
@@ -186,6 +186,10 @@ class Catalog:
         names = indexed.keys() - set(self._records.listing(run))
         return self._not_collected(indexed[name].name for name in names)
 
+    def last_collection(self) -> str:
+        """Return the newest collection that the index has taken up wholly; empty where there is none."""
+        return self._with_index(lambda manifest: manifest.collected()) or ""
+
     def _not_collected(self, vanished: Iterable[RecordName]) -> list[RecordName]:
         """
         Return those of *vanished* that no collection has removed; the index forgets the others.
@@ -195,13 +199,14 @@ class Catalog:
         vanished = sorted(vanished)
         if not vanished:
             return []
-        plans = self._garbage.plans_after(self._with_index(lambda manifest: manifest.collected()) or "")
-        collected = {name for _, names in plans for name in names}
+        plans = self._garbage.plans_after(self.last_collection())
+        collected = {name for plan in plans for name in names_in(plan)}
         if collected.isdisjoint(vanished):
             return vanished
         there = {name for run in {name.run for name in collected} for name in self._records.names(run)}
-        done = [plan for plan, _ in itertools.takewhile(lambda each: there.isdisjoint(each[1]), plans)]
-        self._with_index(lambda manifest: manifest.update(drop=collected - there, collected=done[-1] if done else None))
+        done = [plan.id for plan in itertools.takewhile(lambda each: there.isdisjoint(names_in(each)), plans)]
+        newest = done[-1] if done else None
+        self._with_index(lambda manifest: manifest.update(drop=collected - there, collected=newest))
         return [name for name in vanished if name not in collected]
 
     def differences(self, run: str) -> list[str]:

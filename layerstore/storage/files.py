@@ -127,7 +127,7 @@ class Files:
         with mapped_errors(path, doing="look at"):
             try:
                 return path.lstat()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
 
     def names(self, directory: Path) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.format.collections import collection_name, seal_collection, unseal_collection
-from layerstore.limits import COLLECTIONS_MAX, GC_RESERVE_BYTES, RECORD_BYTES_MAX
+from layerstore.limits import COLLECTIONS_MAX, GC_RESERVE_BYTES, GC_RESERVE_RECORD_BYTES, RECORD_BYTES_MAX
 from layerstore.model import Collection, ObjectId
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
@@ -24,6 +24,11 @@ from layerstore.storage.layout import OBJECT_ID, Layout
 from layerstore.storage.placement import network_filesystem
 
 _ID = re.compile(r"(?P<number>[0-9]{8})-[0-9a-f]{8}")
+
+
+def names_in(collection: Collection) -> set[RecordName]:
+    """Return the records that *collection* removes."""
+    return {RecordName(each.run, each.step, each.id) for each in collection.records}
 
 
 class Garbage:
@@ -36,25 +41,16 @@ class Garbage:
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
-    def next_id(self) -> str:
-        """Return a name for a new collection, in the order of all."""
-        numbers = [int(name[:8]) for name in self._collections()]
+    def next_id(self, *, after: str) -> str:
+        """Return a name for a new collection, in the order of all that are known, and *after* another one."""
+        numbers = [int(name[:8]) for name in (*self._plans(), *self.asides(), *([after] if after else []))]
         return f"{max(numbers, default=0) + 1:08d}-{secrets.token_hex(4)}"
 
-    def _collections(self) -> list[str]:
-        return [name for name in self._files.names(self._layout.gc) if _ID.fullmatch(name)]
+    def _plans(self) -> list[str]:
+        return [name for name in self._files.names(self._layout.plans) if _ID.fullmatch(name)]
 
     def publish(self, collection: Collection) -> None:
-        """Make *collection*'s plan durable; on a full disk the reserve makes room for it."""
-        try:
-            self._publish(collection)
-        except StorageIO as exc:
-            if exc.errno not in {errnos.ENOSPC, errnos.EDQUOT} or not self._files.exists(self._layout.reserve):
-                raise
-            self._files.unlink(self._layout.reserve)
-            self._publish(collection)
-
-    def _publish(self, collection: Collection) -> None:
+        """Make *collection*'s plan durable."""
         plan = self._layout.plan(collection.id)
         self._files.make_directory(plan.parent)
         with self._files.temporary(self._layout.tmp) as file:
@@ -63,40 +59,62 @@ class Garbage:
             self._files.link_exclusive(file.path, plan)
         self._files.sync_directory(plan.parent)
 
-    def plans_after(self, last: str) -> list[tuple[str, set[RecordName]]]:
+    def plans_after(self, last: str) -> list[Collection]:
         """
-        Return the collections after *last*, in order, each with the records that it removes.
+        Return the collections after *last*, in order.
 
         What a plan that cannot be read has removed is then reported as vanished, which is the safe side.
         """
         found = []
-        for collection_id in self._collections():
-            if collection_id <= last:
-                continue
-            name = collection_name(collection_id)
-            try:
-                data = self._files.read(self._layout.plan(collection_id), size_bytes_max=RECORD_BYTES_MAX)
-                plan = unseal_collection(data, name=name, store_id=self._store_id)
-            except LayerstoreError:
-                continue
-            found.append((collection_id, {RecordName(each.run, each.step, each.id) for each in plan.records}))
+        for collection_id in self._plans():
+            if collection_id > last:
+                with contextlib.suppress(LayerstoreError):
+                    found.append(self._plan(collection_id))
         return found
+
+    def _plan(self, collection_id: str) -> Collection:
+        data = self._files.read(self._layout.plan(collection_id), size_bytes_max=RECORD_BYTES_MAX)
+        return unseal_collection(data, name=collection_name(collection_id), store_id=self._store_id)
+
+    def unfinished(self, is_there: Callable[[RecordName], bool]) -> list[Collection]:
+        """Return the collections that were stopped before all their records were gone: at most the newest few are."""
+        found = []
+        for collection_id in reversed(self._plans()):
+            try:
+                plan = self._plan(collection_id)
+            except LayerstoreError:
+                break
+            if not any(is_there(name) for name in names_in(plan)):
+                break
+            found.append(plan)
+        return found
+
+    def forget(self, collection_id: str) -> None:
+        """Remove a plan: another one says what it has removed."""
+        self._files.unlink(self._layout.plan(collection_id))
+        self._files.sync_directory(self._layout.plans)
 
     def forget_old_plans(self) -> None:
         """Remove the oldest plans, so that there are never too many to look through."""
-        for collection_id in self._collections()[:-COLLECTIONS_MAX]:
-            if not self._files.exists(self._layout.aside(collection_id)):
-                self._files.discard(self._layout.plan(collection_id))
-                self._files.remove_empty(self._layout.gc / collection_id)
+        for collection_id in self._plans()[:-COLLECTIONS_MAX]:
+            self._files.discard(self._layout.plan(collection_id))
 
-    def make_reserve(self) -> None:
-        """Set aside the space that the next collection needs on a full disk; without, it may have to ask for some."""
+    def make_reserve(self, *, records: int) -> None:
+        """Set aside the space that a collection needs on a full disk to remove so many *records*."""
+        size_bytes = GC_RESERVE_BYTES + GC_RESERVE_RECORD_BYTES * records
         try:
-            if not self._files.exists(self._layout.reserve):
+            if (self._files.size(self._layout.reserve) or 0) < size_bytes:
+                self._files.unlink(self._layout.reserve)
                 with self._files.create(self._layout.reserve) as file:
-                    file.write_at(0, bytes(GC_RESERVE_BYTES))
+                    file.write_at(0, bytes(size_bytes))
         except StorageIO:
             self._files.discard(self._layout.reserve)  # a full disk is what it is for
+
+    def release_reserve(self) -> bool:
+        """Give that space back; return whether there was any."""
+        has_reserve = self._files.exists(self._layout.reserve)
+        self._files.unlink(self._layout.reserve)
+        return has_reserve
 
     # -- objects -------------------------------------------------------------------------------------------------
 
@@ -112,11 +130,17 @@ class Garbage:
 
     def open_aside(self, collection_id: str) -> None:
         """Make the folder for what is moved aside."""
+        self._files.make_directory(self._layout.aside(collection_id).parent)
         self._files.make_directory(self._layout.aside(collection_id))
+
+    def opened_ns(self, collection_id: str) -> int:
+        """Return when anything was last moved aside by a collection, by the filesystem's clock."""
+        return self._files.modified_ns(self._layout.aside(collection_id)) or 0
 
     def asides(self) -> list[str]:
         """Return the collections that have left something aside: they were interrupted, or wait for their time."""
-        return [name for name in self._collections() if self._files.is_directory(self._layout.aside(name))]
+        names = [name for name in self._files.names(self._layout.gc) if _ID.fullmatch(name)]
+        return [name for name in names if self._files.is_directory(self._layout.aside(name))]
 
     def is_network(self) -> bool:
         """Whether another node may see an old state of the folders for a while."""
@@ -140,6 +164,7 @@ class Garbage:
             self._files.unlink(folder / object_id)
         self._files.sync_directory(folder)
         self._files.remove_empty(folder)
+        self._files.remove_empty(folder.parent)
         return len(doomed), removed_bytes
 
     def put_back(self, collection_id: str, objects: Iterable[ObjectId]) -> None:

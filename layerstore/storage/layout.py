@@ -95,9 +95,14 @@ class Layout:
         """Return the path of a pin."""
         return self.pins / name
 
+    @property
+    def plans(self) -> Path:
+        """What collections have decided: beside what they moved aside, so that looking for that stays quick."""
+        return self.gc / "plans"
+
     def plan(self, collection_id: str) -> Path:
         """Return the path of what a collection has decided."""
-        return self.gc / collection_id / "plan"
+        return self.plans / collection_id
 
     def aside(self, collection_id: str) -> Path:
         """Return the folder of the objects that a collection has moved aside."""

@@ -190,7 +190,9 @@ class ObjectWriter:
         if found != home:
             self._files.make_directory(home.parent)
             self._link(found, ref)
+            self._files.touch(home)
             self._files.sync_directory(home.parent)
+            return self._files.size(home) is not None
         return True
 
     def stage(self, ref: BlobRef, chunks: Iterable[Bytes]) -> None:

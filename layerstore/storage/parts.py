@@ -81,9 +81,14 @@ class PartStore:
         paths = [folder, *(folder / name for name in self._files.names(folder))]
         return max((self._files.modified_ns(path) or 0 for path in paths), default=0)
 
-    def remove_session(self, session: str) -> None:
-        """Remove *session* with its parts: nobody will join them any more."""
-        self._files.remove_tree(self._layout.parts / session)
+    def remove_session(self, session: str, *, before_ns: int) -> None:
+        """Remove what is as old as that in *session*, and the folder if nothing is left: nobody will join it."""
+        folder = self._layout.parts / session
+        for name in self._files.names(folder):
+            modified_ns = self._files.modified_ns(folder / name)
+            if modified_ns is not None and modified_ns < before_ns and self._files.is_file(folder / name):
+                self._files.unlink(folder / name)
+        self._files.remove_empty(folder)
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
         """Take back a part, if it is there: not all that it names is."""

@@ -206,9 +206,8 @@ def test_the_best_by_what_the_trainer_logged(store: Store, saved: Checkpoints) -
 
     collect(store, Keep(best="eval_loss:2"))
     assert steps(store) == [40, 30, 20]
-    with pytest.raises(InvalidInput, match="no commit of 'r' has 'f1'") as caught:
+    with pytest.raises(InvalidInput, match="no commit has 'f1'"):
         collect(store, Keep(best="f1"))
-    assert "eval_loss, loss" in (caught.value.hint or "")
     assert steps(store) == [40, 30, 20]
 
 
@@ -585,7 +584,7 @@ def test_a_lost_plan_hides_nothing(store: Store, saved: Checkpoints, recwarn: py
     store.close()
     with layerstore.open(store.path) as fresh:
         collect(fresh, Keep(last=1))
-    for plan in (store.path / "gc").glob("*/plan"):
+    for plan in (store.path / "gc" / "plans").iterdir():
         plan.write_bytes(b"rot")
     for path in sorted(index.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
