@@ -46,6 +46,8 @@ class LayerstoreError(Exception):
         self.message = _in_one_line(message)
         self.hint = self.usual_hint if hint is None else _in_one_line(hint)
         self.facts = facts
+        if self.hint:
+            self.add_note(f"hint: {self.hint}")  # so that a traceback shows it
 
     def __str__(self) -> str:
         return self.message

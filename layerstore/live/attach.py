@@ -1,14 +1,14 @@
 """The way in: what a training loop calls."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.layers import check_name
 from layerstore.live.dropin import StoreCheckpointEngine
 from layerstore.live.exchange import Exchange
 from layerstore.live.log import LOG
-from layerstore.live.resume import origin_of, place_resumed
+from layerstore.live.resume import check_run, origin_of, place_resumed
 from layerstore.live.saver import Saver
 from layerstore.live.seams import Engine
 from layerstore.live.settings import Frozen, Mode, Pressure, Settings
@@ -54,18 +54,6 @@ def attach(
         Conflict: *engine* has a saver for this run already, or the ranks see different commits.
         Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
     """
-    known = Engine(engine)
-    check_name(run, what="the run's name")
-    if known.ungated and mode == "async":
-        mode = "sync"
-        LOG.warning("saves are synchronous: %s", known.ungated)
-    chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
-    exchange = Exchange()
-    try:
-        opened, place = _agreed(exchange, store, run, known)
-    except BaseException:
-        exchange.close()
-        raise
     settings = Settings(
         mode=mode,
         host_buffer=host_buffer,
@@ -75,13 +63,25 @@ def attach(
         keep=keep,
         on_saved=on_saved,
     )
+    known = Engine(engine)
+    if known.ungated and mode == "async":
+        settings = replace(settings, mode="sync")
+        LOG.warning("saves are synchronous: %s", known.ungated)
+    chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
+    exchange = Exchange()
+    try:
+        opened, place = _agreed(exchange, store, run, known, f"{settings.told}, policy {chosen.name}")
+    except BaseException:
+        exchange.close()
+        raise
     return Saver(known, opened, exchange, settings, run=run, policy=chosen, place=place)
 
 
-def _agreed(exchange: Exchange, store: Store | StrPath, run: str, engine: Engine) -> tuple[Store, Place]:
+def _agreed(exchange: Exchange, store: Store | StrPath, run: str, engine: Engine, told: str) -> tuple[Store, Place]:
     """Return the store and where the next save goes; raise on every rank unless it is the same for all."""
     with exchange.together():
         opened = as_store(store)
+        check_run(opened, run)
         found, view = engine.checkpoint_engine, view_or_none(opened.rooms, run)
         if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
             raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
@@ -92,6 +92,20 @@ def _agreed(exchange: Exchange, store: Store | StrPath, run: str, engine: Engine
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
+    wishes = exchange.texts(f"run {run}, {told}")
+    for rank, other in enumerate(wishes):
+        if other != wishes[0]:
+            raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
+    if view is not None and view.visible and resumed is None and engine.global_rank == 0:
+        tip = max(row.step for row in view.of_attempt(view.attempts[-1]))
+        LOG.warning(
+            "run %r has commits up to step %d, and this engine was not resumed: attempt %d begins anew; "
+            "layerstore.resume(engine, store, run=%r) before attach goes on with it",
+            run,
+            tip,
+            place.attempt,
+            run,
+        )
     if not exchange.is_same(f"{place.attempt} {place.save_number}"):
         raise Conflict(f"the ranks see different commits of run {run!r}", hint="does every host see the same store?")
     return opened, place

@@ -10,6 +10,7 @@ from layerstore.model import LayerEntry
 from layerstore.ops.composition import Composition, compose_latest
 from layerstore.ops.past import view_or_none
 from layerstore.ops.refs import Resolved, reference_to
+from layerstore.storage.runview import RunView
 from layerstore.store import Store
 from layerstore.tree import Tree
 from layerstore.zero3.pointers import Pointer
@@ -44,6 +45,17 @@ def composition_of(store: Store, pointer: Pointer) -> Composition:
     return replace(composition, layers=layers, policy=pointer.policy)
 
 
+def _newest_instead(view: RunView | None, pointer: Pointer) -> str:
+    """Say what there is where a pointer leads to nothing: as a rule the job was killed before that save was whole."""
+    if view is None or not view.visible:
+        return f"its save was not complete when the job ended, or it was removed; {pointer.run} has no other"
+    newest = f"{pointer.run}@{next(view.history(view.attempts[-1])).step}"
+    return (
+        f"its save was not complete when the job ended, or it was removed; {newest} is there: "
+        f'layerstore.transformers.checkpoint("{pointer.store}", "{newest}")'
+    )
+
+
 def _resolved(store: Store, pointer: Pointer) -> Resolved:
     rooms = store.rooms
     if pointer.is_pin:
@@ -54,6 +66,6 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
     if row is None:
         raise NotFound(
             f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
-            hint=f"the save was given up, or dropped; layerstore log {pointer.run} --store {pointer.store}",
+            hint=_newest_instead(view, pointer),
         )
     return Resolved.of_commit(rooms.catalog.commit(row.name))

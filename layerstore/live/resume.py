@@ -11,7 +11,8 @@ from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 from layerstore.composite import Composite
-from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch, NotFound
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
+from layerstore.layers import check_name, parse_reference
 from layerstore.live.exchange import Exchange
 from layerstore.live.fitting import check_fits, schedule_notes
 from layerstore.live.log import LOG
@@ -92,6 +93,29 @@ def place_resumed(view: RunView | None, composition: Composition) -> Place:
     return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
 
 
+def check_run(store: Store, run: str) -> None:
+    """
+    Make sure that *run* can be a run's name.
+
+    Raises:
+        InvalidInput: It is a reference to a step, or no name at all.
+        Conflict: It is the name of a pin.
+    """
+    reference = parse_reference(run) if {"@", "~"} & set(run) else None
+    if reference is not None:
+        step = "" if reference.step is None else f", step={reference.step}"
+        raise InvalidInput(
+            f"{run!r} is no run but a reference",
+            hint=f'run="{reference.name}"{step}; layerstore.transformers.checkpoint takes references',
+        )
+    check_name(run, what="the run's name")
+    if run in store.rooms.records.pin_names() and not store.rooms.records.names(run):
+        raise Conflict(
+            f"{run!r} is a pin; runs and pins share their names",
+            hint="name the run; layerstore.transformers.checkpoint takes a pin",
+        )
+
+
 def resume(
     engine: Any,
     store: Store | StrPath,
@@ -110,6 +134,7 @@ def resume(
 
     Raises:
         NotFound: There is no such step, or with *must_exist* no commit at all.
+        Conflict: *run* is the name of a pin.
         LayoutMismatch: The layers are not this engine's.
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
@@ -137,10 +162,13 @@ def resume(
 def _composite(
     store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
 ) -> Composite | None:
+    check_run(store, run)
     view = view_or_none(store.rooms, run)
     if view is None or not view.rows:
         if must_exist:
             raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
+        if store.runs:
+            LOG.warning("run %r has no commit yet, training begins; runs here: %s", run, ", ".join(store.runs[:10]))
         return None
     return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
 

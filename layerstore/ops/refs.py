@@ -2,6 +2,7 @@
 References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to the one commit they mean.
 """
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,6 +15,9 @@ from layerstore.model import Commit, CommitRecord, Pin, Saving
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
+
+# As `log` shows them, or longer.
+_COMMIT_ID = re.compile("[0-9a-f]{12,32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,18 @@ def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Res
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
         return Resolved.of_pin(rooms.records.read_pin(reference.name))
+    if _COMMIT_ID.fullmatch(text) and not rooms.records.names(text):
+        return _by_id(rooms, text)
     return find_row(rooms.catalog.view(reference.name), reference)
+
+
+def _by_id(rooms: Rooms, text: str) -> RecordRow:
+    """Return the visible commit whose id begins with *text*: what no reference to a step can tell from another."""
+    views = (rooms.catalog.view(run) for run in rooms.catalog.runs())
+    found = [row for view in views for row in view.visible if row.id.startswith(text)]
+    if len(found) != 1:
+        raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
+    return found[0]
 
 
 def find_row(view: RunView, reference: Reference) -> RecordRow:
@@ -140,7 +155,7 @@ def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
         ids = ", ".join(row.id[:12] for row in newest)
         raise Conflict(
             f"{view.run}@{newest[0].step} is ambiguous: commits {ids} stand side by side",
-            hint="ingest the right one again with --replace",
+            hint=f"layerstore drop {newest[0].id[:12]} hides one of them; a commit's id names it everywhere",
         )
     return newest[0]
 

@@ -101,8 +101,11 @@ def _visible_fates(
     times = {each.id: each.time_ns for each in candidates}
     aged = _aged(rows, keep)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
+    ahead = _ahead(view, goes_on)
     for row in rows:
         kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
+        if not kept_by and row.id in ahead:
+            kept_by = ("further than the newest attempt",)
         loses_moments = kept_by and row.id in aged and row.id not in pinned
         trim = plan_trim(rooms, rooms.catalog.commit(row.name)) if loses_moments else None
         if row.id in pinned:
@@ -116,6 +119,18 @@ def _visible_fates(
             time_ns=times[row.id],
             trim=trim,
         )
+
+
+def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
+    """
+    Return the tips of attempts that came further than the newest one has by now.
+
+    Who forgot to resume begins an attempt that is nobody's successor: until it has caught up, what it left is not old.
+    """
+    if not goes_on:
+        return set()
+    tips = (view.of_attempt(attempt)[-1] for attempt in view.attempts)
+    return {tip.id for tip in tips if tip.step > goes_on[0].step}
 
 
 def _candidate(rooms: Rooms, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:

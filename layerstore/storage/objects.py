@@ -279,11 +279,11 @@ class ObjectWriter:
         To be called once the record that names them is visible: from then on no collection takes them.
         """
         for staged in self._staged.values():
-            if not self._present(staged.ref):
+            if not self._present(staged.ref) and self._files.exists(staged.path):
                 self._link(staged.path, staged.ref)
                 self._files.sync_directory(self._layout.object(staged.ref.id).parent)
-        old = {**self._reused, **self._claimed}
-        return [ref for ref in old.values() if not self._present(ref)]
+        named = {**{of: staged.ref for of, staged in self._staged.items()}, **self._reused, **self._claimed}
+        return [ref for ref in named.values() if not self._present(ref)]
 
     def __enter__(self) -> "ObjectWriter":
         return self

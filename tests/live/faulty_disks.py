@@ -105,8 +105,10 @@ def lost(store: Path) -> Callable[[Path], None]:
     known = set((store / "objects").rglob("*"))
 
     def lose(_: Path) -> None:
-        for path in set((store / "objects").rglob("*")) - known:
-            if path.is_file():
+        new = [path for path in set((store / "objects").rglob("*")) - known if path.is_file()]
+        inodes = {path.stat().st_ino for path in new}
+        for path in (*new, *(store / "tmp").iterdir()):  # they have another name there until the end
+            if path.stat().st_ino in inodes:
                 path.unlink()
 
     return lose

@@ -305,14 +305,16 @@ def test_on_a_network_filesystem_objects_wait_aside(
 
 def test_the_newest_is_the_tip_of_the_history(store: Store, saved: Checkpoints) -> None:
     """Not of the newest attempt's own saves: what was filled in below its fork is older than that."""
-    for step in (100, 200, 300):
+    for step in (100, 120, 130):
         store.ingest(saved(step), run="r")
-    store.ingest(saved(150), run="r", rollback=True)
+    store.ingest(saved(110), run="r", rollback=True)
+    store.ingest(saved(150), run="r")
     store.ingest(saved(50), run="r")
 
-    planned = collect(store, Keep(last=2), dry_run=True)
-    assert [fate.step for fate in planned.commits if fate.kept_by] == [150, 100]
-    store.drop("r@150")
+    planned = collect(store, Keep(last=3), dry_run=True)
+    assert [fate.step for fate in planned.commits if fate.kept_by] == [150, 110, 100]
+    for step in (150, 110, 130, 120):
+        store.drop(f"r@{step}" if step in {150, 110} else f"r~1@{step}", last=True)
     tip = store.show("r").commit
     collect(store, FIRST)
 

@@ -316,7 +316,7 @@ def test_two_commits_of_one_step_are_ambiguous(rooms: Rooms, ref: str) -> None:
 
     assert first.id[:12] in str(caught.value)
     assert second.id[:12] in str(caught.value)
-    assert "--replace" in (caught.value.hint or "")
+    assert "layerstore drop" in (caught.value.hint or "")
 
 
 def test_two_that_hide_the_same_third_are_ambiguous(rooms: Rooms) -> None:
