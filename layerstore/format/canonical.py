@@ -5,6 +5,7 @@ Map keys are strings in sorted order; there are no extension types.
 Reading encodes again and compares, so that no second spelling of a value is ever accepted.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias, Union
 
@@ -34,7 +35,10 @@ def pack(value: Plain) -> bytes:
 
 def pack_again(value: Plain) -> bytes:
     """Encode what ``unpack`` gave, or a part of it: its maps are in order already, so this is ``pack``, faster."""
-    data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
+    try:
+        data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
+    except (ValueError, TypeError, RecursionError) as exc:  # nested too deep, say
+        raise IntegrityError(f"what was read cannot be encoded again: {exc}") from exc
     return data
 
 
@@ -45,6 +49,29 @@ def unpack(data: bytes, *, what: str) -> Plain:
     Raises:
         IntegrityError: It is not the canonical encoding of anything.
     """
+    value = _decode(data, what, as_map=_map_in_order)
+    try:
+        again = pack_again(value)
+    except IntegrityError as exc:
+        raise IntegrityError(f"{what} is not readable: {exc}") from exc
+    if again != data:
+        raise IntegrityError(f"{what} is not in canonical form")
+    return value
+
+
+def unpack_known(data: bytes, *, what: str) -> Plain:
+    """
+    Decode *data* without asking whether it is canonical, which takes most of the time.
+
+    For bytes that were read in full before: whoever calls this compares a hash of ``pack_again`` with the one of then.
+
+    Raises:
+        IntegrityError: It is not readable.
+    """
+    return _decode(data, what, as_map=None)
+
+
+def _decode(data: bytes, what: str, *, as_map: Callable[[list[tuple[str, Plain]]], dict[str, Plain]] | None) -> Plain:
     try:
         value: Plain = msgpack.unpackb(
             data,
@@ -56,13 +83,10 @@ def unpack(data: bytes, *, what: str) -> Plain:
             max_map_len=len(data),
             max_ext_len=0,
             ext_hook=_refuse_extension,
-            object_pairs_hook=_map_in_order,
+            object_pairs_hook=as_map,
         )
-        again = pack_again(value)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as exc:
         raise IntegrityError(f"{what} is not readable: {exc or type(exc).__name__}") from exc
-    if again != data:
-        raise IntegrityError(f"{what} is not in canonical form")
     return value
 
 

@@ -8,7 +8,7 @@ so that the same content saved twice has one name.
 from collections.abc import Collection
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.canonical import Plain, pack, pack_again, unpack
+from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import digest
@@ -61,10 +61,12 @@ def unseal_entries(
     """
     Read of the commit whose file is called *name* run, step and id, and what it says of *layers*.
 
-    The whole file is checked, as ``unseal_commit`` does, but only what is asked for is built:
-    a composite takes a few layers from each of many commits.
+    Only what is asked for is built: a composite takes a few layers from each of many commits.
+    That the file is in canonical form was seen when it was first read in full; the id, which the caller compares,
+    says that it is the same.
     """
-    body = _payload(data, name, store_id, parts={"body", "observed"})["body"]
+    payload = unpack_known(unseal(data, name=name, store_id=store_id).payload, what=name)
+    body = payload.get("body") if isinstance(payload, dict) else None
     _check_flags(body, name)
     if not isinstance(body, dict) or not isinstance(plain := body.get("layers"), list):
         raise IntegrityError(f"{name} holds no layers", path=name)

@@ -129,6 +129,19 @@ class Request:
     """How old a thing is at least that goes; None for our own word."""
 
 
+def has_work(rooms: Rooms, request: Request) -> bool:
+    """Whether any record of the runs asked about is to go: only these are looked at, and nothing is marked."""
+    now_ns = rooms.garbage.now_ns()
+    pinned = pinned_commits(rooms)
+    views = [view_or_none(rooms, run) for run in request.runs or rooms.catalog.runs()]
+    return any(
+        fate.goes
+        for view in views
+        if view is not None
+        for fate in plan_run(rooms, view, request.keep, pinned=pinned, now_ns=now_ns).fates
+    )
+
+
 def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
     """
     Find out what is to go; nothing is written but a probe for the time.

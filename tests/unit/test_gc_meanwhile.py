@@ -1,5 +1,6 @@
 """What others do while a collection is at work, and what one that was stopped leaves to the next."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Conflict
+from layerstore.errors import Conflict, StorageIO
 from layerstore.model import CommitRecord
 from layerstore.ops.marking import Marks
 from layerstore.ops.pins import pin
@@ -298,6 +299,28 @@ def test_on_a_network_filesystem_objects_wait_aside(
     assert (second.bytes_freed, second.waiting.size_bytes) == (0, freed)
     assert (third.bytes_freed, third.waiting.size_bytes) == (freed, 0)
     assert list((store.path / "gc").glob("*/aside")) == []
+
+
+def test_on_a_full_disk_a_collection_gives_its_reserve_back(store: Store, saved: Checkpoints) -> None:
+    """Made by ``init``, given back for the plan, and made anew once there is space."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    reserve = store.path / "locks" / "gc.reserve"
+    seen: list[bool] = []
+
+    def full_until_then(doing: str, path: Path) -> None:
+        if doing == "link" and "plans" in path.parts:
+            seen.append(reserve.exists())
+            if reserve.exists():
+                raise StorageIO("cannot link", errno=errno.ENOSPC, filename=str(path))
+
+    with Store(store.path, hook=full_until_then) as collecting:
+        done = collect(collecting, FIRST)
+
+    assert seen == [True, False]
+    assert done.bytes_freed > 0
+    assert reserve.exists()
+    assert store.verify(read_data=True).ok
 
 
 # -- what is not forgotten -----------------------------------------------------------------------------------------
