@@ -65,8 +65,11 @@ def unseal_entries(
     That the file is in canonical form was seen when it was first read in full; the id, which the caller compares,
     says that it is the same.
     """
-    payload = unpack_known(unseal(data, name=name, store_id=store_id).payload, what=name)
-    body = payload.get("body") if isinstance(payload, dict) else None
+    packed = unseal(data, name=name, store_id=store_id).payload
+    payload = unpack_known(packed, what=name)
+    if not isinstance(payload, dict) or payload.keys() != {"body", "observed"}:
+        raise IntegrityError(f"{name} does not hold body and observed", path=name)
+    body = payload["body"]
     _check_flags(body, name)
     if not isinstance(body, dict) or not isinstance(plain := body.get("layers"), list):
         raise IntegrityError(f"{name} holds no layers", path=name)
@@ -75,7 +78,18 @@ def unseal_entries(
         if not isinstance(item, dict) or item.get("layer") in layers:
             entry = from_plain(LayerEntry, item, what=name)
             found[entry.layer] = entry
-    return (body.get("run"), body.get("step"), _id_of(body)), found
+    return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), found
+
+
+_BEFORE_BODY, _AFTER_BODY = b"\x82\xa4body", b"\xa8observed"
+
+
+def _id_within(packed: bytes, observed: Plain, name: str) -> CommitId:
+    """Return the id of the body in *packed*, from its bytes as they stand: a map of two, whose first value it is."""
+    tail = _AFTER_BODY + pack_again(observed)
+    if not (packed.startswith(_BEFORE_BODY) and packed.endswith(tail)):
+        raise IntegrityError(f"{name} is not in canonical form", path=name)
+    return CommitId(digest(packed[len(_BEFORE_BODY) : -len(tail)]).hex())
 
 
 def _id_of(body: Plain) -> CommitId:
