@@ -43,13 +43,17 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         InvalidInput: The recipe does not fit the model of its base.
         NotFound: A step that it names is not in the store.
     """
-    from layerstore.policy.recipe import ModelOutline
+    from layerstore.policy.recipe import ModelOutline, outline_of
 
     name = _open_run(rooms, recipe, run)
     with _explained(recipe.base, name):
         base = resolve(rooms, recipe.base.reference(run=name))
     record = base.record
-    plan = recipe.plan(ModelOutline.of(rooms.version_of(entry) for entry in record.layers))
+    outline = ModelOutline(
+        names=tuple(entry.layer for entry in record.layers),
+        look=lambda: (outline_of(rooms.version_of(entry)) for entry in record.layers),
+    )
+    plan = recipe.plan(outline)
     back = recipe.base.back
     if base.pin is not None and any(choice.run is None and not choice.is_base for choice in plan.layers.values()):
         with recipe.base.spot.located():

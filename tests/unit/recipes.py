@@ -31,7 +31,7 @@ def buffers(name: str) -> OutlineLayer:
 
 def model(*layers: OutlineLayer) -> ModelOutline:
     """Return a model of *layers*."""
-    return ModelOutline(layers=layers)
+    return ModelOutline(names=tuple(layer.name for layer in layers), look=lambda: layers)
 
 
 def blocks(count: int, *, stack: str = "model.layers") -> list[OutlineLayer]:

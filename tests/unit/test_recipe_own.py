@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.model import LayerVersion, Parameter
-from layerstore.policy.recipe import Choice, ModelOutline, Spot, parse_recipe
+from layerstore.policy.recipe import Choice, Spot, outline_of, parse_recipe
 from layerstore.policy.recipe.document import Scalar
 from layerstore.policy.recipe.names import gathered, listed
 from layerstore.policy.recipe.patterns import read_pattern
-from tests.unit.recipes import FILE, layer, llama, model, plan, refused, steps
+from tests.unit.recipes import FILE, layer, llama, plan, refused, steps
 
 SPOT = Spot(file=FILE, line=1, column=1)
 
@@ -313,8 +313,9 @@ def parameter(name: str, *aliases: str, frozen: bool = False) -> Parameter:
 
 def test_the_outline_comes_from_layer_versions() -> None:
     """Ties between layers are seen, aliases within one are not; a layer is frozen when all of it is."""
-    found = ModelOutline.of(
-        [
+    found = [
+        outline_of(each)
+        for each in (
             version("model.embed_tokens", parameter("model.embed_tokens.weight", "lm_head.weight")),
             version(
                 "model.layers.0",
@@ -322,11 +323,11 @@ def test_the_outline_comes_from_layer_versions() -> None:
                 parameter("model.layers.0.c.weight", frozen=True),
             ),
             version("model.norm", parameter("model.norm.weight", frozen=True)),
-        ]
-    )
+        )
+    ]
 
-    assert found == model(
+    assert found == [
         layer("model.embed_tokens", ties=["lm_head.weight"]),
         layer("model.layers.0", parameters=["model.layers.0.a.weight", "model.layers.0.c.weight"]),
         layer("model.norm", frozen=True),
-    )
+    ]

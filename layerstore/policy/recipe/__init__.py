@@ -9,7 +9,7 @@ from layerstore.policy.recipe import llmtailor, own
 from layerstore.policy.recipe.document import MapNode, read_document, read_text
 from layerstore.policy.recipe.llmtailor import read_llmtailor
 from layerstore.policy.recipe.own import read_own
-from layerstore.policy.recipe.plan import Choice, ModelOutline, OutlineLayer, Recipe, RecipePlan
+from layerstore.policy.recipe.plan import Choice, ModelOutline, OutlineLayer, Recipe, RecipePlan, outline_of
 from layerstore.policy.recipe.spots import Spot
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Recipe",
     "RecipePlan",
     "Spot",
+    "outline_of",
     "parse_recipe",
     "read_text",
 ]

@@ -73,7 +73,8 @@ class Pattern:
             InvalidInput: There is none, or none has a number that is written in brackets.
         """
         known = list(names)
-        found = [name for name in known if _fits(self.tokens, name)]
+        is_name = len(self.tokens) == 1 and isinstance(self.tokens[0], Text)
+        found = [name for name in known if (name == self.text if is_name else _fits(self.tokens, name))]
         if not found:
             hint = near(self.text, known, what="layers of this model")
             raise self.spot.error(f"no layer of the model is called {self.text!r}", hint=hint)

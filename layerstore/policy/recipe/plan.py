@@ -1,7 +1,8 @@
 """What a recipe is planned against, and what comes out: values without any way to the disk."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from layerstore.layers import layer_of
@@ -24,25 +25,23 @@ class OutlineLayer:
     """Codes of the element types of its weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelOutline:
     """The model that a recipe is for."""
 
-    layers: tuple[OutlineLayer, ...]
-    """In the model's order."""
+    names: tuple[str, ...]
+    """The layers' names, in the model's order."""
+    look: Callable[[], Iterable[OutlineLayer]]
+    """Returns what they are: our own grammar goes by names alone, and need not wait for that."""
 
-    @classmethod
-    def of(cls, versions: Iterable[LayerVersion]) -> "ModelOutline":
-        """Return the outline of the model whose layers are *versions*, in the model's order."""
-        return cls(layers=tuple(_outline(version) for version in versions))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The layers' names."""
-        return tuple(layer.name for layer in self.layers)
+    @cached_property
+    def layers(self) -> tuple[OutlineLayer, ...]:
+        """All that is known of them, in their order."""
+        return tuple(self.look())
 
 
-def _outline(version: LayerVersion) -> OutlineLayer:
+def outline_of(version: LayerVersion) -> OutlineLayer:
+    """Return what a recipe has to know of the layer *version*."""
     parameters = version.parameters
     return OutlineLayer(
         name=version.layer,
