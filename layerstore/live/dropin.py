@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from layerstore.errors import Conflict, IntegrityError
 from layerstore.live.exchange import Exchange
 from layerstore.live.following import composition_of
+from layerstore.live.log import LOG
 from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, engine_with
@@ -178,7 +179,9 @@ class StoreCheckpointEngine:
         engine = self._engine or Engine(engine_with(self))
         store = self._store_of(pointer)
         loaded = Loaded.of(store, composition_of(store, pointer), rank=engine.rank, world_size=engine.world_size)
-        loaded.fit(engine)
+        notes = loaded.fit(engine)
+        for note in notes if engine.global_rank == 0 else ():
+            LOG.warning("%s: %s", pointer.name, note)
         return pointer, loaded
 
     def _went_to(self, composition: Composition | None) -> None:

@@ -200,6 +200,19 @@ def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamSte
     )
 
 
+def _age_notes(composition: Composition) -> tuple[str, ...]:
+    """Say where layers are older than the commit: what follows is no repetition, and no model that was evaluated."""
+    base = composition.base
+    older = [entry for entry in composition.layers if not entry.saved_by(base)]
+    if not older:
+        return ()
+    oldest = min(older, key=lambda entry: entry.origin.step)
+    return (
+        f"{len(older)} of {len(composition.layers)} layers are older than {base.run}@{base.step}, "
+        f"the oldest is {oldest.layer} of {oldest.origin.run}@{oldest.origin.step}",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """One rank's two files of a composite, as live objects that are made when they are asked for."""
@@ -253,7 +266,7 @@ class Loaded:
         states = engine.states("resumed", {}, exclude_frozen=True)
         self._check_precision(engine.optimizer_file.name)
         check_fits(self.model(), self.optimizer(), states, frozen=engine.frozen_shapes)
-        return (*self.load.notes, *schedule_notes(self.model(), states))
+        return (*self.load.notes, *_age_notes(self.composition), *schedule_notes(self.model(), states))
 
     def _check_precision(self, name: str) -> None:
         """Raise where *name*, what the engine calls its optimizer's file, is of another type of computation."""
