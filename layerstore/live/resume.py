@@ -101,7 +101,7 @@ def check_run(store: Store, run: str) -> None:
         InvalidInput: It is a reference to a step, or no name at all.
         Conflict: It is the name of a pin.
     """
-    reference = parse_reference(run) if {"@", "~"} & set(run) else None
+    reference = parse_reference(run) if {"@", "~"} & set(str(run)) else None
     if reference is not None:
         step = "" if reference.step is None else f", step={reference.step}"
         raise InvalidInput(

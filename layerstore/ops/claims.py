@@ -1,9 +1,10 @@
-"""What a new record inherits, claimed before any collection takes it."""
+"""A new record beside collections: what it inherits is claimed before, and all that it names looked at again after."""
 
 from collections.abc import Iterable
 
 from layerstore.errors import Conflict, IntegrityError
-from layerstore.model import BlobRef, LayerEntry
+from layerstore.model import BlobRef, Commit, LayerEntry
+from layerstore.ops.hiding import withdraw
 from layerstore.ops.needs import objects_of_state
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.objects import ObjectWriter
@@ -25,6 +26,26 @@ def claim(rooms: Rooms, writer: ObjectWriter, entries: Iterable[LayerEntry], sta
     for state in states:
         if not (writer.claim(state) or _reuse_state(rooms, writer, state)):
             raise Conflict("what this names was collected meanwhile; nothing was saved", hint="repeat the command")
+
+
+def publish(rooms: Rooms, writer: ObjectWriter, commit: Commit) -> bool:
+    """
+    Make *commit* visible, all of whose objects *writer* has published or claimed; return whether it was new.
+
+    Raises:
+        Conflict: A collection took some of them all the same: the writer has slept for longer than the grace.
+    """
+    is_new = rooms.records.publish(commit)
+    lost = writer.look_again()
+    if lost:
+        if is_new:
+            withdraw(rooms, commit)
+        raise Conflict(
+            f"{len(lost)} objects were removed while they were committed (first: {lost[0].id})",
+            hint="repeat the command: it writes them again",
+        )
+    rooms.catalog.add(commit)
+    return is_new
 
 
 def _reuse_version(rooms: Rooms, writer: ObjectWriter, entry: LayerEntry) -> bool:

@@ -17,6 +17,7 @@ from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.fill import Filling
+from layerstore.ops.loading import content_of
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.target import Product, appearing, checked_target
@@ -296,13 +297,9 @@ def _beside(rooms: Rooms, files: list[SourceFile], code: str | None) -> tuple[li
 
 
 def _content(rooms: Rooms, content: bytes | ObjectContent) -> bytes:
-    if isinstance(content, bytes):
-        return content
-    if content.size_bytes > BLOB_BYTES_MAX:
+    if isinstance(content, ObjectContent) and content.size_bytes > BLOB_BYTES_MAX:
         raise Unsupported(f"the base's {hf.CONFIG} has {content.size_bytes} bytes, which no config has")
-    rooms.objects.verify(content.object)
-    with rooms.objects.open(content.object) as file:
-        return file.read_at(whole(content, 0).object_offset, content.size_bytes)
+    return content_of(rooms, content)
 
 
 def _doubts(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:

@@ -25,8 +25,7 @@ from layerstore.model import (
     PolicyUse,
     SourceLayout,
 )
-from layerstore.ops.claims import claim
-from layerstore.ops.hiding import withdraw
+from layerstore.ops.claims import claim, publish
 from layerstore.ops.past import view_or_none
 from layerstore.ops.place import (
     Place,
@@ -307,18 +306,7 @@ def _published(rooms: Rooms, record: CommitRecord, intent: _Intent, writer: Obje
     claim(rooms, writer, [entry for entry in record.layers if entry.layer not in intent.due])
     writer.publish()
     commit = make_commit(record, _observed(writer))
-    is_new = rooms.records.publish(commit)
-    lost = writer.look_again()
-    if lost:
-        # No collection took them before the record was visible, unless its writer slept for longer than the grace.
-        if is_new:
-            withdraw(rooms, commit)
-        raise Conflict(
-            f"{len(lost)} objects were removed while they were committed (first: {lost[0].id})",
-            hint="repeat the command: it writes them again",
-        )
-    rooms.catalog.add(commit)
-    return commit, is_new
+    return commit, publish(rooms, writer, commit)
 
 
 def _observed(writer: ObjectWriter) -> Observed:

@@ -20,9 +20,8 @@ from layerstore.model import (
     SourceLayout,
     StoredObject,
 )
-from layerstore.ops.claims import claim
+from layerstore.ops.claims import claim, publish
 from layerstore.ops.hashing import Checksums, SourceReader
-from layerstore.ops.hiding import withdraw
 from layerstore.ops.place import Place, entries_of
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork
@@ -116,12 +115,7 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
             ),
         )
         _check_there(rooms, joint, parts)
-        rooms.records.publish(commit)
-        gone = writer.look_again()
-        if gone:
-            withdraw(rooms, commit)
-            raise Conflict(f"{len(gone)} objects were removed while they were committed (first: {gone[0].id})")
-    rooms.catalog.add(commit)
+        publish(rooms, writer, commit)
     return commit
 
 

@@ -6,7 +6,7 @@ from layerstore.errors import LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
 from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry
-from layerstore.ops.claims import claim
+from layerstore.ops.claims import claim, publish
 from layerstore.ops.needs import Needs
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.objects import ObjectWriter
@@ -61,9 +61,7 @@ def execute_trim(rooms: Rooms, trim: Trim) -> None:
             writer.put(data, ref)
         claim(rooms, writer, (), trim.commit.record.states)
         writer.publish()
-        rooms.records.publish(trim.commit)
-        writer.look_again()
-    rooms.catalog.add(trim.commit)
+        publish(rooms, writer, trim.commit)
 
 
 def check_has_moments(record: CommitRecord, *, called: str) -> None:
