@@ -16,6 +16,7 @@ from layerstore.ops import compose as compose_verb
 from layerstore.ops import export as export_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
+from layerstore.ops.collected import losses_told
 from layerstore.ops.compose import Written
 from layerstore.ops.composition import Composition, as_resolved, check_members
 from layerstore.ops.export import Exported, ExportPlan
@@ -121,7 +122,8 @@ class Composite:
         """
         if max_staleness is not None:
             check_staleness(self._composition.base, self.staleness, steps_max=max_staleness)
-        check_members(self._rooms, self._composition)
+        with losses_told(self._rooms, self._composition):
+            check_members(self._rooms, self._composition)
 
     def pin(self, name: str) -> Pin:
         """Keep this composite under *name*: it outlives the commits that it was made from."""
@@ -130,11 +132,13 @@ class Composite:
 
     def ls(self) -> list[LayerLine]:
         """Return every layer with its sizes."""
-        return [queries.layer_line(self._rooms, entry) for entry in self._composition.layers]
+        with losses_told(self._rooms, self._composition):
+            return [queries.layer_line(self._rooms, entry) for entry in self._composition.layers]
 
     def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
         """Return, in plain sentences, what would not carry over; raises as ``write`` would."""
-        return compose_verb.notes_of(self._rooms, self._composition, world_size=world_size, adam_step=adam_step)
+        with losses_told(self._rooms, self._composition):
+            return compose_verb.notes_of(self._rooms, self._composition, world_size=world_size, adam_step=adam_step)
 
     def write(
         self,
@@ -156,17 +160,18 @@ class Composite:
         Every byte read is verified unless *verify* is False; a power cut cannot tear the folder
         unless *durable* is False; a folder that is there is only replaced with *force*.
         """
-        return compose_verb.execute_compose(
-            self._rooms,
-            self._composition,
-            Path(out),
-            world_size=world_size,
-            adam_step=adam_step,
-            verify=verify,
-            durable=durable,
-            force=force,
-            progress=progress or Silent(),
-        )
+        with losses_told(self._rooms, self._composition):
+            return compose_verb.execute_compose(
+                self._rooms,
+                self._composition,
+                Path(out),
+                world_size=world_size,
+                adam_step=adam_step,
+                verify=verify,
+                durable=durable,
+                force=force,
+                progress=progress or Silent(),
+            )
 
     def tensors(self, kind: str = "master", *, state: str | None = None, verify: bool = True) -> Tensors:
         """
@@ -176,12 +181,14 @@ class Composite:
         follow from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it all are there,
         as ``exp_avg/NAME``. Nothing of a tensor is read before it is asked for, and then verified first.
         """
-        versions = (self._rooms.version_of(entry) for entry in self._composition.layers)
+        with losses_told(self._rooms, self._composition):
+            versions = [self._rooms.version_of(entry) for entry in self._composition.layers]
         return open_tensors(self._rooms.objects, versions, kind=kind, state=state, verify=verify)
 
     def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
         """Return what `export` would write; nothing is written."""
-        return export_verb.plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
+        with losses_told(self._rooms, self._composition):
+            return export_verb.plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
 
     def export(
         self,
@@ -201,15 +208,17 @@ class Composite:
         No file has more than *max_shard_size* of tensors, bytes or a text such as ``"2GiB"``, unless one tensor has.
         The optimizer's objects are not touched. The rest is as for `write`.
         """
-        return export_verb.execute_export(
-            self._rooms,
-            self.plan_export(dtype=dtype, max_shard_size=max_shard_size),
-            Path(out),
-            verify=verify,
-            durable=durable,
-            force=force,
-            progress=progress or Silent(),
-        )
+        plan = self.plan_export(dtype=dtype, max_shard_size=max_shard_size)
+        with losses_told(self._rooms, self._composition):
+            return export_verb.execute_export(
+                self._rooms,
+                plan,
+                Path(out),
+                verify=verify,
+                durable=durable,
+                force=force,
+                progress=progress or Silent(),
+            )
 
 
 def _choice(entry: LayerEntry) -> LayerChoice:

@@ -22,10 +22,12 @@ Every class has a stable *kind* and the exit code of the command line.
 import errno as errnos
 
 PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
+# What says nothing of the file that was asked for: the process can open none, or has no memory.
+PROCESS_ERRNOS = frozenset({errnos.EMFILE, errnos.ENFILE, errnos.ENOMEM})
 NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
 
 
-DAMAGED_HINT = "remove the object's file and ingest the same checkpoint again, or use another step"
+DAMAGED_HINT = "layerstore repair --read-data takes it out of the way; then ingest the same checkpoint again"
 
 
 class LayerstoreError(Exception):
@@ -129,7 +131,9 @@ class IntegrityError(LayerstoreError):
     """Damage was found in the store."""
 
     exit_code = 20
-    usual_hint = "layerstore verify --read-data"
+    usual_hint = (
+        "layerstore verify --read-data lists what is damaged, layerstore repair --read-data --dry-run what can be done"
+    )
     kind = "damaged"
 
 

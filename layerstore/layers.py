@@ -189,10 +189,11 @@ def parse_reference(text: str) -> Reference:
         InvalidInput: It has another form, or the name is none.
     """
     match = _REF.fullmatch(text)
+    hint = "write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"
+    if "/" in text or text in {".", ".."}:
+        raise InvalidInput(f"{text!r} is a path, not a reference to what the store holds", hint=hint)
     if match is None:
-        raise InvalidInput(
-            f"{text!r} is not a reference", hint="write RUN@STEP, RUN, RUN~1, RUN~1@STEP or a pin's name"
-        )
+        raise InvalidInput(f"{text!r} is not a reference", hint=hint)
     step = match["step"]
     return Reference(
         name=check_name(match["name"], what="the name"),

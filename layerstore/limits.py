@@ -13,6 +13,9 @@ IO_CHUNK_BYTES = 1 * MIB
 # The kernel backs a larger write with larger folios, and finding free memory for those can cost five times the write.
 WRITE_BYTES = 64 * KIB
 
+# What goes past the kernel's cache goes in such pieces: long enough for a disk's full speed. Whole pages.
+STREAM_BYTES = 8 * MIB
+
 # So much may wait for the disk before it is told to begin: fsync then finds little left to do.
 SYNC_AHEAD_BYTES = 8 * MIB
 
@@ -74,12 +77,21 @@ NAME_BYTES_MAX = 200
 RECIPE_BYTES_MAX = 256 * KIB
 RECIPE_DEPTH_MAX = 16
 
+# Sizes in a model's config: no dimension and no stack of blocks comes near, and what is larger would only take time.
+MODEL_DIMENSION_MAX = 10**9
+MODEL_BLOCKS_MAX = 2_000
+
 # The address space of the index, not its size: the file is sparse and grows as it is used.
 MANIFEST_MAP_BYTES = 1 * GIB
 MANIFEST_MAP_BYTES_MAX = 256 * GIB
 
 # How long a command waits for a lock before it says who holds it.
 LOCK_DEADLINE_SECONDS = 60.0
+
+# A lease on a network filesystem runs out so long after it was last renewed: longer than a busy server takes to answer,
+# and shorter than anybody waits for a lock, so that a dead holder's is free before the deadline.
+LEASE_SECONDS = 30.0
+LEASE_RENEWED_SECONDS = 5.0
 
 # Threads that read, hash and write objects; more of them only fight for the disk.
 WORKERS_MAX = 4
@@ -95,6 +107,8 @@ GC_UNFINISHED_GRACE_SECONDS = 24 * 3600.0
 # and a few records without layers may come first.
 GC_RESERVE_BYTES = 256 * KIB
 GC_RESERVE_RECORD_BYTES = 200
+# A commit without moments takes a blob of a block or two for each layer.
+GC_RESERVE_LAYER_BYTES = 8 * KIB
 
 # Plans of collections that are kept: an index that is further behind reports what they removed as vanished.
 COLLECTIONS_MAX = 1000

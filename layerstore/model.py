@@ -415,3 +415,26 @@ class Collection:
     """How many nothing needs then."""
     size_bytes: int
     """What they take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """A file that a repair takes out of the way."""
+
+    path: str
+    """Where it was, below the store."""
+    kind: str
+    """What it was taken for: ``record``, ``pin``, ``object``, ``part``, ``collection``, ``stranger``, ``identity``."""
+    reason: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineLog:
+    """What one repair takes out of the way: written before anything is moved."""
+
+    id: str
+    """8 decimal digits, larger than any before, ``-`` and 8 hex digits."""
+    time_ns: int
+    """When, by the writer's clock; for people."""
+    files: tuple[Quarantined, ...]

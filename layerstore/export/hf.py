@@ -161,7 +161,10 @@ def config_with_dtype(config: bytes, dtype: str) -> bytes:
     Raises:
         ValueError: It is not JSON, or not an object.
     """
-    fields = json.loads(config)
+    try:
+        fields = json.loads(config)
+    except RecursionError as exc:
+        raise ValueError("it is nested too deep") from exc
     if not isinstance(fields, dict):
         raise InvalidInput("it is not an object")
     name = by_code(dtype).torch_name

@@ -46,8 +46,9 @@ def ref_of(data: bytes) -> BlobRef:
 def _decode(data: bytes, ref: BlobRef, magic: bytes, cls: type[Blob]) -> Blob:
     found = ref_of(data)
     if found != ref:
+        length = "" if found.size_bytes == ref.size_bytes else f"{found.size_bytes} bytes, not {ref.size_bytes}, that "
         raise IntegrityError(
-            f"object {ref.id} is damaged: its {found.size_bytes} bytes (expected {ref.size_bytes}) hash to {found.id}",
+            f"object {ref.id} is damaged: it holds {length or 'bytes that '}hash to {found.id}",
             hint=DAMAGED_HINT,
             object_id=ref.id,
         )

@@ -1,6 +1,5 @@
 """What collections have decided: the log of each."""
 
-from layerstore.errors import IntegrityError
 from layerstore.format.wrapped import unwrap, wrap
 from layerstore.model import Collection
 
@@ -22,7 +21,12 @@ def unseal_collection(data: bytes, *, name: str, store_id: str) -> Collection:
     Raises:
         IntegrityError: It is damaged or misplaced.
     """
-    collection = unwrap(Collection, data, kind="collection", name=name, store_id=store_id)
-    if collection_name(collection.id) != name:
-        raise IntegrityError(f"{name} holds another collection's plan", path=name)
-    return collection
+    return unwrap(
+        Collection,
+        data,
+        kind="collection",
+        name=name,
+        store_id=store_id,
+        name_of=lambda collection: collection_name(collection.id),
+        other="collection's plan",
+    )

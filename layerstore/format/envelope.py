@@ -76,13 +76,28 @@ def unseal(data: bytes, *, name: str, store_id: str) -> Envelope:
     return Envelope(store_id=store_id, name=name, payload=payload)
 
 
-def sealed_bytes(head: bytes, *, name: str) -> int | None:
-    """Return how long the envelope is that begins with *head*, if it is called *name*; nothing of it is checked."""
-    end = _HEAD.size + len(name.encode())
-    if len(head) < end + _LENGTH.size or head[_HEAD.size : end] != name.encode():
+def stated_store(data: bytes) -> str | None:
+    """Return the id of the store that a whole envelope says it belongs to; None where *data* is none."""
+    body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if len(body) < _HEAD.size + _LENGTH.size or not body.startswith(MAGIC) or digest(body) != checksum:
+        return None
+    found: bytes = _HEAD.unpack_from(body)[2]
+    return found.hex()
+
+
+def stated_name(head: bytes) -> tuple[str, int] | None:
+    """Return what the envelope that begins with *head* is called, and how long it is; nothing of it is checked."""
+    if len(head) < _HEAD.size:
+        return None
+    end = _HEAD.size + int(_HEAD.unpack_from(head)[3])
+    if len(head) < end + _LENGTH.size:
+        return None
+    try:
+        name = head[_HEAD.size : end].decode()
+    except UnicodeDecodeError:
         return None
     (size_bytes,) = _LENGTH.unpack_from(head, end)
-    return int(end + _LENGTH.size + size_bytes + DIGEST_BYTES)
+    return name, int(end + _LENGTH.size + size_bytes + DIGEST_BYTES)
 
 
 def _split(body: bytes, name_bytes: int, name: str) -> tuple[str, bytes]:

@@ -3,6 +3,7 @@
 
 JSON so that a person can read it, with a checksum over its canonical text so that a program can trust it.
 The field ``format`` never moves: every version of layerstore, past or future, can tell whether it may read on.
+Neither does ``needs``, by which a later format may say which layerstore reads it.
 """
 
 import json
@@ -17,6 +18,8 @@ FORMAT = 1
 HASH = "xxh3_128"
 # A writer must know all flags of a store; a reader may go on if it does not.
 KNOWN_FLAGS: frozenset[str] = frozenset()
+# A version, not a tale: what stands there was written by somebody else's layerstore, and is printed.
+_NEEDS_SIGNS_MAX = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +61,11 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
         IntegrityError: It is damaged.
     """
     fields = _parse(data, what)
-    found = fields.get("format")
     # Before the checksum: a newer format may compute it differently, and must still be recognised.
+    found = fields.get("format")
     if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
-        raise Unsupported(
-            f"{what} is a store of format {found}; this layerstore reads format {FORMAT}; nothing was changed",
-            hint="use a newer layerstore" if found > FORMAT else "layerstore migrate",
-        )
+        _check_format(fields, what)
+        raise _other_format(fields, what, known=FORMAT)
     if fields.pop("checksum", None) != _checksum(fields):
         raise _damaged(what, "its checksum does not match")
     try:
@@ -77,6 +78,54 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
     if encode_identity(identity) != data:
         raise _damaged(what, "it is not as it was written")
     return identity
+
+
+def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
+    """
+    Return the format that the ``store.json`` *data* names, of which nothing else is looked at.
+
+    Raises:
+        Unsupported: It is newer than the *known* one.
+        IntegrityError: It names none.
+    """
+    fields = _parse(data, what)
+    found = fields.get("format")
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise _damaged(what, f"its format is {found!r}")
+    if found != FORMAT:
+        _check_format(fields, what)
+    if found > known:
+        raise _other_format(fields, what, known=known)
+    return found
+
+
+def stated_flags(data: bytes) -> tuple[str, ...] | None:
+    """Return the flags that a damaged ``store.json`` still states, as they stand there; None where it does not."""
+    try:
+        flags = _parse(data, "store.json").get("flags")
+    except IntegrityError:
+        return None
+    return tuple(flag for flag in flags if isinstance(flag, str)) if isinstance(flags, list) else None
+
+
+def _check_format(fields: dict[str, Any], what: str) -> None:
+    """Raise IntegrityError if all of it is as today's format has it, but for the number: a bit of that has flipped."""
+    rest = {name: value for name, value in fields.items() if name != "checksum"}
+    if fields.get("checksum") == _checksum(rest | {"format": FORMAT}):
+        raise _damaged(what, f"its format says {fields['format']}, and its checksum is that of format {FORMAT}")
+
+
+def _other_format(fields: dict[str, Any], what: str, *, known: int) -> Unsupported:
+    found, needs = fields["format"], fields.get("needs")
+    if found < known:
+        hint = "layerstore migrate"
+    elif isinstance(needs, str) and 0 < len(needs) <= _NEEDS_SIGNS_MAX:
+        hint = f"it needs layerstore >= {needs}"
+    else:
+        hint = "use a newer layerstore"
+    return Unsupported(
+        f"{what} is a store of format {found}; this layerstore reads format {known}; nothing was changed", hint=hint
+    )
 
 
 def _parse(data: bytes, what: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Parts: what each rank leaves for the one that commits."""
 
-from layerstore.errors import IntegrityError
 from layerstore.format.wrapped import unwrap, wrap
 from layerstore.model import Part
 
@@ -22,7 +21,12 @@ def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
     Raises:
         IntegrityError: It is damaged or misplaced.
     """
-    part = unwrap(Part, data, kind="part", name=name, store_id=store_id)
-    if part_name(part.session, part.save, part.rank) != name:
-        raise IntegrityError(f"{name} holds another rank's part, or another save's", path=name)
-    return part
+    return unwrap(
+        Part,
+        data,
+        kind="part",
+        name=name,
+        store_id=store_id,
+        name_of=lambda part: part_name(part.session, part.save, part.rank),
+        other="rank's part, or another save's",
+    )

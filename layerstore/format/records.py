@@ -75,7 +75,8 @@ def unseal_entries(
         raise IntegrityError(f"{name} holds no layers", path=name)
     found = {}
     for item in plain:
-        if not isinstance(item, dict) or item.get("layer") in layers:
+        name_of = item.get("layer") if isinstance(item, dict) else None
+        if not isinstance(name_of, str) or name_of in layers:  # what has no name is no entry, and is told as such
             entry = from_plain(LayerEntry, item, what=name)
             found[entry.layer] = entry
     return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), found

@@ -5,6 +5,7 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 
 from layerstore.errors import InvalidInput
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.drift import Drift
 from layerstore.policy.due import Policy
 from layerstore.policy.filter import Filter
@@ -51,7 +52,9 @@ def policy_named(name: str, settings: Mapping[str, object] | None = None) -> Pol
     if make is None:
         if name == EXACT:
             raise InvalidInput("exact is no policy but a demand on a composite, without settings", hint=_HINT)
-        raise InvalidInput(f"there is no policy {name!r}", hint=f"policies: {', '.join(sorted([EXACT, *names()]))}")
+        known = sorted([EXACT, *names()])
+        hint = did_you_mean(nearest(name, known), else_=f"policies: {', '.join(known)}")
+        raise InvalidInput(f"there is no policy {name!r}", hint=hint)
     try:
         policy = make(**settings)
     except TypeError as exc:
@@ -68,6 +71,11 @@ def checked(policy: object) -> Policy:
     return policy
 
 
+def is_ours(policy: Policy) -> bool:
+    """Whether *policy* is known to decide from what it is given alone."""
+    return type(policy) in _OWN.values()
+
+
 def names() -> list[str]:
     """Return the names of all policies, installed ones included."""
     return sorted({*_OWN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
@@ -78,7 +86,9 @@ def _check_settings(name: str, settings: Mapping[str, object], *, known: list[st
     if unknown:
         raise InvalidInput(
             f"policy {name!r} has no setting {unknown[0]!r}",
-            hint=f"its settings: {', '.join(known)}" if known else f"settings are for {', '.join(_WITH_SETTINGS)}",
+            hint=did_you_mean(nearest(unknown[0], known), else_=f"its settings: {', '.join(known)}")
+            if known
+            else f"settings are for {', '.join(_WITH_SETTINGS)}",
         )
 
 
@@ -92,4 +102,4 @@ def _installed(name: str) -> Callable[..., object] | None:
     return None
 
 
-__all__ = ["EXACT", "Drift", "Filter", "Latest", "Parity", "Policy", "checked", "names", "policy_named"]
+__all__ = ["EXACT", "Drift", "Filter", "Latest", "Parity", "Policy", "checked", "is_ours", "names", "policy_named"]

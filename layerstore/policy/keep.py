@@ -43,6 +43,9 @@ class Best:
     count: int = 1
     direction: Direction = "max"
 
+    def __str__(self) -> str:
+        return f"{self.metric}:{self.count}:{self.direction}"
+
     @property
     def reason(self) -> str:
         """Why a commit is kept that is one of them."""
@@ -56,16 +59,20 @@ class Best:
         >>> Best.parse("eval_loss:3")
         Best(metric='eval_loss', count=3, direction='min')
         """
-        metric, *rest = text.split(":")
-        direction: Direction = "min" if metric.endswith("loss") else "max"
-        if rest and rest[-1] in {"min", "max"}:
-            direction = "min" if rest.pop() == "min" else "max"
-        count = rest.pop(0) if rest else "1"
-        if not metric or rest or not re.fullmatch("[1-9][0-9]{0,8}", count):
+        found = _BEST_IN_FULL.fullmatch(text) or _BEST.fullmatch(text)
+        if found is None:
             raise InvalidInput(
-                f"{text!r} does not name the best commits", hint="METRIC[:N][:min|max], such as eval_loss:3:min"
+                f"{text!r} does not name the best commits",
+                hint="METRIC[:N][:min|max], such as eval_loss:3:min; in full where the metric's name has a colon",
             )
-        return cls(metric=metric, count=int(count), direction=direction)
+        metric = found["metric"]
+        is_small = found["direction"] == "min" if found["direction"] else metric.endswith("loss")
+        return cls(metric=metric, count=int(found["count"] or 1), direction="min" if is_small else "max")
+
+
+_BEST = re.compile(r"(?P<metric>[^:]+)(:(?P<count>[1-9][0-9]{0,8}))?(:(?P<direction>min|max))?")
+# Written so, a metric's own name may have a colon.
+_BEST_IN_FULL = re.compile(r"(?P<metric>.+):(?P<count>[1-9][0-9]{0,8}):(?P<direction>min|max)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,11 @@ class Keep:
         return Best.parse(self.best) if isinstance(self.best, str) else self.best
 
     @property
+    def is_best_alone(self) -> bool:
+        """Whether nothing but a metric says what is kept."""
+        return self.best is not None and all(rule is None for rule in (self.last, self.every, self.within))
+
+    @property
     def has_rules(self) -> bool:
         """Whether anything is to go at all."""
         return any(rule is not None for rule in (self.last, self.every, self.within, self.best))
@@ -141,7 +153,7 @@ class Keep:
         self, candidates: Sequence[Candidate], history: Sequence[Candidate], now_ns: int
     ) -> Iterable[tuple[str, Sequence[Candidate]]]:
         if not self.has_rules:
-            yield "no rule", candidates
+            yield "no rule was given", candidates
             return
         yield "newest", history[:1]
         if self.last is not None:

@@ -5,20 +5,23 @@ The folder listing decides what exists, the record decides what it says, the ind
 Whatever is wrong with the index, the answers are the same.
 """
 
+import contextlib
 import dataclasses
+import glob
 import itertools
 import secrets
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from layerstore.errors import IntegrityError, LayerstoreError, NotFound
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO
 from layerstore.model import Commit, LayerEntry
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import Stamp
@@ -30,8 +33,14 @@ Answer = TypeVar("Answer")
 
 
 class IndexNotice(UserWarning):
-    """The index was rebuilt, or cannot be used here; nothing is lost and answers are unchanged."""
+    """The index was rebuilt, or cannot be used here; no record is lost by it."""
 
+
+# What the folder of an index that was dropped is called after, until all is taken over from it.
+_DROPPED = ".dropped-"
+
+# A copy of a record beside the index, and what it says.
+_Copy = tuple[RecordName, Commit, bytes]
 
 # Records that are decoded before the index is told of them: some of them are held in memory at once.
 _BATCH = 256
@@ -50,6 +59,17 @@ class _Known:
     """None where the folder was not there: remembered records have vanished with it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reindexed:
+    """What an index that was made afresh covers."""
+
+    commits: int
+    vanished: tuple[RecordName, ...]
+    """Records that have vanished, and that it goes on remembering."""
+    forgotten: tuple[RecordName, ...]
+    """Records that have vanished, and that nobody remembers any more."""
+
+
 class Catalog:
     """Answers about runs and commits."""
 
@@ -63,6 +83,9 @@ class Catalog:
         self._guard = threading.RLock()  # one thread at a time opens, asks or replaces the index
         self.index_problem: str | None = None
         """Why there is no index, if there is none."""
+        self._refusal: ManifestUnusable | None = None
+        self._remembers: Callable[[RecordName], bool] | None = None
+        """During a rebuild: whether what has vanished is to be taken over from the old index."""
 
     def close(self) -> None:
         """Release the index."""
@@ -87,10 +110,19 @@ class Catalog:
         """
         Return what *run* holds now.
 
-        The folder is listed again only if it may have changed, and records are read only where they are new.
-
         Raises:
             NotFound: It has no record.
+        """
+        found = self.find(run)
+        if found is None:
+            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs(run))
+        return found
+
+    def find(self, run: str) -> RunView | None:
+        """
+        Return what *run* holds now; None where it has no record, or none any more.
+
+        The folder is listed again only if it may have changed, and records are read only where they are new.
         """
         with self._guard:
             if self._manifest is not None:
@@ -101,11 +133,11 @@ class Catalog:
             if known is None:
                 known = self._found_out(run)
                 # What is damaged may be repaired in place, which its folder does not show.
-                if known.view.damaged:
+                if known is None or known.view.damaged:
                     self._known.pop(run, None)
                 else:
                     self._known[run] = known
-            return known.view
+            return None if known is None else known.view
 
     def _is_as_it_was(self, known: _Known, run: str) -> bool:
         """Whether the folder of *run* cannot have changed since it was listed."""
@@ -131,21 +163,22 @@ class Catalog:
         self._known[run] = found
         return found
 
-    def _found_out(self, run: str) -> _Known:
+    def _found_out(self, run: str) -> _Known | None:
         # The index first: a commit that is published in between is then merely not indexed yet.
-        indexed = self._indexed(run)
+        since = self.last_collection()
+        indexed = self.indexed(run)
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
         vanished = indexed.keys() - names
         rows = {name: row for name, row in indexed.items() if name not in vanished} if vanished else indexed
         # Remembered, not forgotten: what a lost record had hidden must not come back in silence.
-        gone = self._not_collected(indexed[name].name for name in vanished)
+        gone = self._not_collected((indexed[name].name for name in vanished), since=since)
         damaged: dict[RecordName, LayerstoreError] = {name: _vanished(name) for name in gone}
         found = {name: name_in(run, name) for name in names - indexed.keys()}
         strangers = frozenset(name for name, record in found.items() if record is None)
         unseen = sorted(record for record in found.values() if record is not None)
         if not (rows or unseen or gone):
-            raise NotFound(f"there is no run {run!r} in this store", hint=self._known_runs())
+            return None
         for start in range(0, len(unseen), _BATCH):
             rows |= self._read_unseen(unseen[start : start + _BATCH], damaged)
         view = RunView(run=run, rows={row.id: row for row in rows.values()}, damaged=damaged)
@@ -165,16 +198,45 @@ class Catalog:
         return {row.file_name: row for row in rows}
 
     def commit(self, name: RecordName) -> Commit:
-        """Read and check the record *name*."""
-        return self._records.read(name)
+        """
+        Read and check the record *name*.
+
+        Raises:
+            IntegrityError: It is damaged or lost.
+            NotFound: A collection has removed it since it was found.
+        """
+        with self._collected_told(name):
+            return self._records.read(name)
 
     def entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
-        """Read and check the record *name*; return what it says of those of *layers* that it has, and build no more."""
-        return self._records.read_entries(name, layers)
+        """As ``commit``, but return only what it says of those of *layers* that it has, and build no more."""
+        with self._collected_told(name):
+            return self._records.read_entries(name, layers)
 
-    def _known_runs(self) -> str:
+    @contextlib.contextmanager
+    def _collected_told(self, name: RecordName) -> Iterator[None]:
+        """Tell what a collection has removed meanwhile from what is damaged or lost."""
+        try:
+            yield
+        except IntegrityError as exc:
+            if self._records.is_there(name):
+                raise  # to look at the whole run for each that is damaged would take hours
+            view = self.find(name.run)
+            if view is not None and (name.id in view.rows or name in view.damaged):
+                raise
+            raise NotFound(
+                f"{name.run}@{name.step} (commit {name.id[:12]}) was removed by a collection meanwhile",
+                hint=f"layerstore log {name.run} lists what is left",
+            ) from exc
+
+    def _known_runs(self, run: str) -> str:
         runs = self.runs()
-        return f"runs here: {', '.join(runs[:10])}" if runs else "the store is empty: layerstore ingest CHECKPOINT"
+        if not runs:
+            return "the store is empty: layerstore ingest CHECKPOINT"
+        # Runs and pins share one namespace: who has mistyped a pin is asked for a run.
+        meant = nearest(run, [*runs, *self._records.pin_names()])
+        more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
+        return did_you_mean(meant, else_=f"runs here: {', '.join(runs[:10])}{more}")
 
     def remembered_runs(self) -> set[str]:
         """Return the runs that the index knows, whether or not anything is left of them."""
@@ -182,24 +244,26 @@ class Catalog:
 
     def vanished(self, run: str) -> list[RecordName]:
         """Return the records of *run* that the index remembers and that are not there any more."""
-        indexed = self._indexed(run)
+        since = self.last_collection()
+        indexed = self.indexed(run)
         names = indexed.keys() - set(self._records.listing(run))
-        return self._not_collected(indexed[name].name for name in names)
+        return self._not_collected((indexed[name].name for name in names), since=since)
 
     def last_collection(self) -> str:
         """Return the newest collection that the index has taken up wholly; empty where there is none."""
         return self._with_index(lambda manifest: manifest.collected()) or ""
 
-    def _not_collected(self, vanished: Iterable[RecordName]) -> list[RecordName]:
+    def _not_collected(self, vanished: Iterable[RecordName], *, since: str) -> list[RecordName]:
         """
-        Return those of *vanished* that no collection has removed; the index forgets the others.
+        Return those of *vanished* that no collection after *since* has removed; the index forgets the others.
 
-        A collection is believed once: what is saved again after it, and then lost, is not excused by it.
+        A collection is believed once: what is saved again after it, and then lost, is not excused by it. *since* was
+        asked for before the index was looked into: another process may have taken up a collection in between.
         """
         vanished = sorted(vanished)
         if not vanished:
             return []
-        plans = self._garbage.plans_after(self.last_collection())
+        plans = self._garbage.plans_after(since)
         collected = {name for plan in plans for name in names_in(plan)}
         if collected.isdisjoint(vanished):
             return vanished
@@ -209,37 +273,49 @@ class Catalog:
         self._with_index(lambda manifest: manifest.update(drop=collected - there, collected=newest))
         return [name for name in vanished if name not in collected]
 
-    def differences(self, run: str) -> list[str]:
-        """Return what the index says of *run* otherwise than its records do; there should be nothing."""
-        found = []
-        for row in self._indexed(run).values():
-            try:
-                commit = self._records.read(row.name)
-            except LayerstoreError:
-                continue  # a damaged record is reported for itself
-            if row_of(commit) != row:
-                found.append(f"the index tells {run}@{row.step} differently than its record does")
-        return found
-
     # -- the index -----------------------------------------------------------------------------------------------
+
+    def copy(self, name: RecordName) -> bytes | None:
+        """Return the bytes of the record *name* as they are kept beside the index, for ``repair`` alone."""
+        return self._with_index(lambda manifest: manifest.copy(name))
 
     def add(self, commit: Commit) -> None:
         """Tell the index of a new commit. If it cannot be told, the next open catches up."""
-        data = self._records.read_bytes(self._records.name_of(commit))
+        try:
+            data = self._records.read_bytes(self._records.name_of(commit))
+        except IntegrityError:
+            return  # a collection has just removed it: what is not there needs no row
         self._catch_up([(commit, data)])
 
-    def rebuild(self) -> int:
-        """Make the index afresh from all records; return how many it covers."""
-        for name in (name for run in self.runs() for name in self.vanished(run)):
-            warnings.warn(f"forgot {_vanished(name)}", IndexNotice, stacklevel=2)
-        self.close()
-        self._drop()
-        self._known.clear()
-        self.index_problem = None
-        self._opened()
-        return sum(len(self.view(run).rows) for run in self.runs())
+    def rebuild(self, *, forget: bool = False) -> Reindexed:
+        """
+        Make the index afresh from all records; what has vanished it goes on remembering, unless it is to *forget*.
 
-    def _indexed(self, run: str) -> dict[str, RecordRow]:
+        Raises:
+            StorageIO: There can be none here; questions are answered without.
+        """
+        with self._guard:
+            gone = {name: self.indexed(run)[name.file_name] for run in self.runs() for name in self.vanished(run)}
+            kept = {} if forget else gone
+            last = self.last_collection() or None
+            self.close()
+            self._drop()
+            self._known.clear()
+            self.index_problem = None
+            self._remembers = kept.__contains__
+            try:  # an empty store has an index, too
+                self._with_index(lambda manifest: manifest.update(rows=kept.values(), collected=last))
+            finally:
+                self._remembers = None
+            count = sum(len(self.view(run).rows) for run in self._records.runs() if self._has_records(run))
+        if self._refusal is not None and self.index_problem is not None:
+            raise _not_made(self._refusal, self._directory)
+        return Reindexed(
+            commits=count, vanished=tuple(sorted(kept)), forgotten=tuple(sorted(gone.keys() - kept.keys()))
+        )
+
+    def indexed(self, run: str) -> dict[str, RecordRow]:
+        """Return what the index says of *run*, right or not, by the names of the records' files."""
         found = self._with_index(lambda manifest: manifest.rows(run))
         if found is not None:
             return found
@@ -251,8 +327,13 @@ class Catalog:
         return known.rows.keys() & set(self._records.listing(run))
 
     def _catch_up(self, unseen: list[tuple[Commit, bytes]]) -> None:
-        if unseen:
-            self._with_index(lambda manifest: manifest.update(add=unseen))
+        if not unseen:
+            return
+        self._with_index(lambda manifest: manifest.update(add=unseen))
+        # What a collection has removed since it was read must not be remembered: no later one would excuse that.
+        gone = {name for commit, _ in unseen if not self._records.is_there(name := self._records.name_of(commit))}
+        if gone:
+            self._with_index(lambda manifest: manifest.update(drop=gone))
 
     def _with_index(self, ask: Callable[[Manifest], Answer]) -> Answer | None:
         """Ask the index; replace it if it is damaged; answer None where there can be no index."""
@@ -269,30 +350,101 @@ class Catalog:
 
     def _opened(self) -> Manifest:
         if self._manifest is None:
-            self._manifest = Manifest(self._directory, store_id=self._store_id)
+            manifest = Manifest(self._directory, store_id=self._store_id)
+            try:
+                self._take_over(manifest)
+            except BaseException:
+                manifest.close()
+                raise
+            self._manifest = manifest
         return self._manifest
+
+    def _take_over(self, manifest: Manifest) -> None:
+        """Tell *manifest* of what only an index that was dropped has copies of; what is left of that goes then."""
+        try:
+            asides = sorted(self._directory.parent.glob(f"{glob.escape(self._directory.name)}{_DROPPED}*"))
+        except OSError:
+            return  # out of descriptors, say: they stay where they are until the next open
+        for aside in asides:
+            if manifest.read_only:
+                return
+            try:
+                self._take_copies(manifest, aside)
+            except OSError as exc:
+                warnings.warn(
+                    f"the copies of records in {aside} cannot be read: {exc}; what had vanished before is forgotten",
+                    IndexNotice,
+                    stacklevel=2,
+                )
+            # What resists is looked at again the next time.
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _take_copies(self, manifest: Manifest, aside: Path) -> None:
+        for batch in _batches(self._decoded(manifest.copies_in(aside))):
+            there = {run: set(self._records.listing(run)) for run in {name.run for name, _, _ in batch}}
+            gone = [each for each in batch if each[0].file_name not in there[each[0].run]]
+            is_wanted = self._remembers or (self._not_removed() if gone else bool)
+            manifest.update(add=[(commit, data) for name, commit, data in gone if is_wanted(name)])
+            listed = [each for each in batch if each[0].file_name in there[each[0].run]]
+            # Damaged records are found by reading them, not by rows; but their copies are worth as much.
+            manifest.keep_copies([data for name, _, data in listed if not self._records.holds(name, data)])
+
+    def _decoded(self, copies: Iterable[tuple[str, bytes]]) -> Iterator[_Copy]:
+        for called, data in copies:
+            name = self._records.name_called(called)
+            with contextlib.suppress(LayerstoreError):  # of another format: as good as none
+                if name is not None:
+                    yield name, self._records.decode(data, name), data
+
+    def _not_removed(self) -> Callable[[RecordName], bool]:
+        """Return what tells whether no collection that is known has removed a record."""
+        collected = {name for plan in self._garbage.plans_after("") for name in names_in(plan)}
+        return lambda name: name not in collected
 
     def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
         """Drop a damaged index, so that the next look makes a new one; go on without if that is not possible."""
-        if is_last_try or not self._drop():
-            self.index_problem = str(problem)
+        # What an index of another format remembers bears other names by now: nothing of it is taken over.
+        if is_last_try or not self._drop(wholly=bool(problem.facts.get("is_of_another_format"))):
+            self.index_problem, self._refusal = str(problem), problem
         outcome = "going on without it, slower" if self.index_problem else "rebuilding it from the commit records"
-        warnings.warn(f"{problem}; {outcome}; nothing is lost", IndexNotice, stacklevel=2)
+        warnings.warn(f"{problem}; {outcome}; no record is lost by it", IndexNotice, stacklevel=2)
 
-    def _drop(self) -> bool:
-        """Remove the index, if there is one and it can be; renamed first, so that who has it open keeps a whole one."""
-        aside = self._directory.with_name(f"{self._directory.name}.dropped-{secrets.token_hex(4)}")
+    def _drop(self, *, wholly: bool = False) -> bool:
+        """
+        Put the index aside, if there is one and it can be; who has it open keeps it, and the next one reads it.
+
+        If *wholly*, nothing of it is left to be read.
+        """
+        aside = self._directory.with_name(f"{self._directory.name}{_DROPPED}{secrets.token_hex(4)}")
         try:
             self._directory.rename(aside)
         except OSError:
             return False  # nothing there, or a read-only store: its index stays as it is, unused
-        # What resists stays behind under a name that nothing reads.
-        shutil.rmtree(aside, ignore_errors=True)
+        if wholly:
+            shutil.rmtree(aside, ignore_errors=True)
         return True
+
+
+def _batches(records: Iterator[_Copy]) -> Iterator[list[_Copy]]:
+    while batch := list(itertools.islice(records, _BATCH)):
+        yield batch
+
+
+def _not_made(problem: ManifestUnusable, directory: Path) -> StorageIO:
+    number, cause = None, problem.__cause__
+    while cause is not None and number is None:
+        number = getattr(cause, "errno", None) or getattr(cause, "code", None)  # LMDB's errors have the second
+        cause = cause.__cause__
+    return StorageIO(
+        f"{problem}; no record is lost, and questions are answered without an index",
+        errno=number,
+        filename=str(directory),
+        hint="make it possible there, or name another folder by LAYERSTORE_MANIFEST_DIR, and repeat the command",
+    )
 
 
 def _vanished(name: RecordName) -> IntegrityError:
     return IntegrityError(
         f"the record of {name.run}@{name.step} (commit {name.id[:12]}) has vanished from commits/{name.run}",
-        hint="put it back from a copy of the store, or let layerstore reindex forget it",
+        hint="layerstore repair writes it back if it can; layerstore reindex --forget forgets it",
     )

@@ -11,14 +11,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO, Unsupported
 from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.layers import is_name
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.files import Files, Stamp
+from layerstore.storage.identity import check_still_writable, check_unchanged
 from layerstore.storage.layout import RECORD_NAME, Layout
 from layerstore.storage.placement import network_filesystem
+
+# What NFS calls a file that was removed while somebody has it open; it goes with the last of them.
+_REMOVED_WHILE_OPEN = ".nfs"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -28,6 +33,11 @@ class RecordName:
     run: str
     step: int
     id: CommitId
+
+    @property
+    def file_name(self) -> str:
+        """What the record's file is called."""
+        return f"{self.step}.{self.id}"
 
 
 def name_in(run: str, file_name: str) -> RecordName | None:
@@ -50,13 +60,18 @@ class RecordStore:
 
     def runs(self) -> list[str]:
         """Return the runs that have a folder, by name."""
-        if not self._files.is_directory(self._layout.commits):
-            raise IntegrityError(
-                f"{self._layout.commits} is missing although this is a store",
-                hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
-            )
+        self._check_folder()
         folders = self._files.names(self._layout.commits)
         return [name for name in folders if is_name(name) and self._files.is_directory(self._layout.run(name))]
+
+    def _check_folder(self) -> None:
+        if self._files.is_directory(self._layout.commits):
+            return
+        check_unchanged(self._layout, self._files, store_id=self._store_id)  # a migration may have moved it
+        raise IntegrityError(
+            f"{self._layout.commits} is missing although this is a store",
+            hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
+        )
 
     def names(self, run: str) -> list[RecordName]:
         """Return the records of *run* by step, as the folder lists them now."""
@@ -64,8 +79,16 @@ class RecordStore:
         return sorted(name for name in found if name is not None)
 
     def listing(self, run: str) -> list[str]:
-        """Return all that is in the folder of *run*, records or not, in no order; none where it is not there."""
-        return self._files.names_unsorted(self._layout.run(run))
+        """
+        Return all that is in the folder of *run*, records or not, in no order; none where it is not there.
+
+        Raises:
+            IntegrityError: There is no folder of any run: "no records" would be a wrong answer.
+        """
+        names = self._files.names_unsorted(self._layout.run(run))
+        if not names:
+            self._check_folder()
+        return names
 
     def stamp(self, run: str) -> Stamp | None:
         """Return what tells one state of the folder of *run* from another, None where it is not there."""
@@ -78,12 +101,14 @@ class RecordStore:
     def strangers(self) -> Iterator[Path]:
         """Yield what lies in ``commits/`` and is no record."""
         for run in self._files.names(self._layout.commits):
+            if run.startswith(_REMOVED_WHILE_OPEN):
+                continue
             folder = self._layout.run(run)
             if not is_name(run) or not self._files.is_directory(folder):
                 yield folder
                 continue
             for name in self._files.names(folder):
-                if not RECORD_NAME.fullmatch(name):
+                if not (RECORD_NAME.fullmatch(name) or name.startswith(_REMOVED_WHILE_OPEN)):
                     yield folder / name
 
     def read(self, name: RecordName) -> Commit:
@@ -121,6 +146,17 @@ class RecordStore:
                 raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path)) from exc
             raise
 
+    def is_there(self, name: RecordName) -> bool:
+        """Whether anything lies where the record *name* does."""
+        return self._files.exists(self._layout.record(name.run, name.step, name.id))
+
+    def holds(self, name: RecordName, data: bytes) -> bool:
+        """Whether the record *name* can be read and has the bytes *data*."""
+        try:
+            return self.read_bytes(name) == data
+        except LayerstoreError:
+            return False
+
     def decode(self, data: bytes, name: RecordName) -> Commit:
         """Check *data*, the bytes of the record *name*, wherever they come from."""
         path = self._layout.record(name.run, name.step, name.id)
@@ -133,16 +169,34 @@ class RecordStore:
         """Return the name of *commit*."""
         return RecordName(commit.record.run, commit.record.step, commit.id)
 
+    def name_at(self, path: Path) -> RecordName | None:
+        """Return which record belongs at *path*; None where none does."""
+        return name_in(path.parent.name, path.name) if path.parent.parent == self._layout.commits else None
+
+    def name_called(self, called: str) -> RecordName | None:
+        """Return which record is called *called* in the store; None where none is."""
+        return self.name_at(self._layout.root / called)
+
+    def encode(self, commit: Commit) -> bytes:
+        """Return the bytes of the record of *commit*."""
+        target = self._layout.record(commit.record.run, commit.record.step, commit.id)
+        return seal_commit(commit, name=self._layout.name(target), store_id=self._store_id)
+
     def publish(self, commit: Commit) -> bool:
         """
         Make *commit* visible and durable; return whether it was new.
 
         All that it names must be durable already. Once this returns, a power cut cannot lose it.
         If the last fsync fails, the record stays: it is whole, but was not confirmed.
+
+        Raises:
+            Unsupported: The store was migrated since it was opened. If that happened just now, the commit came along
+                or did not.
         """
+        self.check_store()
         target = self._layout.record(commit.record.run, commit.record.step, commit.id)
         self._files.make_directory(target.parent)
-        data = seal_commit(commit, name=self._layout.name(target), store_id=self._store_id)
+        data = self.encode(commit)
         with self._temporary(data) as source:
             is_new = self._files.link_exclusive(source, target)
             if not is_new and self._damage(self.name_of(commit)):
@@ -151,8 +205,28 @@ class RecordStore:
         if is_new:
             self._sync_commits(target)
         else:
-            self.confirm(self.name_of(commit))
+            try:
+                self.confirm(self.name_of(commit))
+            except IntegrityError:
+                if self._files.exists(target):
+                    raise
+                return self.publish(commit)  # a collection has just taken the one that was there: now it is new
+        self._look_again(self._layout.name(target))
         return is_new
+
+    def check_store(self) -> None:
+        """Raise Unsupported if the store was migrated since it was opened."""
+        check_still_writable(self._layout, self._files, store_id=self._store_id)
+
+    def _look_again(self, name: str) -> None:
+        """See a migration that did not see *name*: it changes the format first and then looks for what is new."""
+        try:
+            self.check_store()
+        except Unsupported as exc:
+            raise Unsupported(
+                f"the store was migrated while {name} was written; whether it came along is not known",
+                hint="save it again with the layerstore that reads this store now",
+            ) from exc
 
     def _damage(self, name: RecordName) -> IntegrityError | None:
         try:
@@ -160,6 +234,11 @@ class RecordStore:
         except IntegrityError as exc:
             return exc
         return None
+
+    def is_damaged(self, name: RecordName) -> bool:
+        """Whether the record *name* is there, and is not as it was written."""
+        path = self._layout.record(name.run, name.step, name.id)
+        return self._files.exists(path) and self._damage(name) is not None and self._files.exists(path)
 
     def confirm(self, name: RecordName) -> None:
         """
@@ -196,6 +275,7 @@ class RecordStore:
 
     def remove(self, names: Collection[RecordName]) -> None:
         """Remove records for good, durably: what a collection has decided, and nothing else, does that."""
+        self.check_store()
         for name in names:
             self._files.unlink(self._layout.record(name.run, name.step, name.id))
         for run in {name.run for name in names}:
@@ -205,7 +285,11 @@ class RecordStore:
 
     def pin_names(self) -> list[str]:
         """Return the names of all pins."""
-        return [name for name in self._files.names(self._layout.pins) if is_name(name)]
+        names = self._files.names(self._layout.pins)
+        if not names:
+            # A copy of the store may have lost the empty folder; a migration may have moved a full one.
+            check_unchanged(self._layout, self._files, store_id=self._store_id)
+        return [name for name in names if is_name(name)]
 
     def read_pin(self, name: str) -> Pin:
         """
@@ -220,12 +304,16 @@ class RecordStore:
             data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         except StorageIO as exc:
             if exc.errno == errnos.ENOENT:
-                raise NotFound(f"there is no pin {name!r}", hint="layerstore pin --list") from exc
+                raise self._no_pin(name) from exc
             raise
         pin = unseal_pin(data, name=self._layout.name(path), store_id=self._store_id)
         if pin.name != name:
             raise IntegrityError(f"{self._layout.name(path)} does not hold the pin that its name says")
         return pin
+
+    def _no_pin(self, name: str) -> NotFound:
+        meant = nearest(name, self.pin_names())
+        return NotFound(f"there is no pin {name!r}", hint=did_you_mean(meant, else_="layerstore pin --list"))
 
     def readable_pins(self) -> list[Pin]:
         """Return the pins that can be read; ``verify`` reports the others."""
@@ -239,17 +327,24 @@ class RecordStore:
         return found
 
     def write_pin(self, pin: Pin) -> None:
-        """Write *pin*, atomically replacing one of the same name; durable once this returns."""
+        """
+        Write *pin*, atomically replacing one of the same name; durable once this returns.
+
+        Raises:
+            Unsupported: The store was migrated since it was opened.
+        """
+        self.check_store()
         target = self._layout.pin(pin.name)
         data = seal_pin(pin, name=self._layout.name(target), store_id=self._store_id)
         with self._temporary(data) as source:
             self._files.rename(source, target)
         self._files.sync_directory(target.parent)
+        self._look_again(self._layout.name(target))
 
     def delete_pin(self, name: str) -> None:
         """Delete the pin *name*, readable or not."""
         path = self._layout.pin(name)
         if not self._files.exists(path):
-            raise NotFound(f"there is no pin {name!r}", hint="layerstore pin --list")
+            raise self._no_pin(name)
         self._files.unlink(path)
         self._files.sync_directory(path.parent)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import LayerstoreError
-from layerstore.format.envelope import HEAD_BYTES_MAX, MAGIC, sealed_bytes, unseal
+from layerstore.format.envelope import HEAD_BYTES_MAX, MAGIC, stated_name, unseal
 from layerstore.limits import IO_CHUNK_BYTES, RECORD_BYTES_MAX
 
 
@@ -40,17 +40,25 @@ class Copies:
 
     def find(self, name: str) -> bytes | None:
         """Return the newest sound copy of the record that is called *name* in the store, as its file was."""
+        found = None
+        for _, found in self.sound(name):  # noqa: B007  # the last one is meant
+            pass
+        return found
+
+    def sound(self, wanted: str | None = None) -> Iterator[tuple[str, bytes]]:
+        """Yield every sound copy with its record's name in the store, oldest first; only those of *wanted* if given."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            return None
+            return
         try:
-            found = None
             for at in _places(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else ():
-                size_bytes = sealed_bytes(os.pread(fd, HEAD_BYTES_MAX, at), name=name)
-                if size_bytes is not None and size_bytes <= RECORD_BYTES_MAX:
-                    found = self._sound(os.pread(fd, size_bytes, at), name) or found
-            return found
+                stated = stated_name(os.pread(fd, HEAD_BYTES_MAX, at))
+                if stated is None or wanted not in {None, stated[0]} or stated[1] > RECORD_BYTES_MAX:
+                    continue
+                data = self._sound(os.pread(fd, stated[1], at), stated[0])
+                if data is not None:
+                    yield stated[0], data
         finally:
             os.close(fd)
 

@@ -31,6 +31,11 @@ _PREFLIGHT_TRIES = 20
 _WRITER_DEADLINE_SECONDS = 10.0
 
 
+def engine_version() -> str:
+    """Return the version of LMDB itself that new indexes are made with."""
+    return ".".join(map(str, lmdb.version(lib_version=0)))
+
+
 class ManifestUnusable(LayerstoreError):
     """The index cannot be used as it is; the records can."""
 
@@ -264,7 +269,7 @@ def _structural_problem(path: Path, meta_pages: bytes) -> str | None:
     # Duplicate keys, say, would be sound for the verifier, and LMDB fails an assertion over them: we use none.
     for page in (0, PAGE_BYTES):
         if [meta_pages[page + at : page + at + 2] for at in _FLAGS_AT] != _FLAGS:
-            return "its tables have flags that they never get"
+            return "it was cut short or overwritten"
     try:
         problems = lmdb.verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]  # it has no annotations
         return next(iter(problems), None)

@@ -18,13 +18,20 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.storage.handles import Hook, NewFile, OpenFile, no_hook
-from layerstore.storage.kernel import mapped_errors
+from layerstore.storage.kernel import mapped_errors, rename_exclusive
 
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}
+
+# What filesystems without hard links answer, and the kernel where a file of another owner's may get no second name.
+_NO_HARD_LINKS = {errnos.EPERM, errnos.ENOTSUP, errnos.ENOSYS}
+
+# What the kernel answers where the filesystem, or it itself, knows no rename that replaces nothing.
+_NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 
 # A change of a folder may leave its times as they are if it comes within one tick of the clock that gives them.
 # The coarsest of any filesystem here has two seconds; a folder whose last change is older will show the next one.
@@ -40,6 +47,13 @@ class Stamp:
     """Whether any later change gives another identity; else equal ones prove nothing."""
 
 
+class FileState(NamedTuple):
+    """What a look at a file tells."""
+
+    size_bytes: int
+    modified_ns: int
+
+
 class WeakDurability(UserWarning):
     """The filesystem cannot fsync a folder: a power cut may undo what was reported as saved."""
 
@@ -51,6 +65,16 @@ class Occupied:
     identity: tuple[int, int]
     """Device and inode: two names of one file have the same."""
     disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a filesystem has left for an ordinary user."""
+
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None
+    """How many more files there may be; None where there is no such bound."""
 
 
 class Files:
@@ -101,6 +125,13 @@ class Files:
         state = self._lstat(path)
         return None if state is None else state.st_mtime_ns
 
+    def state(self, path: Path) -> FileState | None:
+        """Return size and time of the regular file *path* by one look, None where nothing is there."""
+        state = self._lstat(path)
+        if state is not None and not stat.S_ISREG(state.st_mode):
+            raise _not_regular(path)
+        return None if state is None else FileState(state.st_size, state.st_mtime_ns)
+
     def occupied(self, path: Path) -> Occupied | None:
         """Return what the file *path* takes on disk, None where nothing is there; links are not followed."""
         state = self._lstat(path)
@@ -142,6 +173,21 @@ class Files:
             except FileNotFoundError:
                 return []
 
+    def each_name(self, directory: Path) -> Iterator[str]:
+        """
+        Yield the names in *directory* as they come, however many; none where it is not there.
+
+        Names may go meanwhile: some filesystems then leave others out.
+        """
+        with mapped_errors(directory, doing="list"):
+            try:
+                entries = os.scandir(directory)
+            except FileNotFoundError:
+                return
+            with entries:
+                for entry in entries:
+                    yield entry.name
+
     def stamp(self, directory: Path) -> "Stamp | None":
         """Return what tells one state of the names in *directory* from another, None where it is not there."""
         state = self._lstat(directory)
@@ -159,9 +205,17 @@ class Files:
 
     def free_bytes(self, path: Path) -> int:
         """Return what an ordinary user may still write to the filesystem of *path*."""
+        return self.room(path).free_bytes
+
+    def room(self, path: Path) -> Room:
+        """Return what the filesystem of *path* has left."""
         with mapped_errors(path, doing="look at the filesystem of"):
             state = os.statvfs(path)
-        return state.f_bavail * state.f_frsize
+        return Room(
+            total_bytes=state.f_blocks * state.f_frsize,
+            free_bytes=state.f_bavail * state.f_frsize,
+            free_files=state.f_favail if state.f_files else None,
+        )
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -224,15 +278,46 @@ class Files:
         """
         Let *target* name the file *source* too; return whether *target* was free.
 
-        Not rename: that would silently replace what another writer published first.
+        Not rename: that would silently replace what another writer published first. Where there are no hard links,
+        *source* gives up its own name for it, by the one kind of rename that replaces nothing: whoever still needs it
+        there calls `keep_exclusive`.
         """
         self._hook("link", target)
         with mapped_errors(target, doing="link"):
-            try:
-                os.link(source, target, follow_symlinks=False)
-            except FileExistsError:
-                # On NFS the reply to a link that worked can be lost: then source and target are one file.
-                return self._same_file(source, target)
+            is_new = self._linked(source, target)
+            return _renamed(source, target) if is_new is None else is_new
+
+    def keep_exclusive(self, source: Path, target: Path, *, scratch: Path) -> bool:
+        """
+        Let *target* have what *source* has, which stays where it is; return whether *target* was free.
+
+        As `link_exclusive`; where there are no hard links it is a copy, made and synced in the folder *scratch*.
+        """
+        self._hook("link", target)
+        with mapped_errors(target, doing="link"):
+            is_new = self._linked(source, target)
+        if is_new is not None:
+            return is_new
+        with self.temporary(scratch) as copy:
+            with self.open(source) as file:
+                copy.copy_from(file, 0, 0, file.size_bytes)
+            copy.sync()
+            with mapped_errors(target, doing="link"):
+                return _renamed(copy.path, target)
+
+    def _linked(self, source: Path, target: Path) -> bool | None:
+        """Give the file *source* a second name; return whether that was free, None where no file has two."""
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as exc:
+            # On a network the reply to a link that worked can be lost, or be an error: then both are one file.
+            if self._same_file(source, target):
+                return True
+            if exc.errno in _NO_HARD_LINKS:
+                return None
+            if exc.errno != errnos.EEXIST:
+                raise
+            return False
         return True
 
     def _same_file(self, first: Path, second: Path) -> bool:
@@ -298,6 +383,25 @@ class Files:
                 warnings.warn(f"{directory}: this filesystem cannot fsync folders", WeakDurability, stacklevel=2)
             finally:
                 os.close(fd)
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """
+    Move *source* to *target*, as `rename_exclusive`, with words of our own where that cannot be.
+
+    There is no third way: a rename under a lock would rest on the lock, which on a network may be lost unnoticed.
+    """
+    try:
+        return rename_exclusive(source, target)
+    except OSError as exc:
+        if exc.errno not in _NO_EXCLUSIVE_RENAME:
+            raise
+        raise StorageIO(
+            f"cannot give a file the name {target}: here is neither a hard link nor a rename that replaces nothing",
+            errno=errnos.ENOTSUP,
+            filename=str(target),
+            hint="a store needs one of them; layerstore doctor tells what a filesystem has: choose another one",
+        ) from exc
 
 
 def _not_regular(path: Path) -> IntegrityError:

@@ -8,6 +8,7 @@ May not decide what is garbage.
 
 import contextlib
 import errno as errnos
+import itertools
 import re
 import secrets
 import time
@@ -16,12 +17,21 @@ from pathlib import Path
 
 from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.format.collections import collection_name, seal_collection, unseal_collection
-from layerstore.limits import COLLECTIONS_MAX, GC_RESERVE_BYTES, GC_RESERVE_RECORD_BYTES, RECORD_BYTES_MAX
+from layerstore.limits import (
+    COLLECTIONS_MAX,
+    GC_RESERVE_BYTES,
+    GC_RESERVE_LAYER_BYTES,
+    GC_RESERVE_RECORD_BYTES,
+    RECORD_BYTES_MAX,
+)
 from layerstore.model import Collection, ObjectId
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from layerstore.storage.layout import OBJECT_ID, Layout
 from layerstore.storage.placement import network_filesystem
+
+# Objects that are settled together: a folder is synced once for those of a share that go back to it.
+_SHARE = 8192
 
 _ID = re.compile(r"(?P<number>[0-9]{8})-[0-9a-f]{8}")
 
@@ -29,6 +39,20 @@ _ID = re.compile(r"(?P<number>[0-9]{8})-[0-9a-f]{8}")
 def names_in(collection: Collection) -> set[RecordName]:
     """Return the records that *collection* removes."""
     return {RecordName(each.run, each.step, each.id) for each in collection.records}
+
+
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    """
+    Let the body end where what it works on is gone: another collection began while this one had lost its lock.
+
+    It has looked again before it removed anything, as this one does.
+    """
+    try:
+        yield
+    except StorageIO as exc:
+        if exc.errno != errnos.ENOENT:
+            raise
 
 
 class Garbage:
@@ -63,18 +87,33 @@ class Garbage:
         """
         Return the collections after *last*, in order.
 
-        What a plan that cannot be read has removed is then reported as vanished, which is the safe side.
+        What a plan that cannot be read has removed is then reported as vanished, which is the safe side. One that
+        goes meanwhile has a successor, which says what both have removed: that is looked for again.
         """
-        found = []
-        for collection_id in self._plans():
-            if collection_id > last:
+        found: dict[str, Collection | None] = {}
+        while unread := [each for each in self._plans() if each > last and each not in found]:
+            for collection_id in unread:
+                found[collection_id] = None
                 with contextlib.suppress(LayerstoreError):
-                    found.append(self._plan(collection_id))
-        return found
+                    found[collection_id] = self._plan(collection_id)
+        return [plan for _, plan in sorted(found.items()) if plan is not None]
 
     def _plan(self, collection_id: str) -> Collection:
         data = self._files.read(self._layout.plan(collection_id), size_bytes_max=RECORD_BYTES_MAX)
         return unseal_collection(data, name=collection_name(collection_id), store_id=self._store_id)
+
+    def has_removed(self, name: RecordName) -> bool:
+        """Whether a collection that is known has removed the record *name*, or was about to."""
+        return any(name in names_in(plan) for plan in self.plans_after(""))
+
+    def damaged_plans(self) -> Iterator[tuple[Path, LayerstoreError]]:
+        """Yield the plans that cannot be read, and why."""
+        for collection_id in self._plans():
+            try:
+                self._plan(collection_id)
+            except LayerstoreError as exc:
+                if self._files.exists(self._layout.plan(collection_id)):  # else an old one, removed meanwhile
+                    yield self._layout.plan(collection_id), exc
 
     def unfinished(self, is_there: Callable[[RecordName], bool]) -> list[Collection]:
         """Return the collections that were stopped before all their records were gone: at most the newest few are."""
@@ -99,9 +138,9 @@ class Garbage:
         for collection_id in self._plans()[:-COLLECTIONS_MAX]:
             self._files.discard(self._layout.plan(collection_id))
 
-    def make_reserve(self, *, records: int) -> None:
-        """Set aside the space that a collection needs on a full disk to remove so many *records*."""
-        size_bytes = GC_RESERVE_BYTES + GC_RESERVE_RECORD_BYTES * records
+    def make_reserve(self, *, records: int, layers: int) -> None:
+        """Set aside what a collection needs on a full disk to remove *records*, or moments of one with *layers*."""
+        size_bytes = GC_RESERVE_BYTES + GC_RESERVE_RECORD_BYTES * records + GC_RESERVE_LAYER_BYTES * layers
         try:
             if (self._files.size(self._layout.reserve) or 0) < size_bytes:
                 self._files.unlink(self._layout.reserve)
@@ -130,8 +169,9 @@ class Garbage:
 
     def open_aside(self, collection_id: str) -> None:
         """Make the folder for what is moved aside."""
-        self._files.make_directory(self._layout.aside(collection_id).parent)
-        self._files.make_directory(self._layout.aside(collection_id))
+        with _unless_gone():  # then nothing is moved, and the next collection sees to it
+            self._files.make_directory(self._layout.aside(collection_id).parent)
+            self._files.make_directory(self._layout.aside(collection_id))
 
     def opened_ns(self, collection_id: str) -> int:
         """Return when anything was last moved aside by a collection, by the filesystem's clock."""
@@ -150,22 +190,30 @@ class Garbage:
         """
         Put back what is needed of what was moved aside, then remove the rest; return how much that was.
 
-        What is put back is durable under its name before any name in the folder goes.
+        Share by share, so that a million take no more memory than one share. What is put back of a share is durable
+        under its name before any name of it goes from the folder.
         """
         folder = self._layout.aside(collection_id)
-        doomed: list[ObjectId] = []
-        back: list[ObjectId] = []
-        for object_id, path in self.objects_aside(collection_id):
-            (back if is_needed(object_id, path) else doomed).append(object_id)
-        self.put_back(collection_id, back)
-        removed_bytes = 0
-        for object_id in doomed:
-            removed_bytes += self._files.size(folder / object_id) or 0
-            self._files.unlink(folder / object_id)
-        self._files.sync_directory(folder)
-        self._files.remove_empty(folder)
-        self._files.remove_empty(folder.parent)
-        return len(doomed), removed_bytes
+        removed = removed_bytes = 0
+        names = self.objects_aside(collection_id)
+        while share := list(itertools.islice(names, _SHARE)):
+            doomed: list[Path] = []
+            back: list[ObjectId] = []
+            for object_id, path in share:
+                if is_needed(object_id, path):
+                    back.append(object_id)
+                else:
+                    doomed.append(path)
+            self.put_back(collection_id, back)
+            for path in doomed:
+                removed_bytes += self._files.size(path) or 0
+                self._files.unlink(path)
+            removed += len(doomed)
+        with _unless_gone():
+            self._files.sync_directory(folder)
+            self._files.remove_empty(folder)
+            self._files.remove_empty(folder.parent)
+        return removed, removed_bytes
 
     def put_back(self, collection_id: str, objects: Iterable[ObjectId]) -> None:
         """Give *objects* their names again."""
@@ -175,16 +223,17 @@ class Garbage:
         for home in sorted(homes):
             self._files.make_directory(home)
         for object_id in objects:
-            self._files.link_exclusive(folder / object_id, self._layout.object(object_id))
+            with _unless_gone():
+                self._files.link_exclusive(folder / object_id, self._layout.object(object_id))
         for home in sorted(homes):
             self._files.sync_directory(home)
         for object_id in objects:
             self._files.unlink(folder / object_id)
 
     def objects_aside(self, collection_id: str) -> Iterator[tuple[ObjectId, Path]]:
-        """Yield what a collection has moved aside."""
+        """Yield what a collection has moved aside; some filesystems leave some out if others go meanwhile."""
         folder = self._layout.aside(collection_id)
-        for name in self._files.names_unsorted(folder):
+        for name in self._files.each_name(folder):
             if OBJECT_ID.fullmatch(name):
                 yield ObjectId(name), folder / name
 

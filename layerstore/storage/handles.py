@@ -37,13 +37,13 @@ class NewFile:
         self._sync_ahead = sync_ahead
         self._waiting_bytes = 0
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write all of *data* at *offset*."""
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, *, at_once: bool = False) -> None:
+        """Write all of *data* at *offset*, *at_once* or in the pieces that the kernel's cache likes best."""
         self._hook("write", self.path)
         view = memoryview(data).cast("B")
         with mapped_errors(self.path, doing="write"):
             while view:
-                count = os.pwrite(self.fd, view[:WRITE_BYTES], offset)
+                count = os.pwrite(self.fd, view if at_once else view[:WRITE_BYTES], offset)
                 view, offset = view[count:], offset + count
                 self._written(count)
 

@@ -1,16 +1,21 @@
-"""What the kernel says and does: its errors as ours, and two calls that Python does not offer."""
+"""What the kernel says and does: its errors as ours, and calls that Python does not offer as such."""
 
 import contextlib
 import ctypes
 import errno as errnos
+import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import StorageIO
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_AT_CWD = -100
+_RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
+_FICLONE = ctypes.c_ulong(0x40049409)
 _START = _TO_THE_END = ctypes.c_int64(0)
 
 
@@ -24,11 +29,15 @@ def mapped_errors(path: Path, *, doing: str) -> Iterator[None]:
     except OSError as exc:
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
         raise StorageIO(
-            f"cannot {doing} {path}: {reason}", errno=exc.errno, filename=str(path), hint=_hint(exc.errno)
+            f"cannot {doing} {path}: {reason}", errno=exc.errno, filename=str(path), hint=_hint(exc.errno, path)
         ) from exc
 
 
-def _hint(number: int | None) -> str | None:
+def _hint(number: int | None, path: Path) -> str | None:
+    if number in {errnos.EACCES, errnos.EPERM}:
+        return _whose(path)
+    if number == errnos.EROFS:
+        return "the filesystem is read-only: what is there can be read and composed, nothing can be written"
     if number in {errnos.ENOSPC, errnos.EDQUOT}:
         return "free some space and repeat the command; nothing that was saved before is affected"
     if number == errnos.EFBIG:
@@ -36,6 +45,36 @@ def _hint(number: int | None) -> str | None:
     if number == errnos.EMFILE:
         return "raise the limit on open files (ulimit -n) and repeat the command"
     return None
+
+
+def _whose(path: Path) -> str | None:
+    """Say whose the file is, or the folder on the way to it, that keeps this process out."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):  # not there, or behind a folder that may not be looked into
+            state = place.lstat()
+            wanted = os.R_OK | os.W_OK | (os.X_OK if stat.S_ISDIR(state.st_mode) else 0)
+            if not os.access(place, wanted):
+                return (
+                    f"{place} is user {state.st_uid}'s, of group {state.st_gid}, with mode "
+                    f"{stat.S_IMODE(state.st_mode):04o}; you are user {os.geteuid()}. A store that several share wants "
+                    "a common group, setgid folders and umask 002"
+                )
+    return None
+
+
+def rename_exclusive(source: Path, target: Path) -> bool:
+    """
+    Move *source* to *target* unless something is there, in one step; return whether that was free.
+
+    Raises:
+        OSError: As the system says; EINVAL where the filesystem cannot do that.
+    """
+    if _LIBC.renameat2(_AT_CWD, os.fsencode(source), _AT_CWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number == errnos.EEXIST:
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(target))
 
 
 def begin_sync(fd: int) -> None:
@@ -47,6 +86,20 @@ def begin_sync(fd: int) -> None:
     _LIBC.sync_file_range(fd, _START, _TO_THE_END, _SYNC_FILE_RANGE_WRITE)
 
 
+def bypass_cache(fd: int, on: bool) -> bool:
+    """
+    Let what is written to *fd* go from the caller's memory to the disk, or through the kernel's cache again.
+
+    Return whether that could be done. Past the cache memory, place and size of each write have to be whole pages.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError:
+        return False  # there are filesystems that have nothing but the cache
+    return True
+
+
 def reserve(fd: int, size_bytes: int) -> bool:
     """
     Give the file *fd* its size and its blocks at once, which spares the kernel to look for each page's when it comes.
@@ -56,3 +109,8 @@ def reserve(fd: int, size_bytes: int) -> bool:
     Not ``posix_fallocate``: where the filesystem cannot, that one writes to every single block.
     """
     return size_bytes > 0 and _LIBC.fallocate(fd, 0, _START, ctypes.c_int64(size_bytes)) == 0
+
+
+def clone(source_fd: int, fd: int) -> bool:
+    """Let the empty file *fd* share the blocks of *source_fd*; return whether the filesystem can."""
+    return bool(_LIBC.ioctl(fd, _FICLONE, ctypes.c_int(source_fd)) == 0)

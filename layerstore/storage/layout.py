@@ -1,11 +1,15 @@
 """Where everything is in a store: no other module builds these paths."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from layerstore.errors import InvalidInput
-from layerstore.model import CommitId, ObjectId
+
+if TYPE_CHECKING:  # building the model's classes takes longer than a shell that completes a word may wait
+    from layerstore.model import CommitId, ObjectId
 
 OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 RECORD_NAME = re.compile(r"(?P<step>0|[1-9][0-9]{0,18})\.(?P<id>[0-9a-f]{32})")
@@ -68,26 +72,54 @@ class Layout:
         return self.root / "gc"
 
     @property
+    def quarantine(self) -> Path:
+        """What repairs have taken out of the way, and why; there once something has been."""
+        return self.root / "quarantine"
+
+    @property
     def reserve(self) -> Path:
         """Space that a collection gives back first, so that it works on a full disk."""
         return self.locks / "gc.reserve"
+
+    @property
+    def migrating(self) -> Path:
+        """What a migration has made and not put into its place yet: all of it can be made again."""
+        return self.root / "migrating"
+
+    @property
+    def backups(self) -> Path:
+        """What migrations have replaced: one folder for each, and nothing in it is ever removed by layerstore."""
+        return self.root / "backups"
 
     @property
     def folders(self) -> tuple[Path, ...]:
         """Every folder that ``init`` makes."""
         return (self.objects, self.commits, self.pins, self.parts, self.stats, self.tmp, self.locks, self.gc)
 
-    def object(self, object_id: ObjectId) -> Path:
+    @property
+    def known(self) -> tuple[Path, ...]:
+        """Every folder of truth that a store may have."""
+        return (*self.folders, self.quarantine)
+
+    def object(self, object_id: "ObjectId") -> Path:
         """Return the path of an object; raises InvalidInput for what is no id."""
         if not OBJECT_ID.fullmatch(object_id):
             raise InvalidInput(f"{object_id!r} is not an object id", hint="ids are 32 lower-case hex digits")
         return self.objects / object_id[:2] / object_id
 
+    def object_name(self, object_id: str) -> str:
+        """Return how an object is called inside the store, for messages: also what is no id, and lies nowhere."""
+        return f"{self.objects.name}/{object_id[:2]}/{object_id}"
+
     def run(self, run: str) -> Path:
         """Return the folder of a run's records; a checked name is a safe path component as it stands."""
         return self.commits / run
 
-    def record(self, run: str, step: int, commit_id: CommitId) -> Path:
+    def attempt_lock(self, run: str, attempt: int) -> Path:
+        """Return what is locked by the job that saves *attempt* of *run*."""
+        return self.locks / f"saver-{run}-{attempt}.lock"
+
+    def record(self, run: str, step: int, commit_id: "CommitId") -> Path:
         """Return the path of a record."""
         return self.run(run) / f"{step}.{commit_id}"
 
@@ -108,6 +140,18 @@ class Layout:
         """Return the folder of the objects that a collection has moved aside."""
         return self.gc / collection_id / "aside"
 
+    def quarantine_log(self, quarantine_id: str) -> Path:
+        """Return the path of what a repair has written down of what it took out of the way."""
+        return self.quarantine / quarantine_id / "log"
+
     def name(self, path: Path) -> str:
         """Return how *path* is called inside the store, as written in envelopes and messages."""
         return path.relative_to(self.root).as_posix()
+
+
+def layout_at(path: Path) -> Layout:
+    """Return the layout of the store at *path*, with links resolved; raises InvalidInput for what is no path."""
+    try:
+        return Layout(Path(os.path.realpath(path)))
+    except ValueError as exc:  # a NUL
+        raise InvalidInput(f"{path} is no path: {exc}", hint="name the folder of a store") from exc

@@ -11,7 +11,7 @@ Whatever can be derived from rows (their order, what is hidden, which attempts t
 for and never stored: so nothing here can contradict something else here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -23,6 +23,7 @@ from layerstore.format.canonical import pack, unpack
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import digest
+from layerstore.format.identity import FORMAT
 from layerstore.model import Commit, CommitId, Fork
 from layerstore.storage.commits import RecordName
 from layerstore.storage.copies import Copies
@@ -43,6 +44,7 @@ _STEP_ENDS = _ID_BEGINS - 1
 # What a row says of one layer, one bit each.
 SAVED = 1
 COUNTED = 2
+_SAVED_FLAGS = bytes([SAVED, SAVED | COUNTED])
 
 
 class RecordRow(NamedTuple):
@@ -74,6 +76,11 @@ class RecordRow(NamedTuple):
     def saved(self) -> tuple[bool, ...]:
         """Whether each layer was saved by this very commit, and not inherited."""
         return tuple(bool(flag & SAVED) for flag in self.flags)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this very commit saved every layer."""
+        return not self.flags.translate(None, _SAVED_FLAGS)
 
     @property
     def counted(self) -> tuple[bool, ...]:
@@ -145,6 +152,8 @@ class Manifest:
         self._store_id = store_id
         self._copies = Copies(directory / "copies", store_id=store_id)
         self._environment = Environment(directory)
+        self.read_only = self._environment.read_only
+        """Whether updates have no effect."""
         try:
             self._check_header()
         except BaseException:
@@ -172,8 +181,7 @@ class Manifest:
         found: dict[str, RecordRow] = {}
         with self._environment.reading() as transaction:
             for key, data in transaction.scan(_BLOCK + _run_key(run)):
-                block = self._block(key, data)
-                found.update(zip(block.names, _rows_of(block, names), strict=True))
+                found |= self._rows(key, data, names)
         return found
 
     def runs(self) -> set[str]:
@@ -189,6 +197,26 @@ class Manifest:
     def copy(self, name: RecordName) -> bytes | None:
         """Return the verbatim copy of the record *name*, for ``repair`` alone."""
         return self._copies.find(f"commits/{name.run}/{name.step}.{name.id}")
+
+    def copies_in(self, directory: Path) -> Iterator[tuple[str, bytes]]:
+        """Yield the verbatim copies in *directory*, which was an index of this store, with their names in the store."""
+        return Copies(directory / "copies", store_id=self._store_id).sound()
+
+    def keep_copies(self, records: list[bytes]) -> None:
+        """Keep verbatim copies without rows: of records that are there, and damaged."""
+        try:
+            self._copies.append(records)
+        except OSError as exc:
+            raise ManifestUnusable(f"the index cannot be written: {exc}") from exc
+
+    def _rows(self, key: bytes, data: bytes, shared: dict[tuple[str, ...], tuple[str, ...]]) -> dict[str, RecordRow]:
+        block = self._block(key, data)
+        try:
+            return dict(zip(block.names, _rows_of(block, shared), strict=True))
+        except (IndexError, ValueError) as exc:
+            raise ManifestUnusable(
+                f"the index is damaged: the columns of a block do not fit each other: {exc}"
+            ) from exc
 
     def _block(self, key: bytes, data: bytes) -> RowBlock:
         try:
@@ -211,16 +239,23 @@ class Manifest:
         self,
         *,
         add: Iterable[tuple[Commit, bytes]] = (),
+        rows: Iterable[RecordRow] = (),
         drop: Iterable[RecordName] = (),
         collected: str | None = None,
     ) -> None:
-        """Add records, each with its bytes, drop others, and remember the collection that asked for it, all at once."""
-        if self._environment.read_only:
+        """
+        Add records, each with its bytes, drop others, and remember the collection that asked for it, all at once.
+
+        Of what has vanished there may be no more than its row: *rows* are added as they are.
+        """
+        if self.read_only:
             return
         changes: dict[str, dict[str, RecordRow | None]] = {}
         copies = {}
         for name in drop:
             changes.setdefault(name.run, {})[f"{name.step}.{name.id}"] = None
+        for row in rows:
+            changes.setdefault(row.run, {})[row.file_name] = row
         for commit, data in add:
             row = row_of(commit)
             changes.setdefault(row.run, {})[row.file_name] = row
@@ -237,16 +272,9 @@ class Manifest:
         self, transaction: Transaction, changes: dict[str, dict[str, RecordRow | None]], copies: dict[str, bytes]
     ) -> None:
         for run, wanted in changes.items():
-            blocks = {
-                key: dict(zip(block.names, _rows_of(block, {}), strict=True))
-                for key, data in transaction.scan(_BLOCK + _run_key(run))
-                for block in [self._block(key, data)]
-            }
+            blocks = {key: self._rows(key, data, {}) for key, data in transaction.scan(_BLOCK + _run_key(run))}
             new = self._change_known(transaction, blocks, wanted)
-            try:
-                self._copies.append([copies[row.file_name] for row in new])
-            except OSError as exc:
-                raise ManifestUnusable(f"the index cannot be written: {exc}") from exc
+            self.keep_copies([copies[row.file_name] for row in new if row.file_name in copies])
             self._append(transaction, run, blocks, new)
 
     def _change_known(
@@ -294,14 +322,19 @@ class Manifest:
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def _check_header(self) -> None:
-        expected = pack({"store": self._store_id, "schema": SCHEMA})
+        # The format too: after a migration every index of the old one is void, also those on nodes far away.
+        expected = pack({"store": self._store_id, "schema": SCHEMA, "format": FORMAT})
         with self._environment.reading() as transaction:
             data = transaction.get(_HEADER_KEY)
             empty = data is None and next(transaction.scan(b""), None) is None
-        if data is not None and self._unsealed(_HEADER_KEY, data) == expected:
+        found = None if data is None else self._unsealed(_HEADER_KEY, data)
+        if found == expected:
             return
         if not empty or self._environment.read_only:
-            raise ManifestUnusable("the index belongs to another store, another version, or has lost its header")
+            raise ManifestUnusable(
+                "the index belongs to another store, another version, or has lost its header",
+                is_of_another_format=found is not None and _format_in(found) != FORMAT,
+            )
         self._environment.change(lambda transaction: transaction.put(_HEADER_KEY, self._sealed(_HEADER_KEY, expected)))
 
     def _sealed(self, key: bytes, payload: bytes) -> bytes:
@@ -351,3 +384,8 @@ def _rows_of(block: RowBlock, shared: dict[tuple[str, ...], tuple[str, ...]]) ->
     )
     # What RecordRow(…) does, ten thousand times without a call of Python's.
     return list(map(partial(tuple.__new__, RecordRow), zip(*columns)))  # noqa: B905  # two of them have no end
+
+
+def _format_in(header: bytes) -> object:
+    stated = unpack(header, what="the index's header")
+    return stated.get("format") if isinstance(stated, dict) else None

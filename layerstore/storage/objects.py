@@ -21,6 +21,7 @@ from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.files import Files
 from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.layout import OBJECT_ID, Layout
+from layerstore.storage.stream import Stream, is_wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +50,15 @@ class ObjectStore:
         Raises:
             IntegrityError: Something of another size lies under its name.
         """
-        for path in self._places(ref.id):
+        for path in self.places(ref.id):
             size_bytes = self._files.size(path)
             if size_bytes is not None:
                 _check_size(ref, size_bytes, path)
                 return path
         return None
 
-    def _places(self, object_id: ObjectId) -> Iterator[Path]:
+    def places(self, object_id: ObjectId) -> Iterator[Path]:
+        """Yield where an object may be: at home, aside, and at home again."""
         home = self._layout.object(object_id)
         yield home
         for collection in self._files.names(self._layout.gc):
@@ -97,6 +99,33 @@ class ObjectStore:
         with self.open(ref) as file:
             _check_bytes(ref, file)
 
+    def is_sound(self, path: Path, ref: BlobRef) -> bool:
+        """Whether *path* is a file with the very bytes of *ref*; it is read."""
+        return self._hashed(path) == ref
+
+    def is_whole(self, path: Path, object_id: ObjectId) -> bool:
+        """Whether *path* is a file whose bytes are what the name *object_id* says, however many; it is read."""
+        found = self._hashed(path)
+        return found is not None and found.id == object_id
+
+    def _hashed(self, path: Path) -> BlobRef | None:
+        """Return what the bytes of the file *path* are; None where there is none, or they cannot be read, twice."""
+        return self._hashed_once(path) or self._hashed_once(path)
+
+    def _hashed_once(self, path: Path) -> BlobRef | None:
+        hasher = ObjectHasher()
+        try:
+            with self._files.open(path) as file:
+                for data in read_chunks(file):
+                    hasher.update(data)
+        except IntegrityError:
+            return None
+        except StorageIO as exc:
+            if exc.errno not in {errnos.ENOENT, errnos.EIO}:
+                raise  # too few descriptors, no permission: that says nothing of the bytes
+            return None
+        return BlobRef(id=hasher.id(), size_bytes=hasher.size_bytes)
+
     def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
         """
         Return the bytes of *ref* as read-only memory, which stays when the object is removed.
@@ -114,10 +143,14 @@ class ObjectStore:
     def ids(self) -> Iterator[tuple[ObjectId, Path]]:
         """Yield every object at its place, by id."""
         for prefix in self._files.names(self._layout.objects):
-            folder = self._layout.objects / prefix
-            for name in self._files.names(folder) if self._files.is_directory(folder) else ():
-                if OBJECT_ID.fullmatch(name) and name[:2] == prefix:
-                    yield ObjectId(name), folder / name
+            for object_id in self.ids_in(prefix):
+                yield object_id, self._layout.objects / prefix / object_id
+
+    def ids_in(self, prefix: str) -> list[ObjectId]:
+        """Return the objects at their places whose ids begin with the two digits *prefix*, by id."""
+        folder = self._layout.objects / prefix
+        names = self._files.names(folder) if self._files.is_directory(folder) else ()
+        return [ObjectId(name) for name in names if OBJECT_ID.fullmatch(name) and name[:2] == prefix]
 
 
 class ObjectWriter:
@@ -125,13 +158,14 @@ class ObjectWriter:
     One commit's new objects: staged first, published together once their source has proven sound.
 
     As a context manager it removes what was staged and never published.
-    Safe to use from several threads.
+    Safe to use from several threads. *past_cache* is for what nobody reads again soon.
     """
 
-    def __init__(self, layout: Layout, files: Files, store: ObjectStore) -> None:
+    def __init__(self, layout: Layout, files: Files, store: ObjectStore, *, past_cache: bool = False) -> None:
         self._layout = layout
         self._files = files
         self._store = store
+        self._past_cache = past_cache
         self._guard = threading.Lock()
         self._staged: dict[ObjectId, StagedObject] = {}
         self._reused: dict[ObjectId, BlobRef] = {}
@@ -215,10 +249,11 @@ class ObjectWriter:
         """Write bytes whose name is known only afterwards; what is not kept then is removed."""
         path = self._layout.tmp / secrets.token_hex(16)
         with self._files.create(path, sync_ahead=True) as file:
-            draft = Draft(self, file)
+            draft = Draft(self, file, past_cache=self._past_cache)
             try:
                 yield draft
             finally:
+                draft.close()
                 if not draft.is_kept:
                     self._files.discard(path)
 
@@ -297,19 +332,33 @@ class ObjectWriter:
 class Draft:
     """Bytes on their way into the store, under no name yet."""
 
-    def __init__(self, writer: ObjectWriter, file: NewFile) -> None:
+    def __init__(self, writer: ObjectWriter, file: NewFile, *, past_cache: bool) -> None:
         self._writer = writer
         self._file = file
+        self._stream = Stream(file) if past_cache and is_wanted() else None
         self.is_kept = False
-        self.write_at = file.write_at
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write *data* behind what was written before, which ended at *offset*."""
+        if self._stream is None:
+            self._file.write_at(offset, data)
+        else:
+            self._stream.write_at(offset, data)
 
     def keep_as(self, ref: BlobRef) -> bool:
         """Sync what was written and stage it as *ref*, unless the store has that; return whether it was new."""
         if self._writer.reuse(ref):
             return False
+        if self._stream is not None:
+            self._stream.finish()
         self._file.sync()
         self.is_kept = self._writer.keep(StagedObject(ref=ref, path=self._file.path))
         return self.is_kept
+
+    def close(self) -> None:
+        """Let go of the memory that held what was not written yet."""
+        if self._stream is not None:
+            self._stream.close()
 
 
 def read_chunks(file: OpenFile) -> Iterator[memoryview]:

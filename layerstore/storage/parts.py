@@ -6,9 +6,11 @@ A part is visible exactly when it is linked into its session's folder, and all t
 
 import errno as errnos
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from layerstore.errors import StorageIO
+from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.format.parts import part_name, seal_part, unseal_part
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Part
@@ -16,6 +18,20 @@ from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
 
 _NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})")
+
+
+class PartName(NamedTuple):
+    """Which part a file is."""
+
+    session: str
+    save: int
+    rank: int
+
+
+def name_at(path: Path) -> PartName | None:
+    """Return which part belongs at *path*, in the folder of its session; None where none does."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else PartName(path.parent.name, int(match["save"]), int(match["rank"]))
 
 
 class PartStore:
@@ -68,12 +84,27 @@ class PartStore:
         Raises:
             IntegrityError: One is damaged.
         """
-        found = []
-        for name in self._files.names(self._layout.parts / session):
-            match = _NAME.fullmatch(name)
-            part = None if match is None else self.find(session, int(match["save"]), int(match["rank"]))
-            found += [] if part is None else [part]
-        return found
+        found = (self.find(*name) for _, name in self._named(session))
+        return [part for part in found if part is not None]
+
+    def _named(self, session: str) -> Iterator[tuple[Path, PartName]]:
+        """Yield what lies in the folder of *session* under a part's name."""
+        folder = self._layout.parts / session
+        for path in (folder / name for name in self._files.names(folder)):
+            if (name := name_at(path)) is not None:
+                yield path, name
+
+    def all(self) -> Iterator[tuple[Path, Part | LayerstoreError]]:
+        """Yield every part of every session with its path, or what is wrong with it."""
+        for session in self.sessions():
+            for path, name in self._named(session):
+                try:
+                    found = self.find(*name)
+                except LayerstoreError as exc:
+                    yield path, exc
+                else:
+                    if found is not None:  # else joined meanwhile
+                        yield path, found
 
     def modified_ns(self, session: str) -> int:
         """Return when anything was last done in *session*, by the filesystem's clock."""
@@ -89,6 +120,22 @@ class PartStore:
             if modified_ns is not None and modified_ns < before_ns and self._files.is_file(folder / name):
                 self._files.unlink(folder / name)
         self._files.remove_empty(folder)
+
+    def publish_failure(self, name: PartName, why: str) -> None:
+        """Leave a part that says that its rank has failed."""
+        self.publish(
+            Part(
+                session=name.session,
+                save=name.save,
+                rank=name.rank,
+                agreement="",
+                layers=(),
+                state=None,
+                bytes_new=0,
+                bytes_reused=0,
+                failure=why or "it failed",
+            )
+        )
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
         """Take back a part, if it is there: not all that it names is."""

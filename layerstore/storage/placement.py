@@ -3,7 +3,9 @@ Where the index may live: LMDB maps its file, and mapped files of network filesy
 """
 
 import os
+import re
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import InvalidInput
@@ -53,17 +55,37 @@ def _local_folder() -> Path:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The filesystem that a path is on, as the system lists it."""
+
+    point: Path
+    kind: str
+    options: tuple[str, ...]
+
+    @property
+    def is_network(self) -> bool:
+        """Whether other hosts may have it too: so far as its kind tells, and FUSE may be anything."""
+        return self.kind in _NETWORK_FILESYSTEMS or self.kind.startswith("fuse.")
+
+
 def network_filesystem(path: Path) -> str | None:
     """Return the kind of network filesystem that *path* is on, None for a local one or where nobody can tell."""
+    mount = mount_of(path)
+    return mount.kind if mount is not None and mount.is_network else None
+
+
+def mount_of(path: Path) -> Mount | None:
+    """Return the filesystem that *path* is on, or will be if it is not there yet; None where nobody can tell."""
     try:
         mounts = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:
         return None  # not Linux, or no /proc: LMDB's own checks remain
     real = Path(os.path.realpath(path))
-    best, kind = Path("/"), ""
+    best = None
     for line in mounts:
         fields, _, tail = line.partition(" - ")
-        point = Path(fields.split()[4].replace("\\040", " "))
-        if point in (real, *real.parents) and len(point.parts) >= len(best.parts):
-            best, kind = point, tail.split()[0]
-    return kind if kind in _NETWORK_FILESYSTEMS or kind.startswith("fuse.") else None
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4]))
+        if point in (real, *real.parents) and (best is None or len(point.parts) >= len(best.point.parts)):
+            best = Mount(point, tail.split()[0], tuple(fields.split()[5].split(",")))
+    return best

@@ -5,6 +5,7 @@ Everything is derived from the rows when it is first asked for, and kept: a view
 """
 
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,6 +87,27 @@ class RunView:
         return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
 
     @cached_property
+    def turns(self) -> dict[tuple[int, int], int]:
+        """
+        Return the numbers that policies count saves by where these are not those of their records, by attempt and step.
+
+        Numbers are given in the order of arrival. What was saved in full has decided nothing by its number, so the full
+        saves with which an attempt begins are counted in the order of their steps: they share out the numbers that they
+        have. From the first save that a policy chose the layers of on, all keep the numbers that decisions rest on
+        (docs/adr/0028-counted-by-step.md).
+        """
+        found = {}
+        for attempt, rows in self._by_attempt.items():
+            if _is_sorted([row.save_number for row in rows]):
+                continue
+            first_chosen = min((row.save_number for row in rows if not row.is_full), default=math.inf)
+            full = [row for row in rows if row.save_number < first_chosen]
+            for row, number in zip(full, sorted(row.save_number for row in full), strict=True):
+                if row.save_number != number:
+                    found[attempt, row.step] = number
+        return found
+
+    @cached_property
     def _ordered(self) -> list[RecordRow]:
         return sorted(self.rows.values(), key=_IN_ORDER)
 
@@ -96,3 +118,7 @@ class RunView:
     @cached_property
     def _forks(self) -> dict[int, Fork | None]:
         return {attempt: next(rows).fork for attempt, rows in groupby(self._ordered, key=_BY_ATTEMPT)}
+
+
+def _is_sorted(numbers: list[int]) -> bool:
+    return numbers == sorted(numbers)

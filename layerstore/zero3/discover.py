@@ -15,7 +15,7 @@ from pathlib import Path
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
 from layerstore.zero3.runname import run_name
-from layerstore.zero3.sourcefile import read_source_file, stat_source
+from layerstore.zero3.sourcefile import read_source_file, real_path, stat_source
 
 LATEST = "latest"
 ZERO3 = "ZeRO-3"
@@ -120,17 +120,6 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     )
 
 
-def real_path(path: Path) -> Path:
-    """Return *path* without links or dots; raises InvalidInput for what is no path."""
-    try:
-        # Looked at, too: a name may be longer than any can be.
-        real = path.resolve()
-        real.is_dir()
-    except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: links in a circle
-        raise InvalidInput(f"{path} is no path: {exc}", hint="give the folder of the checkpoint") from exc
-    return real
-
-
 def _linked(path: Path) -> SourceCheckpoint:
     return SourceCheckpoint(
         f"{path} is a symbolic link; links in a checkpoint are not followed",
@@ -229,6 +218,17 @@ def _only_save_folder(path: Path) -> tuple[Path, str]:
         f"{path} holds no ZeRO-3 checkpoint: no folder with zero_pp_rank_*_states.pt files was found",
         hint="give the folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
     )
+
+
+def holds_zero3(path: Path) -> bool:
+    """Whether a ZeRO-3 checkpoint, whole or not, is where `discover` would look for one in the folder *path*."""
+    folders = [path]
+    for _ in range(3):
+        names = {folder: list_folder(folder) for folder in folders}
+        if any(folder_kind(of) == ZERO3 for of in names.values()):
+            return True
+        folders = [folder / name for folder, of in names.items() for name in of if (folder / name).is_dir()]
+    return False
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
 from layerstore.layers import strip_wrappers
-from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX
+from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX, TENSOR_DIMENSIONS_MAX
 from layerstore.model import Buffer, Parameter
 from layerstore.zero3.checkpoint import GatheredFileSource, GatheredSource
 from layerstore.zero3.slices import elements_of
@@ -80,6 +80,9 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
             begin, end = entry["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
                 raise _damaged(path, f"tensor {name!r} has sizes that are no whole numbers")
+            # Before they are multiplied: thousands of numbers of thousands of digits would take hours.
+            if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max(end, *entry["shape"]) >= 1 << 63:
+                raise _damaged(path, f"tensor {name!r} has sizes that no tensor has")
             elements = elements_of(entry["shape"])
             if end - begin != elements * by_code(entry["dtype"]).bytes:
                 raise _damaged(path, f"tensor {name!r} has {end - begin} bytes for shape {entry['shape']}")

@@ -5,6 +5,7 @@ Each is a small ``.pt`` file that cannot be loaded: whoever tries without layers
 an engine, gets an error whose text says what the file is and how to write the checkpoint out.
 """
 
+import dataclasses
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,9 +74,17 @@ def read_pointer(path: Path) -> Pointer | None:
     if not isinstance(fields, dict):
         return None
     try:
-        return Pointer(**{str(key): value for key, value in fields.items()})  # type: ignore[arg-type]  # checked below
+        pointer = Pointer(**{str(key): value for key, value in fields.items()})  # type: ignore[arg-type]  # looked at next
+        for field in dataclasses.fields(Pointer):
+            value = getattr(pointer, field.name)
+            if isinstance(field.type, type) and type(value) is not field.type:  # a tree may be anything
+                raise TypeError(f"its {field.name} is a {type(value).__name__}")
     except TypeError as exc:
-        raise InvalidInput(f"{path} is a pointer of another version of layerstore: {exc}") from exc
+        raise InvalidInput(
+            f"{path} is a pointer of another version of layerstore: {exc}",
+            hint="use the version that wrote it, or make it again",
+        ) from exc
+    return pointer
 
 
 def refuse_pointer(path: Path) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from layerstore.errors import LayerstoreError, SourceCheckpoint, StorageIO
+from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, StorageIO
 
 # What these say is about the checkpoint, not about the disk: nothing there, or nothing that holds bytes.
 _NO_SUCH_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+_NO_PATH_ERRNOS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL})
 _NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.ENXIO, errno.ENODEV})
 
 
@@ -100,6 +101,25 @@ def stat_source(path: Path, *, follow: bool) -> os.stat_result:
         return path.stat(follow_symlinks=follow)
     except OSError as exc:
         raise _refused_by_disk(path, exc) from exc
+
+
+def real_path(path: Path) -> Path:
+    """
+    Return *path* without links or dots.
+
+    Raises:
+        InvalidInput: It is no path.
+        StorageIO: Nobody can tell: the disk refused, or may not be looked at.
+    """
+    try:
+        # Looked at, too: a name may be longer than any can be.
+        real = path.resolve()
+        real.is_dir()
+    except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: links in a circle
+        if isinstance(exc, OSError) and exc.errno not in _NO_PATH_ERRNOS:
+            raise _refused_by_disk(path, exc) from exc
+        raise InvalidInput(f"{path} is no path: {exc}", hint="give the folder of the checkpoint") from exc
+    return real
 
 
 def truncated(path: Path, what: str) -> SourceCheckpoint:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import SOURCE_FILES_MAX
-from layerstore.zero3.discover import TRAINER_STATE, ZERO3, folder_kind, list_folder, real_path
+from layerstore.zero3.discover import TRAINER_STATE, ZERO3, folder_kind, list_folder
 from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.ptfile import read_pt
 from layerstore.zero3.read import step_of_trainer
+from layerstore.zero3.sourcefile import real_path
 from layerstore.zero3.trees import TreeView
 
 # What a compose of ours leaves when it is killed, or has while it runs.

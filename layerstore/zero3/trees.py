@@ -22,7 +22,9 @@ class TreeView:
     def __getitem__(self, key: str | int) -> "TreeView":
         found = self.get(key)
         if found is None:
-            raise SourceCheckpoint(f"{self.path} has no {self._name(key)}", hint="is it a ZeRO-3 checkpoint?")
+            raise SourceCheckpoint(
+                f"{self.path} lacks {self._name(key)}, which every ZeRO-3 checkpoint has", hint="is it one?"
+            )
         return found
 
     def get(self, key: str | int) -> "TreeView | None":

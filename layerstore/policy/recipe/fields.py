@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Collection
-from difflib import get_close_matches
 
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.recipe.document import ListNode, MapNode, Node, Scalar
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -21,8 +21,8 @@ def as_map(node: Node, *, what: str, keys: Collection[str]) -> MapNode:
 
 
 def _keys_hint(key: str, keys: Collection[str]) -> str:
-    near = get_close_matches(key, keys, n=1)
-    return f"did you mean {near[0]}?" if near else f"keys here: {', '.join(keys)}"
+    meant = nearest(key, keys)
+    return did_you_mean(meant, else_="" if meant else f"keys here: {', '.join(keys)}")
 
 
 def as_list(node: Node, *, what: str) -> ListNode:

@@ -1,10 +1,10 @@
 """Names of layers as people read them: runs of blocks gathered, long lists cut short."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from itertools import pairwise
 
 from layerstore.layers import block_index
+from layerstore.nearest import did_you_mean, nearest
 
 _SHOWN_MAX = 8
 
@@ -56,8 +56,8 @@ def listed(names: Iterable[str]) -> str:
 
 def near(name: str, names: Iterable[str], *, what: str) -> str:
     """Return a hint: those of *names* that look like *name*, else all of them."""
-    known = gathered(names)
+    known = list(names)
     # The index of a block hides how near the rest is, so both spellings are compared.
-    plain = {spelling: shown for shown in known for spelling in (shown, shown.partition("[")[0])}
-    close = list(dict.fromkeys(plain[spelling] for spelling in get_close_matches(name, plain, n=3)))
-    return f"near it: {', '.join(close)}" if close else f"{what}: {listed(names)}"
+    plain = {spelling: shown for shown in gathered(known) for spelling in (shown, shown.partition("[")[0])}
+    close = dict.fromkeys(plain[spelling] for spelling in nearest(name, plain))
+    return did_you_mean(close, else_="" if close else f"{what}: {listed(known)}")

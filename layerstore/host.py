@@ -1,0 +1,52 @@
+"""
+What the machine and its libraries have to be, looked at once, before anything of a store is read or written.
+
+An installer keeps these ranges; what others put there later does not. Whoever goes on with a library that spells or
+checks bytes in another way finds out when a store is read that nobody can read.
+"""
+
+import re
+import sys
+from functools import cache
+from importlib import metadata
+
+from layerstore.errors import Unsupported
+
+# Library -> the first version that is good, and the first one that nobody has tried. pyproject.toml says the same.
+NEEDS = {
+    "lmdb": ((3,), (4,)),
+    "msgpack": ((1, 1), (2,)),
+    "xxhash": ((4,), (5,)),
+}
+
+
+@cache
+def check_host() -> None:
+    """
+    Make sure that stores can be read and written here.
+
+    Raises:
+        Unsupported: The machine is big-endian, or a library is of another version than those that are known to do.
+    """
+    if sys.byteorder != "little":
+        raise Unsupported(
+            f"this machine is {sys.byteorder}-endian; tensors in checkpoints and stores are little-endian, "
+            "and nothing here turns them round",
+            hint="use a little-endian machine: x86-64, or ARM as it is usually run",
+        )
+    for library, (least, beyond) in NEEDS.items():
+        try:
+            found = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue  # built in some other way: if it cannot be imported, Python says so
+        if not least <= _numbers(found) < beyond:
+            wanted = f"{library}>={_dotted(least)},<{_dotted(beyond)}"
+            raise Unsupported(f"{library} is {found} here; layerstore needs {wanted}", hint=f'pip install "{wanted}"')
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

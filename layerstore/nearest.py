@@ -1,0 +1,33 @@
+"""What somebody may have meant who wrote a name that there is not."""
+
+from collections.abc import Iterable
+
+_SHOWN_MAX = 3
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """
+    Return those of *known* that look like *word*, the most alike first.
+
+    >>> nearest("partiy", ["drift", "filter", "parity"])
+    ['parity']
+    """
+    from difflib import get_close_matches  # only needed where something has gone wrong
+
+    names = list(dict.fromkeys(known))
+    by_folded = {name.casefold(): name for name in reversed(names)}
+    return [by_folded[name] for name in get_close_matches(word.casefold(), by_folded, n=_SHOWN_MAX)]
+
+
+def did_you_mean(names: Iterable[str], *, else_: str = "") -> str:
+    """
+    Return *names* as a question, and after it what is said in any case.
+
+    >>> did_you_mean(["sft@2", "sft@4"], else_="layerstore log sft lists the steps")
+    'did you mean sft@2 or sft@4? layerstore log sft lists the steps'
+    >>> did_you_mean([], else_="runs here: sft")
+    'runs here: sft'
+    """
+    meant = list(names)
+    question = f"did you mean {' or '.join(meant)}?" if meant else ""
+    return " ".join(filter(None, [question, else_]))

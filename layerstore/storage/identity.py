@@ -1,0 +1,98 @@
+"""
+``store.json`` on disk: what a store is when it is opened, and whether it still is that.
+
+A store may be migrated while somebody has it open. A migration first changes ``store.json`` and then looks for what
+was published meanwhile; whoever publishes does so first and then looks at ``store.json``: one of them sees the other.
+"""
+
+import errno as errnos
+import os
+import re
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, NoStore, StorageIO, Unsupported
+from layerstore.format.identity import StoreIdentity, decode_identity
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.storage.files import Files
+from layerstore.storage.layout import Layout
+
+
+def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
+    """
+    Return the text of the ``store.json`` of the store that was asked for as *path*; nothing of it is checked.
+
+    Raises:
+        NoStore: There is none.
+        IntegrityError: There was one: what only a store has is there, and ``store.json`` is not.
+    """
+    try:
+        present = files.exists(layout.identity)
+    except StorageIO as exc:
+        if exc.errno in {errnos.ENOTDIR, errnos.ENAMETOOLONG, errnos.ELOOP}:
+            raise NoStore(f"there is no store at {path}: {os.strerror(exc.errno)}", hint="name a folder") from exc
+        present = True  # so that reading it raises what is really wrong
+    if not present:
+        sign = sign_of_a_store(layout, files)
+        if sign is not None:
+            raise lost_identity(path, sign)
+        raise NoStore(f"there is no store at {path}", hint=f"layerstore init {path}, or name yours with --store")
+    return files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+
+
+def sign_of_a_store(layout: Layout, files: Files) -> str | None:
+    """Return what says that there was a store although there is no ``store.json``; None if nothing does."""
+    signs = (
+        (layout.commits, "", "commits"),
+        (layout.objects, "[0-9a-f]{2}$", "objects"),
+        (layout.pins, "", "pins"),
+        (layout.migrating, "", "a migration under way"),
+        (layout.backups, "format-", "backups of a migration"),
+    )
+    for folder, pattern, what in signs:
+        names = files.names(folder) if files.is_directory(folder) else ()
+        if any(re.match(pattern, name) for name in names):
+            return what
+    return None
+
+
+def lost_identity(path: Path, sign: str) -> IntegrityError:
+    """Return the error for a store at *path* that has lost its ``store.json``: *sign* says that there was one."""
+    return IntegrityError(
+        f"{path} holds {sign}, but its store.json is missing; nothing was changed",
+        hint="put back a copy of store.json; it never changes after init, but by a migration",
+    )
+
+
+def check_unchanged(layout: Layout, files: Files, *, store_id: str) -> StoreIdentity:
+    """
+    Return the identity of the store *store_id*, opened earlier, as it is now.
+
+    Raises:
+        Unsupported: It has been migrated since.
+        IntegrityError: It is damaged or gone, or another store is in its place.
+    """
+    data = read_identity(layout, files, path=layout.root)
+    identity = decode_identity(data, what=str(layout.identity))
+    if identity.store_id != store_id:
+        raise IntegrityError(
+            f"{layout.root} was store {store_id} when it was opened and is store {identity.store_id} now",
+            hint="open it again",
+        )
+    return identity
+
+
+def check_still_writable(layout: Layout, files: Files, *, store_id: str) -> None:
+    """
+    Make sure that the store *store_id*, opened earlier, still is what it was, and that this layerstore may write to it.
+
+    Raises:
+        Unsupported: It has been migrated since, or uses something that this layerstore might destroy unknowingly.
+        IntegrityError: It is damaged or gone, or another store is in its place.
+    """
+    identity = check_unchanged(layout, files, store_id=store_id)
+    if identity.unknown_flags:
+        raise Unsupported(
+            f"the store uses {', '.join(identity.unknown_flags)}, which this layerstore does not know; "
+            "it can be read, not written",
+            hint="use a newer layerstore",
+        )
