@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from layerstore.live.saver import Saver
     from layerstore.policy import Drift, Filter, Latest, Parity
     from layerstore.policy.keep import Keep
-    from layerstore.store import Store, find_checkpoints, init
+    from layerstore.store import Store, doctor, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Saver",
     "Store",
     "attach",
+    "doctor",
     "errors",
     "find_checkpoints",
     "init",
@@ -44,6 +45,7 @@ _HOMES = {
     "Saver": ("live.saver", "Saver"),
     "attach": ("live.attach", "attach"),
     "Store": ("store", "Store"),
+    "doctor": ("store", "doctor"),
     "find_checkpoints": ("store", "find_checkpoints"),
     "init": ("store", "init"),
     "open": ("store", "open_store"),
@@ -55,6 +57,9 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from layerstore.host import check_host
+
+    check_host()  # before anything loads that might read or write a store
     module, own_name = _HOMES[name]
     value: object = getattr(import_module(f"layerstore.{module}"), own_name)
     globals()[name] = value

@@ -16,30 +16,50 @@ from layerstore.model import Pin, Saving
 from layerstore.ops import diff as diff_verb
 from layerstore.ops import drop as drop_verb
 from layerstore.ops import gc as gc_verb
+from layerstore.ops import identity as identity_verb
 from layerstore.ops import ingest as ingest_verb
 from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
+from layerstore.ops import report as report_verb
 from layerstore.ops import stats as stats_verb
 from layerstore.ops import timings as timing_verb
 from layerstore.ops import verify as verify_verb
-from layerstore.ops.composition import compose_by_policy, compose_exact
+from layerstore.ops.collected import losses_told
+from layerstore.ops.collecting import execute_gc
+from layerstore.ops.composition import compose_by_policy, compose_exact, compose_latest
 from layerstore.ops.diff import Diff
+from layerstore.ops.doctor import Diagnosis, diagnose
 from layerstore.ops.drop import Dropped
 from layerstore.ops.gc import GcOutcome
+from layerstore.ops.given_up import Kept, kept
+from layerstore.ops.healing import opened_sources
+from layerstore.ops.identity import RestoredIdentity
 from layerstore.ops.ingest import Ingested
+from layerstore.ops.ingest_plan import plan_ingest
+from layerstore.ops.mending import execute_repair
+from layerstore.ops.pins import Unpinned
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
 from layerstore.ops.refs import references_to, resolve
+from layerstore.ops.repair import Repaired, plan_repair
+from layerstore.ops.repair import Request as RepairRequest
+from layerstore.ops.report import Report
+from layerstore.ops.report_page import report_page
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.sample import parse_sample
 from layerstore.ops.setup import make_store, open_rooms
 from layerstore.ops.stats import Stats
+from layerstore.ops.target_file import checked_file, write_file
 from layerstore.ops.timings import SaveTiming
 from layerstore.ops.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
+from layerstore.report.page import BEGINS
+from layerstore.storage.catalog import Reindexed
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
+from layerstore.storage.layout import layout_at
 from layerstore.zero3.survey import Survey, survey
 
 
@@ -115,7 +135,7 @@ class Store:
         """
         if pin is not None:
             pin_verb.check_pin_name(self._rooms, pin)
-        plan = ingest_verb.plan_ingest(
+        plan = plan_ingest(
             self._rooms,
             Path(checkpoint),
             run=run,
@@ -189,11 +209,15 @@ class Store:
 
     def show(self, ref: str | None = None) -> CommitView:
         """Return everything about one commit."""
-        return queries.show(self._rooms, resolve(self._rooms, ref))
+        resolved = resolve(self._rooms, ref)
+        with losses_told(self._rooms, compose_latest(resolved)):
+            return queries.show(self._rooms, resolved)
 
     def ls(self, ref: str | None = None, *, layer: str | None = None) -> list[LayerLine]:
         """Return the layers of one commit with their sizes."""
-        return queries.layer_lines(self._rooms, resolve(self._rooms, ref), layer=layer)
+        resolved = resolve(self._rooms, ref)
+        with losses_told(self._rooms, compose_latest(resolved)):
+            return queries.layer_lines(self._rooms, resolved, layer=layer)
 
     def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> Diff:
         """
@@ -212,6 +236,31 @@ class Store:
         """Count logical, unique and physical bytes: of the whole store, or of what *run* needs."""
         return stats_verb.stats(self._rooms, run=run, progress=progress or Silent())
 
+    def report(
+        self,
+        out: StrPath | None = None,
+        *,
+        run: str | None = None,
+        keep: Keep | None = None,
+        progress: Progress | None = None,
+    ) -> Report:
+        """
+        Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
+
+        Every commit is read once; long histories are sampled, so that the page stays below 1 MB.
+        With *keep* it also tells what `gc` would do by these rules. An older report is replaced, nothing else is.
+
+        Raises:
+            AlreadyExists: Something else is at *out*.
+            NotFound: There is no such run.
+        """
+        rooms = self._rooms
+        target = None if out is None else checked_file(rooms, Path(out), what="a report", begins=BEGINS)
+        report = report_verb.collect(rooms, run=run, keep=keep, progress=progress or Silent())
+        if target is not None:
+            write_file(rooms, target, report_page(report))
+        return report
+
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""
         return pin_verb.pin(self._rooms, name, resolve(self._rooms, ref))
@@ -224,10 +273,21 @@ class Store:
         """Return the names of pins that cannot be read, and why."""
         return pin_verb.read_pins(self._rooms)[1]
 
-    def delete_pin(self, name: str) -> None:
-        """Delete the pin *name*; the commit stays."""
-        self._rooms.prepare_writing()
-        self._rooms.records.delete_pin(name)
+    def delete_pin(self, name: str) -> Unpinned | None:
+        """
+        Delete the pin *name*, or give it up if a repair has put it into quarantine; a visible commit stays.
+
+        Returns whether what it meant is visible; None where the pin could not be read.
+        """
+        return pin_verb.delete_pin(self._rooms, name)
+
+    def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
+        """
+        Give up the record of *ref* that a repair has put into quarantine, so that it holds collections back no longer.
+
+        Returns the commits' ids. Nothing is removed; with *dry_run* nothing is written.
+        """
+        return drop_verb.give_up(self._rooms, ref, dry_run=dry_run)
 
     def drop(self, ref: str, *, last: bool = False, dry_run: bool = False) -> Dropped:
         """
@@ -247,6 +307,7 @@ class Store:
         runs: Iterable[str] | None = None,
         grace_seconds: float | None = None,
         dry_run: bool = False,
+        confirmed: GcOutcome | None = None,
         progress: Progress | None = None,
     ) -> GcOutcome:
         """
@@ -255,27 +316,85 @@ class Store:
         Without *keep* every visible commit stays. Pins stay with all that they need, and so does the newest commit
         of a run. Safe beside everything else that uses the store; with *dry_run* nothing is removed.
         What is younger than *grace_seconds* stays; change it only where nothing else writes.
+        No visible commit goes, or loses its moments, that does not in *confirmed*, a plan that somebody has seen.
 
         Raises:
-            IntegrityError: Something cannot be read, so that what it needs is not known; nothing was removed.
+            IntegrityError: Something cannot be read, so that what it needs is not known, or commits would go and what
+                stays lacks an object; nothing was removed.
             Locked: Another collection is under way.
+            Conflict: More would go than in the plan that was confirmed; nothing was removed.
         """
-        request = gc_verb.Request(keep=keep or Keep(), runs=runs, grace_seconds=grace_seconds)
+        seen = None if confirmed is None else confirmed.as_confirmed()
+        request = gc_verb.Request(keep=keep or Keep(), runs=runs, grace_seconds=grace_seconds, confirmed=seen)
         if dry_run:
             return gc_verb.plan_gc(self._rooms, request, progress=progress or Silent()).outcome
-        return gc_verb.execute_gc(self._rooms, request, progress=progress or Silent())
+        return execute_gc(self._rooms, request, progress=progress or Silent())
 
-    def verify(self, ref: str | None = None, *, read_data: bool = False, progress: Progress | None = None) -> Verdict:
-        """Check the whole store, or what *ref* needs; *read_data* also re-hashes every object."""
+    def verify(
+        self,
+        ref: str | None = None,
+        *,
+        read_data: bool = False,
+        read_data_subset: str | None = None,
+        seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> Verdict:
+        """
+        Check the whole store, or what *ref* needs; *read_data* also re-hashes every object.
+
+        With *read_data_subset* only a part of them: ``10%`` any tenth, which *seed* decides, ``3/10`` the third tenth.
+        """
+        if read_data and read_data_subset is not None:
+            raise InvalidInput("all of the data and a part of it are to be read", hint="leave one of the two out")
         only = None if ref is None else resolve(self._rooms, ref)
-        return verify_verb.verify(self._rooms, only=only, read_data=read_data, progress=progress or Silent())
+        return verify_verb.verify(
+            self._rooms,
+            only=only,
+            read_data=read_data,
+            sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
+            progress=progress or Silent(),
+        )
 
-    def reindex(self) -> int:
-        """Make the index afresh from the commit records; return how many it covers."""
+    def repair(
+        self,
+        *,
+        read_data: bool = False,
+        sources: Iterable[StrPath] = (),
+        fall_back: bool = False,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> Repaired:
+        """
+        Take what is damaged out of the way, and write back what there is a sound copy of; nothing is removed.
+
+        Copies are looked for beside the index, in what collections moved aside, in earlier quarantines, and in the
+        stores *sources*. With *fall_back* hurt commits take older versions of the layers that they have lost.
+        It finds what a verify finds, with *read_data* every damaged byte. With *dry_run* nothing is written.
+
+        Raises:
+            InvalidInput: A source is no store.
+            Locked: A collection or another repair is under way.
+        """
+        with opened_sources(self._rooms, map(Path, sources)) as others:
+            request = RepairRequest(read_data=read_data, sources=others, fall_back=fall_back)
+            if dry_run:
+                return plan_repair(self._rooms, request, progress=progress or Silent()).outcome
+            return execute_repair(self._rooms, request, progress=progress or Silent())
+
+    def quarantined(self) -> list[Kept]:
+        """Return what lies in quarantine, and whether it holds collections back; what was taken first comes first."""
+        return kept(self._rooms)
+
+    def reindex(self, *, forget: bool = False) -> Reindexed:
+        """
+        Make the index afresh from the commit records.
+
+        Records that have vanished it goes on remembering, with their copies for a repair, unless it is to *forget*.
+        """
         rooms = self._rooms
         rooms.prepare_writing()
         with rooms.lock_index():
-            return rooms.catalog.rebuild()
+            return rooms.catalog.rebuild(forget=forget)
 
 
 def init(path: StrPath) -> Store:
@@ -284,9 +403,24 @@ def init(path: StrPath) -> Store:
     return Store(path)
 
 
+def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> RestoredIdentity | None:
+    """
+    Write the ``store.json`` of the store at *path* again, which is damaged or gone; None where it had not to be.
+
+    Raises:
+        InvalidInput: The records there do not say that they are of the store *store_id*.
+    """
+    return identity_verb.restore_identity(layout_at(Path(path)), Files(), store_id, dry_run=dry_run)
+
+
 def find_checkpoints(*folders: StrPath) -> Survey:
     """Return every ZeRO-3 checkpoint below *folders* in the order of their steps; ingest each by folder and tag."""
     return survey(map(Path, folders))
+
+
+def doctor(path: StrPath) -> Diagnosis:
+    """Try out whether the promises of a store can be kept at *path*: a store, or a folder that may become one."""
+    return diagnose(Path(path), Files())
 
 
 def open_store(path: StrPath) -> Store:
@@ -299,4 +433,14 @@ def as_store(store: Store | StrPath) -> Store:
     return store if isinstance(store, Store) else open_store(store)
 
 
-__all__ = ["Composite", "Store", "StrPath", "as_store", "find_checkpoints", "init", "open_store"]
+__all__ = [
+    "Composite",
+    "Store",
+    "StrPath",
+    "as_store",
+    "doctor",
+    "find_checkpoints",
+    "init",
+    "open_store",
+    "restore_identity",
+]

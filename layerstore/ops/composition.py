@@ -6,11 +6,11 @@ whether they fit together is checked here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from layerstore.errors import LayoutMismatch
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.past import Past, view_or_none
+from layerstore.ops.past import Past, Turns, turn_of, turns_of
 from layerstore.ops.refs import Resolved, references_to
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staleness import Staleness, staleness_of
@@ -38,13 +38,15 @@ class Composition:
     """The chosen version of every layer, in the model's order."""
     older_than_due: tuple[str, ...] = ()
     """Layers that were due at the save they are taken from but not written there: what it had inherited is used."""
+    turns: Turns = field(default_factory=dict)
+    """How the saves of the base's run are counted."""
     notes: tuple[str, ...] = ()
     """What a recipe leaves to defaults, and what of it has no meaning here."""
 
     @property
     def staleness(self) -> Staleness:
         """How old each layer is, seen from the base."""
-        return staleness_of(self.base, self.layers)
+        return staleness_of(self.base, self.layers, turns=self.turns)
 
     def own_parameters(self, versions: Iterable[LayerVersion]) -> frozenset[str]:
         """Return the parameters of the layers that the base itself saved; *versions* are those of all layers."""
@@ -95,12 +97,16 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
 
     As the run stands, or as it would with *view*.
     """
-    if isinstance(policy, Latest):
-        return compose_latest(resolved)
     base = resolved.record
-    past = Past(rooms, resolved, view=view_or_none(rooms, base.run) if view is None else view)
+    if isinstance(policy, Latest) and all(entry.saved_by(base) for entry in base.layers):
+        return compose_latest(resolved)
+    view = rooms.catalog.find(base.run) if view is None else view
+    turns = turns_of(view)
+    if isinstance(policy, Latest):
+        return replace(compose_latest(resolved), turns=turns)
+    past = Past(rooms, resolved, view=view)
     picks = replay(
-        anchored(policy, base.save_number),
+        anchored(policy, turn_of(base, turns)),
         past.saves(),
         above=past.numbers_above,
         recorded=lambda position: past.decided(position, policy),
@@ -121,6 +127,7 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
         parameters=policy.parameters,
         layers=layers,
         older_than_due=tuple(entry.layer for entry in layers if past.is_older(entry, picks[entry.layer])),
+        turns=turns,
     )
 
 
@@ -158,17 +165,18 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
     own = {entry.layer: entry for entry in composition.base.layers}
     for entry, version in zip(composition.layers, versions, strict=True):
         if own[entry.layer].version != entry.version:
-            difference = _difference(rooms.version_of(own[entry.layer]), version)
-            if difference is not None:
+            problem = difference(rooms.version_of(own[entry.layer]), version)
+            if problem is not None:
                 theirs, ours = references_to(rooms, [entry.origin, composition.base])
                 raise LayoutMismatch(
-                    f"{entry.layer} of {theirs} does not fit {ours}: {difference}",
+                    f"{entry.layer} of {theirs} does not fit {ours}: {problem}",
                     hint="take this layer from a save of the same model and optimizer",
                 )
     return versions
 
 
-def _difference(base: LayerVersion, other: LayerVersion) -> str | None:
+def difference(base: LayerVersion, other: LayerVersion) -> str | None:
+    """Return in words how the version *other* of a layer does not fit *base*; None where it does."""
     for what, ours, theirs in (
         ("parameter", base.parameters, other.parameters),
         ("buffer", base.buffers, other.buffers),

@@ -7,12 +7,15 @@ Commits that inherited layers keep exactly their versions, and ingesting the che
 
 from dataclasses import dataclass
 
-from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId
+from layerstore.ops.claims import take_back
+from layerstore.ops.given_up import records_meant
 from layerstore.ops.hiding import hiding_commit
 from layerstore.ops.refs import Resolved, reference_to, references_to, resolve
 from layerstore.ops.rooms import Rooms
+from layerstore.storage.garbage import names_in
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
 
@@ -36,6 +39,8 @@ class Dropped:
     """Pins that keep it."""
     tip: str | None
     """What the run's name means without it; None where no commit is left."""
+    is_tip: bool
+    """Whether it is what the run's name has meant so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,7 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
         inherited_by=_inheritors(rooms, view, resolved),
         pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.base == resolved.commit),
         tip=tip,
+        is_tip=_is_tip(view, resolved.commit),
     )
     return DropPlan(outcome=outcome, hiding=hiding)
 
@@ -100,9 +106,74 @@ def execute_drop(rooms: Rooms, ref: str, *, last: bool = False) -> Dropped:
     with rooms.lock_run(run):
         # Again: whoever held the lock may have saved or dropped.
         plan = plan_drop(rooms, ref, last=last)
+        _check_collections(rooms, plan, last=last)  # so that what can be seen now costs no record
         _publish(rooms, plan.hiding)
         rooms.catalog.add(plan.hiding)
+        _look_again(rooms, plan, last=last)
     return plan.outcome
+
+
+def _look_again(rooms: Rooms, plan: DropPlan, *, last: bool) -> None:
+    """
+    Find out what a collection has done meanwhile, which waits for nobody.
+
+    It writes its plan and then looks at what shows, and removes nothing on account of a commit that does not show any
+    more. Here that commit is hidden first, and then plans are looked at: so one of the two sees the other.
+    """
+    outcome = plan.outcome
+    for row in rooms.catalog.view(outcome.run).of_attempt(outcome.attempt):
+        if outcome.commit in row.supersedes:  # the same without moments
+            hiding = hiding_commit(rooms.catalog.commit(row.name).record, row.id, policy="drop")
+            _publish(rooms, hiding)
+            rooms.catalog.add(hiding)
+    try:
+        _check_collections(rooms, plan, last=last)
+    except Conflict:
+        take_back(rooms, plan.hiding)
+        raise
+
+
+def _check_collections(rooms: Rooms, plan: DropPlan, *, last: bool) -> None:
+    """
+    Make sure that what is to be left without the commit is not being removed.
+
+    Raises:
+        Conflict: Of the attempt nothing would be left, or with *last* nothing of a run that is to have other commits.
+    """
+    outcome = plan.outcome
+    if last and outcome.tip is None:
+        return
+    view = rooms.catalog.view(outcome.run)
+    going = {name for each in rooms.garbage.unfinished(rooms.records.is_there) for name in names_in(each)}
+    left = [
+        row
+        for row in (view.visible if last else view.of_attempt(outcome.attempt))
+        if row.id != outcome.commit and outcome.commit not in row.supersedes and row.name not in going
+    ]
+    if not left:
+        of = f"run {outcome.run!r}" if last else f"attempt {outcome.attempt} of {outcome.run!r}"
+        raise Conflict(
+            f"a collection removes all other commits of {of}, or was stopped while it did; "
+            f"{outcome.reference} was not dropped",
+            hint=f"layerstore gc finishes it; layerstore log {outcome.run} shows what is left then",
+        )
+
+
+def give_up(rooms: Rooms, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
+    """
+    Give up the records of *ref* that a repair has put into quarantine; return their commits' ids.
+
+    They stay where they are, and hold collections back no longer.
+
+    Raises:
+        NotFound: None is there, or all were given up.
+    """
+    if not dry_run:
+        rooms.prepare_writing()
+    found = records_meant(rooms, ref)
+    for lost in found if not dry_run else ():
+        rooms.quarantine.give_up(lost.path)
+    return tuple(dict.fromkeys(lost.name.id for lost in found))
 
 
 def _publish(rooms: Rooms, hiding: Commit) -> None:
@@ -110,7 +181,7 @@ def _publish(rooms: Rooms, hiding: Commit) -> None:
     try:
         rooms.records.publish(hiding)
     except StorageIO as exc:
-        if rooms.files.exists(rooms.layout.record(record.run, record.step, hiding.id)):
+        if rooms.records.is_there(rooms.records.name_of(hiding)):
             # Not "repeat the command": RUN means another commit now.
             exc.hint = f"layerstore drop {record.run}@{record.step} confirms it, once the disk is well"
         raise
@@ -128,6 +199,11 @@ def _hiding_records(rooms: Rooms, ref: str) -> list[RecordRow]:
     return [
         row for row in view.rows.values() if row.step == reference.step and not row.layer_names and row.id not in hidden
     ]
+
+
+def _is_tip(view: RunView, commit: str) -> bool:
+    attempts = view.attempts  # none is left where a collection has taken the commit meanwhile
+    return bool(attempts) and next(view.history(attempts[-1])).id == commit
 
 
 def _tip_without(view: RunView, commit: str) -> str | None:
@@ -148,6 +224,8 @@ def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, .
             continue
         try:
             origins = [entry.origin for entry in rooms.catalog.commit(row.name).record.layers]
+        except NotFound:
+            continue  # a collection has just removed it
         except IntegrityError:
             continue  # verify reports it; what it had keeps nobody from hiding this one
         if any((origin.run, origin.attempt, origin.step, origin.save_number) == own for origin in origins):

@@ -1,31 +1,28 @@
 """
-Gc: the commits that nobody wants to keep go, and then what nothing needs any more.
+Gc: which commits nobody wants to keep, and what nothing needs any more once they are gone.
 
-A plan first, which writes nothing. It is marked from what is kept: from records, pins and the parts of saves under
-way, never from the index. What goes is moved aside and looked at again, so that writers and readers need not wait
-(docs/reference/format.md, section 6.11).
+This is the plan, which writes nothing. It is marked from what is kept: from records, pins and the parts of saves under
+way, never from the index. `collecting` carries it out.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
-from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
+from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS
-from layerstore.model import BlobRef, CollectedRecord, Collection, ObjectId
-from layerstore.ops.marking import Marks, pinned_commits
+from layerstore.model import Collection
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.ops.marking import Marks, named, pinned_commits
 from layerstore.ops.needs import Needs
-from layerstore.ops.past import view_or_none
-from layerstore.ops.progress import Progress, Silent
+from layerstore.ops.progress import Progress
 from layerstore.ops.refs import references_to
-from layerstore.ops.retention import Fate, RunPlan, plan_run, views_of, waves
+from layerstore.ops.retention import Fate, RunPlan, plan_run, views_of
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.trimming import add_needs, execute_trim
+from layerstore.ops.trimming import add_needs, plan_trim
 from layerstore.ops.unserved import Unserved, unserved
 from layerstore.policy.keep import Keep
-from layerstore.storage.commits import RecordName
-from layerstore.storage.garbage import names_in
 from layerstore.storage.runview import RunView
 
 
@@ -48,6 +45,8 @@ class CommitFate:
     """Whether it is kept without its optimizer's moments from now on."""
     bytes_freed: int
     """What goes with it, and with none of those listed before."""
+    bytes_freed_later: int
+    """Likewise, what is too young to go yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,10 @@ class GcOutcome:
         """The commits that lose their moments."""
         return [fate for fate in self.commits if fate.loses_moments]
 
+    def as_confirmed(self) -> "Confirmed":
+        """Return what somebody agrees to who has seen this plan."""
+        return Confirmed({fate.commit for fate in self.removed}, {fate.commit for fate in self.trimmed})
+
     @property
     def bytes_freed(self) -> int:
         """All of it."""
@@ -105,8 +108,8 @@ class GcPlan:
     outcome: GcOutcome
     runs: tuple[tuple[RunView, RunPlan], ...]
     marks: Marks
-    doomed: dict[ObjectId, int]
-    """Objects to go, with their sizes."""
+    doomed: Gone
+    """Objects at their places that are to go; `Marks.doomed` says which, when their turn comes."""
     unfinished: list[Collection]
     """Collections that were stopped before all their records were gone."""
     old_before_ns: int
@@ -118,6 +121,18 @@ class GcPlan:
         return [fate for _, run in self.runs for fate in run.fates if fate.goes]
 
 
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The only visible commits that may go, and that may lose their moments."""
+
+    removed: Set[str]
+    trimmed: Set[str]
+
+    def allows(self, fate: Fate) -> bool:
+        """Whether what becomes of a commit is no more than was shown."""
+        return fate.row.id in self.removed or (fate.loses_moments and fate.row.id in self.trimmed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What is asked of a collection."""
@@ -127,15 +142,17 @@ class Request:
     """Those that *keep* speaks for, None for all; the others keep what they have."""
     grace_seconds: float | None = None
     """How old a thing is at least that goes; None for our own word."""
+    confirmed: Confirmed | None = None
+    """What somebody was asked about; None where nobody was."""
 
 
 def has_work(rooms: Rooms, request: Request) -> bool:
     """Whether any record of the runs asked about is to go: only these are looked at, and nothing is marked."""
     now_ns = rooms.garbage.now_ns()
     pinned = pinned_commits(rooms)
-    views = [view_or_none(rooms, run) for run in request.runs or rooms.catalog.runs()]
+    views = [rooms.catalog.find(run) for run in request.runs or rooms.catalog.runs()]
     return any(
-        fate.goes
+        fate.goes or fate.is_blind
         for view in views
         if view is not None
         for fate in plan_run(rooms, view, request.keep, pinned=pinned, now_ns=now_ns).fates
@@ -148,6 +165,7 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
 
     Raises:
         IntegrityError: A record, pin, part or blob cannot be read: what it needs is not known, so nothing may go.
+            Or records would go, and what is to stay lacks an object.
     """
     now_ns = rooms.garbage.now_ns()
     given = request.grace_seconds
@@ -156,50 +174,69 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
     planned = _planned_runs(rooms, request, now_ns)
     _check_metric(request.keep, planned)
     going = {fate.row.name for _, plan in planned for fate in plan.fates if fate.goes}
-    marks = Marks(rooms, without=going, dead_before_ns=unfinished_before_ns)
-    progress.start("mark", sum(len(view.rows) for view, _ in planned) - len(going))
+    marks = Marks(rooms, old_before_ns=old_before_ns, dead_before_ns=unfinished_before_ns)
+    progress.start("records", sum(len(view.rows) for view, _ in planned) - len(going))
     for _, plan in planned:
         for fate in plan.fates:
-            if fate.trim is not None:
-                add_needs(marks.needs, fate.trim)
-    marks.look(progress)
-    unneeded = marks.unneeded(old_before_ns=old_before_ns)
-    aside = _left_aside(rooms, marks, old_before_ns)
-    commits, orphans = _fates(rooms, planned, unneeded.old | aside)
+            if fate.loses_moments:
+                with named(f"{fate.row.run}@{fate.row.step}"):
+                    trim = plan_trim(rooms, rooms.catalog.commit(fate.row.name))
+                marks.check_whole(add_needs(marks.needs, trim), of=fate.row)
+    # What only sweeps takes nothing that could stand in for what is lost, so it may go on.
+    marks.look(progress, without=going, has_to_be_whole=bool(going))
+    listed = [fate for _, plan in planned for fate in plan.fates if fate.row.layer_names]
+    tally = _tally(rooms, listed, marks)
     tmp_count, tmp_bytes = rooms.garbage.sweep_tmp(before_ns=unfinished_before_ns, dry_run=True)
     outcome = GcOutcome(
-        commits=commits,
-        objects=_amount(unneeded.old | aside),
-        orphans=orphans,
-        young=_amount(unneeded.young),
+        commits=_commit_fates(rooms, listed, tally),
+        objects=_sum(tally.old) + _sum(tally.aside),
+        orphans=tally.old[None] + tally.aside[None],
+        young=_sum(tally.young),
         unfinished=Gone(count=tmp_count, size_bytes=tmp_bytes),
-        unserved=unserved(rooms, planned),
+        unserved=unserved(rooms, planned, needs=marks.needs),
         pins=tuple(rooms.records.pin_names()),
     )
     return GcPlan(
         outcome=outcome,
         runs=planned,
         marks=marks,
-        doomed=unneeded.old,
-        unfinished=rooms.garbage.unfinished(partial(_is_there, rooms)),
+        doomed=_sum(tally.old),
+        unfinished=rooms.garbage.unfinished(rooms.records.is_there),
         old_before_ns=old_before_ns,
         unfinished_before_ns=unfinished_before_ns,
     )
 
 
-def _left_aside(rooms: Rooms, marks: Marks, old_before_ns: int) -> dict[ObjectId, int]:
-    """Return what earlier collections have moved aside and nothing needs, with the sizes."""
-    found = {}
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """What nothing needs any more, by the number of the commit that it goes with; None for what none had named."""
+
+    old: dict[int | None, Gone]
+    young: dict[int | None, Gone]
+    aside: dict[int | None, Gone]
+    """What earlier collections have moved aside."""
+
+
+def _tally(rooms: Rooms, listed: Sequence[Fate], marks: Marks) -> _Tally:
+    """Look at every object; one goes with the first of the commits *listed* that names it."""
+    taken = Needs(rooms, besides=marks.needs)
+    for number, fate in enumerate(listed):
+        if fate.goes:
+            # What one names that is damaged counts as orphans as far as it is not known: the commit goes anyway.
+            with contextlib.suppress(IntegrityError, NotFound):
+                taken.add_record(rooms.catalog.commit(fate.row.name).record, number=number)
+    tally = _Tally(*(defaultdict[int | None, Gone](Gone) for _ in range(3)))
+    for each in marks.unneeded():
+        (tally.young if each.is_young else tally.old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
     for collection_id in rooms.garbage.asides():
-        for object_id, path in rooms.garbage.objects_aside(collection_id):
-            modified_ns, size_bytes = rooms.files.modified_ns(path), rooms.files.size(path)
-            if object_id not in marks.needs and size_bytes is not None and (modified_ns or 0) < old_before_ns:
-                found[object_id] = size_bytes
-    return found
+        for each in marks.aside(collection_id):
+            if not each.is_young:
+                tally.aside[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
+    return tally
 
 
-def _amount(objects: dict[ObjectId, int]) -> Gone:
-    return Gone(count=len(objects), size_bytes=sum(objects.values()))
+def _sum(parts: Mapping[int | None, Gone]) -> Gone:
+    return sum(parts.values(), Gone())
 
 
 def _planned_runs(rooms: Rooms, request: Request, now_ns: int) -> tuple[tuple[RunView, RunPlan], ...]:
@@ -207,7 +244,9 @@ def _planned_runs(rooms: Rooms, request: Request, now_ns: int) -> tuple[tuple[Ru
     wanted = {view.run for view in views} if request.runs is None else set(request.runs)
     missing = wanted - {view.run for view in views}
     if missing:
-        raise NotFound(f"there is no run {min(missing)!r} in this store", hint="layerstore log lists the runs")
+        run = min(missing)
+        hint = did_you_mean(nearest(run, (view.run for view in views)), else_="layerstore log lists the runs")
+        raise NotFound(f"there is no run {run!r} in this store", hint=hint)
     pinned = pinned_commits(rooms)
     return tuple(
         (view, plan_run(rooms, view, request.keep if view.run in wanted else None, pinned=pinned, now_ns=now_ns))
@@ -226,31 +265,21 @@ def _check_metric(keep: Keep, planned: Iterable[tuple[RunView, RunPlan]]) -> Non
     )
 
 
-def _fates(
-    rooms: Rooms, planned: Iterable[tuple[RunView, RunPlan]], doomed: dict[ObjectId, int]
-) -> tuple[tuple[CommitFate, ...], Gone]:
-    """Return what becomes of every commit, with the bytes that go with it, and what no commit had named."""
-    left = dict(doomed)
-    taken = Needs(rooms)
-    commits = []
-    for _, plan in planned:
-        shown = [fate for fate in plan.fates if fate.row.layer_names]
-        for fate, reference in zip(shown, references_to(rooms, [fate.row for fate in shown]), strict=True):
-            freed = 0
-            if fate.goes:
-                freed = sum(left.pop(ObjectId(ref.id), 0) for ref in _needed_by(rooms, taken, fate))
-            commits.append(_commit_fate(fate, reference, freed))
-    return tuple(commits), _amount(left)
+def _commit_fates(rooms: Rooms, listed: Sequence[Fate], tally: _Tally) -> tuple[CommitFate, ...]:
+    """Return what becomes of every commit, with the bytes that go with it."""
+    references = references_to(rooms, [fate.row for fate in listed])
+    return tuple(
+        _commit_fate(
+            fate,
+            reference,
+            tally.old[number].size_bytes + tally.aside[number].size_bytes,
+            tally.young[number].size_bytes,
+        )
+        for number, (fate, reference) in enumerate(zip(listed, references, strict=True))
+    )
 
 
-def _needed_by(rooms: Rooms, taken: Needs, fate: Fate) -> list[BlobRef]:
-    try:
-        return taken.add_record(rooms.catalog.commit(fate.row.name).record)
-    except IntegrityError:
-        return []  # it goes anyway; what it named counts as orphans
-
-
-def _commit_fate(fate: Fate, reference: str, freed: int) -> CommitFate:
+def _commit_fate(fate: Fate, reference: str, freed: int, later: int) -> CommitFate:
     row = fate.row
     return CommitFate(
         run=row.run,
@@ -262,122 +291,7 @@ def _commit_fate(fate: Fate, reference: str, freed: int) -> CommitFate:
         kept_by=fate.kept_by,
         goes_because=fate.goes_because,
         is_visible=fate.is_visible,
-        loses_moments=fate.trim is not None,
+        loses_moments=fate.loses_moments,
         bytes_freed=freed,
+        bytes_freed_later=later,
     )
-
-
-# -- removing ------------------------------------------------------------------------------------------------------
-
-
-def execute_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcOutcome:
-    """
-    Remove what `plan_gc` finds, and raise as that does.
-
-    It may be stopped at any moment: what is needed stays findable, and the next collection takes up what is left.
-
-    Raises:
-        Locked: Another collection is under way.
-    """
-    rooms.prepare_writing()
-    with rooms.lock_gc():
-        try:
-            return _collect(rooms, request, progress)
-        except StorageIO as exc:
-            if exc.kind != "no_space" or not rooms.garbage.release_reserve():
-                raise
-            return _collect(rooms, request, progress)
-
-
-def _collect(rooms: Rooms, request: Request, progress: Progress) -> GcOutcome:
-    plan = plan_gc(rooms, request, progress=progress)
-    collection = _collection(rooms, plan)
-    if plan.doomed or collection.records:
-        rooms.garbage.publish(collection)
-    for earlier in plan.unfinished:
-        rooms.garbage.forget(earlier.id)
-    if plan.doomed or collection.records:
-        _remove_records(rooms, plan)
-        _set_aside(rooms, plan, collection.id, progress)
-    freed, waiting = _settle(rooms, plan)
-    for session in plan.marks.dead_sessions:
-        rooms.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
-    rooms.garbage.sweep_tmp(before_ns=plan.unfinished_before_ns, dry_run=False)
-    rooms.garbage.forget_old_plans()
-    rooms.garbage.make_reserve(records=sum(not fate.goes for _, run in plan.runs for fate in run.fates))
-    return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
-
-
-def _collection(rooms: Rooms, plan: GcPlan) -> Collection:
-    """Return what *plan* decides; with it what an earlier collection has removed, whose plan was not carried out."""
-    going = {fate.row.name: fate.goes_because or "its moments go" for fate in plan.going}
-    gone = {
-        name: "removed by a collection that was stopped"
-        for earlier in plan.unfinished
-        for name in names_in(earlier)
-        if name not in going and not _is_there(rooms, name)
-    }
-    return Collection(
-        id=rooms.garbage.next_id(after=rooms.catalog.last_collection()),
-        records=tuple(
-            CollectedRecord(run=name.run, step=name.step, id=name.id, reason=reason)
-            for name, reason in {**gone, **going}.items()
-        ),
-        objects=plan.outcome.objects.count,
-        size_bytes=plan.outcome.objects.size_bytes,
-    )
-
-
-def _is_there(rooms: Rooms, name: RecordName) -> bool:
-    return rooms.files.exists(rooms.layout.record(name.run, name.step, name.id))
-
-
-def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
-    for view, run in plan.runs:
-        for stand_in in run.stand_ins:
-            rooms.records.publish(stand_in)
-            rooms.catalog.add(stand_in)
-        for fate in run.fates:
-            if fate.trim is not None:
-                execute_trim(rooms, fate.trim)
-        for group in waves(view, {fate.row.id for fate in run.fates if fate.goes}):
-            rooms.records.remove([row.name for row in group])
-        view_or_none(rooms, view.run)  # which tells the index
-
-
-def _set_aside(rooms: Rooms, plan: GcPlan, collection_id: str, progress: Progress) -> None:
-    progress.start("remove", sum(plan.doomed.values()))
-    rooms.garbage.open_aside(collection_id)
-    for object_id, size_bytes in plan.doomed.items():
-        rooms.garbage.set_aside(object_id, collection_id=collection_id)
-        progress.advance(size_bytes)
-
-
-def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
-    """
-    Look once more at who needs what lies aside, put that back, and remove the rest; return that, and what has to wait.
-
-    Also what earlier collections have left, and only now: a blob that is at its place says that its objects are too.
-    """
-    asides = rooms.garbage.asides()
-    # Another node's listing may be late: there it takes a later collection to look again.
-    late = [each for each in asides if rooms.garbage.opened_ns(each) >= plan.old_before_ns]
-    waiting = late if rooms.garbage.is_network() else []
-    ready = [each for each in asides if each not in waiting]
-    plan.marks.look(Silent())
-    needs = plan.marks.needs
-
-    def is_young(path: Path) -> bool:
-        modified_ns = rooms.files.modified_ns(path)
-        return modified_ns is not None and modified_ns >= plan.old_before_ns
-
-    for collection_id in ready:
-        for object_id, path in rooms.garbage.objects_aside(collection_id):
-            size_bytes = rooms.files.size(path)
-            if object_id not in needs and size_bytes is not None and is_young(path):
-                plan.marks.keep_with(BlobRef(id=object_id, size_bytes=size_bytes))
-    freed = Gone()
-    for collection_id in ready:
-        freed += Gone(*rooms.garbage.settle(collection_id, is_needed=lambda of, path: of in needs or is_young(path)))
-    left = {of: rooms.files.size(path) or 0 for each in waiting for of, path in rooms.garbage.objects_aside(each)}
-    return freed, _amount(left)

@@ -8,6 +8,9 @@ from layerstore.model import Commit, CommitId, CommitRecord, Observed, PolicyUse
 from layerstore.ops.rooms import Rooms
 from layerstore.tree import Tree
 
+WITHDRAWN = "withdrawn"
+"""Among the decisions of what hides a commit that failed as it was published: what that one had hidden is not lost."""
+
 
 def withdraw(rooms: Rooms, commit: Commit) -> None:
     """Hide *commit*, which was just published and turned out not to be whole."""

@@ -32,7 +32,7 @@ class GraphLine:
 
     drawing: str
     row: RecordRow | None
-    """The commit on this line; None where two lines of descent meet."""
+    """The commit on this line; None where two lines of descent meet, or one ends that another does not go on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,15 @@ def graph(view: RunView) -> Iterator[GraphLine]:
         beside.setdefault(branch.joins, []).append(branch)
     # Not a recursion: attempts may be nested deeper than Python's stack.
     pending: list[tuple[str, _Branch | RecordRow | None]] = [("", branch) for branch in reversed(beside.get(None, []))]
+    is_first = True
     while pending:
         prefix, what = pending.pop()
         if not isinstance(what, _Branch):
             yield GraphLine(f"{prefix}|/" if what is None else f"{prefix}*", what)
             continue
+        if what.joins is None and not is_first:
+            yield GraphLine("", None)  # what lies below has nothing to do with what lies above
+        is_first = False
         for row in reversed(what.rows):
             pending.append((prefix, row))
             for other in reversed(beside.get(row.id, [])):

@@ -7,14 +7,14 @@ then the index. The link of the record is what makes it a commit.
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
+from typing import NamedTuple
 
-from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, StorageIO
-from layerstore.format.records import commit_id, make_commit
-from layerstore.layers import check_name, compile_pattern
+from layerstore.errors import Conflict, IntegrityError, StorageIO
+from layerstore.format.records import WITHOUT_MOMENTS, commit_id, make_commit
 from layerstore.model import (
     BlobRef,
     Commit,
@@ -25,8 +25,21 @@ from layerstore.model import (
     PolicyUse,
     SourceLayout,
 )
+from layerstore.ops.brought_back import (
+    as_first_saved,
+    keep_damaged,
+    of_attempt,
+    replacing,
+    rivals_of,
+    very_record,
+    what_became_of,
+)
 from layerstore.ops.claims import claim, publish
-from layerstore.ops.past import view_or_none
+from layerstore.ops.fall_back import FELL_BACK
+from layerstore.ops.given_up import lost_at
+from layerstore.ops.ingest_plan import IngestPlan
+from layerstore.ops.needs import objects_of_state
+from layerstore.ops.past import asked_again
 from layerstore.ops.place import (
     Place,
     check_not_abandoned,
@@ -34,48 +47,22 @@ from layerstore.ops.place import (
     entries_of,
     opens_the_same,
     place_beside,
+    place_free,
     place_of,
     rows_at,
 )
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.resumed import resumed_decision
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.seats import reserve
 from layerstore.ops.selection import layers_due
 from layerstore.ops.transfer import Content, transfer
-from layerstore.policy import Latest, Policy
+from layerstore.policy import Latest
+from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.runview import RunView
-from layerstore.zero3.checkpoint import Checkpoint
-from layerstore.zero3.discover import check_unchanged, discover
-from layerstore.zero3.pointers import refuse_pointer
-from layerstore.zero3.read import read_checkpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestPlan:
-    """What would be ingested."""
-
-    checkpoint: Checkpoint
-    run: str
-    replace: bool
-    layer_pattern: str | None
-    policy: Policy
-    """Says which layers are stored."""
-    rollback: bool
-    """Training went back to an earlier step."""
-    resumed_from: str | None
-    """The commit or composite that training went on from, if it is to open an attempt."""
-
-    @property
-    def opens_attempt(self) -> bool:
-        """Whether the commit begins another history."""
-        return self.rollback or self.resumed_from is not None
-
-    @property
-    def step(self) -> int:
-        """The step of the commit to be."""
-        return self.checkpoint.step
+from layerstore.zero3.discover import check_unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +75,8 @@ class Ingested:
     commit: CommitId
     is_new: bool
     """False where this very content was saved before: then nothing was written but what the store had lost."""
+    record_healed: bool
+    """Whether its record was damaged, and is written again."""
     layers: tuple[str, ...]
     layers_saved: tuple[str, ...]
     """Those that were due; the others are inherited."""
@@ -103,46 +92,6 @@ class Ingested:
     notes: tuple[str, ...]
 
 
-def plan_ingest(
-    rooms: Rooms,
-    path: Path,
-    *,
-    run: str | None = None,
-    tag: str | None = None,
-    replace: bool = False,
-    layer_pattern: str | None = None,
-    allowed_globals: frozenset[str] = frozenset(),
-    follow: bool = False,
-    policy: Policy | None = None,
-    rollback: bool = False,
-    resumed_from: str | None = None,
-) -> IngestPlan:
-    """Read what is at *path* and decide what it is; nothing is written."""
-    if rollback and resumed_from is not None:
-        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
-    rooms.prepare_writing()
-    pattern = compile_pattern(layer_pattern)
-    found = discover(path, tag=tag, follow=follow)
-    refuse_pointer(found.ranks[0].model)
-    name = check_name(found.run_name if run is None else run, what="the run's name")
-    if name in rooms.records.pin_names():
-        raise Conflict(
-            f"{name!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
-        )
-    checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=allowed_globals)
-    if not checkpoint.layers:
-        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
-    return IngestPlan(
-        checkpoint=checkpoint,
-        run=name,
-        replace=replace,
-        layer_pattern=layer_pattern,
-        policy=policy or Latest(),
-        rollback=rollback,
-        resumed_from=resumed_from,
-    )
-
-
 def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ingested:
     """
     Store *plan*'s checkpoint.
@@ -154,22 +103,24 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         SourceCheckpoint: The source is damaged, or changed meanwhile.
     """
     started = time.monotonic()
-    with (
-        rooms.lock_run(plan.run),
-        _space_explained(rooms, plan),
-        ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer,
-    ):
-        view = view_or_none(rooms, plan.run)
-        intent = _intent(rooms, plan, view)
+    with rooms.lock_run(plan.run), _space_explained(rooms, plan):
+        return asked_again(rooms, plan.run, lambda view: _stored(rooms, plan, view, progress=progress, started=started))
+
+
+def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float) -> Ingested:
+    with contextlib.ExitStack() as opened, ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+        lost = lost_at(rooms, plan.run, plan.step)
+        intent = opened.enter_context(_reserved(rooms, plan, view, _intent(rooms, plan, view)))
         content = transfer(plan.checkpoint, writer, progress, due=intent.due, known_before=bool(intent.rivals))
         check_unchanged(plan.checkpoint.found)
-        commit, is_new = _commit(rooms, plan, intent, content, writer)
+        commit, is_new, record_healed = _commit(rooms, plan, intent, content, writer, lost=lost)
     return Ingested(
         run=plan.run,
         step=commit.record.step,
         attempt=commit.record.attempt,
         commit=commit.id,
         is_new=is_new,
+        record_healed=record_healed,
         layers=tuple(entry.layer for entry in commit.record.layers),
         layers_saved=tuple(entry.layer for entry in commit.record.layers if entry.saved_by(commit.record)),
         objects_new=writer.count_new,
@@ -179,18 +130,41 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         bytes_derived=content.bytes_derived,
         seconds=time.monotonic() - started,
         source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
-        notes=(*plan.checkpoint.notes, *_doubts(plan, commit.record, is_new=is_new)),
+        notes=(
+            *plan.checkpoint.notes,
+            *_doubts(plan, commit.record, is_new=is_new),
+            *(_filled_in(plan, commit.record, view) if is_new else ()),
+            *what_became_of(rooms, lost),
+        ),
     )
 
 
 def _doubts(plan: IngestPlan, record: CommitRecord, *, is_new: bool) -> Iterator[str]:
     """Say that less is stored than was asked for: the step was saved before, under another policy."""
     saved = sum(entry.saved_by(record) for entry in record.layers)
-    if not is_new and saved < len(record.layers) and record.policy.name != plan.policy.name:
+    fell_back = record.policy.decisions.get(FELL_BACK)
+    if not is_new and isinstance(fell_back, dict):
+        yield (
+            f"a repair has let {len(fell_back)} of {record.run}@{record.step}'s layers fall back to older saves; "
+            "--replace stores them as this checkpoint has them"
+        )
+    elif not is_new and saved < len(record.layers) and record.policy.name != plan.policy.name:
         yield (
             f"{record.run}@{record.step} was saved under policy {record.policy.name}: {saved} of its "
             f"{len(record.layers)} layers are stored, the others are older; --replace stores what policy "
             f"{plan.policy.name} asks for"
+        )
+
+
+def _filled_in(plan: IngestPlan, record: CommitRecord, view: RunView | None) -> Iterator[str]:
+    """Say that a policy has chosen the layers of a step below one that was there: it counts saves as they come."""
+    tip = None if view is None else next(view.history(record.attempt), None)
+    if plan.replace or tip is None or tip.step <= record.step:
+        return
+    if not all(entry.saved_by(record) for entry in record.layers):
+        yield (
+            f"{record.run}@{record.step} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
+            "counted it as the newest save, and steps above it inherit nothing from it"
         )
 
 
@@ -245,6 +219,25 @@ def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
     return _Intent(place=place, policy=use, due=due, rivals=rivals)
 
 
+@contextlib.contextmanager
+def _reserved(rooms: Rooms, plan: IngestPlan, view: RunView | None, intent: _Intent) -> Iterator[_Intent]:
+    """Keep the attempt that is to be opened from jobs that open one too; where they have it, open the next."""
+    if not plan.opens_attempt:
+        yield intent
+        return
+    found = reserve(rooms, plan.run, lambda taken: place_free(view, intent.place, taken))
+    with found.lock:
+        yield replaced(intent, place=found.place)
+
+
+class _Outcome(NamedTuple):
+    """What became of the record."""
+
+    commit: Commit
+    is_new: bool
+    record_healed: bool
+
+
 def _is_same_content(rooms: Rooms, plan: IngestPlan, record: CommitRecord, content: Content) -> bool:
     """
     Whether *record* holds what *content* was taken from: all that is no layer, and the layers that both saved.
@@ -264,6 +257,16 @@ def _is_same_content(rooms: Rooms, plan: IngestPlan, record: CommitRecord, conte
     return bool(both & trained) and all(saved[of] == versions[of] for of in both)
 
 
+def _is_whole(rooms: Rooms, record: CommitRecord) -> bool:
+    """Whether all is there that the save of *record* wrote."""
+    if any(rooms.whole_version_of(entry) is None for entry in record.layers if entry.saved_by(record)):
+        return False
+    try:
+        return all(rooms.objects.find(ref) for state in record.states for ref in objects_of_state(rooms.state(state)))
+    except IntegrityError:
+        return False
+
+
 def _versions_in_source(rooms: Rooms, plan: IngestPlan, layers: Collection[str]) -> dict[str, BlobRef]:
     """Return what *layers* would be stored as; nothing is kept of it."""
     with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as aside:
@@ -271,12 +274,27 @@ def _versions_in_source(rooms: Rooms, plan: IngestPlan, layers: Collection[str])
 
 
 def _commit(
-    rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, writer: ObjectWriter
-) -> tuple[Commit, bool]:
-    view = view_or_none(rooms, plan.run)
+    rooms: Rooms,
+    plan: IngestPlan,
+    intent: _Intent,
+    content: Content,
+    writer: ObjectWriter,
+    *,
+    lost: Collection[RecordName],
+) -> _Outcome:
+    view = rooms.catalog.find(plan.run)
+    # Training that went back may well come to the same bits again.
+    again = None if plan.opens_attempt else _once_more(rooms, plan, intent, content, lost)
+    if again is not None:
+        return _brought_back(rooms, plan, again, intent, writer, view=view)
+    if plan.replace and not plan.opens_attempt:
+        going = of_attempt(rooms, lost, intent.place.attempt)
+        if going:
+            record = replacing(_record(plan, content, intent), (name.id for name in going))
+            return _published(rooms, record, intent, writer)
     for rival in intent.rivals:
         if plan.opens_attempt and not opens_the_same(view, rival, intent.place):
-            continue  # training that went back may well come to the same bits again
+            continue
         beside, use = place_beside(rooms, rival)
         if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
             continue
@@ -288,25 +306,85 @@ def _commit(
         raise Conflict(
             f"{plan.run}@{plan.step} is saved already, with other content (commit {intent.rivals[0].id[:12]}); "
             "nothing was changed",
-            hint="--replace hides the old commit, --rollback says that training went back to an earlier step, "
-            "--run NAME that this is another run",
+            hint=_how_to_save_it(rooms, intent.rivals),
         )
     if not plan.opens_attempt:
         for row in elsewhere(view, plan.step):
             twin = rooms.catalog.commit(row.name)
             if _is_same_content(rooms, plan, twin.record, content):
+                if not _is_whole(rooms, twin.record):
+                    # Written again, whosesoever it is: composites and pins outlive the attempt that saved it.
+                    saved = frozenset(entry.layer for entry in twin.record.layers if entry.saved_by(twin.record))
+                    _ = transfer(plan.checkpoint, writer, Silent(), due=saved, known_before=True)
+                    check_unchanged(plan.checkpoint.found)
+                    return _published(rooms, twin.record, replaced(intent, due=saved), writer)
                 check_not_abandoned(view, row)
-                return twin, False
+                return _Outcome(twin, is_new=False, record_healed=False)
     # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
     return _published(rooms, _record(plan, content, intent), intent, writer)
 
 
-def _published(rooms: Rooms, record: CommitRecord, intent: _Intent, writer: ObjectWriter) -> tuple[Commit, bool]:
-    """Publish all that *record* needs, and then the record; return whether that was new."""
+def _once_more(
+    rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, lost: Iterable[RecordName]
+) -> CommitRecord | None:
+    """Return the very record that is *lost*, if this checkpoint is what it was made from."""
+    names = frozenset(layer.layer for layer in plan.checkpoint.layers)
+
+    def made(place: Place, policy: PolicyUse | None) -> CommitRecord | None:
+        if policy is not None and names - place.inherited.keys() != intent.due:
+            return None  # it is known to have saved other layers
+        return _record(plan, content, replaced(intent, place=place, policy=policy or intent.policy))
+
+    return very_record(rooms, lost, beside=intent.place, made=made)
+
+
+def _brought_back(
+    rooms: Rooms, plan: IngestPlan, again: CommitRecord, intent: _Intent, writer: ObjectWriter, *, view: RunView | None
+) -> _Outcome:
+    """
+    Publish *again*, which was lost, so that it is the one commit that shows at its place.
+
+    Where another one was saved there since, a record of the same content hides both: one link, and no two side by side.
+    """
+    rivals = rivals_of(view, again)
+    # What had replaced it failed, and was withdrawn: its own record would stay hidden.
+    is_hidden = view is not None and commit_id(again) in view.hidden
+    if not (rivals or is_hidden):
+        return _published(rooms, again, intent, writer, is_lost=True)
+    if rivals and not plan.replace:
+        raise Conflict(
+            f"{plan.run}@{plan.step} has lost the commit of this checkpoint ({commit_id(again)[:12]}), and another one "
+            f"was saved in its place since (commit {rivals[0].id[:12]}); nothing was changed",
+            hint=_how_to_save_it(rooms, rivals),
+        )
+    record = replacing(again, (commit_id(again), *(row.id for row in rivals)))
+    return _published(rooms, record, intent, writer)
+
+
+def _how_to_save_it(rooms: Rooms, rivals: list[RecordRow]) -> str:
+    """Return what can be done beside *rivals*; what a collection has trimmed may have been the same before."""
+    trimmed = any(WITHOUT_MOMENTS in rooms.catalog.commit(row.name).record.flags for row in rivals)
+    why = "its moments were dropped by gc, so it differs from its own checkpoint too; " if trimmed else ""
+    return (
+        f"{why}--replace hides the old commit, --rollback says that training went back to an earlier step, "
+        "--run NAME that this is another run"
+    )
+
+
+def _published(
+    rooms: Rooms, record: CommitRecord, intent: _Intent, writer: ObjectWriter, *, is_lost: bool = False
+) -> _Outcome:
+    """Publish all that *record* needs, and then the record; what *is_lost* is healed by it."""
     claim(rooms, writer, [entry for entry in record.layers if entry.layer not in intent.due])
     writer.publish()
     commit = make_commit(record, _observed(writer))
-    return commit, publish(rooms, writer, commit)
+    is_damaged = rooms.records.is_damaged(rooms.records.name_of(commit))
+    if is_damaged or is_lost:
+        commit = as_first_saved(rooms, commit)
+    if is_damaged:
+        keep_damaged(rooms, rooms.records.name_of(commit))
+    is_new = publish(rooms, writer, commit)
+    return _Outcome(commit, is_new=is_new, record_healed=is_lost or (is_damaged and not is_new))
 
 
 def _observed(writer: ObjectWriter) -> Observed:

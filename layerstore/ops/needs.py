@@ -1,8 +1,9 @@
 """What a record needs: its version and state blobs, and every object that these name."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 
-from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, Part, RankState
+from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
+from layerstore.ops.packed import NumberedIds
 from layerstore.ops.rooms import Rooms
 from layerstore.tree import Tensor
 from layerstore.zero3.trees import replace_tensors
@@ -31,20 +32,26 @@ class Needs:
     """
     Every object that some records and parts need; a blob that many share is read once.
 
-    Ids are kept as bytes: of a million objects that is a tenth of a gigabyte.
+    Each is noted with a number, for whoever wants to know later with what it came. What is needed *besides* is left
+    out, and not read.
     """
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, rooms: Rooms, *, besides: "Needs | None" = None) -> None:
         self._rooms = rooms
-        self._ids: set[bytes] = set()
+        self._besides = besides
+        self._ids = NumberedIds()
 
     def __contains__(self, object_id: object) -> bool:
-        return isinstance(object_id, str) and bytes.fromhex(object_id) in self._ids
+        return object_id in self._ids
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def add_record(self, record: CommitRecord) -> list[BlobRef]:
+    def number(self, object_id: ObjectId) -> int | None:
+        """Return the number that *object_id* was first noted with, None where it was not."""
+        return self._ids.number(object_id)
+
+    def add_record(self, record: CommitRecord, *, number: int = 0) -> list[BlobRef]:
         """
         Note what *record* needs; return what was not needed before.
 
@@ -53,37 +60,38 @@ class Needs:
         """
         new = []
         for entry in record.layers:
-            new += self.add_version(entry.version)
+            new += self.add_version(entry.version, number=number)
         for state in record.states:
-            new += self.add_state(state)
+            new += self.add_state(state, number=number)
         return new
 
-    def add(self, refs: Iterable[BlobRef]) -> None:
-        """Note that *refs* themselves are needed."""
-        list(self._new(refs))
+    def add(self, refs: Iterable[BlobRef], *, number: int = 0) -> list[BlobRef]:
+        """Note that *refs* themselves are needed; return those that were not before."""
+        return [ref for ref in refs if self._add(ref, number)]
 
-    def add_version(self, ref: BlobRef) -> list[BlobRef]:
+    def add_version(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
         """Note what the version blob *ref* needs, itself included; return what was not needed before."""
-        return [ref, *self._new(objects_of_version(self._rooms.version(ref)))] if self._add(ref) else []
+        return self._add_blob(ref, lambda: objects_of_version(self._rooms.version(ref)), number)
 
-    def add_state(self, ref: BlobRef) -> list[BlobRef]:
+    def add_state(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
         """Note what the state blob *ref* needs, itself included; return what was not needed before."""
-        return [ref, *self._new(objects_of_state(self._rooms.state(ref)))] if self._add(ref) else []
+        return self._add_blob(ref, lambda: objects_of_state(self._rooms.state(ref)), number)
 
     def add_part(self, part: Part) -> None:
         """Note what *part* has written for a commit that is not complete yet."""
-        for layer in part.layers:
-            for stored in layer.objects:
-                self._add(stored.ref)
+        self.add(stored.ref for layer in part.layers for stored in layer.objects)
         if part.state is not None:
             self.add_state(part.state)
 
-    def _new(self, refs: Iterable[BlobRef]) -> Iterator[BlobRef]:
-        return (ref for ref in refs if self._add(ref))
+    def _add_blob(self, ref: BlobRef, objects_in: Callable[[], list[BlobRef]], number: int) -> list[BlobRef]:
+        if ref.id in self or self._is_left_out(ref):
+            return []
+        # The blob itself last: one that could not be read just now is not taken for known.
+        inner = self.add(objects_in(), number=number)
+        return [*inner, *self.add([ref], number=number)]
 
-    def _add(self, ref: BlobRef) -> bool:
-        object_id = bytes.fromhex(ref.id)
-        if object_id in self._ids:
-            return False
-        self._ids.add(object_id)
-        return True
+    def _is_left_out(self, ref: BlobRef) -> bool:
+        return self._besides is not None and ref.id in self._besides
+
+    def _add(self, ref: BlobRef, number: int) -> bool:
+        return not self._is_left_out(ref) and self._ids.add(ref.id, number)

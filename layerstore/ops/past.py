@@ -1,29 +1,62 @@
 """A run's saves as policies look at them: newest first, below a fork those of the attempt it left."""
 
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from typing import TypeVar
 
 from layerstore.errors import Conflict, NotFound
-from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed
+from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Origin, Saving
 from layerstore.ops.refs import Resolved
 from layerstore.ops.resumed import resumed_layers
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Policy
+from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.runview import RunView
+
+Answer = TypeVar("Answer")
+
+
+Turns = Mapping[tuple[int, int], int]
+"""The numbers that policies count saves of a run by, where these are not those of their records; see `RunView`."""
+
+
+def turns_of(view: RunView | None) -> Turns:
+    """Return how the saves of *view* are counted."""
+    return {} if view is None else view.turns
+
+
+def turn_of(save: CommitRecord | RecordRow | Origin, turns: Turns) -> int:
+    """Return the number that *save*, one of the run that *turns* are of, is counted by."""
+    return turns.get((save.attempt, save.step), save.save_number)
 
 
 def numbers_above(view: RunView | None, *, attempt: int, step: int) -> frozenset[int]:
     """Return the numbers of *attempt*'s saves after *step*: what was filled in below them is no gap."""
     rows = [] if view is None else view.of_attempt(attempt)
-    return frozenset(row.save_number for row in rows if row.step > step)
+    return frozenset(turn_of(row, turns_of(view)) for row in rows if row.step > step)
 
 
-def view_or_none(rooms: Rooms, run: str) -> RunView | None:
-    """Return what *run* holds; None where it holds nothing, or nothing any more."""
-    try:
-        return rooms.catalog.view(run)
-    except NotFound:
-        return None
+def saved_at(rooms: Rooms, save: Saving) -> RecordName | None:
+    """Return the record that *save* shows by; None where it is hidden or gone."""
+    view = rooms.catalog.find(save.run)
+    rows = [] if view is None else view.of_attempt(save.attempt)
+    return next((row.name for row in rows if row.step == save.step), None)
+
+
+def asked_again(rooms: Rooms, run: str, ask: Callable[[RunView | None], Answer]) -> Answer:
+    """
+    Return what *ask* makes of *run*, asked once more where a collection has taken what it relied on.
+
+    Writers and collections keep each other waiting for nothing: so a commit may be gone between a look and the next.
+    """
+    while True:
+        view = rooms.catalog.find(run)
+        try:
+            return ask(view)
+        except NotFound:
+            now = rooms.catalog.find(run)
+            if view is None or (now is not None and now.rows.keys() >= view.rows.keys()):
+                raise
 
 
 def saves_from(view: RunView | None, base: Resolved) -> Iterator[RecordRow]:
@@ -78,7 +111,9 @@ class Past:
 
     def saves(self) -> Iterator[RecordRow]:
         """Yield them."""
-        for save in saves_from(self._view, self._base):
+        turns = turns_of(self._view)
+        for row in saves_from(self._view, self._base):
+            save = row._replace(save_number=turn_of(row, turns)) if turns else row
             if self._seen and save.attempt != self._seen[-1].attempt and (yield from self._beginning()):
                 return
             self._seen.append(save)
@@ -107,7 +142,9 @@ class Past:
         if not self._is_resumed(position):
             return None
         run = self._base.record.run
-        return {name: entry.origin.save_number for name, entry in self._resumed.items() if entry.origin.run == run}
+        turns = turns_of(self._view)
+        own = {name: entry.origin for name, entry in self._resumed.items() if entry.origin.run == run}
+        return {name: turn_of(origin, turns) for name, origin in own.items()}
 
     def decided(self, position: int, policy: Policy) -> frozenset[str] | None:
         """Return what *policy* decided at the save of *position*, as far as it is on record."""

@@ -1,10 +1,12 @@
 """Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
 
+from dataclasses import dataclass
+
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import check_name
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.ops.claims import claim
-from layerstore.ops.refs import Resolved, reference_to
+from layerstore.ops.refs import Resolved, is_mixture, reference_to
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.objects import ObjectWriter
 
@@ -63,6 +65,45 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
             f"what pin {name!r} means was collected meanwhile", hint=f"layerstore pin --delete {name} takes it away"
         )
     return new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpinned:
+    """What becomes of that which a deleted pin meant."""
+
+    is_mixture: bool
+    """Whether the pin was of a composite; then *shows* speaks of its base."""
+    shows: bool
+    """Whether the commit is visible. If not, a collection frees what of it only the pin had kept."""
+
+
+def _without(rooms: Rooms, name: str) -> Unpinned | None:
+    try:
+        pin = rooms.records.read_pin(name)
+        view = rooms.catalog.find(pin.record.run)
+    except LayerstoreError:
+        return None  # it can be deleted all the same
+    shows = view is not None and any(row.id == pin.base for row in view.visible)
+    return Unpinned(is_mixture=is_mixture(pin.record, pin.base), shows=shows)
+
+
+def delete_pin(rooms: Rooms, name: str) -> Unpinned | None:
+    """
+    Delete the pin *name*, and give up what a repair has put into quarantine of it.
+
+    Returns what that changes; None where nobody knows, because the pin could not be read.
+
+    Raises:
+        NotFound: There is neither.
+    """
+    rooms.prepare_writing()
+    found = _without(rooms, name)
+    quarantined = [lost for lost in rooms.quarantine.pins() if lost.name == name]
+    if not quarantined or rooms.files.exists(rooms.layout.pin(name)):
+        rooms.records.delete_pin(name)
+    for lost in quarantined:
+        rooms.quarantine.give_up(lost.path)
+    return found
 
 
 def read_pins(rooms: Rooms) -> tuple[list[Pin], dict[str, LayerstoreError]]:

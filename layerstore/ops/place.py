@@ -1,7 +1,7 @@
 """
 Where a new commit stands in its run: its attempt and number, and what it inherits if it does not save everything.
 
-Nothing is written here. The caller holds the run's lock.
+Nothing is written here. The caller holds the run's lock, or the attempt's (``seats.py``).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput
 from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse
-from layerstore.ops.past import numbers_above, saves_below
+from layerstore.ops.past import Turns, numbers_above, saves_below, turn_of
 from layerstore.ops.refs import resolve
 from layerstore.ops.resumed import resumed_decision
 from layerstore.ops.rooms import Rooms
@@ -33,6 +33,8 @@ class Place:
     unseen: tuple[int, ...] = ()
     """Numbers of saves since then that never became visible, or were dropped."""
     supersedes: tuple[CommitId, ...] = ()
+    turns: Turns = field(default_factory=dict)
+    """How the saves are counted that it inherits from."""
     after: int | None = None
     """The step of the run that the next one has to come after; None where nothing of it was taken up."""
     decisions: Mapping[Tree, Tree] = field(default_factory=dict)
@@ -60,8 +62,31 @@ def place_after(view: RunView | None, record: CommitRecord, *, of_commit: str, i
         fork=view.fork_of(newest_attempt(view)),
         save_number=1 + max(row.save_number for row in own),
         inherited=_by_layer(record),
+        turns=view.turns,
         after=record.step,
     )
+
+
+def place_free(view: RunView | None, place: Place, taken: Collection[int]) -> Place:
+    """Return *place*, or one like it in the next attempt that is free where its own is *taken* by another job."""
+    if place.attempt not in taken:
+        return place
+    found = place_at(view, place, 1 + max(_newest_number(view), *taken))
+    assert found is not None, "nothing is in an attempt behind all others"
+    return found
+
+
+def place_at(view: RunView | None, place: Place, attempt: int) -> Place | None:
+    """Return *place*, or one like it in *attempt*; None where others have saved that, or one behind it."""
+    if place.attempt == attempt:
+        return place
+    if attempt <= _newest_number(view):
+        return None
+    goes_on = view is not None and bool(view.of_attempt(place.attempt))
+    if not goes_on:
+        return replace(place, attempt=attempt)
+    assert place.after is not None, "what goes on has something before it"
+    return replace(place, attempt=attempt, fork=Fork(attempt=place.attempt, step=place.after))
 
 
 def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:
@@ -118,7 +143,8 @@ def place_of(
         inherited={} if before is None else _by_layer(before),
         unseen=()
         if before is None
-        else missing_between(before.save_number, number, numbers_above(view, attempt=attempt, step=step)),
+        else missing_between(turn_of(before, view.turns), number, numbers_above(view, attempt=attempt, step=step)),
+        turns=view.turns,
         supersedes=tuple(sorted(CommitId(row.id) for row in replaced)),
     )
 
@@ -148,8 +174,9 @@ def _after_rollback(view: RunView, *, step: int, before: CommitRecord | None) ->
     return Place(
         attempt=1 + _newest_number(view),
         fork=None if before is None else Fork(attempt=newest_attempt(view), step=before.step),
-        save_number=0 if before is None else before.save_number + 1,
+        save_number=0 if before is None else turn_of(before, view.turns) + 1,
         inherited={} if before is None else _by_layer(before),
+        turns=view.turns,
     )
 
 
@@ -177,8 +204,9 @@ def _fork(view: RunView | None, record: CommitRecord) -> Place:
     return Place(
         attempt=1 + _newest_number(view),
         fork=Fork(attempt=record.attempt, step=record.step),
-        save_number=record.save_number + 1,
+        save_number=turn_of(record, view.turns) + 1,
         inherited=_by_layer(record),
+        turns=view.turns,
         after=record.step,
     )
 
@@ -206,12 +234,9 @@ def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
 
 def own_numbers(place: Place, run: str) -> dict[str, int]:
     """Return the number of each inherited layer's save, where *run* counts on from it: others are no ages."""
-    origins = {layer: entry.origin for layer, entry in place.inherited.items()}
-    return {
-        layer: origin.save_number
-        for layer, origin in origins.items()
-        if origin.run == run and origin.save_number < place.save_number
-    }
+    origins = {layer: entry.origin for layer, entry in place.inherited.items() if entry.origin.run == run}
+    numbers = {layer: turn_of(origin, place.turns) for layer, origin in origins.items()}
+    return {layer: number for layer, number in numbers.items() if number < place.save_number}
 
 
 def opens_the_same(view: RunView | None, rival: RecordRow, place: Place) -> bool:

@@ -7,7 +7,7 @@ class Progress(Protocol):
     """Receives what a verb has done; called from several threads."""
 
     def start(self, what: str, total_bytes: int) -> None:
-        """Begin the phase *what*, which will move *total_bytes*."""
+        """Begin the phase *what*, which will move *total_bytes*; one called ``records`` or so counts these instead."""
 
     def advance(self, size_bytes: int) -> None:
         """Note that *size_bytes* more are done."""

@@ -1,16 +1,26 @@
 """Questions about what is stored: log, show and ls."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
-from layerstore.model import Kind, LayerEntry, LayerVersion
+from layerstore.format.records import WITHOUT_MOMENTS
+from layerstore.model import Commit, CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.ops.fall_back import FELL_BACK
 from layerstore.ops.history import GraphLine
 from layerstore.ops.history import graph as draw
+from layerstore.ops.needs import objects_of_state
+from layerstore.ops.past import Turns, turn_of, turns_of
 from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.staleness import LayerAge, staleness_of
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
+
+# Layers that a hint lists.
+_NAMES_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +36,10 @@ class LogEntry:
     layers: int
     bytes_new: int
     pins: tuple[str, ...]
+    has_moments: bool
+    """Whether it can be resumed from: a collection may have dropped its moments."""
+    layers_fell_back: int
+    """How many of its layers a repair has replaced by older versions."""
     damage: str | None
     """Why the record cannot be read, if it cannot."""
 
@@ -55,6 +69,9 @@ class CommitView:
     attempt: int
     fork: str | None
     save_number: int
+    """Given in the order of arrival."""
+    turn: int
+    """The number that policies count it by: full saves in the order of their steps."""
     commit: str
     pin: str | None
     time_ns: int
@@ -73,6 +90,12 @@ class CommitView:
     layers: tuple[LayerLine, ...]
     files: tuple[str, ...]
     """What is kept byte for byte, beside the shards."""
+    beside_bytes: int
+    """The size of all that is no layer: what ranks have of their own, and files."""
+    has_moments: bool
+    """Whether it can be resumed from: a collection may have dropped its moments."""
+    fell_back: tuple[LayerAge, ...]
+    """The layers that a repair has replaced by older versions."""
 
     @property
     def layers_saved(self) -> int:
@@ -138,9 +161,7 @@ def log(
         rooms.catalog.view(run)  # raises, and says which runs there are
     views = [rooms.catalog.view(name) for name in ([run] if run else rooms.catalog.runs())]
     start = None if before is None else _named(views, before)
-    pinned: dict[str, list[str]] = {}
-    for pin in rooms.records.readable_pins():
-        pinned.setdefault(pin.base, []).append(pin.name)
+    pinned = names_of_pins(rooms)
     lines: list[LogLine] = []
     more = []
     for view in views if start is None else [view for view in views if view.run == start.run]:
@@ -193,6 +214,8 @@ def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:
         layers=0,
         bytes_new=0,
         pins=(),
+        has_moments=True,
+        layers_fell_back=0,
         damage=str(problem),
     )
 
@@ -200,8 +223,13 @@ def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:
 def _entry(rooms: Rooms, row: RecordRow, pins: list[str]) -> LogEntry:
     try:
         commit = rooms.catalog.commit(row.name)
-    except IntegrityError as exc:  # the index still remembers what its record has lost
+    except (IntegrityError, NotFound) as exc:  # lost, and the index still remembers it; or removed just now
         return _damaged_entry(row.name, exc)
+    return log_entry(commit, pins)
+
+
+def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
+    """Return what a log says of *commit*, which has *pins*."""
     record = commit.record
     return LogEntry(
         run=record.run,
@@ -213,16 +241,29 @@ def _entry(rooms: Rooms, row: RecordRow, pins: list[str]) -> LogEntry:
         layers=len(record.layers),
         bytes_new=commit.observed.bytes_new,
         pins=tuple(pins),
+        has_moments=WITHOUT_MOMENTS not in record.flags,
+        layers_fell_back=len(_fell_back(record)),
         damage=None,
     )
+
+
+def names_of_pins(rooms: Rooms) -> dict[str, list[str]]:
+    """Return the names of all readable pins, by the commit that each is of."""
+    pinned: dict[str, list[str]] = {}
+    for pin in rooms.records.readable_pins():
+        pinned.setdefault(pin.base, []).append(pin.name)
+    return pinned
 
 
 def show(rooms: Rooms, resolved: Resolved) -> CommitView:
     """Return everything about one commit."""
     record = resolved.record
+    turns = turns_of(rooms.catalog.find(record.run))
     files: list[str] = []
+    beside = set(record.states)
     for ref in record.states:
         state = rooms.state(ref)
+        beside.update(objects_of_state(state))
         files += [file.path for file in state.files]
         files += [file.path for file in state.gathered]
     return CommitView(
@@ -231,6 +272,7 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
         attempt=record.attempt,
         fork=None if record.fork is None else f"attempt {record.fork.attempt} at step {record.fork.step}",
         save_number=record.save_number,
+        turn=turn_of(record, turns),
         commit=resolved.commit,
         pin=resolved.pin,
         time_ns=resolved.time_ns,
@@ -244,15 +286,27 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
         pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.record == record),
         layers=tuple(layer_lines(rooms, resolved)),
         files=tuple(sorted(files)),
+        beside_bytes=sum(ref.size_bytes for ref in beside),
+        has_moments=WITHOUT_MOMENTS not in record.flags,
+        fell_back=_fell_back(record, turns),
     )
+
+
+def _fell_back(record: CommitRecord, turns: Turns | None = None) -> tuple[LayerAge, ...]:
+    """Return which layers of *record* a repair has put older versions in place of, and how old they are."""
+    said = record.policy.decisions.get(FELL_BACK)
+    layers = said.keys() if isinstance(said, dict) else ()
+    return staleness_of(record, [entry for entry in record.layers if entry.layer in layers], turns=turns).layers
 
 
 def layer_lines(rooms: Rooms, resolved: Resolved, *, layer: str | None = None) -> list[LayerLine]:
     """Return the layers of one commit with their sizes, or only *layer*."""
     entries = [entry for entry in resolved.record.layers if layer in {None, entry.layer}]
     if layer is not None and not entries:
-        names = ", ".join(entry.layer for entry in resolved.record.layers[:10])
-        raise NotFound(f"there is no layer {layer!r} in this commit", hint=f"layers: {names} …")
+        names = [entry.layer for entry in resolved.record.layers]
+        shown = ", ".join(names if len(names) <= _NAMES_MAX else [*names[:_NAMES_MAX], "…"])
+        hint = did_you_mean(nearest(layer, names), else_=f"layers: {shown}")
+        raise NotFound(f"there is no layer {layer!r} in this commit", hint=hint)
     return [layer_line(rooms, entry) for entry in entries]
 
 

@@ -167,8 +167,8 @@ def _notes_of_states(rooms: Rooms, base: CommitRecord, first: RankState, *, worl
         # Some ranks' states and not others' would be neither the old course of random numbers nor a new one; the
         # Trainer looks for other names at one rank than at several; and both libraries go on without the files.
         yield (
-            f"the random states of {_ranks(random_states)} are left out: at another world size they mean nothing; "
-            "the Trainer and Accelerate go on from the seed, so dropout and shuffling differ from an uninterrupted run"
+            f"the random states of {_ranks(random_states)} are left out: at another world size they mean nothing, "
+            "so dropout and shuffling go on from the seed"
         )
     if odd:
         fate = (
@@ -196,17 +196,17 @@ def _batch_notes(first: RankState, before: int, after: int) -> Iterator[str]:
         )
         return
     micro, accumulation = _batch(config, before)
-    kept = (
-        "the learning rate schedule and global_samples go on where they were, and a Trainer that skips the data it has "
-        "seen skips so many batches of the new size"
+    yield (
+        "the learning rate schedule and global_samples go on where they were; a Trainer that skips what it has seen "
+        "skips as many batches, of the new size"
     )
     if micro is None or config.get("sequence_parallel_size") not in {None, 1}:  # ranks that share their samples
-        yield f"the global batch changes with the number of ranks, from {before} to {after}; {kept}"
+        yield f"the global batch changes with the number of ranks, from {before} to {after}"
         return
     yield (
         f"micro batch {micro} x accumulation {accumulation} x {_ranks(before)} was a global batch of "
         f"{micro * accumulation * before}; with {_ranks(after)} it is {micro * accumulation * after} unless you change "
-        f"them; {kept}"
+        "them"
     )
 
 

@@ -13,6 +13,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
+from layerstore.ops.past import turns_of
 from layerstore.ops.refs import Resolved, locate, only_run, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
@@ -83,6 +84,7 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         policy=RECIPE,
         parameters={"recipe": recipe.name, "grammar": recipe.grammar},
         layers=tuple(layers),
+        turns=turns_of(rooms.catalog.find(record.run)),
         notes=tuple(notes),
     )
 

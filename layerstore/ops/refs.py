@@ -3,6 +3,7 @@ References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,12 +13,14 @@ from layerstore.errors import Conflict, InvalidInput, NotFound
 from layerstore.format.records import commit_id
 from layerstore.layers import Reference, parse_reference
 from layerstore.model import Commit, CommitRecord, Pin, Saving
+from layerstore.nearest import did_you_mean
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
 
-# As `log` shows them, or longer.
+# As `log` shows them, or longer. Less of one is never taken for it, but may have been meant.
 _COMMIT_ID = re.compile("[0-9a-f]{12,32}")
+_PART_OF_ID = re.compile("[0-9a-f]{4,11}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,9 @@ def only_run(rooms: Rooms) -> str:
         # A run of which everything was dropped is none that could be meant.
         runs = [run for run in runs if not is_dropped(rooms.catalog.view(run))] or runs[:1]
     if len(runs) > 1:
+        more = ", …" if len(runs) > 10 else ""
         raise InvalidInput(
-            f"the store holds {len(runs)} runs: {', '.join(runs[:10])}", hint="name one: RUN or RUN@STEP"
+            f"the store holds {len(runs)} runs: {', '.join(runs[:10])}{more}", hint="name one: RUN or RUN@STEP"
         )
     return runs[0]
 
@@ -97,16 +101,26 @@ def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Res
         return Resolved.of_pin(rooms.records.read_pin(reference.name))
     if _COMMIT_ID.fullmatch(text) and not rooms.records.names(text):
         return _by_id(rooms, text)
+    if _PART_OF_ID.fullmatch(text) and not rooms.records.names(text) and (meant := _begins_with(rooms, text)):
+        raise NotFound(
+            f"there is no run {text!r} in this store; of a commit's id 12 digits are needed",
+            hint=did_you_mean(row.id[:12] for row in meant[:3]),
+        )
     return find_row(rooms.catalog.view(reference.name), reference)
 
 
 def _by_id(rooms: Rooms, text: str) -> RecordRow:
     """Return the visible commit whose id begins with *text*: what no reference to a step can tell from another."""
-    views = (rooms.catalog.view(run) for run in rooms.catalog.runs())
-    found = [row for view in views for row in view.visible if row.id.startswith(text)]
+    found = _begins_with(rooms, text)
     if len(found) != 1:
         raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
     return found[0]
+
+
+def _begins_with(rooms: Rooms, text: str) -> list[RecordRow]:
+    """Return the visible commits whose ids begin with *text*."""
+    views = (rooms.catalog.view(run) for run in rooms.catalog.runs())
+    return [row for view in views for row in view.visible if row.id.startswith(text)]
 
 
 def find_row(view: RunView, reference: Reference) -> RecordRow:
@@ -168,9 +182,19 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
             f"{view.run}@{reference.step} belongs to an earlier attempt",
             hint=f"{view.run}~{back}@{reference.step} names it",
         )
-    steps = [str(row.step) for row in view.history(attempt)][::-1]
+    rows = list(view.history(attempt))[::-1]
+    steps = [str(row.step) for row in rows]
     shown = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "…", *steps[-5:]])
-    return NotFound(f"run {view.run!r} has no step {reference.step}", hint=f"steps here: {shown}")
+    asked = f"{view.run}~{reference.back}" if reference.back else view.run
+    meant = [f"{asked}@{step}" for step in _around(reference.step or 0, [row.step for row in rows])]
+    hint = did_you_mean(meant, else_=f"steps here: {shown}")
+    return NotFound(f"run {view.run!r} has no step {reference.step}", hint=hint)
+
+
+def _around(step: int, steps: list[int]) -> list[int]:
+    """Return the last of *steps* before *step* and the first after it, as far as there are any."""
+    place = bisect_left(steps, step)
+    return steps[max(place - 1, 0) : place + 1]
 
 
 def reference_to(rooms: Rooms, save: Saving) -> str:
@@ -188,10 +212,7 @@ def references_to(rooms: Rooms, saves: Iterable[Saving]) -> list[str]:
     found = []
     for save in saves:
         if save.run not in views:
-            try:
-                views[save.run] = rooms.catalog.view(save.run)
-            except NotFound:
-                views[save.run] = None
+            views[save.run] = rooms.catalog.find(save.run)
         found.append(_reference(views[save.run], save))
     return found
 

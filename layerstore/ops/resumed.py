@@ -43,12 +43,14 @@ def resumed_layers(rooms: Rooms, view: RunView, attempt: int) -> tuple[RecordRow
     """
     Return the save that *attempt* went on from, as a row of its own, with its layers.
 
-    None where it went on from a commit as that stands, or from nothing.
+    None where it went on from a commit as that stands, or from nothing. No record needs these layers, only a pin may:
+    what a collection has taken of them is no part of it any more.
     """
     first = beginning(rooms, [row for row in view.rows.values() if row.attempt == attempt])
     if first is None:
         return None
-    layers = _decoded(what_resumed(rooms.catalog.commit(first.name).record)[KEY], first)
+    said = _decoded(what_resumed(rooms.catalog.commit(first.name).record)[KEY], first)
+    layers = [entry for entry in said if rooms.whole_version_of(entry) is not None]
     row = first._replace(
         step=first.fork.step if first.fork else 0,
         attempt=first.fork.attempt if first.fork else attempt,

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from layerstore.model import Commit, CommitId, CommitRecord
 from layerstore.ops.hiding import hiding_commit
 from layerstore.ops.loading import content_of
-from layerstore.ops.past import view_or_none
+from layerstore.ops.marking import named
 from layerstore.ops.place import newest_attempt
 from layerstore.ops.resumed import beginning, what_resumed
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.trimming import Trim, plan_trim
+from layerstore.ops.seats import saved_now
+from layerstore.ops.trimming import has_moments
 from layerstore.policy.keep import Candidate, Keep
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -39,13 +40,15 @@ class Fate:
     is_visible: bool
     time_ns: int = 0
     """When it was saved; of visible ones."""
-    trim: Trim | None = None
-    """What takes its place where the commit stays and its moments go."""
+    loses_moments: bool = False
+    """Whether the commit stays and one without moments takes its record's place."""
+    is_blind: bool = False
+    """Whether it is kept because the one rule there is says nothing of its run."""
 
     @property
     def goes(self) -> bool:
         """Whether the record is to be removed."""
-        return not self.kept_by or self.trim is not None
+        return not self.kept_by or self.loses_moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +99,29 @@ def _visible_fates(
     goes_on = list(view.history(newest_attempt(view)))
     history = {row.id for row in goes_on}
     rows = [*goes_on, *(row for row in reversed(view.visible) if row.id not in history)]
-    needs_metrics = keep is not None and keep.best_of is not None
-    candidates = [_candidate(rooms, row, is_in_history=row.id in history, needs_metrics=needs_metrics) for row in rows]
+    best = None if keep is None else keep.best_of
+    candidates = [
+        _candidate(rooms, row, is_in_history=row.id in history, needs_metrics=best is not None) for row in rows
+    ]
     times = {each.id: each.time_ns for each in candidates}
     aged = _aged(rows, keep)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
-    ahead = _ahead(view, goes_on)
+    ahead, busy = _ahead(view, goes_on), _being_saved(rooms, view)
+    # Rules are per run: who has measured something else has no best commit, and so no other ones.
+    is_blind = best is not None and all(best.reason not in each for each in reasons.values())
+    blind = f"no commit has {best.metric}" if best and is_blind and keep and keep.is_best_alone else None
     for row in rows:
         kept_by = (NOT_ASKED,) if keep is None else reasons[row.id]
         if not kept_by and row.id in ahead:
             kept_by = ("further than the newest attempt",)
-        loses_moments = kept_by and row.id in aged and row.id not in pinned
-        trim = plan_trim(rooms, rooms.catalog.commit(row.name)) if loses_moments else None
+        if not kept_by and row.id in busy:
+            kept_by = ("a job is saving its attempt",)
+        if not kept_by and blind is not None:
+            kept_by = (blind,)
+        # What a job saves next inherits whole versions from its last commit.
+        is_aged = bool(kept_by) and row.id in aged and not (row.id in pinned or row.id in busy or blind in kept_by)
+        with named(f"{row.run}@{row.step}"):
+            loses_moments = is_aged and has_moments(rooms, rooms.catalog.commit(row.name).record)
         if row.id in pinned:
             kept_by = (*kept_by, f"pin {pinned[row.id]}")
         abandoned = "" if row.id in history else ", and training has left its attempt"
@@ -117,7 +131,8 @@ def _visible_fates(
             goes_because="" if kept_by else f"no rule keeps it{abandoned}",
             is_visible=True,
             time_ns=times[row.id],
-            trim=trim,
+            loses_moments=loses_moments,
+            is_blind=blind in kept_by,
         )
 
 
@@ -131,6 +146,11 @@ def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
         return set()
     tips = (view.of_attempt(attempt)[-1] for attempt in view.attempts)
     return {tip.id for tip in tips if tip.step > goes_on[0].step}
+
+
+def _being_saved(rooms: Rooms, view: RunView) -> set[CommitId]:
+    """Return the tips of attempts that jobs are saving now: what these save next rests on them."""
+    return {view.of_attempt(attempt)[-1].id for attempt in saved_now(rooms, view.run, view.attempts)}
 
 
 def _candidate(rooms: Rooms, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
@@ -218,7 +238,7 @@ def views_of(rooms: Rooms) -> list[RunView]:
     Raises:
         IntegrityError: A record is damaged or has vanished: nobody knows then what it needs, or what it hides.
     """
-    found = [view for view in (view_or_none(rooms, run) for run in rooms.catalog.runs()) if view is not None]
+    found = [view for view in (rooms.catalog.find(run) for run in rooms.catalog.runs()) if view is not None]
     for view in found:
         for problem in view.damaged.values():
             raise problem

@@ -1,23 +1,24 @@
 """What a verb works with: the open rooms of one store."""
 
-import math
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from layerstore.errors import IntegrityError, InvalidInput, Unsupported
+from layerstore.errors import IntegrityError
 from layerstore.format.blobs import decode_state, decode_version
 from layerstore.format.identity import StoreIdentity
-from layerstore.limits import LOCK_DEADLINE_SECONDS
+from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS
 from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.garbage import Garbage
+from layerstore.storage.holders import Hold
+from layerstore.storage.identity import check_still_writable
 from layerstore.storage.layout import Layout
-from layerstore.storage.locks import lock
+from layerstore.storage.locks import deadline_seconds, lock
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
+from layerstore.storage.quarantine import Quarantine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Rooms:
     records: RecordStore
     parts: PartStore
     garbage: Garbage
+    quarantine: Quarantine
     catalog: Catalog
 
     def version(self, ref: BlobRef) -> LayerVersion:
@@ -58,48 +60,46 @@ class Rooms:
         """Read a rank's state, checked."""
         return decode_state(self.objects.read(ref), ref=ref)
 
-    def lock_run(self, run: str) -> AbstractContextManager[None]:
+    def lock_run(self, run: str) -> AbstractContextManager[Hold]:
         """Hold the courtesy lock of *run*."""
         return lock(
             self.layout.locks / f"run-{run}.lock",
             what=f"run {run!r}",
-            deadline_seconds=_deadline_seconds(),
+            deadline_seconds=deadline_seconds(),
         )
 
-    def lock_gc(self) -> AbstractContextManager[None]:
-        """Hold the lock that keeps two collections apart."""
-        return lock(self.layout.locks / "gc.lock", what="the collection", deadline_seconds=_deadline_seconds())
+    def lock_attempt(self, run: str, attempt: int, *, at_once: bool = False) -> AbstractContextManager[Hold]:
+        """
+        Hold *attempt* of *run*, which no other job then saves; who finds it held goes elsewhere at once.
 
-    def lock_index(self) -> AbstractContextManager[None]:
+        On a network filesystem only once it is clear that the holder lives, unless that must be *at_once*: a job that
+        died has to be followed there.
+        """
+        is_patient = self.garbage.is_network() and not at_once
+        return lock(
+            self.layout.attempt_lock(run, attempt),
+            what=f"attempt {attempt} of run {run!r}",
+            # A moment in any case: a collection that looks who saves what holds it for no longer.
+            deadline_seconds=0 if at_once else LEASE_SECONDS + LEASE_RENEWED_SECONDS if is_patient else 1,
+        )
+
+    def lock_gc(self) -> AbstractContextManager[Hold]:
+        """Hold the lock that keeps two collections apart."""
+        return lock(self.layout.locks / "gc.lock", what="the collection", deadline_seconds=deadline_seconds())
+
+    def lock_index(self) -> AbstractContextManager[Hold]:
         """Hold the courtesy lock of the index."""
-        return lock(self.layout.locks / "index.lock", what="the index", deadline_seconds=_deadline_seconds())
+        return lock(self.layout.locks / "index.lock", what="the index", deadline_seconds=deadline_seconds())
 
     def prepare_writing(self) -> None:
         """
         Make the folders that a copy of the store may have lost because they were empty.
 
         Raises:
-            Unsupported: The store uses something that this layerstore might destroy unknowingly.
+            Unsupported: The store uses something that this layerstore might destroy unknowingly, or was migrated
+                since it was opened.
         """
-        if self.identity.unknown_flags:
-            raise Unsupported(
-                f"the store uses {', '.join(self.identity.unknown_flags)}, which this layerstore does not know; "
-                "it can be read, not written",
-                hint="use a newer layerstore",
-            )
+        check_still_writable(self.layout, self.files, store_id=self.identity.store_id)
         for folder in self.layout.folders:
             if folder != self.layout.commits and not self.files.exists(folder):
                 self.files.make_directory(folder)
-
-
-def _deadline_seconds() -> float:
-    text = os.environ.get("LAYERSTORE_LOCK_TIMEOUT")
-    if text is None:
-        return LOCK_DEADLINE_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is no number of seconds", hint="try 60")
-    return seconds

@@ -11,6 +11,7 @@ from layerstore.ops.hashing import Checksums, Reader
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.staging import Staging
 from layerstore.storage.objects import ObjectWriter
+from layerstore.storage.parts import PartName
 from layerstore.zero3.checkpoint import LayerSource, ObjectSource
 from layerstore.zero3.share import Share
 
@@ -60,7 +61,7 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen
         Conflict: An object vanished while the part that names it was written.
     """
     share = work.share
-    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+    with ObjectWriter(rooms.layout, rooms.files, rooms.objects, past_cache=True) as writer:
         staging = Staging(
             writer,
             lambda: reader,
@@ -121,17 +122,6 @@ def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
 
 def fail_share(rooms: Rooms, work: ShareWork, why: str) -> None:
     """Leave a part that says that this rank has failed, in the place of one that says otherwise."""
-    rooms.parts.withdraw(work.session, work.save, work.share.rank)
-    rooms.parts.publish(
-        Part(
-            session=work.session,
-            save=work.save,
-            rank=work.share.rank,
-            agreement="",
-            layers=(),
-            state=None,
-            bytes_new=0,
-            bytes_reused=0,
-            failure=why or "it failed",
-        )
-    )
+    name = PartName(work.session, work.save, work.share.rank)
+    rooms.parts.withdraw(*name)
+    rooms.parts.publish_failure(name, why)

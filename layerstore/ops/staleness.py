@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import Conflict
 from layerstore.model import CommitRecord, LayerEntry
+from layerstore.ops.past import Turns, turn_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class LayerAge:
     steps: int | None
     """Steps before the base; negative where it is newer, None where it comes from another run."""
     saves: int | None
-    """Saves before the base, likewise."""
+    """Saves before the base, likewise; None too where they came in another order than their steps."""
     optimizer_step: int | None
     """How many updates the optimizer had made to it."""
 
@@ -49,21 +50,24 @@ class Staleness:
         return len({(age.run, age.attempt, age.step) for age in self.layers}) > 1
 
 
-def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
-    """Compare *layers* with the commit they are put on."""
-    return Staleness(layers=tuple(_age(base, entry) for entry in layers))
+def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry], *, turns: Turns | None = None) -> Staleness:
+    """Compare *layers* with the commit they are put on, in whose run saves are counted by *turns*."""
+    return Staleness(layers=tuple(_age(base, entry, turns or {}) for entry in layers))
 
 
-def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
+def _age(base: CommitRecord, entry: LayerEntry, turns: Turns) -> LayerAge:
     origin = entry.origin
     is_own = origin.run == base.run
+    steps = base.step - origin.step
+    saves = turn_of(base, turns) - turn_of(origin, turns)
     return LayerAge(
         layer=entry.layer,
         run=origin.run,
         attempt=origin.attempt,
         step=origin.step,
-        steps=base.step - origin.step if is_own else None,
-        saves=base.save_number - origin.save_number if is_own else None,
+        steps=steps if is_own else None,
+        # A policy's save that was filled in below has a higher number, which is no age.
+        saves=saves if is_own and (saves >= 0 or steps < 0) else None,
         optimizer_step=entry.optimizer_step,
     )
 
@@ -76,8 +80,12 @@ def check_staleness(base: CommitRecord, staleness: Staleness, *, steps_max: int)
     if oldest.steps is None:
         found = f"is from {oldest.run}@{oldest.step}, another run, so that its age is not known"
     else:
-        found = f"is from step {oldest.step}, {oldest.steps} steps before"
+        found = f"is from step {oldest.step}, {_steps(oldest.steps)} before"
     raise Conflict(
-        f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {steps_max} steps old",
+        f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {_steps(steps_max)} old",
         hint="allow more, or compose another step; --dry-run without --max-staleness shows every layer's age",
     )
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"

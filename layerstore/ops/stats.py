@@ -3,7 +3,7 @@ Stats: how much a store would hold, holds, and takes.
 
 *Logical* is what every visible commit would take if each were stored whole, *unique* counts every object once,
 both by listed sizes; *physical* is what the files take on disk.
-Every record, version blob and state blob is read once.
+Every record, version blob and state blob is read once; who wants the commits, too, may look at them on their way.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,18 +11,22 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, LayerstoreError
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format.records import commit_id
-from layerstore.model import BlobRef, CommitId, CommitRecord, Kind, LayerVersion, ObjectId
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerVersion, ObjectId
 from layerstore.ops.needs import objects_of_state
 from layerstore.ops.pins import read_pins
 from layerstore.ops.progress import Progress
 from layerstore.ops.rooms import Rooms
+from layerstore.storage.runview import RunView
 
 VERSION, STATE, RECORD = "version", "state", "record"
 """Kinds besides those of objects: version blobs; all that is not a layer; commit records and pins."""
 
 _KINDS = (*(kind.value for kind in Kind), VERSION, STATE, RECORD)
+
+Tap = Callable[[RunView, Iterable[Commit]], Iterable[Commit]]
+"""Is given a run's commits as they are read, and hands on every one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class RunStats:
     logical_bytes: int = 0
     unique_bytes: int = 0
     own_bytes: int = 0
-    """Of the unique ones, what no other run needs."""
+    """Of the unique ones, what no other of the runs that were counted needs: of one alone, all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +141,23 @@ def stats(rooms: Rooms, *, run: str | None = None, progress: Progress) -> Stats:
 
     What is damaged is left out and named. Raises NotFound if there is no such run.
     """
+    return count(rooms, views_of(rooms, run), run=run, progress=progress)
+
+
+def views_of(rooms: Rooms, run: str | None) -> Iterator[RunView]:
+    """Yield every run as it stands, or *run* alone; raises NotFound if there is no such run."""
+    yield from map(rooms.catalog.view, rooms.catalog.runs() if run is None else [run])
+
+
+def count(
+    rooms: Rooms, views: Iterable[RunView], *, run: str | None, progress: Progress, tap: Tap | None = None
+) -> Stats:
+    """Count what *views* hold, which are all runs or *run* alone; their commits come through *tap*, run by run."""
     tally = _Tally()
     versions: dict[tuple[BlobRef, int], int] = {}
     states: dict[tuple[BlobRef, int], int] = {}
     pins = 0
-    for index, is_pin, record in _holders(rooms, tally, run):
+    for index, is_pin, record in _holders(rooms, tally, views, run, tap or _untapped):
         pins += is_pin
         for entry in record.layers:
             tally.layers.setdefault(entry.layer, Amount())
@@ -173,24 +189,20 @@ def stats(rooms: Rooms, *, run: str | None = None, progress: Progress) -> Stats:
 # -- what is needed ------------------------------------------------------------------------------------------------
 
 
-def _holders(rooms: Rooms, tally: _Tally, only: str | None) -> Iterator[tuple[int, bool, CommitRecord]]:
+def _holders(
+    rooms: Rooms, tally: _Tally, views: Iterable[RunView], only: str | None, tap: Tap
+) -> Iterator[tuple[int, bool, CommitRecord]]:
     """Yield every visible commit, and every pin of something else, with the index of its run."""
     visible: set[CommitId] = set()
     indexes: dict[str, int] = {}
-    for run in rooms.catalog.runs() if only is None else [only]:
-        view = rooms.catalog.view(run)
+    for view in views:
         tally.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
-        index = _index_of(run, indexes, tally)
-        for row in view.visible:
-            try:
-                record = rooms.catalog.commit(row.name).record
-            except IntegrityError as exc:
-                tally.left_out.append(f"{row.run}@{row.step}: {exc}")
-                continue
-            visible.add(CommitId(row.id))
+        index = _index_of(view.run, indexes, tally)
+        for commit in tap(view, _commits(rooms, tally, view)):
+            visible.add(commit.id)
             tally.runs[index].commits += 1
-            _add_record(rooms, tally, index, rooms.layout.record(row.run, row.step, CommitId(row.id)))
-            yield index, False, record
+            _add_record(rooms, tally, index, rooms.layout.record(view.run, commit.record.step, commit.id))
+            yield index, False, commit.record
     pins, damaged = read_pins(rooms)
     tally.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
     for pin in pins:
@@ -200,6 +212,20 @@ def _holders(rooms: Rooms, tally: _Tally, only: str | None) -> Iterator[tuple[in
         _add_record(rooms, tally, index, rooms.layout.pin(pin.name))
         if commit_id(pin.record) not in visible:
             yield index, True, pin.record
+
+
+def _commits(rooms: Rooms, tally: _Tally, view: RunView) -> Iterator[Commit]:
+    for row in view.visible:
+        try:
+            yield rooms.catalog.commit(row.name)
+        except NotFound:
+            continue  # a collection has just removed it
+        except IntegrityError as exc:
+            tally.left_out.append(f"{row.run}@{row.step}: {exc}")
+
+
+def _untapped(view: RunView, commits: Iterable[Commit]) -> Iterable[Commit]:
+    return commits
 
 
 def _index_of(run: str, indexes: dict[str, int], tally: _Tally) -> int:

@@ -34,26 +34,40 @@ def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) ->
         InvalidInput: It is in the store, around the store, or no path for a folder.
         AlreadyExists: Something is there that may not be replaced.
     """
+    with understood(out):
+        target = placed(rooms, out, what="folder")
+        if target.is_symlink() or (target.exists() and not target.is_dir()):
+            raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
+        if target.exists() and any(target.iterdir()):
+            _check_replaceable(target, product, force=force)
+        return target
+
+
+@contextmanager
+def understood(out: Path) -> Generator[None, None, None]:
+    """Say of what goes wrong while *out* is looked at that it is about that path."""
     try:
         with mapped_errors(out, doing="look at"):
-            return _suitable_target(rooms, out, product, force=force)
+            yield
     except ValueError as exc:
         if isinstance(exc, InvalidInput):
             raise
         raise InvalidInput(f"{out} is no path: {exc}", hint="choose another -o") from exc  # a NUL
 
 
-def _suitable_target(rooms: Rooms, out: Path, product: Product, *, force: bool) -> Path:
+def placed(rooms: Rooms, out: Path, *, what: str) -> Path:
+    """
+    Return where *out* is, which is to be a *what*.
+
+    Raises:
+        InvalidInput: It is in the store, around the store, or below something that is no folder.
+    """
     target = Path.cwd() / out  # not resolved: a link at the target itself must be seen
     real, store = target.resolve(), rooms.layout.root
     if real == store or store in real.parents:
-        raise InvalidInput(f"{out} is inside the store {store}", hint="choose a folder elsewhere with -o")
+        raise InvalidInput(f"{out} is inside the store {store}", hint=f"choose a {what} elsewhere with -o")
     if real in store.parents:
-        raise InvalidInput(f"{out} contains the store {store}", hint="choose a folder elsewhere with -o")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
-    if target.exists() and any(target.iterdir()):
-        _check_replaceable(target, product, force=force)
+        raise InvalidInput(f"{out} contains the store {store}", hint=f"choose a {what} elsewhere with -o")
     above = next(folder for folder in target.parents if folder.exists())
     if not above.is_dir():
         raise InvalidInput(f"{out} cannot be made: {above} is not a folder", hint="choose another -o")

@@ -6,10 +6,8 @@ from layerstore.errors import LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
 from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry
-from layerstore.ops.claims import claim, publish
 from layerstore.ops.needs import Needs
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.objects import ObjectWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +21,15 @@ class Trim:
     """What these name."""
 
 
-def plan_trim(rooms: Rooms, commit: Commit) -> Trim | None:
-    """Return what takes the place of *commit*; None where it has no moments."""
+def has_moments(rooms: Rooms, record: CommitRecord) -> bool:
+    """Whether there is anything of *record* that could be dropped; most tell by their first layer."""
+    return WITHOUT_MOMENTS not in record.flags and any(
+        stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in rooms.version_of(entry).objects
+    )
+
+
+def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
+    """Return what takes the place of *commit*, which has moments."""
     record = commit.record
     entries: list[LayerEntry] = []
     versions: dict[BlobRef, bytes] = {}
@@ -36,8 +41,6 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim | None:
         versions[ref_of(data)] = data
         objects += [stored.ref for stored in kept]
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
-    if [entry.version for entry in entries] == [entry.version for entry in record.layers]:
-        return None
     trimmed = replace(
         record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
     )
@@ -46,22 +49,13 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim | None:
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
 
 
-def add_needs(needs: Needs, trim: Trim) -> None:
-    """Note what *trim* will need once it is there."""
+def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
+    """Note what *trim* will need once it is there; return what of it is there by now and was not needed before."""
     needs.add(trim.versions)
-    needs.add(trim.objects)
+    new = needs.add(trim.objects)
     for state in trim.commit.record.states:
-        needs.add_state(state)
-
-
-def execute_trim(rooms: Rooms, trim: Trim) -> None:
-    """Publish the commit without moments, which hides the other."""
-    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
-        for ref, data in trim.versions.items():
-            writer.put(data, ref)
-        claim(rooms, writer, (), trim.commit.record.states)
-        writer.publish()
-        publish(rooms, writer, trim.commit)
+        new += needs.add_state(state)
+    return new
 
 
 def check_has_moments(record: CommitRecord, *, called: str) -> None:
@@ -74,5 +68,5 @@ def check_has_moments(record: CommitRecord, *, called: str) -> None:
     if WITHOUT_MOMENTS in record.flags:
         raise LayoutMismatch(
             f"{called} has no optimizer moments any more: a collection has dropped them",
-            hint=f"its weights are there: layerstore compose {called} --format hf; or choose a newer step",
+            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR; or choose a newer step",
         )

@@ -1,0 +1,363 @@
+"""
+Estimate: what saving a model would take, under one policy and another, before anything is trained.
+
+The policies' own answers are asked, save by save, and objects are framed as they would be written:
+only the numbers inside are missing. What cannot be known beforehand is assumed, and said.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import isfinite, prod
+from pathlib import Path
+
+from layerstore.dtypes import by_code
+from layerstore.errors import InvalidInput
+from layerstore.format.objects import canonical_order, frame
+from layerstore.model import StoredTensor
+from layerstore.ops.architectures import ADAM, MADE_UP_VOCABULARY, Model
+from layerstore.policy import Policy
+from layerstore.policy.due import Save, anchored, due_since
+from layerstore.storage.files import Files
+from layerstore.storage.probes import Speed, scratch, write_speed
+from layerstore.zero3.slices import slice_length, valid_elements
+
+SHARDED_BYTES = 4 * (1 + len(ADAM))
+"""Of a trained element in the shards of a training with Adam: a master and two moments in float32."""
+
+DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
+
+_SAVES_LOOKED_AT = 2_000
+"""So many saves show where a policy begins anew: filter's longest cycle has a turn for each layer that waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is to be trained and saved."""
+
+    world_size: int
+    steps: int
+    """Of the whole run."""
+    every: int
+    """Steps from one save to the next."""
+    step_seconds: float
+    bytes_per_second: float
+    """What all ranks together write."""
+    disk_bytes: int
+    dtype: str = "BF16"
+    """Code of the weights' element type."""
+    trainable: Fraction = Fraction(1)
+    """Share of the parameters that is trained; the others are frozen."""
+    movement: float | None = None
+    """How far each layer moves from one save to the next, relative to its length; for policies that measure it."""
+
+    def __post_init__(self) -> None:
+        if self.steps < self.every:
+            raise InvalidInput(
+                f"a run of {self.steps:,} steps has no save at every {self.every:,}th", hint="--steps, --every"
+            )
+        if not 0 < self.trainable <= 1:
+            raise InvalidInput(f"{self.trainable} of the parameters cannot be trained", hint="a share like 0.5% or 1")
+        if self.movement is not None and not (isfinite(self.movement) and self.movement >= 0):
+            raise InvalidInput(f"layers cannot move by {self.movement}", hint="a share of their length, like 0.004")
+        if not (isfinite(self.step_seconds) and self.step_seconds > 0 and self.bytes_per_second > 0):
+            raise InvalidInput("a step takes some time, and a disk writes something", hint="above 0, and not for ever")
+
+    @property
+    def saves(self) -> int:
+        """Count the saves of the run."""
+        return self.steps // self.every
+
+    @property
+    def interval_seconds(self) -> float:
+        """Return the time from one save to the next."""
+        return self.every * self.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One way of saving."""
+
+    saved_by: str
+    policy: str | None
+    """None for those who know none."""
+    first_bytes: int
+    """The first save, which is full."""
+    average_bytes: float
+    """A save after that, over a whole cycle of the policy."""
+    largest_bytes: int
+    """The largest of these."""
+    cycle: int | None
+    """After so many saves the policy begins anew; None where none of many did: then the average is over these."""
+    run_bytes: int
+    save_seconds: float
+    """Writing an average save."""
+    history_saves: int | None
+    """How many saves, from the first, the disk holds; None where it never fills."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The answer."""
+
+    model: Model
+    training: Training
+    layers: int
+    trained: int
+    """Parameters that are trained."""
+    lines: tuple[Line, ...]
+    assumptions: tuple[str, ...]
+    """Each in a sentence: what the figures rest on and nobody has said."""
+
+    @property
+    def full_bytes(self) -> int:
+        """Return what every figure is compared with: a checkpoint by DeepSpeed itself."""
+        return next(line.first_bytes for line in self.lines if line.saved_by == DEEPSPEED)
+
+    def history_seconds(self, line: Line) -> float | None:
+        """Return how long a training fills the disk."""
+        return None if line.history_saves is None else line.history_saves * self.training.interval_seconds
+
+    @property
+    def held_share(self) -> float:
+        """Return how much of the time training would wait for DeepSpeed's own saves."""
+        seconds = self.full_bytes / self.training.bytes_per_second
+        return seconds / (seconds + self.training.interval_seconds)
+
+
+def estimate(model: Model, training: Training, policies: Mapping[str, Policy]) -> Estimate:
+    """
+    Return what full checkpoints of *model* would take, and saving it under each of *policies*, which are named.
+
+    Raises:
+        InvalidInput: A policy decides by how far layers have moved, and *training* does not say how far.
+    """
+    sizes = layer_sizes(model, training)
+    lines = [
+        _full(TRAINER, _trainer_bytes(model, training), training),
+        _full(DEEPSPEED, _deepspeed_bytes(model, training, with_frozen=True), training),
+    ]
+    for name, policy in policies.items():
+        if getattr(policy, "measures", False) and training.movement is None:
+            raise InvalidInput(
+                f"what {name} saves cannot be predicted: it depends on how far each layer moves",
+                hint="--movement X, the relative L2 that `layerstore diff A B --stat` shows for two neighbouring saves",
+            )
+        lines.append(_under(name, policy, sizes, training))
+    return Estimate(
+        model=model,
+        training=training,
+        layers=len(sizes),
+        trained=sum(_trained_elements(model, training).values()),
+        lines=tuple(lines),
+        assumptions=tuple(_assumptions(model, training, policies.values())),
+    )
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSize:
+    """What one layer takes."""
+
+    trained_bytes: int
+    """Objects that are new at each save: masters and moments."""
+    frozen_bytes: int
+    """Objects that are written once: weights that nothing trains."""
+
+
+def layer_sizes(model: Model, training: Training) -> dict[str, LayerSize]:
+    """Return the sizes of all objects of every layer, of all ranks together, in the model's order."""
+    elements, all_trained, found = _elements(model), _trained_elements(model, training), {}
+    for layer, names in model.layers.items():
+        trained = {name: all_trained[name] for name in names}
+        frozen = {name: elements[name] - trained[name] for name in names}
+        masters = _objects(trained, [""], "F32", training.world_size)
+        moments = _objects(trained, model.states, "F32", training.world_size)
+        weights = _objects(frozen, [""], training.dtype, training.world_size)
+        found[layer] = LayerSize(trained_bytes=masters + moments, frozen_bytes=weights)
+    return found
+
+
+def _elements(model: Model) -> dict[str, int]:
+    return {name: prod(shape) for name, shape in model.shapes}
+
+
+def _trained_elements(model: Model, training: Training) -> dict[str, int]:
+    """Return of every parameter how much of it is trained."""
+    share = training.trainable
+    return {name: 0 if name in model.frozen else round(count * share) for name, count in _elements(model).items()}
+
+
+def _sharded_bytes(model: Model) -> int:
+    """Return what a trained element takes in the shards: a master and the optimizer's states in float32."""
+    return 4 * (1 + len(model.states))
+
+
+def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, world_size: int) -> int:
+    """Return the bytes of one layer's objects of one kind: one for each rank that has anything of it."""
+    # Most ranks hold equally much: only where some parameter's padding begins is there another object.
+    edges = {0, world_size}
+    for count in filter(None, elements.values()):
+        full = count // slice_length(count, world_size)
+        edges |= {full, min(full + 1, world_size)}
+    total = 0
+    for rank, end in pairwise(sorted(edges)):
+        tensors = [
+            StoredTensor(name=name, state=state, dtype=dtype, elements=valid, crc32=0)
+            for name, count in elements.items()
+            for state in states
+            if (valid := valid_elements(count, world_size, rank))
+        ]
+        total += (end - rank) * frame(canonical_order(tensors)).size_bytes if tensors else 0
+    return total
+
+
+def _deepspeed_bytes(model: Model, training: Training, *, with_frozen: bool) -> int:
+    """Return what the shards take, padding included."""
+    world_size, weights = training.world_size, by_code(training.dtype).bytes
+    all_trained, total = _trained_elements(model, training), 0
+    for name, elements in _elements(model).items():
+        trained = all_trained[name]
+        frozen = elements - trained if with_frozen else 0
+        total += world_size * slice_length(trained, world_size) * _sharded_bytes(model)
+        total += world_size * slice_length(frozen, world_size) * weights
+    return total
+
+
+def _trainer_bytes(model: Model, training: Training) -> int:
+    """Return what the shards and the gathered weights take; what is frozen is in neither, as with PEFT."""
+    gathered = sum(_trained_elements(model, training).values()) * by_code(training.dtype).bytes
+    return _deepspeed_bytes(model, training, with_frozen=False) + gathered
+
+
+# -- saves ---------------------------------------------------------------------------------------------------------
+
+
+def due_sets(
+    policy: Policy,
+    layers: tuple[str, ...],
+    *,
+    movement: float | None = None,
+    sizes: Mapping[str, int] | None = None,
+    saves: int = _SAVES_LOOKED_AT,
+) -> list[frozenset[str]]:
+    """
+    Return what *policy* says is due at each of *saves* saves that follow a full one.
+
+    For policies that measure, every layer has moved by *movement* times its age.
+    """
+    last, found = dict.fromkeys(layers, 0), []
+    for number in range(1, saves + 1):
+        ages = {layer: number - last[layer] for layer in layers}
+        movements = {} if movement is None else {layer: age * movement for layer, age in ages.items()}
+        save = Save(number=number, layers=layers, ages=ages, movements=movements, sizes=sizes or {})
+        due = due_since(anchored(policy, 0), save, unseen=())
+        last |= dict.fromkeys(due, number)
+        found.append(due)
+    return found
+
+
+def cycle_of(items: Sequence[object]) -> int | None:
+    """
+    Return after how many items *items* begin anew, None if two rounds do not show it.
+
+    >>> cycle_of("abcabcab"), cycle_of("abcd")
+    (3, None)
+    """
+    # The longest beginning that is also an end, for each prefix: what is left of the whole is the cycle.
+    borders = [0]
+    for item in items[1:]:
+        length = borders[-1]
+        while length and items[length] != item:
+            length = borders[length - 1]
+        borders.append(length + (items[length] == item))
+    cycle = len(items) - borders[-1]
+    return cycle if 2 * cycle <= len(items) else None
+
+
+def _under(name: str, policy: Policy, sizes: Mapping[str, LayerSize], training: Training) -> Line:
+    trained = {layer: size.trained_bytes for layer, size in sizes.items()}
+    movement = training.movement if getattr(policy, "measures", False) else None
+    due = due_sets(policy, tuple(sizes), movement=movement, sizes=trained)
+    cycle = cycle_of(due)
+    later = [sum(trained[layer] for layer in layers) for layers in due[:cycle]]
+    first = sum(size.trained_bytes + size.frozen_bytes for size in sizes.values())
+    return _line(LAYERSTORE, name, first, later, training, cycle=cycle)
+
+
+def _full(saved_by: str, size_bytes: int, training: Training) -> Line:
+    return _line(saved_by, None, size_bytes, [size_bytes], training, cycle=1)
+
+
+def _line(
+    saved_by: str, policy: str | None, first: int, later: list[int], training: Training, *, cycle: int | None
+) -> Line:
+    """Return the line of saves that begin with *first* and go on with *later*, again and again."""
+    rounds, rest = divmod(training.saves - 1, len(later))
+    average = sum(later) / len(later)
+    return Line(
+        saved_by=saved_by,
+        policy=policy,
+        first_bytes=first,
+        average_bytes=average,
+        largest_bytes=max(later),
+        cycle=cycle,
+        run_bytes=first + rounds * sum(later) + sum(later[:rest]),
+        save_seconds=average / training.bytes_per_second,
+        history_saves=_held(training.disk_bytes, first, later),
+    )
+
+
+def _held(disk_bytes: int, first: int, later: list[int]) -> int | None:
+    """Return how many saves fit on the disk; None where all do."""
+    if disk_bytes < first:
+        return 0
+    if not sum(later):
+        return None
+    rounds, rest = divmod(disk_bytes - first, sum(later))
+    return 1 + rounds * len(later) + sum(so_far <= rest for so_far in accumulate(later))
+
+
+def _assumptions(model: Model, training: Training, policies: Iterable[Policy]) -> Iterator[str]:
+    weights = by_code(training.dtype)
+    if model.source == "params":
+        yield (
+            f"the model is made up: equal blocks, an embedding and a head of {MADE_UP_VOCABULARY:,} tokens each; "
+            "a config.json tells its real layers"
+        )
+    per_element = f"{_sharded_bytes(model)} bytes of each parameter that is trained"
+    if model.source in {"checkpoint", "commit"}:
+        ranks = "ranks, " if training.world_size == model.world_size else ""
+        yield f"{ranks}layers, frozen parameters and the optimizer are those of the {model.source}, {per_element}"
+    else:
+        yield f"the optimizer is Adam: a master and two moments, {per_element}"
+    yield (
+        f"{TRAINER} also gathers the weights, {weights.bytes} bytes a parameter ({weights.torch_name}); where they are "
+        f"just the rounded masters {LAYERSTORE} does not store them"
+    )
+    if training.trainable != 1 or model.frozen:
+        share = "" if training.trainable == 1 else f"{float(training.trainable):.3%} of every layer is trained; "
+        yield (
+            f"{share}frozen weights are stored once by {LAYERSTORE}, at each save by {DEEPSPEED}, and not by "
+            f"{TRAINER}, as with PEFT"
+        )
+    yield "the first save of a run is full; nothing fails, nothing is removed and no byte is in the store already"
+    yield "what lies beside the layers (states of ranks, records, small files) is not counted: kilobytes for each"
+    if any(getattr(policy, "measures", False) for policy in policies):
+        yield (
+            f"every layer moves by {training.movement} of its length from one save to the next, always on in one "
+            "direction: real layers differ, and move less over many saves"
+        )
+
+
+# -- speed ---------------------------------------------------------------------------------------------------------
+
+
+def measure_speed(folder: Path) -> Speed:
+    """Write into *folder* for a moment, as a save does; what is written is gone afterwards."""
+    files = Files()
+    with scratch(files, folder, prefix="estimate") as place:
+        return write_speed(files, place)

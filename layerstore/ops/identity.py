@@ -1,0 +1,146 @@
+"""``store.json`` lost or damaged: the records say whose they are, so it can be written again and checked."""
+
+import itertools
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError
+from layerstore.format.envelope import stated_store
+from layerstore.format.identity import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.storage.files import Files
+from layerstore.storage.layout import Layout
+from layerstore.storage.quarantine import Quarantine
+
+_STORE_ID = re.compile("[0-9a-f]{32}")
+# So many records are asked whose they are where it is only to be told.
+_ASKED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredIdentity:
+    """A ``store.json`` that was written again, or would be."""
+
+    flags: tuple[str, ...]
+    """What the store needs of its readers and writers."""
+    is_assumed: bool
+    """Whether nothing said which flags it had: then it is assumed that it had none."""
+
+
+def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
+    """Return the stores that the readable records and pins say they belong to, each with how many say so."""
+    return Counter(
+        itertools.islice((found for path in _envelopes(layout, files) if (found := _stated(files, path))), limit)
+    )
+
+
+def _envelopes(layout: Layout, files: Files) -> Iterator[Path]:
+    for run in files.names(layout.commits) if files.is_directory(layout.commits) else ():
+        folder = layout.commits / run
+        yield from (folder / name for name in (files.names(folder) if files.is_directory(folder) else ()))
+    yield from (layout.pins / name for name in (files.names(layout.pins) if files.is_directory(layout.pins) else ()))
+
+
+def _stated(files: Files, path: Path) -> str | None:
+    try:
+        return stated_store(files.read(path, size_bytes_max=RECORD_BYTES_MAX))
+    except LayerstoreError:
+        return None
+
+
+def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
+    """Return *problem*, that ``store.json`` is damaged or gone, with the command that writes it again, if one can."""
+    # In the middle of a migration nothing but a copy will do.
+    stated = stated_ids(layout, files, limit=_ASKED) if not files.exists(layout.migrating) else None
+    if not stated:
+        return problem
+    command = f"layerstore repair --store-id {stated.most_common(1)[0][0]}"
+    return IntegrityError(str(problem), hint=f"{command}, or put back a copy of store.json")
+
+
+def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bool = False) -> RestoredIdentity | None:
+    """
+    Write ``store.json`` again for the store *store_id*; None where it had not to be.
+
+    Only if more records say that they are of this store than of any other. What is there is put into quarantine first.
+    Flags that it still states are kept: whoever does not know them must not write there. Of one that is gone, or too
+    torn to be read, nobody knows which it had; the new one has none, and that is said.
+
+    Raises:
+        InvalidInput: *store_id* is none, or the records speak of another store.
+        Unsupported: ``store.json`` is of another format.
+    """
+    if not _STORE_ID.fullmatch(store_id):
+        raise InvalidInput(f"{store_id!r} is no store's id", hint="ids are 32 lower-case hex digits")
+    if files.exists(layout.migrating):
+        raise InvalidInput(
+            f"a migration of {layout.root} was interrupted, and which format it has now store.json alone knew; "
+            "nothing was changed",
+            hint="put back a copy of store.json, then layerstore migrate",
+        )
+    is_there = files.exists(layout.identity)
+    if is_there and _is_sound(layout, files, store_id):
+        return None
+    stated = stated_ids(layout, files)
+    if not stated:
+        raise InvalidInput(
+            f"no record or pin under {layout.root} can be read, so nothing says whose they are; nothing was changed",
+            hint="put back a copy of store.json",
+        )
+    most, count = stated.most_common(1)[0]
+    if most != store_id:
+        raise InvalidInput(
+            f"{count} records under {layout.root} are of store {most}, {stated[store_id]} of {store_id}; "
+            "nothing was changed",
+            hint=f"layerstore repair --store-id {most}",
+        )
+    flags = _flags_left(layout, files)
+    restored = RestoredIdentity(flags=flags or (), is_assumed=flags is None)
+    if not dry_run:
+        _write(layout, files, store_id, restored.flags, is_there=is_there)
+    return restored
+
+
+def _is_sound(layout: Layout, files: Files, store_id: str) -> bool:
+    try:
+        data = files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+        return decode_identity(data, what=str(layout.identity)).store_id == store_id
+    except IntegrityError:
+        return False
+
+
+def _flags_left(layout: Layout, files: Files) -> tuple[str, ...] | None:
+    """Return the flags that what is there still states; those of another store's identity are not this one's."""
+    what = str(layout.identity)
+    try:
+        data = files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+    except LayerstoreError:
+        return None
+    try:
+        decode_identity(data, what=what)
+    except IntegrityError:
+        return stated_flags(data)
+    return None
+
+
+def _write(layout: Layout, files: Files, store_id: str, flags: tuple[str, ...], *, is_there: bool) -> None:
+    for folder in (layout.tmp, layout.locks):
+        files.make_directory(folder)
+    if is_there:
+        quarantine = Quarantine(layout, files, store_id=store_id)
+        quarantine_id = quarantine.begin(
+            layout.identity, kind="identity", reason="it was damaged, and is written again"
+        )
+        quarantine.move(layout.identity, quarantine_id=quarantine_id)
+    # When the store was made nobody knows any more; the time is for people.
+    created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    with files.temporary(layout.tmp) as file:
+        identity = StoreIdentity(format=FORMAT, store_id=store_id, hash=HASH, created=created, flags=flags)
+        file.write_at(0, encode_identity(identity))
+        file.sync()
+        files.link_exclusive(file.path, layout.identity)
+    files.sync_directory(layout.root)

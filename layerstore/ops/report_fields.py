@@ -1,0 +1,264 @@
+"""
+A report in words for programs: what ``--json`` prints and what the page has in it.
+
+Saves are told by column, each field a list with one value for every save that is shown: that is a third of the bytes.
+"""
+
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from statistics import median
+
+from layerstore.model import LayerEntry, Origin
+from layerstore.ops.gc import CommitFate
+from layerstore.ops.past import turn_of
+from layerstore.ops.report import CollectedSoFar, Report, RetentionReport, RunReport, ShownSave
+from layerstore.ops.stats import Stats
+from layerstore.ops.timings import SaveTiming
+from layerstore.policy.keep import Keep
+
+# Digits of a version's id: enough to tell two of one layer apart.
+VERSION_DIGITS = 8
+
+# Whoever noted more than that noted something else.
+_SECONDS_MAX = 1e9
+
+# Pins of one save that are named, and runs that are counted by name.
+_PINS_MAX = 4
+_COUNTED_MAX = 200
+
+
+def report_fields(report: Report) -> dict[str, object]:
+    """Return *report* as it is told."""
+    return {
+        "store": report.path,
+        "id": report.store_id,
+        "time": _iso(report.time_ns),
+        "run": report.stats.run,
+        "is_sampled": report.is_sampled,
+        "stats": _stats(report.stats),
+        "runs": [_run(run) for run in report.runs],
+        "runs_left_out": report.runs_left_out,
+        "retention": None if report.retention is None else _retention(report.retention),
+        "collected": None if report.collected is None else _collected(report.collected),
+        "left_out": list(report.left_out),
+    }
+
+
+def _stats(found: Stats) -> dict[str, object]:
+    unneeded = found.unneeded
+    return {
+        "commits": found.commits,
+        "pins": found.pins,
+        "logical_bytes": found.logical_bytes,
+        "unique_bytes": found.unique_bytes,
+        "physical_bytes": found.physical_bytes,
+        "saved_ratio": found.saved_ratio,
+        "unneeded": None if unneeded is None else {"objects": unneeded.objects, "bytes": unneeded.bytes},
+        "missing": found.missing,
+        "run_count": len(found.runs),
+        # Of one run alone nobody has looked at what the others need.
+        "runs": [asdict(run) | ({} if found.run is None else {"own_bytes": None}) for run in found.runs[:_COUNTED_MAX]],
+        "kinds": [
+            {
+                "kind": name,
+                "objects": amount.count,
+                "logical_bytes": amount.logical_bytes,
+                "unique_bytes": amount.unique_bytes,
+            }
+            for name, amount in found.kinds.items()
+        ],
+    }
+
+
+def _run(run: RunReport) -> dict[str, object]:
+    origins: dict[Origin, int] = {}
+    composites = {
+        name: [None if layers is None else _places(layers, run.layers, origins) if layers else [] for layers in each]
+        for name, each in _composites(run).items()
+    }
+    return {
+        "run": run.run,
+        "commits": run.commits,
+        "attempts": run.attempts,
+        "first_time": _iso(run.first_ns) if run.commits else None,
+        "last_time": _iso(run.last_ns) if run.commits else None,
+        "total": asdict(run.total),
+        "layers": list(run.layers),
+        "layers_left_out": run.layers_left_out,
+        "saves": _columns(run.saves),
+        "composites": composites,
+        "origins": _origins(run, origins),
+        "versions": [_versions(save.layers, run.layers) for save in run.saves],
+        "drift": [
+            [_rounded(save.movements.get(layer)) for layer in run.layers] if save.movements else None
+            for save in run.saves
+        ],
+        "timings": _timings(run.timings),
+    }
+
+
+def _composites(run: RunReport) -> dict[str, list[Mapping[str, LayerEntry] | None]]:
+    """Return by policy the layers of a composite at each save; None where they are those of the commit itself."""
+    asked = sorted({name for save in run.saves for name in save.asked})
+    return {
+        "latest": [save.layers for save in run.saves],
+        **{name: [save.asked.get(name) for save in run.saves] for name in asked},
+    }
+
+
+def _places(layers: Mapping[str, LayerEntry], names: Iterable[str], origins: dict[Origin, int]) -> list[int]:
+    """Return for each of *names* which of *origins* its version is from; -1 where there is no such layer."""
+    found = (layers.get(name) for name in names)
+    return [-1 if entry is None else origins.setdefault(entry.origin, len(origins)) for entry in found]
+
+
+def _origins(run: RunReport, origins: Iterable[Origin]) -> dict[str, list[object]]:
+    each = list(origins)
+    times = [run.times_ns.get((of.attempt, of.step)) if of.run == run.run else None for of in each]
+    return {
+        "run": [of.run for of in each],
+        "attempt": [of.attempt for of in each],
+        "step": [of.step for of in each],
+        "turn": [turn_of(of, run.turns) if of.run == run.run else None for of in each],
+        "time": [None if time_ns is None else _iso(time_ns) for time_ns in times],
+    }
+
+
+def _versions(layers: Mapping[str, LayerEntry], names: Iterable[str]) -> str:
+    found = (layers.get(name) for name in names)
+    return "".join("-" * VERSION_DIGITS if entry is None else entry.version.id[:VERSION_DIGITS] for entry in found)
+
+
+_SAVE: Mapping[str, Callable[[ShownSave], object]] = {
+    "reference": lambda save: save.reference,
+    "commit": lambda save: save.entry.commit,
+    "attempt": lambda save: save.entry.attempt,
+    "step": lambda save: save.entry.step,
+    "turn": lambda save: save.turn,
+    "time": lambda save: _iso(save.entry.time_ns),
+    "policy": lambda save: save.policy,
+    "layers_saved": lambda save: save.entry.layers_saved,
+    "has_moments": lambda save: save.entry.has_moments,
+    "layers_fell_back": lambda save: save.entry.layers_fell_back,
+    "pins": lambda save: list(save.entry.pins[:_PINS_MAX]),
+    "oldest_layer": lambda save: save.staleness.oldest.layer,
+    "oldest_steps": lambda save: save.staleness.oldest.steps,
+    "oldest_saves": lambda save: save.staleness.oldest.saves,
+    "timing": lambda save: None if save.timing is None else _timing(save.timing),
+    "fate": lambda save: None if save.fate is None else _fate(save.fate),
+    "bytes": lambda save: list(asdict(save.own).values()),
+    "total_bytes": lambda save: list(asdict(save.total).values()),
+}
+
+
+def _columns(saves: Iterable[ShownSave]) -> dict[str, list[object]]:
+    each = list(saves)
+    return {name: [told(save) for save in each] for name, told in _SAVE.items()}
+
+
+# -- timings, from a file that anybody may have written to ----------------------------------------------------------
+
+
+def _timing(timing: SaveTiming) -> list[float | None]:
+    """Return seconds: blocked, durable, visible."""
+    return [_number(each) for each in (timing.blocked_seconds, timing.durable_seconds, timing.visible_seconds)]
+
+
+def _timings(timings: Iterable[SaveTiming]) -> dict[str, object] | None:
+    each = list(timings)
+    if not each:
+        return None
+    return {
+        "saves": len(each),
+        "given_up": sum(bool(timing.failure) for timing in each),
+        "blocked": _summary(timing.blocked_seconds for timing in each),
+        "durable": _summary(timing.durable_seconds for timing in each),
+        "visible": _summary(timing.visible_seconds for timing in each),
+    }
+
+
+def _summary(seconds: Iterable[float | None]) -> dict[str, float] | None:
+    found = [number for number in map(_number, seconds) if number is not None]
+    if not found:
+        return None
+    return {"median": _rounded_number(median(found)), "max": _rounded_number(max(found))}
+
+
+def _number(value: object) -> float | None:
+    """Return *value* if it is a number of seconds, which a line that somebody else wrote need not have."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _SECONDS_MAX:
+        return _rounded_number(float(value))
+    return None
+
+
+def _rounded_number(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _rounded(movement: float | None) -> float | str | None:
+    """Return *movement* with as many digits as anybody reads; what is no number has a word, since JSON has none."""
+    if movement is None:
+        return None
+    return _rounded_number(movement) if math.isfinite(movement) else str(movement)
+
+
+# -- retention ------------------------------------------------------------------------------------------------------
+
+
+def _retention(found: RetentionReport) -> dict[str, object]:
+    outcome = found.outcome
+    if outcome is None:
+        return {"rules": rules_of(found.keep), "refusal": found.refusal}
+    return {
+        "rules": rules_of(found.keep),
+        "refusal": None,
+        "commits_kept": found.commits_kept,
+        "commits_removed": len(outcome.removed),
+        "commits_trimmed": len(outcome.trimmed),
+        "bytes_freed": outcome.bytes_freed,
+        "bytes_freed_later": outcome.young.size_bytes,
+        "unserved": len({each.reference for each in outcome.unserved}),
+        "unserved_policies": list(dict.fromkeys(each.policy for each in outcome.unserved)),
+    }
+
+
+def _collected(found: CollectedSoFar) -> dict[str, object]:
+    return {
+        "collections": found.collections,
+        "records": found.records,
+        "objects": found.objects,
+        "bytes": found.size_bytes,
+        "last_time": _iso(found.last_ns),
+    }
+
+
+def rules_of(keep: Keep) -> str:
+    """Return *keep* as the options of `gc`."""
+    best = keep.best_of
+    options = {
+        "--keep-last": keep.last,
+        "--keep-every": keep.every,
+        "--keep-within": keep.within if keep.age is None or isinstance(keep.within, str) else _seconds(keep.age),
+        "--keep-best": best and f"{best.metric}:{best.count}:{best.direction}",
+        "--drop-optimizer-older-than": keep.drop_optimizer_older_than,
+    }
+    return " ".join(f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None)
+
+
+def _seconds(age: timedelta) -> str:
+    return f"{age.total_seconds():g}s"
+
+
+def _fate(fate: CommitFate) -> list[object]:
+    """Return what becomes of a commit, why, and the bytes that go with it, at once or later."""
+    verdict = "trim" if fate.loses_moments else "keep" if fate.kept_by else "remove"
+    why = ", ".join(fate.kept_by) if fate.kept_by else fate.goes_because
+    return [verdict, why, fate.bytes_freed + fate.bytes_freed_later]
+
+
+def _iso(time_ns: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ns // 10**9))

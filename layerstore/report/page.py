@@ -1,0 +1,72 @@
+"""
+One HTML file from some facts: a page, its style, its script, and the facts as JSON, with nothing to be loaded.
+
+Names in a store are other people's text. They are in the JSON alone, in which no sign that HTML knows is left as it
+is, and the script puts them on the page as text; a policy inside the page lets nothing run but that one script.
+"""
+
+import base64
+import hashlib
+import json
+import pkgutil
+import re
+from collections.abc import Mapping
+
+BEGINS = b"<!doctype html>\n<!-- layerstore report -->\n"
+"""How every such file begins, and nothing else."""
+
+# A mail or a ticket takes a page of this size.
+PAGE_BYTES_MAX = 1_000_000
+
+_MARK = re.compile(r"\{\{([A-Z]+)\}\}")
+
+# What could end a script element or begin another one, wherever in a text it stands.
+_ESCAPED = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
+
+
+def render(facts: Mapping[str, object]) -> bytes:
+    """Return the page that shows *facts*, which hold no number that JSON has not."""
+    style, script = _piece("page.css"), _piece("page.js")
+    parts = {
+        "POLICY": _policy(style=style, script=script),
+        "STYLE": style,
+        "SCRIPT": script,
+        "FACTS": json_for_html(facts),
+    }
+    page = _MARK.sub(lambda found: parts[found[1]], _piece("page.html")).encode()
+    assert page.startswith(BEGINS)
+    return page
+
+
+def json_for_html(facts: Mapping[str, object]) -> str:
+    r"""
+    Return *facts* as JSON that ends no element, whatever the texts in it.
+
+    >>> json_for_html({"run": "</script>&é"})
+    '{"run":"\\u003c/script\\u003e\\u0026\\u00e9"}'
+    """
+    return json.dumps(facts, separators=(",", ":"), ensure_ascii=True, allow_nan=False).translate(_ESCAPED)
+
+
+def _policy(*, style: str, script: str) -> str:
+    """Allow this very style and this very script, and nothing else from anywhere."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src '{_hash(style)}'",
+            f"script-src '{_hash(script)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _piece(name: str) -> str:
+    data = pkgutil.get_data(__package__, name)
+    assert data is not None, f"{name} is not installed"
+    return data.decode()
