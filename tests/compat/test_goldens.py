@@ -1,15 +1,18 @@
 """Promises to those who have stored something already: ids stay, and stores of every released format open."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 import layerstore
-from tests.compat import golden_ids, goldens
+from layerstore.format.identity import FORMAT
+from tests.compat import golden_ids, goldens, history
 from tests.compat.checkpoint import build
 
 ARCHIVES = sorted(goldens.STORES.glob("format-*.zip"))
+HISTORIES = sorted(goldens.STORES.glob("history-*.zip"))
 
 
 def test_ids_of_a_fixed_checkpoint_are_pinned(tmp_path: Path) -> None:
@@ -38,10 +41,12 @@ def golden_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_there_are_golden_stores() -> None:
     """A missing file would make every promise below hold by silence; a large one does not belong here."""
-    assert ARCHIVES
-    assert all(archive.stat().st_size < 100_000 for archive in ARCHIVES)
+    assert [archive.stem.split("-")[1] for archive in ARCHIVES] == [archive.stem.split("-")[1] for archive in HISTORIES]
+    assert FORMAT in [int(archive.stem.split("-")[1]) for archive in ARCHIVES]
+    assert all(archive.stat().st_size < 150_000 for archive in [*ARCHIVES, *HISTORIES])
 
 
+@pytest.mark.fault(82)
 def test_a_golden_store_is_whole(golden_store: Path) -> None:
     """It opens, every byte is as it was written, and nothing of it is unnamed."""
     with layerstore.open(golden_store) as store:
@@ -52,6 +57,7 @@ def test_a_golden_store_is_whole(golden_store: Path) -> None:
         assert [(entry.run, entry.step, entry.pins) for entry in store.log()] == [("sft", 4, ()), ("sft", 2, ("best",))]
 
 
+@pytest.mark.fault(82)
 @pytest.mark.parametrize("ref", ["sft@2", "best"])
 def test_a_golden_store_composes_to_the_same_bytes(golden_store: Path, tmp_path: Path, ref: str) -> None:
     """What was stored then comes out now as it did then, every file of it."""
@@ -66,7 +72,7 @@ def test_a_golden_store_is_recognised(golden_store: Path, tmp_path: Path) -> Non
         later = store.ingest(build(tmp_path / "sft" / "checkpoint-6", step=6))
         assert later.is_new
         assert later.objects_reused > 0
-        assert store.reindex() == 3
+        assert store.reindex().commits == 3
         assert store.verify(read_data=True).ok
 
 
@@ -81,3 +87,12 @@ def test_reading_a_golden_store_changes_nothing(golden_store: Path, tmp_path: Pa
     shutil.rmtree(golden_store / "manifest")
 
     assert before == {path: path.read_bytes() for path in golden_store.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("archive", HISTORIES, ids=lambda path: path.stem)
+def test_a_golden_history_answers_as_it_did(archive: Path, tmp_path: Path) -> None:
+    """Attempts, hidden commits, inherited layers, mixtures, what has lost its moments: all as when it was written."""
+    expected = json.loads(archive.with_suffix(".json").read_text())
+    with layerstore.open(goldens.unpack_store(archive, tmp_path / "store")) as store:
+        assert store.verify(read_data=True).ok
+        assert json.loads(json.dumps(history.answers(store, tmp_path))) == expected
