@@ -1,20 +1,23 @@
 """The way in: what a training loop calls."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from layerstore.errors import Conflict, InvalidInput
+from layerstore.format.hashing import object_id
 from layerstore.live.dropin import StoreCheckpointEngine
 from layerstore.live.exchange import Exchange
 from layerstore.live.log import LOG
 from layerstore.live.resume import check_run, origin_of, place_resumed
 from layerstore.live.saver import Saver
 from layerstore.live.seams import Engine
+from layerstore.live.seat import Seat
 from layerstore.live.settings import Frozen, Mode, Pressure, Settings
 from layerstore.ops.composition import Composition
-from layerstore.ops.past import view_or_none
-from layerstore.ops.place import Place, place_begun
+from layerstore.ops.place import Place
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.policy.keep import Keep
@@ -47,6 +50,7 @@ def attach(
 
     On a run that has commits already this begins a new attempt, whose first save is full; to go on with one,
     call ``layerstore.resume`` first. An engine that had a saver of this run goes on with that one's attempt.
+    Where another job saves the attempt that would go on, this one begins the next, and a warning says whose it is.
     There may be savers for several runs; what the engine saves by itself goes to the one that was attached last.
 
     Raises:
@@ -70,45 +74,59 @@ def attach(
     chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
     exchange = Exchange()
     try:
-        opened, place = _agreed(exchange, store, run, known, f"{settings.told}, policy {chosen.name}")
+        opened, resumed = _agreed(exchange, store, known, run=run, settings=settings, policy=chosen)
+        seat = Seat(exchange, opened.rooms, run=run)
+        with ExitStack() as unless_made:
+            unless_made.callback(seat.leave)
+            place = seat.take(partial(place_resumed, composition=resumed))
+            with exchange.together():
+                if resumed is None and known.global_rank == 0:
+                    _warn_of_earlier(opened, run, place)
+            saver = Saver(known, opened, exchange, settings, run=run, policy=chosen, seat=seat, place=place)
+            unless_made.pop_all()
     except BaseException:
         exchange.close()
         raise
-    return Saver(known, opened, exchange, settings, run=run, policy=chosen, place=place)
+    return saver
 
 
-def _agreed(exchange: Exchange, store: Store | StrPath, run: str, engine: Engine, told: str) -> tuple[Store, Place]:
-    """Return the store and where the next save goes; raise on every rank unless it is the same for all."""
+def _agreed(
+    exchange: Exchange, store: Store | StrPath, engine: Engine, *, run: str, settings: Settings, policy: Policy
+) -> tuple[Store, Composition | None]:
+    """Return the store and what *engine* goes on from; raise on every rank unless all want the same."""
     with exchange.together():
         opened = as_store(store)
         check_run(opened, run)
-        found, view = engine.checkpoint_engine, view_or_none(opened.rooms, run)
+        found = engine.checkpoint_engine
         if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
             raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
         resumed = origin_of(engine.engine, opened, run) or _loaded(engine)
-        place = place_begun(view) if resumed is None else place_resumed(view, resumed)
         opened.rooms.prepare_writing()
     stores = exchange.texts(f"{opened.id} at {opened.path}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    wishes = exchange.texts(f"run {run}, {told}")
+    wishes = exchange.texts(f"run {run}, {settings.told}, policy {policy.name}")
     for rank, other in enumerate(wishes):
         if other != wishes[0]:
             raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
-    if view is not None and view.visible and resumed is None and engine.global_rank == 0:
-        tip = max(row.step for row in view.of_attempt(view.attempts[-1]))
+    if not exchange.is_same(object_id(repr(policy.parameters).encode())):
+        raise InvalidInput(f"the ranks want different settings of policy {policy.name!r}", hint="give all the same")
+    return opened, resumed
+
+
+def _warn_of_earlier(store: Store, run: str, place: Place) -> None:
+    """Say so where *run* has commits that an engine, which was not resumed, does not go on from."""
+    view = store.rooms.catalog.find(run)
+    if view is not None and view.visible:
         LOG.warning(
             "run %r has commits up to step %d, and this engine was not resumed: attempt %d begins anew; "
             "layerstore.resume(engine, store, run=%r) before attach goes on with it",
             run,
-            tip,
+            max(row.step for row in view.of_attempt(view.attempts[-1])),
             place.attempt,
             run,
         )
-    if not exchange.is_same(f"{place.attempt} {place.save_number}"):
-        raise Conflict(f"the ranks see different commits of run {run!r}", hint="does every host see the same store?")
-    return opened, place
 
 
 def _loaded(engine: Engine) -> Composition | None:

@@ -4,11 +4,13 @@ What all ranks agree on before a save: that it is the same one, that it may be m
 One all-gather of a few numbers. Every rank draws the same conclusions from the same messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import Conflict, InvalidInput
+from layerstore.format.hashing import object_id
 from layerstore.live.exchange import Exchange, Message
+from layerstore.policy import Policy, is_ours
 
 # What the numbers of a message are.
 _STEP, _NUMBER, _FLAGS, _FREE, _FAILED_FROM, _FAILED, _UPTO, _VISIBLE = range(8)
@@ -85,6 +87,25 @@ def agree(exchange: Exchange, report: Report) -> Facts:
             hint="save after the engine.step() that updates the parameters",
         )
     return _facts(messages)
+
+
+def decided(exchange: Exchange, policy: Policy, due: Callable[[], frozenset[str]]) -> frozenset[str]:
+    """
+    Return what is *due* under *policy*. Ours give every rank the same answer; a user's own is held to it.
+
+    Raises:
+        Conflict: It says different things on different ranks.
+    """
+    if is_ours(policy):
+        return due()
+    with exchange.together():
+        found = due()
+    if not exchange.is_same(object_id("\n".join(sorted(found)).encode())):
+        raise Conflict(
+            f"policy {policy.name!r} says on one rank that other layers are due than on another; nothing is saved",
+            hint="let due(save) decide from what it is given alone",
+        )
+    return found
 
 
 def _message(report: Report) -> Message:

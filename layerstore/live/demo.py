@@ -1,18 +1,19 @@
 """
 The demo: real DeepSpeed ZeRO-3 training goes through a store, and comes out the same.
 
-A tiny Llama is trained on two CPU ranks and saved on the way. Its checkpoints are ingested, one is composed from
-the store, DeepSpeed resumes from that, and every later loss is compared with the uninterrupted run's, bit by bit.
+A tiny Llama is trained on two CPU ranks and saved on the way. Its checkpoints are ingested under three policies.
+DeepSpeed resumes from composites: of one step, where every later loss is compared with the uninterrupted run's, bit by
+bit; of a mixture of steps; and for one rank alone, where masters and moments are compared. Then most commits go, and a
+page for a browser shows what is left.
 A loss can be blind (nobody sees the embedding of a byte that the text lacks), so what both runs save at the last step
 is compared, too: layers have the same version only where all their weights and moments are the same bytes.
 All numbers are measured in the run at hand. torch and DeepSpeed are loaded by the ranks alone.
 """
 
 import math
-import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +21,35 @@ from typing import Protocol
 
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError
 from layerstore.live.demo_needs import check_needs
-from layerstore.live.demo_training import tag_of
+from layerstore.live.demo_store import (
+    POLICIES,
+    Collected,
+    Mixture,
+    Resized,
+    Saved,
+    collect,
+    mixture_of,
+    resized,
+    same_layers,
+    saved_as_they_are,
+    saved_under,
+    size_bytes,
+)
 from layerstore.live.ranks import Event, Ranks
+from layerstore.policy.keep import Keep
 from layerstore.storage.kernel import mapped_errors
-from layerstore.store import init, open_store
+from layerstore.store import open_store
 
 RANKS = 2
+OTHER_RANKS = 1
 RUN = "demo"
-SAVES = 4
-"""Saves of the uninterrupted run, the last at its last step; the composite is made from the second."""
+SAVES = 10
+"""Saves of the uninterrupted run, the last at its last step; composites are based on the one in the middle."""
 
 RESUMED_RUN = "resumed"
+RESIZED_RUN = "on-one-rank"
+MIXED = "parity"
+"""The policy of the mixture, and the name of its pin."""
 
 STEPS = 20
 STEPS_MIN = SAVES
@@ -39,7 +58,14 @@ MARKER = "layerstore-demo.txt"
 """Tells that a folder is a demo's own, so that ``force`` may clear it."""
 
 _MARKER_TEXT = "Made by `layerstore demo`; `layerstore demo --force` removes the folders beside this file.\n"
-_CHECKPOINTS, _STORE, _COMPOSITE, _RESUMED = _RESULTS = ("checkpoints", "store", "composite", "resumed")
+_CHECKPOINTS, _STORE, _POLICIES, _COMPOSITES, _RESUMED, _REPORT = _RESULTS = (
+    "checkpoints",
+    "store",
+    "policies",
+    "composites",
+    "resumed",
+    "report.html",
+)
 _LOGS = "logs"
 
 _MODULE = "layerstore.live.demo_training"
@@ -91,21 +117,45 @@ class DemoResult:
 
     folder: Path
     store: Path
+    report: Path
+    """A page for a browser: every layer and save, as all of it has left them."""
     resumed_from: int
-    """The step of the composite."""
+    """The step of the composites."""
+    saved: tuple[Saved, ...]
+    """The same saves by DeepSpeed itself, and under each policy."""
     losses: tuple[StepLoss, ...]
     """Of every later step."""
     layers: dict[str, bool]
     """Whether both runs saved the same version of a layer at the last step."""
+    mixture: Mixture
+    mixture_loss: float
+    """Of the last step of a run that was resumed from the mixture: another training, so another number."""
+    resized: Resized
+    collected: Collected
     seconds: dict[str, float]
     """Of each part, and ``total``."""
     sizes: dict[str, int]
-    """Bytes on disk: ``checkpoints`` (all of them), ``store``, ``composite``."""
+    """Bytes on disk: ``checkpoints`` (all of them), ``store`` (of full saves), ``composite``."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it has to be, in words; nothing, unless something is wrong."""
+        losses = sum(not loss.identical for loss in self.losses)
+        layers = sum(not is_same for is_same in self.layers.values())
+        mixed, tensors = self.mixture.layers - self.mixture.same, self.resized.tensors - self.resized.same
+        found = {
+            f"{losses} of {len(self.losses)} losses after the resume are not the uninterrupted run's": losses,
+            f"{layers} of {len(self.layers)} layers at the last step are not the uninterrupted run's": layers,
+            f"{mixed} of {self.mixture.layers} layers of the mixture are not those that were saved by parity": mixed,
+            f"{tensors} of {self.resized.tensors} tensors are others on another number of ranks": tensors,
+            "what the collection left is damaged": not self.collected.is_sound,
+        }
+        return [text for text, is_wrong in found.items() if is_wrong]
 
     @property
     def identical(self) -> bool:
-        """Whether every later loss is the same in both runs, and every layer that they saved at the last step."""
-        return all(loss.identical for loss in self.losses) and all(self.layers.values())
+        """Whether every loss, layer and tensor is what it has to be."""
+        return not self.problems
 
 
 def run_demo(
@@ -119,7 +169,7 @@ def run_demo(
     """
     Train, ingest, compose, resume and compare, all below *folder*.
 
-    The store and the logs stay there. The checkpoints are removed as soon as they are ingested, and the composite once
+    The store and the logs stay there. The checkpoints are removed as soon as they are ingested, and the composites once
     all proved identical, unless *keep*. With *force* what an earlier demo left in *folder* is removed first.
     Whatever ends it, no process of it goes on; an interrupt leaves the logs alone.
 
@@ -173,11 +223,13 @@ class _Demo:
 
     def __init__(self, folder: Path, *, steps: int, keep: bool, audience: Audience) -> None:
         self._folder = folder
+        self._store = folder / _STORE
         self._steps = steps
-        self._keep = keep
+        self._keeps_all = keep
         self._audience = audience
         self._saves = [steps * save // SAVES for save in range(1, SAVES + 1)]
-        self._resume_from = self._saves[1]
+        self._base = self._saves[SAVES // 2 - 1]
+        self._rules = Keep(last=3, every=self._base)
         self._seconds: dict[str, float] = {}
         self._sizes: dict[str, int] = {}
 
@@ -185,107 +237,176 @@ class _Demo:
         """Run all parts."""
         with self._timed("total"):
             uninterrupted = self._train()
-            self._ingest()
-            self._compose()
-            resumed = self._resume()
+            saved = self._ingest()
+            mixture = self._compose()
+            resumed, mixed = self._resume()
             layers = self._compare_layers()
+            other = self._resume_elsewhere()
+            collected = self._collect()
+            self._report()
         losses = tuple(
             StepLoss(step=step, uninterrupted=uninterrupted[step], resumed=resumed[step])
-            for step in range(self._resume_from + 1, self._steps + 1)
+            for step in range(self._base + 1, self._steps + 1)
         )
         result = DemoResult(
             folder=self._folder,
-            store=self._folder / _STORE,
-            resumed_from=self._resume_from,
+            store=self._store,
+            report=self._folder / _REPORT,
+            resumed_from=self._base,
+            saved=saved,
             losses=losses,
             layers=layers,
+            mixture=mixture,
+            mixture_loss=mixed[self._steps],
+            resized=other,
+            collected=collected,
             seconds=self._seconds,
             sizes=self._sizes,
         )
-        if result.identical and not self._keep:
-            _remove(self._folder / _COMPOSITE)
+        if result.identical:
+            self._drop(_COMPOSITES)
         return result
 
     def _train(self) -> dict[int, float]:
         checkpoints = self._folder / _CHECKPOINTS
         self._audience.phase(f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps")
         with self._timed("training"):
-            losses = self._trained("training", first=1, out=checkpoints, saves=self._saves)
-        self._sizes["checkpoints"] = _size_bytes(checkpoints)
+            (losses,) = self._trained("training", first=1, last=self._steps, out=checkpoints, saves=self._saves)
+        self._sizes["checkpoints"] = size_bytes(checkpoints)
         return losses
 
-    def _ingest(self) -> None:
+    def _ingest(self) -> tuple[Saved, ...]:
         checkpoints = self._folder / _CHECKPOINTS
-        self._audience.phase(f"ingesting {SAVES} checkpoints")
-        with self._timed("ingest"), init(self._folder / _STORE) as store:
-            for step in self._saves:
-                ingested = store.ingest(checkpoints, run=RUN, tag=tag_of(step))
-                self._audience.note(f"step {step}: {len(ingested.layers)} layers, {_megabytes(ingested.bytes_new)} new")
-        self._sizes["store"] = _size_bytes(self._folder / _STORE)
-        if not self._keep:
-            _remove(checkpoints)
-            self._audience.note("the checkpoints are removed: from here on there is only the store")
+        self._audience.phase(f"ingesting {SAVES} checkpoints under each of {len(POLICIES)} policies")
+        with self._timed("ingest"):
+            saved = [saved_as_they_are(checkpoints, self._saves)]
+            (self._folder / _POLICIES).mkdir()
+            for name in POLICIES:
+                saved.append(saved_under(name, checkpoints, self._saves, store=self._store_of(name), run=RUN))
+                self._audience.note(f"{name}: {_megabytes(saved[-1].total_bytes)} of store")
+        self._sizes["store"] = size_bytes(self._store)
+        self._drop(_CHECKPOINTS, "the checkpoints are removed: from here on there are only the stores")
+        return tuple(saved)
 
-    def _compose(self) -> None:
-        ref = f"{RUN}@{self._resume_from}"
-        self._audience.phase(f"composing {ref}")
-        with self._timed("compose"), open_store(self._folder / _STORE) as store:
-            written = store.compose(ref).write(self._folder / _COMPOSITE)
+    def _store_of(self, policy: str) -> Path:
+        """Return the store of the saves under *policy*: the demo's own has full ones, all that others are made of."""
+        return self._store if policy == next(iter(POLICIES)) else self._folder / _POLICIES / policy
+
+    def _compose(self) -> Mixture:
+        ref, folder = f"{RUN}@{self._base}", self._folder / _COMPOSITES
+        self._audience.phase(f"composing {ref}: as it is, mixed by {MIXED}, and for another number of ranks")
+        with self._timed("compose"), open_store(self._store) as store:
+            folder.mkdir()
+            exact, mixed = store.compose(ref), store.compose(ref, policy=POLICIES[MIXED])
+            written = exact.write(folder / "exact")
+            exact.write(folder / "other", world_size=OTHER_RANKS)
+            mixed.write(folder / MIXED)
+            mixed.pin(MIXED)
+            mixture = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
         self._sizes["composite"] = written.bytes_written
-        self._audience.note(f"{_megabytes(written.bytes_written)} of ZeRO-3 shards, every byte verified")
+        self._audience.note(f"{_megabytes(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
+        self._drop(_POLICIES)
+        return mixture
 
-    def _resume(self) -> dict[int, float]:
-        self._audience.phase(f"resuming from the composite: a new DeepSpeed run from step {self._resume_from}")
+    def _resume(self) -> tuple[dict[int, float], dict[int, float]]:
+        self._audience.phase(f"resuming from step {self._base} in new processes, and once more from the mixture")
+        composites = self._folder / _COMPOSITES
         with self._timed("resume"):
-            return self._trained(
+            exact, mixed = self._trained(
                 "resumed",
-                first=self._resume_from + 1,
-                out=self._folder / _RESUMED,
+                first=self._base + 1,
+                last=self._steps,
+                out=self._folder / _RESUMED / "exact",
                 saves=[self._steps],
-                resume=self._folder / _COMPOSITE,
+                resume=[composites / "exact", composites / MIXED],
             )
+        return exact, mixed
 
     def _compare_layers(self) -> dict[str, bool]:
         self._audience.phase(f"ingesting what the resumed run saved at step {self._steps}")
-        with self._timed("compare"), open_store(self._folder / _STORE) as store:
-            ingested = store.ingest(self._folder / _RESUMED, run=RESUMED_RUN)
-            expected = store.compose(f"{RUN}@{self._steps}").layers
-            actual = store.compose(f"{RESUMED_RUN}@{self._steps}").layers
-        same = {
-            layer: layer in actual and actual[layer].version == choice.version for layer, choice in expected.items()
-        }
+        with self._timed("compare"), open_store(self._store) as store:
+            ingested = store.ingest(self._folder / _RESUMED / "exact", run=RESUMED_RUN)
+            same = same_layers(store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN))
         self._audience.note(
             f"{sum(same.values())} of {len(same)} layers are stored already, {_megabytes(ingested.bytes_new)} new"
         )
-        if not self._keep:
-            _remove(self._folder / _RESUMED)
         return same
 
+    def _resume_elsewhere(self) -> Resized:
+        self._audience.phase(f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded")
+        with self._timed("other ranks"):
+            out = self._folder / _RESUMED / "other"
+            self._trained(
+                "other-ranks",
+                count=OTHER_RANKS,
+                first=self._base + 1,
+                last=self._base + 1,
+                out=out,
+                saves=[self._base],
+                resume=[self._folder / _COMPOSITES / "other"],
+            )
+            with open_store(self._store) as store:
+                store.ingest(out, run=RESIZED_RUN)
+                found = resized(store.compose(f"{RUN}@{self._base}"), store.compose(RESIZED_RUN))
+        self._audience.note(f"{found.same} of {found.tensors} masters and moments have the same bits")
+        self._drop(_RESUMED)
+        return found
+
+    def _collect(self) -> Collected:
+        self._audience.phase(f"removing what is neither of the newest 3 commits nor of every {self._base}th step")
+        with self._timed("gc"), open_store(self._store) as store:
+            found = collect(store, self._rules)
+        self._audience.note(f"{_megabytes(found.before_bytes - found.after_bytes)} are free, what is left is verified")
+        return found
+
+    def _report(self) -> None:
+        self._audience.phase(f"writing {_REPORT}: what is left, what has gone, and what composites are made of")
+        with self._timed("report"), open_store(self._store) as store:
+            store.report(self._folder / _REPORT, keep=self._rules)
+
     def _trained(
-        self, name: str, *, first: int, out: Path, saves: list[int], resume: Path | None = None
-    ) -> dict[int, float]:
-        """Run the training program; return the loss of every step from *first* to the last."""
+        self,
+        name: str,
+        *,
+        first: int,
+        last: int,
+        out: Path,
+        saves: list[int],
+        resume: Sequence[Path] = (),
+        count: int = RANKS,
+    ) -> list[dict[int, float]]:
+        """Run the training program; return for each of *resume* the loss of every step from *first* to *last*."""
         log = self._folder / _LOGS / f"{name}.log"
-        losses: dict[int, float] = {}
-        arguments = ["--steps", str(self._steps), "--out", str(out), "--save-at", *map(str, saves)]
-        arguments += [] if resume is None else ["--resume", str(resume)]
-        with Ranks(_MODULE, arguments, count=RANKS, folder=self._folder, log=log) as ranks:
-            self._audience.note(f"two processes load torch and DeepSpeed; their log is {log}")
+        losses: list[dict[int, float]] = [{} for _ in range(max(1, len(resume)))]
+        arguments = ["--steps", str(last), "--out", str(out), "--save-at", *map(str, saves)]
+        arguments += ["--resume", *map(str, resume)] if resume else []
+        with Ranks(_MODULE, arguments, count=count, folder=self._folder, log=log) as ranks:
+            self._audience.note(f"starting torch and DeepSpeed; their log is {log.relative_to(self._folder)}")
+            current = 0
             for event in ranks.events():
-                self._hear(event, losses)
-        if list(losses) != list(range(first, self._steps + 1)):
-            raise LayerstoreError(f"the training told of other steps than {first} to {self._steps}; its log is {log}")
+                if event.kind == "resumed":
+                    current = event.number
+                    self._audience.note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
+                self._hear(event, losses[current], last=last)
+        if any(list(found) != list(range(first, last + 1)) for found in losses):
+            raise LayerstoreError(f"the training told of other steps than {first} to {last}; its log is {log}")
         return losses
 
-    def _hear(self, event: Event, losses: dict[int, float]) -> None:
+    def _hear(self, event: Event, losses: dict[int, float], *, last: int) -> None:
         match event.kind:
             case "compiling":
                 self._audience.note("DeepSpeed compiles its C++ operator: about a minute, once on this machine")
             case "step":
                 losses[event.number] = float.fromhex(event.loss)
-                self._audience.step(event.number, steps=self._steps, loss=losses[event.number])
-            case "saved":
-                self._audience.note(f"saved step {event.number}")
+                self._audience.step(event.number, steps=last, loss=losses[event.number])
+
+    def _drop(self, name: str, note: str | None = None) -> None:
+        """Remove the folder *name*, unless all is to be kept."""
+        if self._keeps_all:
+            return
+        _remove(self._folder / name)
+        if note is not None:
+            self._audience.note(note)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -294,16 +415,13 @@ class _Demo:
         self._seconds[part] = time.monotonic() - started
 
 
-def _remove(folder: Path) -> None:
-    with mapped_errors(folder, doing="remove"):
-        if folder.exists():
-            shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    with mapped_errors(path, doing="remove"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def _size_bytes(folder: Path) -> int:
-    """Return the bytes that the files below *folder* have together."""
-    return sum((Path(parent) / name).stat().st_size for parent, _, names in os.walk(folder) for name in names)
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.1f} MB"
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

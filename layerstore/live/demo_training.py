@@ -2,10 +2,12 @@
 Train a tiny Llama with real DeepSpeed ZeRO-3: the program that every rank of the demo runs.
 
     python -m torch.distributed.run --nproc-per-node 2 -m layerstore.live.demo_training \\
-        --steps 20 --out DIR --save-at 5 10 15 20 [--resume CHECKPOINT]
+        --steps 20 --out DIR --save-at 10 20 [--resume CHECKPOINT ...]
 
 What a batch holds depends on its step and rank alone, so equal steps see equal text, interrupted or not.
 The text is the Python standard library's own sources, read byte by byte: no download, no tokenizer.
+Each checkpoint to resume from is trained on to the last step by an engine of its own; what the first of them does is
+saved, the loaded state itself where its step is one of those to save at.
 What happens is told in lines that `layerstore.live.ranks` reads.
 """
 
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--save-at", type=int, nargs="+", required=True)
-    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--resume", type=Path, nargs="+", default=[])
     arguments = parser.parse_args()
 
     # As an exception, so that an interrupted compile lets go of its lock file: the next one would wait for it for ever.
@@ -56,10 +58,17 @@ def main() -> None:
 
     tell("connecting")
     deepspeed.init_distributed(dist_backend="gloo")
-    engine = build_engine()
-    if arguments.resume is not None:
-        load(engine, arguments.resume)
-    train(engine, steps=arguments.steps, out=arguments.out, saves=arguments.save_at)
+    if not arguments.resume:
+        train(build_engine(), steps=arguments.steps, out=arguments.out, saves=arguments.save_at)
+    for number, checkpoint in enumerate(arguments.resume):
+        engine = build_engine(seed=number + 1)  # other weights than those of the run that goes on
+        load(engine, checkpoint)
+        if dist.get_rank() == 0:
+            tell("resumed", number=number)
+        saves = arguments.save_at if number == 0 else []
+        if engine.global_steps in saves:
+            save(engine, out=arguments.out)
+        train(engine, steps=arguments.steps, out=arguments.out, saves=saves)
     dist.barrier()
     sys.stdout.flush()
     # Everything is written and told. What would follow is taking down threads of torch and gloo, which now and then
@@ -136,9 +145,16 @@ def train(engine: Engine, *, steps: int, out: Path, saves: Container[int]) -> No
         if rank == 0:
             tell("step", number=step, loss=float(mean.item() / ranks).hex())
         if step in saves:
-            engine.save_checkpoint(str(out), tag=tag_of(step))
-            if rank == 0:
-                tell("saved", number=step)
+            save(engine, out=out)
+
+
+def save(engine: Engine, *, out: Path) -> None:
+    """Save *engine* as DeepSpeed does it, below *out*."""
+    import torch.distributed as dist
+
+    engine.save_checkpoint(str(out), tag=tag_of(engine.global_steps))
+    if dist.get_rank() == 0:
+        tell("saved", number=engine.global_steps)
 
 
 def tag_of(step: int) -> str:

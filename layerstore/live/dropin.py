@@ -16,6 +16,7 @@ from layerstore.live.log import LOG
 from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, engine_with
+from layerstore.ops.collected import losses_told
 from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
 from layerstore.zero3.pointers import Pointer, read_pointer
@@ -178,8 +179,10 @@ class StoreCheckpointEngine:
             return None if pointer is None else self._load
         engine = self._engine or Engine(engine_with(self))
         store = self._store_of(pointer)
-        loaded = Loaded.of(store, composition_of(store, pointer), rank=engine.rank, world_size=engine.world_size)
-        notes = loaded.fit(engine)
+        composition = composition_of(store, pointer)
+        with losses_told(store.rooms, composition):
+            loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size)
+            notes = loaded.fit(engine)
         for note in notes if engine.global_rank == 0 else ():
             LOG.warning("%s: %s", pointer.name, note)
         return pointer, loaded

@@ -48,7 +48,7 @@ def find_or_say(extra: Mapping[str, StrPath]) -> tuple[tuple[FoundFile, ...], st
     """Read the files that the user names; return them, and what is wrong with them, empty if nothing."""
     try:
         return tuple(_found({_checked(name): Path(path) for name, path in extra.items()})), ""
-    except LayerstoreError as exc:
+    except Exception as exc:  # noqa: BLE001  # whatever a user has put there: the others wait to hear of it
         return (), str(exc)
 
 

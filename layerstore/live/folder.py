@@ -5,6 +5,7 @@ So ``trainer.train(resume_from_checkpoint=…)``, which wants a folder, takes a 
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import Conflict, NotFound
@@ -16,13 +17,13 @@ from layerstore.live.pointers import write_pointer, write_whole
 from layerstore.live.scratch import lasting_scratch
 from layerstore.ops.composition import Composition
 from layerstore.ops.loading import content_of
-from layerstore.ops.past import view_or_none
 from layerstore.ops.ranks import Ranks, plan_composite
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Policy
 from layerstore.storage.files import Files
 from layerstore.store import Store, StrPath, as_store
 from layerstore.zero3.discover import LATEST, TRAINER_STATE
+from layerstore.zero3.pointers import Pointer
 
 
 def checkpoint(
@@ -45,31 +46,47 @@ def checkpoint(
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        return _made(as_store(store), ref, folder, policy)[0]
+        found = _found(as_store(store), ref, policy)
+        return None if found is None else _written(found, folder)
     exchange = Exchange()
     try:
         with exchange.together():
-            found, commit = _made(as_store(store), ref, folder, policy)
-        if not exchange.is_same(commit):
+            found = _found(as_store(store), ref, policy)
+        if not exchange.is_same("" if found is None else found.composition.commit):
             raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
+        with exchange.together():
+            return None if found is None else _written(found, folder)
     finally:
         exchange.close()
-    return found
 
 
-def _made(store: Store, ref: str, folder: StrPath | None, policy: str | Policy) -> tuple[str | None, str]:
-    """Return this rank's folder and the commit that it leads to; None and an empty text where there is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a folder is to lead to."""
+
+    rooms: Rooms
+    composition: Composition
+    pointer: Pointer
+
+
+def _found(store: Store, ref: str, policy: str | Policy) -> _Found | None:
+    """Return what *ref* means, None where it is just a run that has no commit yet."""
     rooms = store.rooms
     reference = parse_reference(ref)
     is_pin = reference.name in rooms.records.pin_names()
-    is_tip = not is_pin and reference.step is None and not reference.back
-    view = view_or_none(rooms, reference.name) if is_tip else None
-    is_empty = is_tip and (view is None or not view.rows)
-    composition = None if is_empty else store.compose(ref, policy=policy).composition
-    if composition is None:
-        LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
-        return None, ""
+    if not is_pin and reference.step is None and not reference.back:
+        view = rooms.catalog.find(reference.name)
+        if view is None or not view.rows:
+            LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
+            return None
+    composition = store.compose(ref, policy=policy).composition
     pointer = pointer_to(store, composition, pin=reference.name if is_pin and policy == "latest" else None)
+    return _Found(rooms=rooms, composition=composition, pointer=pointer)
+
+
+def _written(found: _Found, folder: StrPath | None) -> str:
+    """Write this rank's folder; return its path."""
+    rooms, composition, pointer = found.rooms, found.composition, found.pointer
     ranks = _ranks(rooms, composition)
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
@@ -87,7 +104,7 @@ def _made(store: Store, ref: str, folder: StrPath | None, policy: str | Policy) 
             rooms.files.make_directories(place.parent)
             write_pointer(rooms.files, place, pointer)
     _write(rooms.files, target / LATEST, tag.encode())
-    return str(target), composition.commit
+    return str(target)
 
 
 def _ranks(rooms: Rooms, composition: Composition) -> Ranks:

@@ -8,7 +8,6 @@ from layerstore.format.canonical import Plain
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.model import LayerEntry
 from layerstore.ops.composition import Composition, compose_latest
-from layerstore.ops.past import view_or_none
 from layerstore.ops.refs import Resolved, reference_to
 from layerstore.storage.runview import RunView
 from layerstore.store import Store
@@ -60,7 +59,7 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
     rooms = store.rooms
     if pointer.is_pin:
         return Resolved.of_pin(rooms.records.read_pin(pointer.name))
-    view = view_or_none(rooms, pointer.run)
+    view = rooms.catalog.find(pointer.run)
     own = [] if view is None else view.of_attempt(pointer.attempt)
     row = next((row for row in own if row.step == pointer.step), None)
     if row is None:

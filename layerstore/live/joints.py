@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping
 from layerstore.errors import LayerstoreError
 from layerstore.live.background import Job
 from layerstore.live.log import LOG
-from layerstore.live.seams import ENGINE_KEYS
 from layerstore.model import PolicyUse
-from layerstore.ops.pins import check_pin_free, check_pin_name
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import ShareWork
 from layerstore.ops.timings import SaveTiming, note_timing
@@ -29,23 +27,6 @@ def use_of(policy: Policy, work: ShareWork, movements: Mapping[str, float]) -> P
     if movements:
         said["movements"] = dict(movements.items())
     return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=said)
-
-
-def key_problem(client_state: Mapping[str, object]) -> str:
-    """Return which key of *client_state* is the engine's own, in words; empty where none is."""
-    taken = sorted(ENGINE_KEYS & client_state.keys())
-    return f"client_state has the key {taken[0]!r}, under which the engine saves state of its own" if taken else ""
-
-
-def pin_problem(rooms: Rooms, name: str | None, *, run: str, step: int) -> str:
-    """Return why *name* cannot become a pin of this save, empty where it can."""
-    try:
-        if name is not None:
-            check_pin_name(rooms, name)
-            check_pin_free(rooms, name, run=run, step=step)
-    except LayerstoreError as exc:
-        return str(exc)
-    return ""
 
 
 def note_job(rooms: Rooms, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:

@@ -34,9 +34,11 @@ class Newest:
         """Whether the save *number* came to nothing."""
         return number in self._lost
 
-    def same(self, step: int, *, updates: int, pin: str | None) -> Saved | None:
+    def same(self, step: int, *, updates: int, pin: str | None, is_told: bool) -> Saved | None:
         """
         Return what the last save began if this one is the same: trainers save twice at the end of training.
+
+        With a *pin*, or where it *is_told* what else to keep, a warning says that the first save stays as it is.
 
         Raises:
             Conflict: *step* is not after the last one.
@@ -52,4 +54,6 @@ class Newest:
             return None
         if pin is not None:
             LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)
+        if is_told:
+            LOG.warning("step %d was saved already: what client_state and files it has, it keeps", step)
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)

@@ -42,9 +42,9 @@ class Event:
     """Something that a rank told, or that was seen of the ranks."""
 
     kind: str
-    """``rank`` (one has started), ``connecting``, ``compiling`` (seen, not told), ``step`` or ``saved``."""
+    """``rank`` (one has started), ``connecting``, ``compiling`` (seen, not told), ``resumed``, ``step``, ``saved``."""
     number: int
-    """The step; for ``rank`` the process id."""
+    """The step; for ``rank`` the process id, for ``resumed`` which of the checkpoints it is."""
     loss: str
     """The step's loss as `float.hex` writes it; empty for the others."""
 

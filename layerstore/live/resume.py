@@ -19,10 +19,10 @@ from layerstore.live.log import LOG
 from layerstore.live.randomness import read_random_state, set_random_state
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.seams import ENGINE_KEYS, Engine
+from layerstore.ops.collected import losses_told
 from layerstore.ops.composition import Composition, as_resolved, compose_latest
 from layerstore.ops.loading import RankLoad, plan_load
-from layerstore.ops.past import view_or_none
-from layerstore.ops.place import Place, place_after
+from layerstore.ops.place import Place, place_after, place_begun
 from layerstore.ops.ranks import AdamStep
 from layerstore.ops.refs import Resolved
 from layerstore.policy import Policy
@@ -79,15 +79,17 @@ def filled_with(engine: Any) -> Composition | None:
 
 def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
     """Let the next saver of *run* go on with *attempt*, as if the last one had not been closed."""
-    view = view_or_none(store.rooms, run)
+    view = store.rooms.catalog.find(run)
     rows = [] if view is None else view.of_attempt(attempt)
     if rows:
         tip = Resolved.of_commit(store.rooms.catalog.commit(rows[-1].name))
         _ORIGINS.setdefault(engine, _Origin()).closed[store.id, run] = compose_latest(tip)
 
 
-def place_resumed(view: RunView | None, composition: Composition) -> Place:
-    """Return where the saves go that come after an engine was filled from *composition*."""
+def place_resumed(view: RunView | None, composition: Composition | None) -> Place:
+    """Return where the saves go that come after an engine was filled from *composition*; None: from no commit."""
+    if composition is None:
+        return place_begun(view)
     base = composition.base
     record = as_resolved(composition).record
     return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
@@ -101,7 +103,9 @@ def check_run(store: Store, run: str) -> None:
         InvalidInput: It is a reference to a step, or no name at all.
         Conflict: It is the name of a pin.
     """
-    reference = parse_reference(run) if {"@", "~"} & set(str(run)) else None
+    if not isinstance(run, str):
+        raise InvalidInput(f"the run is {run!r}", hint='name it: run="sft"')
+    reference = parse_reference(run) if {"@", "~"} & set(run) else None
     if reference is not None:
         step = "" if reference.step is None else f", step={reference.step}"
         raise InvalidInput(
@@ -163,7 +167,7 @@ def _composite(
     store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
 ) -> Composite | None:
     check_run(store, run)
-    view = view_or_none(store.rooms, run)
+    view = store.rooms.catalog.find(run)
     if view is None or not view.rows:
         if must_exist:
             raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
@@ -176,7 +180,7 @@ def _composite(
 def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
     """Fill *engine* from *composite*: all that can fail does so, on every rank, before the engine changes anything."""
     composition = composite.composition
-    with exchange.together():
+    with exchange.together(), losses_told(store.rooms, composition):
         loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
         notes = loaded.fit(engine)
         random_state = read_random_state(loaded.load.state, loaded.load.content)

@@ -21,14 +21,15 @@ from types import TracebackType
 
 from layerstore.errors import Conflict
 from layerstore.layers import compile_pattern
+from layerstore.live.asked import Asked, asked
 from layerstore.live.background import Background, Job, Result
 from layerstore.live.capture import capture, check_client_state
 from layerstore.live.clock import Clock
-from layerstore.live.council import SAVES_MAX, Facts, Report, agree, meet
+from layerstore.live.council import SAVES_MAX, Facts, Report, agree, decided, meet
 from layerstore.live.dropin import drop_in
 from layerstore.live.exchange import Exchange
-from layerstore.live.files import Destination, find_or_say
-from layerstore.live.joints import in_order, key_problem, note_job, pin_problem, use_of
+from layerstore.live.files import Destination
+from layerstore.live.joints import in_order, note_job, use_of
 from layerstore.live.leaving import leave
 from layerstore.live.log import LOG
 from layerstore.live.memory import pool_bytes
@@ -38,6 +39,7 @@ from layerstore.live.results import Results, Saved, Status, saved_as
 from layerstore.live.resume import note_closed, place_resumed
 from layerstore.live.schedule import Schedule
 from layerstore.live.seams import ENGINE_KEYS, FOLDER, Engine, SavedStates
+from layerstore.live.seat import Seat
 from layerstore.live.settings import Settings
 from layerstore.live.sizes import counted, local_bytes, sizes_of
 from layerstore.live.snapshot import Copier, CudaCopier, Snapshot, changing
@@ -46,8 +48,7 @@ from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
 from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
-from layerstore.ops.past import view_or_none
-from layerstore.ops.place import Place, place_begun
+from layerstore.ops.place import Place
 from layerstore.ops.shares import ShareWork, objects_due
 from layerstore.policy import Policy
 from layerstore.store import Store, StrPath
@@ -70,6 +71,7 @@ class Saver:
         *,
         run: str,
         policy: Policy,
+        seat: Seat,
         place: Place,
     ) -> None:
         self._engine = engine
@@ -78,6 +80,7 @@ class Saver:
         self.run = run
         self._settings = settings
         self._pattern = compile_pattern(settings.layer_pattern)
+        self._seat = seat
         self._place = place
         self._exchange = exchange
         is_cuda = engine.device.type == "cuda"
@@ -127,19 +130,24 @@ class Saver:
 
         Raises:
             TypeError: *client_state* holds something else than plain values, tensors and numpy's.
-            InvalidInput: Gradients are being accumulated for an update that is still to come, or a file is not there.
+            InvalidInput: Gradients are being accumulated for an update that is still to come; or a file is not there,
+                a step is none, a pin is taken.
+            Conflict: *step* is not after the last one, or the ranks do not want the same.
         """
         tag = tag or f"global_step{self._engine.step}"
-        kept = dict(client_state or {})
-        files, problem = find_or_say(extra_files or {})
-        number = self._engine.step if step is None else step
-        problem = problem or key_problem(kept) or pin_problem(self._rooms, pin, run=self.run, step=number)
+        wish = asked(
+            self._rooms,
+            run=self.run,
+            step=step,
+            engine_step=self._engine.step,
+            client_state=client_state,
+            extra_files=extra_files,
+            pin=pin,
+        )
         saved = self._save(
-            number,
-            kept,
-            lambda: self._engine.states(tag, kept, exclude_frozen=self._settings.frozen == "exclude"),
-            place=Destination(folder=FOLDER, tag=tag, files=files, pin=pin, is_complete=True),
-            problem=problem,
+            wish,
+            lambda: self._engine.states(tag, wish.client_state, exclude_frozen=self._settings.frozen == "exclude"),
+            place=Destination(folder=FOLDER, tag=tag, files=wish.files, pin=pin, is_complete=True),
         )
         self._seal()
         return saved
@@ -153,27 +161,21 @@ class Saver:
         client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
         place = Destination(folder=folder, tag=tag, is_complete=False)
         kept = partial(self._engine.without_frozen, states) if self._settings.frozen == "exclude" else lambda: states
-        self._save(self.step_of(), client_state, kept, place=place)
+        self._save(Asked(step=self.step_of(), client_state=client_state), kept, place=place)
 
-    def _save(
-        self,
-        number: int,
-        client_state: Mapping[str, object],
-        states: Callable[[], SavedStates],
-        *,
-        place: Destination,
-        problem: str = "",
-    ) -> Saved:
-        held = self._clock.hold()
+    def _save(self, wish: Asked, states: Callable[[], SavedStates], *, place: Destination) -> Saved:
+        held, number = self._clock.hold(), wish.step
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
         self._measure()
         taken, trouble = take_stock(self._engine, states, place, pattern=self._pattern, watch=self._watch)
-        mistyped = check_client_state(client_state)
-        facts = agree(self._exchange, self._report(step=number, mistyped=mistyped, problem=problem or trouble))
+        mistyped = wish.mistyped or check_client_state(wish.client_state)
+        problem = next(iter(wish.problems), trouble)
+        facts = agree(self._exchange, self._report(step=number, mistyped=mistyped, problem=problem))
         assert taken is not None, "a rank that could not capture has said so"
         self._learn(facts)
-        repeated = self._newest.same(number, updates=self._updates, pin=place.pin)
+        is_told = place.is_complete and bool(wish.client_state or place.files)
+        repeated = self._newest.same(number, updates=self._updates, pin=place.pin, is_told=is_told)
         if repeated is not None:
             return repeated  # and into its folder more may still come: that is not sealed
         self._seal()
@@ -319,12 +321,11 @@ class Saver:
             job.is_written.wait()
 
     def _due(self, share: Share, movements: Mapping[str, float]) -> frozenset[str]:
-        return self._schedule.due(
-            tuple(layer.layer for layer in share.layers),
-            counted=counted(share),
-            movements=movements,
-            sizes=sizes_of(share),
-        )
+        def due() -> frozenset[str]:
+            layers = tuple(layer.layer for layer in share.layers)
+            return self._schedule.due(layers, counted=counted(share), movements=movements, sizes=sizes_of(share))
+
+        return decided(self._exchange, self._schedule.policy, due)
 
     def _begin(self, step: int, taken: Taken, due: frozenset[str], movements: Mapping[str, float]) -> Job:
         share, files = taken.captured.share, taken.files
@@ -409,10 +410,7 @@ class Saver:
 
     def went_to(self, composition: Composition | None) -> None:
         """Go on from *composition*, which the engine was filled with; None: with something that no store knows."""
-        with self._exchange.together():
-            view = view_or_none(self._rooms, self.run)
-            place = place_begun(view) if composition is None else place_resumed(view, composition)
-        self._place = place
+        self._place = place = self._seat.take(partial(place_resumed, composition=composition))
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
         self._is_unmeasured = bool(place.inherited)
@@ -436,10 +434,13 @@ class Saver:
     def _end(self, *, at_once: bool) -> None:
         self._is_closed = True
         atexit.unregister(self._at_exit)
-        self._ungate()
-        self._dropin.detach(self)
-        self._background.close(at_once=at_once)
-        if self._engine.rank == 0:
-            self._rooms.parts.close_session(self._session, is_over=not at_once)
+        try:
+            self._ungate()
+            self._dropin.detach(self)
+            self._background.close(at_once=at_once)
+            if self._engine.rank == 0:
+                self._rooms.parts.close_session(self._session, is_over=not at_once)
+        finally:
+            self._seat.leave()
         if not at_once:
             self._exchange.close()
