@@ -2,6 +2,6 @@
 
 import sys
 
-from layerstore.cli.app import main
+from layerstore.cli.entry import main
 
 sys.exit(main())

@@ -7,6 +7,8 @@ The exit codes are those of docs/reference/cli.md.
 
 import contextlib
 import errno as errnos
+import functools
+import itertools
 import os
 import signal
 import sys
@@ -15,48 +17,59 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
+from typer.core import TyperArgument, TyperGroup
 from typer.exceptions import TyperException
 
 import layerstore
-from layerstore.cli.compose import compose
-from layerstore.cli.demo import demo
-from layerstore.cli.diff import diff
-from layerstore.cli.drop import drop
-from layerstore.cli.gc import gc
-from layerstore.cli.ingest import ingest
-from layerstore.cli.init import init
-from layerstore.cli.log import log
-from layerstore.cli.ls import ls
+from layerstore.cli.exits import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
 from layerstore.cli.options import AsJson
-from layerstore.cli.pin import pin
-from layerstore.cli.reindex import reindex
-from layerstore.cli.render import say, say_error, say_json, say_warning
-from layerstore.cli.show import show
-from layerstore.cli.stats import stats
-from layerstore.cli.usage import usage_message
-from layerstore.cli.verify import verify
+from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
+from layerstore.cli.shells import Shell, script_for
+from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
-
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-EXIT_CLOSED_PIPE = 141
-EXIT_TERMINATED = 143
 
 # Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
 app = typer.Typer(
     name="layerstore",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    add_completion=False,  # our own completes what a store holds, and knows what shells do at an @
+    suggest_commands=False,  # the hint does that
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, ingest, log, show, ls, diff, stats, compose, pin, drop, gc, verify, reindex, demo):
-    app.command()(_command)
+# Each is a module of its name, in the order of ``--help``; imported where it is needed, so that a shell need not wait.
+COMMANDS = (
+    "init",
+    "ingest",
+    "log",
+    "show",
+    "ls",
+    "diff",
+    "stats",
+    "report",
+    "compose",
+    "pin",
+    "drop",
+    "gc",
+    "verify",
+    "repair",
+    "reindex",
+    "migrate",
+    "doctor",
+    "estimate",
+    "demo",
+)
+
+
+# Commands that are asked something: what they print is the answer. So is a plan, or a list, of any other.
+ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "verify", "doctor", "estimate", "demo"})
+ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
 
 
 class Terminated(BaseException):
@@ -73,14 +86,36 @@ class Failure:
     hint: str | None = None
 
 
+def _if_quiet(value: bool) -> bool:
+    """Note ``--quiet``, wherever it stands."""
+    if value:
+        be_quiet()
+    return value
+
+
 @app.callback(invoke_without_command=True)
 def layerstore_(
     context: typer.Context,
+    *,
     store: Annotated[
         Path | None,
         typer.Option("--store", envvar="LAYERSTORE_STORE", metavar="PATH", help="The store; ./.layerstore by default."),
     ] = None,
     as_json: AsJson = False,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="Print only what was asked for, and errors.",
+            callback=_if_quiet,
+            expose_value=False,
+        ),
+    ] = False,
+    show_completion: Annotated[
+        Shell | None,
+        typer.Option("--show-completion", metavar="SHELL", help="Print what lets bash, zsh or fish complete words."),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """
@@ -93,20 +128,58 @@ def layerstore_(
       layerstore compose sft@200 -o resume
     """
     if version:
+        let_through()
         say_json({"version": layerstore.__version__}) if as_json else say(f"layerstore {layerstore.__version__}")
+        raise typer.Exit
+    if show_completion is not None:
+        let_through()
+        say(script_for(show_completion))
         raise typer.Exit
     if context.invoked_subcommand is None:
         if as_json:
             context.fail("Missing command.")
+        let_through()
         say(context.get_help())
         raise typer.Exit(EXIT_USAGE)
+    if context.invoked_subcommand in ANSWERING:
+        let_through()
     shared = {"store": store, "as_json": as_json}
     context.default_map = {context.invoked_subcommand: shared}
+
+
+@functools.cache
+def command_line(only: str | None = None) -> TyperGroup:
+    """Return the command with all its commands, or with *only* one; ``--quiet`` may stand behind each of them."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    [quiet] = [param for param in group.params if param.name == "quiet"]
+    for name in COMMANDS if only is None else (only,):
+        one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+        one.command(name)(getattr(import_module(f"layerstore.cli.{name}"), name))
+        command = typer.main.get_command(one)
+        for param in command.params:
+            if isinstance(param, TyperArgument):
+                # Its name says what it is; the library would add how Python calls it: list[Path].
+                param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+        command.params.append(quiet)
+        group.add_command(command)
+    return group
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on *arguments*, the process's own by default; return the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    name_store(store_in(words))
+    if not ANSWERING_OPTIONS.isdisjoint(_options(words)):
+        let_through()
+    try:
+        return _main(words)
+    finally:
+        name_store(None)
+        speak_up()
+
+
+def _main(words: list[str]) -> int:
     _occupy_standard_descriptors()
     _tolerate_any_text()
     with _unwound_by_sigterm(), _warnings_in_one_line():
@@ -132,12 +205,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> Failure | None:
     """Run one command; every exception that is not a signal becomes a `Failure`."""
     try:
-        code = typer.main.get_command(app).main(args=words, prog_name="layerstore", standalone_mode=False)
+        code = command_line().main(args=words, prog_name="layerstore", standalone_mode=False)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
     except TyperException as exc:
-        return Failure(kind="usage", code=exc.exit_code, message=usage_message(exc), hint=_usage_hint(exc))
+        return Failure(
+            kind="usage", code=exc.exit_code, message=usage_message(exc), hint=usage_hint(exc, command_line(), words)
+        )
     except LayerstoreError as exc:
         _show_traceback(always=isinstance(exc, Internal))
         return Failure(kind=exc.kind, code=exc.exit_code, message=str(exc), hint=exc.hint)
@@ -182,13 +257,19 @@ def _is_closed_pipe(exc: BaseException | None) -> bool:
 
 def _asks_for_json(words: list[str]) -> bool:
     """Look at the words themselves: a usage error comes before any option was understood."""
-    options = words[: words.index("--")] if "--" in words else words
-    return "--json" in options
+    return "--json" in _options(words)
 
 
-def _usage_hint(exc: TyperException) -> str | None:
-    context = getattr(exc, "ctx", None)
-    return None if context is None else f"{context.command_path} --help"
+def _options(words: list[str]) -> list[str]:
+    return words[: words.index("--")] if "--" in words else words
+
+
+def store_in(words: list[str]) -> str | None:
+    """Return the store that *words* name, the last one if there are two; None where they leave it open."""
+    options = _options(words)
+    named = [following for word, following in itertools.pairwise(options) if word == "--store"]
+    named += [word.removeprefix("--store=") for word in options if word.startswith("--store=")]
+    return named[-1] if named else None
 
 
 def _show_traceback(*, always: bool = False) -> None:

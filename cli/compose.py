@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from layerstore.cli.compose_hf import ExportOptions, export, is_export
-from layerstore.cli.mixture import PlanOptions, composite_fields, say_mixture, say_notes, say_plan
+from layerstore.cli.mixture import PlanOptions, composite_fields, say_mixture, say_notes, say_plan, say_step
 from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
 from layerstore.cli.policy import (
     Aux,
@@ -22,7 +22,7 @@ from layerstore.cli.policy import (
     described_policy,
 )
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, shown, size
+from layerstore.cli.render import counted, say_json, say_paragraph, shown, size
 
 if TYPE_CHECKING:
     from layerstore import Composite, Store
@@ -45,20 +45,24 @@ PinName = Annotated[
     str | None, typer.Option("--pin", metavar="NAME", help="Keep the composite under this name, written or not.")
 ]
 RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead of REF.")]
-Step = Annotated[int | None, typer.Option(metavar="N", min=0, help="The step, instead of REF.")]
+Step = Annotated[int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.")]
 WorldSize = Annotated[
     int | None,
     typer.Option(metavar="W", min=1, help="For W ranks; by default as many as the base has.", show_default=False),
 ]
 AdamStep = Annotated[
     Literal["unify", "per-layer"] | None,
-    typer.Option(help="The optimizer's step counters: the base's (unify, else), or each layer's own."),
+    typer.Option(
+        metavar="unify|per-layer", help="The optimizer's step counters: the base's (unify, else), or each layer's own."
+    ),
 ]
 Format = Annotated[
-    str, typer.Option("--format", metavar="F", help="zero3: shards to resume from; hf: weights for from_pretrained.")
+    str,
+    typer.Option("--format", metavar="zero3|hf", help="zero3: shards to resume from; hf: weights for from_pretrained."),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(metavar="T", help="With hf: bf16, fp16 or fp32; else as trained.", show_default=False)
+    str | None,
+    typer.Option(metavar="bf16|fp16|fp32", help="With hf: the element type; else as trained.", show_default=False),
 ]
 MaxShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="With hf: the largest file, such as 2GiB; else 5GB.")
@@ -100,7 +104,7 @@ def compose(
     as_json: AsJson = False,
 ) -> None:
     """
-    Write a ZeRO-3 checkpoint to resume from, or weights to load with Transformers.
+    Write a checkpoint to resume from, or weights for Transformers.
 
     The policy or recipe says which save each layer comes from; all else comes from the commit REF.
     latest: each layer as the commit has it. exact: every layer from this very step.
@@ -155,7 +159,7 @@ def _carry_out(
                 force=force,
                 progress=progress,
             )
-        _say_written(composite, written, as_json=as_json)
+        _say_written(composite, written, asked.adam_step, as_json=as_json)
     if asked.out is not None and not asked.is_dry_run:
         _pin_if_asked(composite, asked.pin)
 
@@ -196,7 +200,9 @@ def _by_recipe(
     return composite
 
 
-def _say_written(composite: "Composite", written: "Written", *, as_json: bool) -> None:
+def _say_written(
+    composite: "Composite", written: "Written", adam_step: Literal["unify", "per-layer"], *, as_json: bool
+) -> None:
     say_notes(written.notes)
     if as_json:
         say_json(
@@ -209,11 +215,14 @@ def _say_written(composite: "Composite", written: "Written", *, as_json: bool) -
             }
         )
         return
-    say(
+    say_paragraph(
         f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, "
         f"{counted(len(composite.layers), 'layer')}, {counted(written.world_size, 'rank')}, "
-        f"{size(written.bytes_written)} in {written.seconds:.1f} s"
+        f"{size(written.bytes_written)} in {written.seconds:.1f} s",
+        indent=2,
     )
     say_mixture(composite)
+    say_step(composite, adam_step)
     ranks = counted(written.world_size, "rank")
-    say(f"resume with {ranks}: engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer")
+    how = "engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer"
+    say_paragraph(f"resume with {ranks}: {how}", indent=2)

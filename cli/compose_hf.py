@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.cli.mixture import PlanOptions, composite_fields, say_mixture, say_notes
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, size
+from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, shown, size
 
 if TYPE_CHECKING:
     from layerstore import Composite
@@ -75,14 +75,15 @@ def export(
             )
         )
         return
-    say(
+    say_paragraph(
         f"wrote {shown(exported.out)}: {shown(composite.name)}, policy {exported.policy}, "
         f"{exported.dtype}, {counted(len(exported.files), 'file')}, "
-        f"{size(exported.bytes_written)} in {exported.seconds:.1f} s"
+        f"{size(exported.bytes_written)} in {exported.seconds:.1f} s",
+        indent=2,
     )
     say_mixture(composite)
     if "config.json" in exported.files:
-        say("load it with AutoModelForCausalLM.from_pretrained(FOLDER), or whatever class the model is of")
+        say_paragraph("load it with AutoModelForCausalLM.from_pretrained(FOLDER), or whatever class it is of", indent=2)
 
 
 def _say_plan(composite: "Composite", plan: "ExportPlan", asked: PlanOptions, as_json: bool) -> None:

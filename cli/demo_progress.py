@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from layerstore.cli.render import shown
+from layerstore.cli.render import is_quiet, shown
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Live
@@ -30,7 +30,7 @@ class DemoAudience(Protocol):
 
 
 class _Quiet:
-    """For programs: only what went wrong."""
+    """For programs, and for who wants no more: only what went wrong."""
 
     def phase(self, text: str) -> None:
         pass
@@ -86,7 +86,7 @@ def _step_line(step: int, steps: int, loss: float) -> str:
 @contextlib.contextmanager
 def shown_demo(*, as_json: bool) -> Iterator[DemoAudience]:
     """Yield where the demo tells how far it is."""
-    if as_json:
+    if as_json or is_quiet():
         yield _Quiet()
     elif not sys.stderr.isatty() or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         yield _Lines()

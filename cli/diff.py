@@ -7,7 +7,18 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import SHORT_ID_DIGITS, Column, counted, say, say_json, say_table, say_warning, shown, size
+from layerstore.cli.render import (
+    SHORT_ID_DIGITS,
+    Column,
+    counted,
+    say,
+    say_json,
+    say_paragraph,
+    say_table,
+    say_warning,
+    shown,
+    size,
+)
 
 if TYPE_CHECKING:
     from layerstore.ops.diff import Diff, KindDiff, LayerDiff, Side
@@ -76,10 +87,16 @@ def _tell(found: "Diff", *, stat: bool) -> None:
     say()
     say_table(columns, (_row(layer, kinds, stat=stat) for layer in found.layers))
     say()
-    say(_total(found))
-    say(f"all that is not a layer: {'same' if found.same_state else 'changed'}")
+    say_paragraph(_total(found), indent=2)
+    say_paragraph(
+        f"all else (counters, scheduler, random states, other files): {_sameness(found.same_state)}", indent=2
+    )
     if not stat and any(kind.status == "re-sliced" for layer in found.layers for kind in layer.kinds.values()):
         say(f"re-sliced: cut for {found.a.world_size} and for {found.b.world_size} ranks: compare with --stat")
+
+
+def _sameness(is_same: bool) -> str:
+    return "same" if is_same else "changed"
 
 
 def _side(side: "Side") -> str:
@@ -99,7 +116,18 @@ def _row(layer: "LayerDiff", kinds: list[str], *, stat: bool) -> list[str]:
 def _numbers(distance: "Distance | None") -> list[str]:
     if distance is None or not distance.elements:
         return ["-", "-"]
-    return [f"{distance.relative_l2:.3g}", "-" if math.isnan(distance.cosine) else f"{distance.cosine:.6f}"]
+    length, cosine = distance.relative_l2, distance.cosine
+    return [_in_column(length), "-" if math.isnan(cosine) else f"{cosine:.6f}"]
+
+
+def _in_column(number: float) -> str:
+    """
+    Return *number* so that those of a column stand below each other: as wide whether it is small or not.
+
+    >>> _in_column(1.1), _in_column(0.0123), _in_column(0.0000123), _in_column(0.0)
+    ('1.100000', '0.012300', '1.23e-05', '0.000000')
+    """
+    return f"{number:.2e}" if 0 < number < 0.0001 else f"{number:.6f}"
 
 
 def _total(found: "Diff") -> str:

@@ -8,6 +8,7 @@ from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown
 
 if TYPE_CHECKING:
+    from layerstore import Store
     from layerstore.ops.drop import Dropped
 
 _NAMES_SHOWN_MAX = 8
@@ -18,6 +19,9 @@ def drop(
     *,
     last: Annotated[
         bool, typer.Option("--last", help="Also where it is the last visible commit of its attempt.")
+    ] = False,
+    quarantined: Annotated[
+        bool, typer.Option("--quarantined", help="Give up a record that a repair has put into quarantine.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be hidden, and write nothing.")] = False,
     store: StorePath = None,
@@ -36,11 +40,23 @@ def drop(
       layerstore drop sft@200
     """
     with opened(store) as opened_store:
+        if quarantined:
+            _give_up(opened_store, ref, dry_run=dry_run, as_json=as_json)
+            return
         dropped = opened_store.drop(ref, last=last, dry_run=dry_run)
     if as_json:
         say_json(_fields(dropped, dry_run=dry_run))
     else:
         _tell(dropped, dry_run=dry_run)
+
+
+def _give_up(store: "Store", ref: str, *, dry_run: bool, as_json: bool) -> None:
+    commits = store.give_up(ref, dry_run=dry_run)
+    if as_json:
+        say_json({"given_up": list(commits), "dry_run": dry_run})
+        return
+    name = f"{shown(ref)} (commit {', '.join(commit[:SHORT_ID_DIGITS] for commit in commits)})"
+    say(f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its file stays in quarantine")
 
 
 def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
@@ -51,7 +67,10 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
         say(f"{counted(len(dropped.inherited_by), 'later commit')} {keep} layers of it: {_some(dropped.inherited_by)}")
     if dropped.pins:
         say(f"kept by {counted(len(dropped.pins), 'pin')}: {_some(dropped.pins)}")
-    say(f"{shown(dropped.run)} then means {shown(dropped.tip)}" if dropped.tip else "the run has no other commit")
+    if dropped.tip is None:
+        say("the run has no other commit")
+    else:
+        say(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -68,5 +87,6 @@ def _fields(dropped: "Dropped", *, dry_run: bool) -> dict[str, object]:
         "inherited_by": list(dropped.inherited_by),
         "pins": list(dropped.pins),
         "tip": dropped.tip,
+        "is_tip": dropped.is_tip,
         "dry_run": dry_run,
     }

@@ -8,16 +8,30 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import Column, age, counted, iso_time, say, say_json, say_table, say_warning, shown, size
+from layerstore.cli.render import (
+    SHORT_ID_DIGITS,
+    Column,
+    age,
+    counted,
+    iso_time,
+    let_through,
+    say,
+    say_json,
+    say_paragraph,
+    say_table,
+    say_warning,
+    size,
+)
 
 if TYPE_CHECKING:
     from layerstore.ops.gc import CommitFate, GcOutcome, Gone
 
 _LINES_MAX = 50
+_STEPS_SHOWN_MAX = 3
 
 
 Runs = Annotated[
-    list[str] | None, typer.Argument(metavar="RUN…", help="The runs that the rules speak for; all of them by default.")
+    list[str] | None, typer.Argument(metavar="RUN", help="The runs that the rules speak for; all of them by default.")
 ]
 KeepLast = Annotated[
     int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.", show_default=False)
@@ -74,12 +88,13 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """
-    Remove commits that no rule keeps, and what nothing needs any more.
+    Remove commits that no rule keeps, and what nothing needs.
 
     A commit is kept if any of the rules names it. Without a rule none is removed that is visible:
     only what was dropped or replaced goes, and what killed writers left.
     The newest commit of a run always stays, and pins with all that they need.
     A kept commit has all its layers, whichever commit they were saved by.
+    FREES counts once what several need that go, run by run, newest first; "later" is too young yet.
     Safe beside training, ingest and compose; may be stopped and repeated at any time.
 
     \b
@@ -98,26 +113,43 @@ def gc(
         drop_optimizer_older_than=drop_optimizer_older_than,
     )
     grace_seconds = None if grace is None else duration(grace).total_seconds()
-    with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds, progress=progress)
+    with opened(store) as opened_store:
+        collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds)
+        plan: GcOutcome | None = None
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
-            _confirm(collect(dry_run=True))
-        outcome = collect(dry_run=dry_run)
+            with shown_progress(as_json=as_json) as progress:
+                plan = collect(dry_run=True, progress=progress)
+            if not _is_confirmed(plan):
+                say("nothing was removed")
+                return
+        with shown_progress(as_json=as_json) as progress:
+            outcome = collect(dry_run=dry_run, confirmed=plan, progress=progress)
     if as_json:
         say_json(_fields(outcome, dry_run=dry_run))
     else:
         _tell(outcome, is_done=not dry_run)
 
 
-def _confirm(plan: "GcOutcome") -> None:
+def _is_confirmed(plan: "GcOutcome") -> bool:
+    """Show *plan* and ask; whatever is no yes is a no, the end of the input too. Ctrl-C ends the command as ever."""
+    let_through()  # who is asked has to see what, also with --quiet
     _tell(plan, is_done=False)
-    if plan.removed or plan.trimmed:
-        typer.confirm("Remove them?", abort=True)
+    if not (plan.removed or plan.trimmed):
+        return True
+    sys.stdout.write("Remove them? [y/N]: ")
+    sys.stdout.flush()
+    answer = sys.stdin.readline()
+    if not answer.endswith("\n"):
+        say()  # Ctrl-D leaves the cursor behind the question
+    return answer.strip().lower() in {"y", "yes"}
 
 
 def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
+    from layerstore.ops.retention import NOT_ASKED
+
     # What goes first: a long list is cut at its end.
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
+    fates = [fate for fate in fates if fate.kept_by != (NOT_ASKED,)]
     if outcome.removed or outcome.trimmed:
         say_table(
             [
@@ -131,29 +163,54 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
         )
         if len(fates) > _LINES_MAX:
             say(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")
+        if len(fates) < len(outcome.commits):
+            say(f"… and {len(outcome.commits) - len(fates):,} kept of runs that were not named; --json has them all")
         say()
     kept = sum(bool(fate.kept_by) and fate.is_visible for fate in outcome.commits)
     pins = f" and {counted(len(outcome.pins), 'pin')}" if outcome.pins else ""
     verb, tense = ("removed", "") if is_done else ("would remove", "; nothing was changed")
-    say(f"{verb} {_parts(outcome)}: {size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}")
-    for each in outcome.unserved:
-        say_warning(
-            f"{shown(each.reference)} --policy {each.policy} {'has' if is_done else 'would have'} other versions of "
-            f"{counted(each.layers, 'layer')}: compose --pin keeps a composite"
-        )
+    freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
+    say_paragraph(f"{verb} {_parts(outcome)}: {freed}", indent=2)
+    _warn_of_unserved(outcome, is_done=is_done)
     if outcome.young.count:
-        say(f"too young to go: {_amount(outcome.young)}; a later collection takes them, or --grace 0s if nobody writes")
+        later = "a later collection takes them, or --grace 0s if nobody writes"
+        say_paragraph(f"too young to go: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
-        say(f"moved aside: {_amount(outcome.waiting)}; on a network filesystem a later collection removes them")
+        later = "on a network filesystem a later collection removes them"
+        say_paragraph(f"moved aside: {_amount(outcome.waiting)}; {later}", indent=2)
+
+
+def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
+    """Warn of composites that kept steps cannot give any more: once for all policies that this is so of."""
+    policies: dict[tuple[str, ...], list[str]] = {}
+    for policy in dict.fromkeys(each.policy for each in outcome.unserved):
+        steps = tuple(each.reference for each in outcome.unserved if each.policy == policy)
+        policies.setdefault(steps, []).append(policy)
+    for steps, names in policies.items():
+        named = f"{', '.join(steps[:_STEPS_SHOWN_MAX])}{', …' if len(steps) > _STEPS_SHOWN_MAX else ''}"
+        holds = ("has" if len(names) == 1 else "have") if is_done else "would have"
+        say_warning(
+            f"--policy {' and '.join(names)} {holds} other versions at "
+            f"{counted(len(steps), 'kept step')} ({named}): compose --pin keeps a composite, --json lists the layers"
+        )
 
 
 def _line(fate: "CommitFate") -> list[str]:
     saved = age(fate.time_ns) if fate.time_ns else ""
+    # What is hidden has no name of its own any more: another shows under that by now.
+    name = fate.reference if fate.is_visible else f"{fate.reference}, commit {fate.commit[:SHORT_ID_DIGITS]}"
     if fate.loses_moments:
-        return [fate.reference, saved, "trim", f"{', '.join(fate.kept_by)}; its moments go", size(fate.bytes_freed)]
+        return [name, saved, "trim", f"{', '.join(fate.kept_by)}; its moments go", _frees(fate)]
     if fate.kept_by:
-        return [fate.reference, saved, "keep", ", ".join(fate.kept_by), ""]
-    return [fate.reference, saved, "remove", fate.goes_because, size(fate.bytes_freed)]
+        return [name, saved, "keep", ", ".join(fate.kept_by), ""]
+    return [name, saved, "remove", fate.goes_because, _frees(fate)]
+
+
+def _frees(fate: "CommitFate") -> str:
+    if not fate.bytes_freed_later:
+        return size(fate.bytes_freed)
+    later = f"{size(fate.bytes_freed_later)} later"
+    return f"{size(fate.bytes_freed)}, {later}" if fate.bytes_freed else later
 
 
 def _parts(outcome: "GcOutcome") -> str:
@@ -174,9 +231,7 @@ def _fields(outcome: "GcOutcome", *, dry_run: bool) -> dict[str, object]:
         "commits_removed": len(outcome.removed),
         "objects_removed": outcome.objects.count - outcome.waiting.count,
         "bytes_freed": outcome.bytes_freed,
-        "removed": [
-            {**_named(fate), "reason": fate.goes_because, "bytes_freed": fate.bytes_freed} for fate in outcome.removed
-        ],
+        "removed": [{**_named(fate), "reason": fate.goes_because, **_bytes_freed(fate)} for fate in outcome.removed],
         "kept": [
             {**_named(fate), "reason": ", ".join(fate.kept_by), "loses_moments": fate.loses_moments}
             for fate in outcome.commits
@@ -203,6 +258,10 @@ def _named(fate: "CommitFate") -> dict[str, object]:
         "visible": fate.is_visible,
         "time": iso_time(fate.time_ns) if fate.time_ns else None,
     }
+
+
+def _bytes_freed(fate: "CommitFate") -> dict[str, int]:
+    return {"bytes_freed": fate.bytes_freed, "bytes_freed_later": fate.bytes_freed_later}
 
 
 def _numbers(of: "Gone") -> dict[str, int]:

@@ -1,7 +1,8 @@
 """``layerstore ingest``: checkpoints on disk become commits."""
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,9 +26,20 @@ from layerstore.cli.policy import (
     described_policy,
 )
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, say_warning, shown, size
+from layerstore.cli.render import (
+    SHORT_ID_DIGITS,
+    counted,
+    say,
+    say_json,
+    say_note,
+    say_paragraph,
+    say_warning,
+    shown,
+    size,
+)
 
 if TYPE_CHECKING:
+    from layerstore import Store
     from layerstore.ops.ingest import Ingested
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
@@ -131,6 +143,8 @@ def ingest(
                 pin=pin,
             )
             _ingest(checkpoints, save, taken, tag=tag, all_=all_, watched=watch, pin=pin, as_json=as_json)
+            if run is None and not as_json:
+                _tell_twins(opened_store, taken)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
         if as_json and (taken.saved or is_open):
@@ -177,8 +191,24 @@ def _ingest(
     if all_:
         take_all(checkpoints, take, taken, as_json=as_json)
         return
-    for checkpoint in sorted(checkpoints, key=_in_step_order):
-        take_one(checkpoint, tag, take)
+    for number, checkpoint in enumerate(sorted(checkpoints, key=_in_step_order)):
+        with _counted_if_failed(number, of=len(checkpoints)):
+            take_one(checkpoint, tag, take)
+
+
+@contextlib.contextmanager
+def _counted_if_failed(number: int, *, of: int) -> Iterator[None]:
+    """Let an error say how many of several checkpoints came before it: those after it were not looked at."""
+    from layerstore.errors import LayerstoreError
+
+    try:
+        yield
+    except LayerstoreError as exc:
+        if of > 1:
+            exc.message = (
+                f"{exc.message}; {number or 'none'} of {of} checkpoints {'was' if number == 1 else 'were'} taken"
+            )
+        raise
 
 
 def _in_step_order(path: Path) -> list[tuple[int, str]]:
@@ -193,22 +223,45 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
         return
     name = f"{shown(ingested.run)}@{ingested.step} (commit {ingested.commit[:SHORT_ID_DIGITS]})"
     if not ingested.is_new:
-        healed = f"{counted(ingested.objects_new, 'missing object')} written again" if ingested.objects_new else ""
+        objects = [f"{counted(ingested.objects_new, 'missing object')} written again"] if ingested.objects_new else []
+        record = ["its record was damaged and is written again"] if ingested.record_healed else []
+        healed = ", ".join(objects + record)
         if pin is None:
             say(f"already saved: {name}; {healed or 'nothing was written'}")
         else:
             say(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}")
         return
+    if ingested.record_healed:
+        say(f"{name} had lost its record, and has the very same again")
     pinned = "" if pin is None else f"; pinned as {shown(pin)}"
     derived = f", {size(ingested.bytes_derived)} derived" if ingested.bytes_derived else ""
     layers = counted(len(ingested.layers_saved), "layer")
     if len(ingested.layers_saved) < len(ingested.layers):
         layers += f" of {len(ingested.layers)}"
-    say(
+    say_paragraph(
         f"saved {name}: {layers}, {size(ingested.bytes_new)} new, "
         f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s, "
-        f"from {shown(ingested.source)}{pinned}"
+        f"from {shown(ingested.source)}{pinned}",
+        indent=2,
     )
+
+
+def _tell_twins(store: "Store", taken: Taken) -> None:
+    """Say that another run has these very steps: the folder's name has given this one another."""
+    from layerstore.errors import LayerstoreError
+    from layerstore.ops.twins import stored_as
+
+    try:
+        found = stored_as(store.rooms, taken.saved)
+    except LayerstoreError:
+        return  # all is saved: that some other run cannot be read is for verify to say
+    for run in dict.fromkeys(run for run, _ in found):
+        count, other = max((count, other) for (each, other), count in found.items() if each == run)
+        are = "is" if count == 1 else "are"
+        say_note(
+            f"{counted(count, 'step')} of {shown(run)} {are} stored already, as run {shown(other)}; "
+            f"to stay with that: --run {shown(other)}"
+        )
 
 
 def _fields_of_all(taken: Taken, *, one: bool, all_: bool) -> dict[str, object]:
@@ -226,6 +279,7 @@ def _fields(ingested: "Ingested") -> dict[str, object]:
         "attempt": ingested.attempt,
         "commit": ingested.commit,
         "is_new": ingested.is_new,
+        "record_healed": ingested.record_healed,
         "layers": len(ingested.layers),
         "layers_saved": len(ingested.layers_saved),
         "objects_new": ingested.objects_new,

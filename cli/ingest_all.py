@@ -72,7 +72,7 @@ def take_or_note(checkpoint: "FoundTag", take: Take, taken: Taken) -> None:
     except LayerstoreError as exc:
         if _concerns_all(exc, checkpoint.folder):
             raise
-        say_warning(f"{checkpoint.path} was not saved: {exc}")
+        say_warning(f"{checkpoint.path} was not saved: {exc}{f'; {exc.hint}' if exc.hint else ''}")
         taken.problems.append((checkpoint.path, exc))
 
 

@@ -4,10 +4,10 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from layerstore.cli.ingest_all import Take, Taken, take_or_note
-from layerstore.cli.render import say, shown
+from layerstore.cli.render import counted, say, say_warning, shown
 
 if TYPE_CHECKING:
     from layerstore.zero3.survey import FoundTag
@@ -26,11 +26,25 @@ def watch(
     Ingest every checkpoint below *folders*, and each that comes, once it has come to rest; ends when interrupted.
 
     What is not whole is looked at again when it has changed.
+
+    Raises:
+        KeyboardInterrupt: Somebody has ended it, whatever it was at; what was *taken* stays.
     """
     tops = list(folders)
     seen: dict[Path, int] = {}
+    for top in tops:
+        if not top.exists():
+            say_warning(f"{shown(top)} is not there yet; it is waited for")
     if not as_json:
         say(f"watching {', '.join(shown(top) for top in tops)}; Ctrl-C ends it")
+    try:
+        _follow(tops, seen, take, taken, rest_seconds=rest_seconds)
+    finally:
+        if not as_json:
+            say(f"stopped watching: {counted(len(taken.saved), 'checkpoint')} taken, {len(taken.problems)} not saved")
+
+
+def _follow(tops: list[Path], seen: dict[Path, int], take: Take, taken: Taken, *, rest_seconds: float) -> NoReturn:
     while True:
         for checkpoint in _found(tops):
             newest = _newest_change(checkpoint)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
-from layerstore.cli.render import say, say_json, shown
+from layerstore.cli.render import name_store, named_store, say, say_json, say_note, shown, with_store
 
 
 def init(
@@ -25,10 +25,15 @@ def init(
       layerstore init /scratch/me/store
     """
     import layerstore
+    from layerstore.errors import InvalidInput
 
+    named = named_store()
+    if path is not None and named is not None and Path(named).absolute() != path.absolute():
+        raise InvalidInput(f"two places were given: {path} and --store {named}", hint="leave one of them out")
     with layerstore.init(path or store or DEFAULT_STORE) as made:
         if as_json:
             say_json({"path": str(made.path), "id": made.id})
             return
         say(f"made the store {shown(made.path)}, id {made.id}")
-        say("next: layerstore ingest CHECKPOINT")
+        name_store(str(path or store) if path or store else None)
+        say_note(with_store("next: layerstore ingest CHECKPOINT"))

@@ -11,12 +11,13 @@ from layerstore.cli.render import (
     age,
     counted,
     iso_time,
-    say,
     say_json,
+    say_note,
     say_table,
     say_warning,
     shown,
     size,
+    with_store,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ _TIMINGS = (
     "queued",
 )
 
+# Beside the columns that are as wide as they are.
+_NOTE_WIDTH_MIN = 10
+
 # One screen or two: as much as somebody reads.
 _LIMIT = 50
 
@@ -52,12 +56,17 @@ def log(
         typer.Option("--before", metavar="COMMIT", help="Go on after this commit, in its run.", show_default=False),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
-    timing: Annotated[bool, typer.Option("--timing", help="Show what saves took that were made in training.")] = False,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Show what saves in training took, not what they hold.")
+    ] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
     List commits by run, newest step first.
+
+    Where a commit lacks something that it was saved with, LACKS says what:
+    moments that gc has dropped, or layers that fell back to older versions in a repair.
 
     \b
     Examples:
@@ -80,10 +89,12 @@ def log(
         _say_lines(sound, took if timing else None)
         for more in page.more:
             options = f"{f' --limit {limit}' if limit != _LIMIT else ''}{' --graph' if graph else ''}"
-            next_page = f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}"
-            say(f"{counted(more.commits, 'older commit')}: {next_page}")
+            next_page = with_store(f"layerstore log {shown(more.run)} --before {more.after[:SHORT_ID_DIGITS]}{options}")
+            say_note(f"{counted(more.commits, 'older commit')}: {next_page}")
     elif not damaged and before is None:
-        say("no commits yet; next: layerstore ingest CHECKPOINT")
+        next_one = with_store("layerstore ingest CHECKPOINT")
+        none = "no commits yet" if run is None else f"no commit of {shown(run)} shows: all were dropped"
+        say_note(f"{none}; next: {next_one}")
 
 
 def _fields(
@@ -100,6 +111,8 @@ def _fields(
                 "layers_saved": entry.layers_saved,
                 "bytes_new": entry.bytes_new,
                 "pins": list(entry.pins),
+                "has_moments": entry.has_moments,
+                "layers_fell_back": entry.layers_fell_back,
                 **({} if took is None else {"timing": _timing_fields(entry, took)}),
             }
             for entry in sound
@@ -122,7 +135,9 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
     entries = [line.entry for line in lines if line.entry is not None]
     with_graph = any(line.drawing for line in lines)
     with_attempts = with_graph or any(entry.attempt > 1 for entry in entries)
-    with_pins = any(entry.pins for entry in entries)
+    # Timings stand in their place: all of it together would fit no terminal.
+    with_pins = took is None and any(entry.pins for entry in entries)
+    with_lacks = took is None and any(map(_lacks, entries))
     columns = [
         *([Column("GRAPH")] if with_graph else []),
         Column("RUN", folds=True),
@@ -130,9 +145,9 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
         Column("STEP", "right"),
         Column("COMMIT"),
         Column("SAVED"),
-        Column("LAYERS", "right"),
-        Column("NEW", "right"),
-        *([Column("PINS", folds=True)] if with_pins else []),
+        *([Column("LAYERS", "right"), Column("NEW", "right")] if took is None else []),
+        *([Column("LACKS", folds=True, width_min=_NOTE_WIDTH_MIN)] if with_lacks else []),
+        *([Column("PINS", folds=True, width_min=_NOTE_WIDTH_MIN)] if with_pins else []),
         *([Column(name, "right") for name in ("BLOCKED", "DURABLE", "COPIED")] if took is not None else []),
     ]
     blank = [""] * (len(columns) - with_graph)
@@ -142,23 +157,38 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
             [
                 *([line.drawing] if with_graph else []),
                 # Where two lines of descent meet there is no commit.
-                *(_row(line.entry, took, with_attempts=with_attempts, with_pins=with_pins) if line.entry else blank),
+                *(
+                    _row(line.entry, took, with_attempts=with_attempts, with_lacks=with_lacks, with_pins=with_pins)
+                    if line.entry
+                    else blank
+                ),
             ]
             for line in lines
         ),
     )
+    if took is not None and any((entry.run, entry.attempt, entry.step) not in took for entry in entries):
+        say_note("-: not measured; only saves made with attach() are timed")
 
 
-def _row(entry: "LogEntry", took: "Took | None", *, with_attempts: bool, with_pins: bool) -> list[str]:
+def _lacks(entry: "LogEntry") -> str:
+    """Return what *entry* has not got any more that it was saved with."""
+    older = f"{counted(entry.layers_fell_back, 'layer')} fell back" if entry.layers_fell_back else ""
+    return ", ".join(filter(None, ["" if entry.has_moments else "moments", older]))
+
+
+def _row(
+    entry: "LogEntry", took: "Took | None", *, with_attempts: bool, with_lacks: bool, with_pins: bool
+) -> list[str]:
     is_full = entry.layers_saved == entry.layers
+    saved = str(entry.layers) if is_full else f"{entry.layers_saved} of {entry.layers}"
     return [
         entry.run,
         *([str(entry.attempt)] if with_attempts else []),
         str(entry.step),
         entry.commit[:SHORT_ID_DIGITS],
         age(entry.time_ns),
-        str(entry.layers) if is_full else f"{entry.layers_saved} of {entry.layers}",
-        size(entry.bytes_new),
+        *([saved, size(entry.bytes_new)] if took is None else []),
+        *([_lacks(entry)] if with_lacks else []),
         *([", ".join(entry.pins)] if with_pins else []),
         *([] if took is None else _timing_cells(took.get((entry.run, entry.attempt, entry.step)))),
     ]
@@ -166,5 +196,5 @@ def _row(entry: "LogEntry", took: "Took | None", *, with_attempts: bool, with_pi
 
 def _timing_cells(found: "SaveTiming | None") -> list[str]:
     if found is None:
-        return ["", "", ""]
+        return ["-", "-", "-"]
     return [f"{found.blocked_seconds * 1e3:.1f} ms", f"{found.durable_seconds:.2f} s", size(found.copied_bytes)]

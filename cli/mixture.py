@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from layerstore.cli.render import Column, counted, say, say_json, say_table, say_warning, shown, size
+from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
 
 if TYPE_CHECKING:
     from layerstore import Composite
@@ -49,8 +49,10 @@ def say_plan(composite: "Composite", options: PlanOptions, *, as_json: bool) -> 
     say_layers(composite)
     say()
     say_mixture(composite)
+    say_step(composite, options.adam_step)
     ranks = counted(world_size, "rank")
-    say(f"base {shown(composite.name)}, policy {composite.policy}, {ranks}; {options.outcome}")
+    base = f"base {shown(composite.name)}, policy {composite.policy}"
+    say_paragraph(f"{base}, {ranks}; {options.outcome}", indent=2)
 
 
 def say_layers(composite: "Composite") -> None:
@@ -89,16 +91,31 @@ def say_mixture(composite: "Composite") -> None:
     if staleness.is_mixed:
         oldest = staleness.oldest
         [name] = composite.names_of([oldest])
-        say(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}")
+        say_paragraph(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}", indent=2)
     if len(staleness.optimizer_steps) > 1:
         counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
-        say(f"updates that the optimizer had counted: {counts}; see --adam-step")
+        say_paragraph(f"updates that the optimizer had counted: {counts}; see --adam-step", indent=2)
     if composite.older_than_due:
         first = composite.older_than_due[0]
-        say(
+        say_paragraph(
             f"{counted(len(composite.older_than_due), 'layer')} had not been written when due "
-            f"(first: {shown(first)}): the version before stands in"
+            f"(first: {shown(first)}): the version before stands in",
+            indent=2,
         )
+
+
+def say_step(composite: "Composite", adam_step: Literal["unify", "per-layer"]) -> None:
+    """Say at which step training resumes where layers of several are mixed: a checkpoint knows one alone."""
+    staleness = composite.staleness
+    if not staleness.is_mixed:
+        return
+    counted_by_base = {age.optimizer_step for age in staleness.layers if age.steps == 0} - {None}
+    counts = ""
+    if adam_step == "per-layer":
+        counts = ", with each layer's own count of updates"
+    elif len(counted_by_base) == 1:
+        counts = f", with {counted(counted_by_base.pop() or 0, 'update')} counted of each layer"
+    say_paragraph(f"training resumes at step {composite.step}{counts}", indent=2)
 
 
 def policy_in_words(name: str, parameters: Mapping[str, object]) -> str:
@@ -108,7 +125,8 @@ def policy_in_words(name: str, parameters: Mapping[str, object]) -> str:
     >>> policy_in_words("parity", {"fresh": "even"}), policy_in_words("full", {})
     ('parity (fresh even)', 'full')
     """
-    settings = ", ".join(f"{key} {value}" for key, value in parameters.items())
+    # A limit that was not set is none.
+    settings = ", ".join(f"{key} {value}" for key, value in parameters.items() if str(value) != "None")
     return f"{name} ({settings})" if settings else name
 
 

@@ -24,7 +24,10 @@ StorePath = Annotated[
 ]
 Reference = Annotated[
     str | None,
-    typer.Argument(metavar="REF", help="RUN@STEP, RUN, RUN~1 or a pin; else the newest step of the only run."),
+    typer.Argument(
+        metavar="REF",
+        help="RUN@STEP, RUN, RUN~1, a pin or 12 digits of a commit's id; else the newest step of the only run.",
+    ),
 ]
 
 

@@ -6,11 +6,24 @@ import typer
 
 from layerstore.cli.mixture import policy_in_words
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, Column, age, iso_time, say, say_json, say_table, say_warning, shown
+from layerstore.cli.render import (
+    SHORT_ID_DIGITS,
+    Column,
+    age,
+    iso_time,
+    say,
+    say_json,
+    say_note,
+    say_table,
+    say_warning,
+    shown,
+    with_store,
+)
 
 if TYPE_CHECKING:
     from layerstore import Store
     from layerstore.model import Pin
+    from layerstore.ops.pins import Unpinned
 
 
 def pin(
@@ -20,7 +33,7 @@ def pin(
     ] = None,
     *,
     list_: Annotated[bool, typer.Option("--list", help="List all pins.")] = False,
-    delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this pin; its commit stays.")] = None,
+    delete: Annotated[str | None, typer.Option(metavar="PIN", help="Delete this pin; a visible commit stays.")] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,15 +54,30 @@ def pin(
 
     asked = [name is not None, list_, delete is not None]
     if sum(asked) != 1 or (name is not None and ref is None):
-        raise InvalidInput("pin takes NAME and REF, or --list, or --delete NAME", hint="layerstore pin --help")
+        raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")
     with opened(store) as opened_store:
         if list_:
             _say_pins(opened_store, as_json=as_json)
         elif delete is not None:
-            opened_store.delete_pin(delete)
-            say_json({"deleted": delete}) if as_json else say(f"deleted the pin {shown(delete)}; its commit stays")
+            _say_deleted(delete, opened_store.delete_pin(delete), as_json=as_json)
         elif name is not None:
             _make(opened_store, name, ref, as_json=as_json)
+
+
+def _say_deleted(name: str, left: "Unpinned | None", *, as_json: bool) -> None:
+    if as_json:
+        say_json({"deleted": name, "commit_visible": None if left is None else left.shows})
+        return
+    if left is None:
+        then = ""
+    elif not left.shows:
+        what = "base" if left.is_mixture else "commit"
+        then = f"; its {what} is hidden, so the next gc frees what only this pin kept"
+    elif left.is_mixture:
+        then = "; its base stays, and the next gc frees what only the mixture needed"
+    else:
+        then = "; its commit stays"
+    say(f"deleted the pin {shown(name)}{then}")
 
 
 def _make(store: "Store", name: str, ref: str | None, *, as_json: bool) -> None:
@@ -84,7 +112,7 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         rows = (_row(pin, name, with_mixtures=with_mixtures) for pin, name in zip(pins, names, strict=True))
         say_table(columns, rows)
     elif not damaged:
-        say("no pins yet; next: layerstore pin NAME REF")
+        say_note(with_store("no pins yet; next: layerstore pin NAME REF"))
 
 
 def _mixed_by(pin: "Pin") -> str:

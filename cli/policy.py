@@ -4,6 +4,7 @@ The options that describe a policy, the same for every command that has one.
 An option that is not given is not passed on: each policy knows its own defaults, and which options it has.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -64,6 +65,28 @@ def described_policy(name: str, settings: Settings) -> "Policy":
     if "budget" in given:
         given["budget"] = _size(str(given["budget"]))
     return policy_named(name, given)
+
+
+def policy_from(text: str) -> "Policy":
+    """
+    Return the policy that *text* describes, with its settings, in one word.
+
+    >>> policy_from("filter:every=10,aux=always").parameters["every"]
+    10
+    """
+    from layerstore.errors import InvalidInput
+    from layerstore.policy import policy_named
+
+    name, _, settings = text.partition(":")
+    given = dict(setting.partition("=")[::2] for setting in settings.split(",") if setting)
+    readers: dict[str, Callable[[str], object]] = {"share": _fraction, "budget": _size, "threshold": float}
+    readers |= dict.fromkeys(("first", "last", "every", "stalest"), int)
+    try:
+        return policy_named(name, {key: readers.get(key, str)(value) for key, value in given.items()})
+    except ValueError as exc:
+        if isinstance(exc, InvalidInput):
+            raise
+        raise InvalidInput(f"--policy {text}: {exc}", hint="settings are like filter:every=10,share=1/3") from exc
 
 
 def _fraction(text: str) -> object:

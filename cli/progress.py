@@ -1,16 +1,31 @@
-"""A bar on a terminal, nothing anywhere else: logs, pipes and programs want results, not movement."""
+"""
+How far a verb is: a bar on a terminal, in a log one plain line every half minute, for programs nothing.
+
+A log's lines come from a thread of their own: also a disk that hangs is told of, as a rate of nothing.
+"""
 
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from layerstore.cli.render import is_quiet, say_progress, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Live
-    from rich.progress import TaskID
+    from rich.progress import Task, TaskID
+    from rich.text import Text
 
     from layerstore.ops.progress import Progress
+
+LINE_SECONDS = 30.0
+"""From one line in a log to the next."""
+
+_UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 
 class Bar:
@@ -24,7 +39,7 @@ class Bar:
         """Begin the bar anew for the phase *what*; without a total it only shows that something moves."""
         if self._task is not None:
             self._live.remove_task(self._task)
-        self._task = self._live.add_task(what, total=total_bytes or None)
+        self._task = self._live.add_task(what, total=total_bytes or None, is_counted=_is_counted(what))
 
     def advance(self, size_bytes: int) -> None:
         """Move the bar; rich's own lock makes this safe in any thread."""
@@ -32,31 +47,150 @@ class Bar:
             self._live.advance(self._task, size_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """How far a phase was at a moment."""
+
+    what: str
+    total: int
+    done: int
+    seconds: float
+    """Since it began."""
+
+
+class Lines:
+    """A `layerstore.ops.progress.Progress` that says where it is every half minute, in one line on stderr."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._what: str | None = None
+        self._total = self._done = 0
+        self._began = 0.0
+
+    def start(self, what: str, total_bytes: int) -> None:
+        """Begin the phase *what*."""
+        with self._guard:
+            self._what, self._total, self._done, self._began = what, total_bytes, 0, time.monotonic()
+
+    def advance(self, size_bytes: int) -> None:
+        """Count *size_bytes* more."""
+        with self._guard:
+            self._done += size_bytes
+
+    def now(self) -> Phase | None:
+        """Return how far it is; None before the first phase."""
+        with self._guard:
+            if self._what is None:
+                return None
+            return Phase(self._what, self._total, self._done, time.monotonic() - self._began)
+
+    def speak(self, stop: threading.Event, *, every_seconds: float) -> None:
+        """Say where it is until *stop* is set."""
+        before: Phase | None = None
+        while not stop.wait(every_seconds):
+            phase = self.now()
+            try:
+                if phase is not None:
+                    say_progress(progress_line(phase, before))
+            except OSError:  # nobody reads the log any more: that is no reason to stop working
+                return
+            before = phase
+
+
+def progress_line(phase: Phase, before: Phase | None) -> str:
+    """
+    Return what a log is told: the share, how much, how fast since the line *before*, and the time that is left.
+
+    >>> progress_line(Phase("ingest", 10**9, 25 * 10**7, 60), Phase("ingest", 10**9, 10**8, 30))
+    'ingest: 25%, 250.0 MB of 1.0 GB, 5.0 MB/s, 3 min left'
+    >>> progress_line(Phase("records of sft", 0, 1200, 30), None)
+    'records of sft: 1,200, 40/s'
+    >>> progress_line(Phase("verify", 10**9, 10**8, 60), Phase("verify", 10**9, 10**8, 30))
+    'verify: 10%, 100.0 MB of 1.0 GB, 0 B/s'
+    """
+    # A phase that has begun since then has its own rate, from its beginning.
+    is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
+    done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
+    rate = (phase.done - done) / max(phase.seconds - seconds, 1e-3)
+    amount = _count if _is_counted(phase.what) else size
+    parts = [
+        *([f"{min(phase.done / phase.total, 1):.0%}"] if phase.total else []),
+        f"{amount(phase.done)} of {amount(phase.total)}" if phase.total else amount(phase.done),
+        f"{amount(round(rate))}/s",
+        *([f"{_duration((phase.total - phase.done) / rate)} left"] if 0 < phase.done < phase.total and rate else []),
+    ]
+    return f"{phase.what}: {', '.join(parts)}"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _duration(seconds: float) -> str:
+    """
+    Return *seconds* in the largest unit that has two of them, rounded up.
+
+    >>> _duration(0.2), _duration(90), _duration(150), _duration(9000)
+    ('1 s', '90 s', '3 min', '3 h')
+    """
+    length, unit = next((each for each in _UNITS if seconds >= 2 * each[0]), _UNITS[-1])
+    return f"{-int(-seconds // length):,} {unit}"
+
+
+def _is_counted(what: str) -> bool:
+    """Whether the phase counts records instead of bytes."""
+    return what.startswith("records")
+
+
 @contextlib.contextmanager
-def shown_progress(*, as_json: bool) -> Iterator["Progress"]:
+def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator["Progress"]:
     """Yield where a verb tells how far it is."""
-    if as_json or not _is_watched():
+    if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         from layerstore.ops.progress import Silent
 
         yield Silent()
-        return
-    with _live() as live:
-        yield Bar(live)
-
-
-def _is_watched() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("LAYERSTORE_NO_PROGRESS")
+    elif sys.stderr.isatty():
+        with _live() as live:
+            yield Bar(live)
+    else:
+        lines, stop = Lines(), threading.Event()
+        options = {"every_seconds": every_seconds}
+        speaker = threading.Thread(target=lines.speak, args=(stop,), kwargs=options, daemon=True)
+        with contextlib.suppress(RuntimeError):  # where there may be no more threads the work is done without words
+            speaker.start()
+        try:
+            yield lines
+        finally:
+            stop.set()
+            if speaker.ident is not None:
+                speaker.join()
 
 
 def _live() -> "Live":
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.text import Text
+
+    class Amount(DownloadColumn):
+        """How much is done: records are no bytes."""
+
+        def render(self, task: "Task") -> "Text":
+            if not task.fields["is_counted"]:
+                return super().render(task)
+            total = "" if task.total is None else f"/{task.total:,.0f}"
+            return Text(f"{task.completed:,.0f}{total}", style="progress.download")
+
+    class Speed(TransferSpeedColumn):
+        """How fast it is; of records the time that is left says as much."""
+
+        def render(self, task: "Task") -> "Text":
+            return Text("") if task.fields["is_counted"] else super().render(task)
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        Amount(),
+        Speed(),
         TimeRemainingColumn(compact=True),
         console=Console(stderr=True),
         transient=True,

@@ -6,7 +6,11 @@ Text that comes from elsewhere passes through `shown`, so that it cannot move th
 
 import json
 import os
+import re
+import shlex
+import shutil
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +25,15 @@ SHORT_ID_DIGITS = 12
 # In a file or a pipe no table is cut or folded to a terminal that nobody looks at.
 _WIDTH_OF_A_PIPE = 100_000
 
+# What is made to be pasted, into a mail or a report of a fault, is folded in a pipe too.
+PASTED_WIDTH = 80
+
 # Between two columns; and what a column that folds keeps at least.
 _GAP = 2
 _FOLDED_WIDTH_MIN = 20
+
+# Narrower than this, prose is left to the terminal.
+_PROSE_WIDTH_MIN = 20
 
 # Control characters, bidirectional overrides, lone surrogates, line and paragraph separators.
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -40,6 +50,8 @@ class Column:
     align: Literal["left", "right"] = "left"
     folds: bool = False
     """Whether its cells may go on in a next line where the terminal is narrow."""
+    width_min: int = _FOLDED_WIDTH_MIN
+    """How narrow it may become then."""
 
 
 def shown(text: object) -> str:
@@ -109,24 +121,86 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+# -- how much is said ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Voice:
+    """What ``--quiet`` leaves of what is said."""
+
+    is_quiet: bool = False
+    answers: bool = False
+    """Whether the command was asked something, so that what it says is no note but the answer."""
+
+
+_voice = _Voice()
+
+
+def be_quiet() -> None:
+    """Say no more than was asked for, until `speak_up`."""
+    _voice.is_quiet = True
+
+
+def speak_up() -> None:
+    """Forget what was said of the voice: the next command begins anew."""
+    _voice.is_quiet = _voice.answers = False
+
+
+def is_quiet() -> bool:
+    """Whether notes and progress are not wanted."""
+    return _voice.is_quiet
+
+
+def let_through() -> None:
+    """Let what `say` prints from now on be what the command was asked for: ``--quiet`` does not silence that."""
+    _voice.answers = True
+
+
 # -- stdout --------------------------------------------------------------------------------------------------------
 
 
 def say(text: str = "") -> None:
     """Print a line of data; what is foreign in it has been through `shown`."""
-    _print(text, sys.stdout)
+    if _voice.answers or not _voice.is_quiet:
+        _print(text, sys.stdout)
+
+
+def say_note(text: str) -> None:
+    """Print a line beside the answer, such as what to do next: with ``--quiet`` it is left out."""
+    if not _voice.is_quiet:
+        _print(text, sys.stdout)
+
+
+def say_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A_PIPE) -> None:
+    """
+    Print *text* in as many lines as the terminal needs, those after the first moved in by *indent*.
+
+    Where there is no terminal, in lines of *pipe_width*: as a rule one.
+    """
+    for line in _folded(text, indent=indent, stream=sys.stdout, pipe_width=pipe_width):
+        say(line)
+
+
+def _folded(text: str, *, indent: int, stream: TextIO | None, pipe_width: int = _WIDTH_OF_A_PIPE) -> list[str]:
+    is_cut = _is_terminal(stream) or "COLUMNS" in os.environ
+    width = shutil.get_terminal_size().columns if is_cut else pipe_width
+    # Whole words, so that names, paths and commands can be copied.
+    lines = textwrap.TextWrapper(
+        max(width, _PROSE_WIDTH_MIN), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines.wrap(text)
 
 
 def say_json(fields: Mapping[str, object]) -> None:
     """Print *fields* as the one line that programs read."""
-    say(json.dumps({"schema": JSON_SCHEMA, **fields}))
+    _print(json.dumps({"schema": JSON_SCHEMA, **fields}), sys.stdout)
 
 
 def say_facts(facts: Mapping[str, str]) -> None:
     """Print names and values below each other."""
     width = max(map(len, facts)) + 2
     for name, value in facts.items():
-        say(f"{name:<{width}}{shown(value)}")
+        say_paragraph(f"{name:<{width}}{shown(value)}", indent=width)
 
 
 def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None) -> None:
@@ -139,7 +213,8 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
     if not (_is_terminal(sys.stdout) or "COLUMNS" in os.environ):
         console.width = _WIDTH_OF_A_PIPE
     cells = [[Text(shown(cell)) for cell in row] for row in (*rows, *([] if total is None else [total]))]
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    bold = "bold" if _has_colour(sys.stdout) else "none"  # NO_COLOR leaves nothing but text, as in errors
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=bold)
     for index, column in enumerate(columns):
         widest = max([len(column.header), *(line[index].cell_len for line in cells)])
         table.add_column(
@@ -147,14 +222,14 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
             justify=column.align,
             no_wrap=not column.folds,
             overflow="fold",
-            min_width=min(widest, _FOLDED_WIDTH_MIN) if column.folds else widest,
+            min_width=min(widest, column.width_min) if column.folds else widest,
         )
     for line in cells:
-        table.add_row(*line, style="bold" if total is not None and line is cells[-1] else None)
+        table.add_row(*line, style=bold if total is not None and line is cells[-1] else None)
     # Rather lines that the terminal wraps than numbers that lack their ends.
     console.width = max(console.width, sum((column.min_width or 0) + _GAP for column in table.columns))
     with console.capture() as capture:
-        console.print(table)
+        console.print(table, crop=False)  # it may come out wider than it was to be, and would lose what is beyond
     for printed in capture.get().splitlines():
         say(printed.rstrip())
 
@@ -162,15 +237,45 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
 # -- stderr --------------------------------------------------------------------------------------------------------
 
 
+_COMMAND = re.compile(
+    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|verify)\b)"
+)
+_named_store: list[str] = []
+"""What the command line has named as the store, if anything."""
+
+
+def name_store(path: str | None) -> None:
+    """Let the commands that are named from now on name the store *path*, as the user had to."""
+    _named_store[:] = [] if path is None else [path]
+
+
+def named_store() -> str | None:
+    """Return what the command line has named as the store, None where it left that open."""
+    return _named_store[0] if _named_store else None
+
+
+def with_store(text: str) -> str:
+    """Return *text* with the commands in it aimed at the store that this command was aimed at."""
+    path = named_store()
+    if path is None or "--store" in text:
+        return text
+    return _COMMAND.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
+
+
 def say_warning(message: str) -> None:
     """Print one ``warning:`` line."""
     _complain("warning", message)
 
 
+def say_progress(line: str) -> None:
+    """Print how far a verb is, for a log."""
+    _print(shown(line), sys.stderr)
+
+
 def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: bool) -> None:
     """Print what went wrong: one or two lines for people, or one object for programs."""
     if as_json:
-        error = {"kind": kind, "code": code, "message": message, "hint": hint}
+        error = {"kind": kind, "code": code, "message": message, "hint": hint and with_store(hint)}
         _print(json.dumps({"schema": JSON_SCHEMA, "error": error}), sys.stderr)
         return
     _complain("error", message)
@@ -181,7 +286,10 @@ def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: 
 def _complain(label: str, message: str) -> None:
     colour = {"error": "1;31", "warning": "1;33", "hint": "1;36"}[label]
     head = f"\x1b[{colour}m{label}:\x1b[0m" if _has_colour(sys.stderr) else f"{label}:"
-    _print(f"{head} {shown(message)}", sys.stderr)
+    text = f"{label}: {shown(with_store(message))}"
+    # A hint is a command as a rule, and is copied: the terminal may wrap it, we put no line end into it.
+    lines = [text] if label == "hint" else _folded(text, indent=2, stream=sys.stderr) or [text]
+    _print("\n".join([head + lines[0].removeprefix(f"{label}:"), *lines[1:]]), sys.stderr)
 
 
 def _print(text: str, stream: TextIO | None) -> None:

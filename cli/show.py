@@ -9,6 +9,7 @@ from layerstore.cli.render import (
     SHORT_ID_DIGITS,
     Column,
     age,
+    counted,
     iso_time,
     say,
     say_facts,
@@ -19,8 +20,11 @@ from layerstore.cli.render import (
 
 if TYPE_CHECKING:
     from layerstore.ops.queries import CommitView, LayerLine
+    from layerstore.ops.staleness import LayerAge
 
 _FILES_SHOWN_MAX = 6
+# What JSON tells of a layer that fell back.
+_AGE_FIELDS = ("run", "attempt", "step", "steps", "saves")
 
 
 def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False) -> None:
@@ -66,12 +70,22 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "world size": str(view.world_size),
         "layout": f"{view.flavour}, tag {view.tag}",
         # That of a mixture did not save anything.
-        "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.save_number}",
+        "policy": "" if view.is_mixture else f"{_policy(view)}, save {view.turn + 1}",
         "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",
+        "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
+        "fell back": "; ".join(map(_fell_back, view.fell_back)),
+        "besides": f"{size(view.beside_bytes)} of what ranks have of their own, and files",
         "files": _files(view.files),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _fell_back(old: "LayerAge") -> str:
+    """Say how old a layer is that a repair has put in place of a lost one."""
+    if old.steps is None or old.saves is None:
+        return f"{old.layer} to {old.run}@{old.step}"
+    return f"{old.layer} to step {old.step}, {counted(old.steps, 'step')} and {counted(old.saves, 'save')} older"
 
 
 def _policy(view: "CommitView") -> str:
@@ -103,6 +117,7 @@ def _fields(view: "CommitView") -> dict[str, object]:
         "attempt": view.attempt,
         "fork": view.fork,
         "save_number": view.save_number,
+        "turn": view.turn,
         "commit": view.commit,
         "pin": view.pin,
         "time": iso_time(view.time_ns),
@@ -118,4 +133,7 @@ def _fields(view: "CommitView") -> dict[str, object]:
         "size_bytes": view.size_bytes,
         "layers": [layer_fields(line) for line in view.layers],
         "files": list(view.files),
+        "beside_bytes": view.beside_bytes,
+        "has_moments": view.has_moments,
+        "fell_back": {old.layer: {name: getattr(old, name) for name in _AGE_FIELDS} for old in view.fell_back},
     }

@@ -23,7 +23,7 @@ def stats(
     Count bytes: by run, by kind and by layer.
 
     LOGICAL is what the visible commits would take if each were stored whole.
-    UNIQUE counts every object once; OWN is what no other run needs of it.
+    UNIQUE counts every object once; OWN, without RUN, is what no other run needs of it.
 
     \b
     Examples:
@@ -35,7 +35,7 @@ def stats(
     for problem in found.left_out:
         say_warning(f"left out: {problem}")
     if found.missing:
-        say_warning(f"{counted(found.missing, 'object')} are missing; layerstore verify names them")
+        say_warning(f"missing: {counted(found.missing, 'object')}; layerstore verify says which")
     if as_json:
         say_json(_fields(found))
     else:
@@ -47,10 +47,12 @@ def _tell(found: "Stats") -> None:
     if not found.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
+    is_all = found.run is None  # of one run alone nobody has looked at what the others need
     say()
+    own = [Column("OWN", "right")] if is_all else []
     say_table(
-        [Column("RUN", folds=True), Column("COMMITS", "right"), *figures, Column("OWN", "right")],
-        ([run.run, f"{run.commits:,}", *_sizes(run), size(run.own_bytes)] for run in found.runs),
+        [Column("RUN", folds=True), Column("COMMITS", "right"), *figures, *own],
+        ([run.run, f"{run.commits:,}", *_sizes(run), *([size(run.own_bytes)] if is_all else [])] for run in found.runs),
     )
     say()
     say_table(
@@ -65,17 +67,19 @@ def _tell(found: "Stats") -> None:
 
 
 def _facts(found: "Stats") -> dict[str, str]:
-    pins = f" and {counted(found.pins, 'pin')} of what is hidden or mixed" if found.pins else ""
+    pins = f"; {counted(found.pins, 'pin')} beside them, of mixtures or hidden commits" if found.pins else ""
     facts = {
-        "commits": f"{found.commits:,} of {counted(len(found.runs), 'run')}{pins}",
-        "logical": f"{size(found.logical_bytes)}, if each were stored whole",
-        "unique": f"{size(found.unique_bytes)}, each object once: {found.saved_ratio:.1%} saved",
+        "commits": f"{found.commits:,} in {counted(len(found.runs), 'run')}{pins}",
+        "logical": f"{size(found.logical_bytes)} if each were stored whole",
+        "unique": f"{size(found.unique_bytes)} with each object counted once: {found.saved_ratio:.1%} less",
         "physical": f"{size(found.physical_bytes)} on disk",
     }
     if found.unneeded is not None:
         facts["unneeded"] = (
-            f"{size(found.unneeded.bytes)} on disk, {counted(found.unneeded.objects, 'object')} "
-            "that no visible commit and no pin needs"
+            f"{size(found.unneeded.bytes)} on disk, in {counted(found.unneeded.objects, 'object')} "
+            "that neither a visible commit nor a pin needs"
+            if found.unneeded.objects
+            else "nothing: a visible commit or a pin needs each object"
         )
     return facts
 
@@ -103,7 +107,7 @@ def _fields(found: "Stats") -> dict[str, object]:
                 "commits": run.commits,
                 "logical_bytes": run.logical_bytes,
                 "unique_bytes": run.unique_bytes,
-                "own_bytes": run.own_bytes,
+                "own_bytes": run.own_bytes if found.run is None else None,
             }
             for run in found.runs
         ],

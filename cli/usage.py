@@ -1,8 +1,40 @@
 """Usage errors in our words: what was written, and what is wrong with it."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
+
+from layerstore.nearest import did_you_mean, nearest
+
+# The library says it in no other way.
+_NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
+
+# What other tools call it.
+_ELSEWHERE = {
+    "add": "ingest",
+    "check": "verify",
+    "commit": "ingest",
+    "delete": "drop",
+    "export": "compose",
+    "extract": "compose",
+    "fsck": "verify",
+    "import": "ingest",
+    "info": "show",
+    "list": "log",
+    "load": "compose",
+    "merge": "compose",
+    "prune": "gc",
+    "remove": "drop",
+    "restore": "compose",
+    "resume": "compose",
+    "rm": "drop",
+    "save": "ingest",
+    "status": "stats",
+    "tag": "pin",
+    "upgrade": "migrate",
+}
 
 # By the code that the library gives a value it refuses; what has none of these keeps the library's own words.
 _PROBLEMS = {
@@ -24,7 +56,25 @@ def usage_message(problem: TyperException) -> str:
             return f"{option} {found.get('input')} {_PROBLEMS[str(found['type'])].format_map(facts)}"
         if "error" in facts:  # a choice, which typer checks itself
             return f"{option}: {str(facts['error']).rstrip('.')}"
-    return " ".join(problem.format_message().split())
+    # What an unknown option may have meant goes into the hint.
+    is_unknown = isinstance(getattr(problem, "possibilities", None), list)
+    text = " ".join((problem.message if is_unknown else problem.format_message()).split()).rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def usage_hint(problem: TyperException, group: TyperGroup, words: Sequence[str]) -> str | None:
+    """Return what may have been meant by *words*, and the command whose help lists what there is."""
+    context = getattr(problem, "ctx", None)
+    if context is None:  # the parser, which knows only that an option lacks its value
+        command = next((f" {word}" for word in words if word in group.commands), "")
+        return f"layerstore{command} --help"
+    possible = getattr(problem, "possibilities", None)
+    meant = list(possible) if isinstance(possible, list) else []  # the nearest first
+    unknown = _NO_COMMAND.fullmatch(problem.message)
+    if unknown is not None:
+        name = unknown["name"]
+        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else nearest(name, group.commands)
+    return did_you_mean(meant, else_=f"{context.command_path} --help")
 
 
 def _option(problem: TyperException) -> str | None:

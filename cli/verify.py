@@ -6,10 +6,27 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, shown, size
+from layerstore.cli.render import counted, say, say_json, say_note, say_paragraph, say_warning, shown, size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from layerstore.ops.damage import Cost, Damage
+    from layerstore.ops.standing import Hurt
     from layerstore.ops.verify import Verdict
+
+_NAMES_MAX = 8
+_HURT_MAX = 20
+
+Subset = Annotated[
+    str | None,
+    typer.Option(
+        "--read-data-subset",
+        metavar="PART",
+        help="Read only a part: 10%, at random, or 3/10, the third tenth.",
+        show_default=False,
+    ),
+]
 
 
 def verify(
@@ -17,7 +34,12 @@ def verify(
         str | None,
         typer.Argument(metavar="REF", help="Only what this commit or pin needs.", show_default=False),
     ] = None,
+    *,
     read_data: Annotated[bool, typer.Option("--read-data", help="Also read and hash every byte.")] = False,
+    read_data_subset: Subset = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Which 10% it is: as an earlier verify said.", show_default=False)
+    ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -25,63 +47,163 @@ def verify(
     Check that everything is as it was written.
 
     That is every record's checksum and every object's size; with --read-data, every byte.
+    Damage is listed with the commits and layers that it costs, and with what still stands.
+    What is lost and was not given up is a failure too: gc removes nothing until then.
+    1/10, 2/10 and so on to 10/10 read everything in ten nights.
 
     \b
     Examples:
       layerstore verify
-      layerstore verify --read-data
       layerstore verify sft@200 --read-data
+      layerstore verify --read-data-subset 3/10
     """
-    from layerstore.errors import IntegrityError
+    from layerstore.errors import IntegrityError, InvalidInput
 
+    if seed is not None and read_data_subset is None:
+        raise InvalidInput("--seed is for --read-data-subset", hint="layerstore verify --help")
+    reads = read_data or read_data_subset is not None
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
-        verdict = opened_store.verify(ref, read_data=read_data, progress=progress)
+        looked_at = None if ref is None else opened_store.compose(ref).name  # a run means its newest commit
+        verdict = opened_store.verify(
+            ref, read_data=read_data, read_data_subset=read_data_subset, seed=seed, progress=progress
+        )
     if as_json:
         say_json(_fields(verdict))
     else:
-        _say_verdict(verdict, read_data=read_data)
-    if not verdict.ok:
-        raise IntegrityError(_damage_in_words(verdict), hint=None if read_data else _hint(ref))
+        _say_verdict(verdict, looked_at)
+        if not reads:
+            say_note("the tensors' own bytes were not read: --read-data reads those too")
+    if verdict.damaged:
+        option = " --read-data" if reads else ""  # a repair that does not read would not see what this has seen
+        raise IntegrityError(
+            _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run says what can be done"
+        )
+    if verdict.quarantined:
+        raise IntegrityError(
+            f"lost and in quarantine: {_some(verdict.quarantined, limit=5)}; gc removes nothing, nothing was changed",
+            hint=f"layerstore repair --from COPY may heal it; {given_up_by(verdict.quarantined[0])} gives it up",
+        )
 
 
-def _hint(ref: str | None) -> str:
-    return f"layerstore verify {f'{ref} ' if ref else ''}--read-data finds out whether more is damaged"
+def given_up_by(name: str) -> str:
+    """Return the command that gives up *name*, a commit or a pin in quarantine."""
+    return f"layerstore drop {name} --quarantined" if "@" in name else f"layerstore pin --delete {name}"
 
 
 def _damage_in_words(verdict: "Verdict") -> str:
     needed_by = sorted({name for damage in verdict.damaged for name in damage.needed_by})
-    affected = f"; it affects {', '.join(needed_by[:5])}{' …' if len(needed_by) > 5 else ''}" if needed_by else ""
+    affected = f"; it affects {_some(needed_by, limit=5)}" if needed_by else ""
     return f"damage found in {counted(len(verdict.damaged), 'place')}{affected}; nothing was changed"
 
 
-def _say_verdict(verdict: "Verdict", *, read_data: bool) -> None:
+def _some(names: "Sequence[str]", *, limit: int = _NAMES_MAX) -> str:
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"
+
+
+def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
     for damage in verdict.damaged:
-        # No table: a path, a reason and a list of commits beside each other would be folded beyond reading.
-        say(f"damaged {damage.kind}  {shown(damage.path)}")
-        say(f"  {shown(damage.reason)}")
-        if damage.needed_by:
-            say(f"  needed by {shown(', '.join(damage.needed_by))}")
-    read = f", {size(verdict.bytes_read)} read" if read_data else ""
-    result = "no damage" if verdict.ok else f"{len(verdict.damaged)} damaged"
-    orphans = f"; {counted(verdict.orphans, 'orphan')}, which harm nothing" if verdict.orphans else ""
-    say(f"checked {counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{read}: {result}{orphans}")
+        say_damage(damage)
+    for each in verdict.standing.hurt[:_HURT_MAX]:
+        say(f"{shown(each.reference)}: {shown(_stands(each))}")
+    if len(verdict.standing.hurt) > _HURT_MAX:
+        say(f"… and {len(verdict.standing.hurt) - _HURT_MAX:,} more that are hurt; --json has them all")
+    for run, whole in verdict.standing.whole.items():
+        say(f"{shown(run)}: {f'the newest step that is whole is {shown(whole)}' if whole else 'no step is whole'}")
+    if verdict.hidden:
+        say_note(
+            f"{counted(len(verdict.hidden), 'damaged object')} of hidden commits, which harms nothing: gc takes them"
+        )
+    for name in verdict.quarantined:
+        say_warning(f"{name} is in quarantine and holds gc back")
+    of = "" if looked_at is None else f"{shown(looked_at)}: "
+    found = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
+    (say_note if verdict.ok else say)(f"checked {of}{found}: {_result(verdict)}")
+    if verdict.orphans:
+        say_note(f"{counted(verdict.orphans, 'orphan')}, which {'harms' if verdict.orphans == 1 else 'harm'} nothing")
+
+
+def _result(verdict: "Verdict") -> str:
+    if verdict.damaged:
+        return f"{len(verdict.damaged)} damaged"
+    if verdict.quarantined:
+        return f"no damage, {len(verdict.quarantined)} lost"
+    if verdict.sample is not None and not verdict.objects_read:
+        return "no damage in names and sizes; no object lies in this part"
+    return "no damage"
+
+
+def _read(verdict: "Verdict") -> str:
+    if verdict.sample is not None:
+        return f", {verdict.objects_read:,} of them read ({verdict.sample}), {size(verdict.bytes_read)}"
+    return f", {size(verdict.bytes_read)} read" if verdict.bytes_read else ""
+
+
+def say_damage(damage: "Damage") -> None:
+    """Print one damage and what it costs, on lines of their own: in a table they would be folded beyond reading."""
+    say(f"damaged {damage.kind}  {shown(damage.path)}")
+    say_paragraph(f"  {shown(damage.reason)}", indent=4)
+    for costs in _alike(damage.costs):
+        say_paragraph(f"  costs {shown(_some([cost.holder for cost in costs]))}: {shown(_lost(costs[0]))}", indent=4)
+
+
+def _alike(costs: "Sequence[Cost]") -> "list[list[Cost]]":
+    """Return *costs* in groups that lose the same: a layer that many commits have inherited is told once."""
+    groups: dict[tuple[tuple[str, ...], bool], list[Cost]] = {}
+    for cost in costs:
+        groups.setdefault((cost.layers, cost.everything), []).append(cost)
+    return list(groups.values())
+
+
+def _lost(cost: "Cost") -> str:
+    return "all of it" if cost.everything else f"{counted(len(cost.layers), 'layer')}, {_some(cost.layers, limit=4)}"
+
+
+def _stands(hurt: "Hurt") -> str:
+    if hurt.everything:
+        return "nothing stands, what a rank has beside the layers is lost"
+    lost = f"{counted(len(hurt.layers), 'layer')} lost"
+    if hurt.stands is None:
+        return lost
+    policies = [f"--policy {name}" for name in hurt.stands if name != "weights"]
+    stands = [*policies, *(["--format hf"] if "weights" in hurt.stands else [])]
+    return f"{lost}; {', '.join(stands)} stands" if stands else f"{lost}; no policy avoids that"
 
 
 def _fields(verdict: "Verdict") -> dict[str, object]:
     return {
         "ok": verdict.ok,
-        "damaged": [
-            {
-                "kind": damage.kind,
-                "id": damage.id,
-                "path": damage.path,
-                "needed_by": list(damage.needed_by),
-                "reason": damage.reason,
-            }
-            for damage in verdict.damaged
-        ],
+        "damaged": [damage_fields(damage) for damage in verdict.damaged],
         "orphans": verdict.orphans,
         "records": verdict.records,
         "objects": verdict.objects,
         "bytes_read": verdict.bytes_read,
+        "objects_read": verdict.objects_read,
+        "sample": verdict.sample,
+        "hurt": [
+            {
+                "commit": each.reference,
+                "layers": list(each.layers),
+                "everything": each.everything,
+                "stands": None if each.stands is None else list(each.stands),
+            }
+            for each in verdict.standing.hurt
+        ],
+        "whole": verdict.standing.whole,
+        "hidden": [damage_fields(damage) for damage in verdict.hidden],
+        "quarantined": list(verdict.quarantined),
+    }
+
+
+def damage_fields(damage: "Damage") -> dict[str, object]:
+    """Return *damage* as programs read it."""
+    return {
+        "kind": damage.kind,
+        "id": damage.id,
+        "path": damage.path,
+        "needed_by": list(damage.needed_by),
+        "reason": damage.reason,
+        "costs": [
+            {"commit": cost.holder, "layers": list(cost.layers), "everything": cost.everything} for cost in damage.costs
+        ],
     }

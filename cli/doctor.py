@@ -1,0 +1,77 @@
+"""``layerstore doctor``: is this a place for a store?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
+from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_paragraph, shown
+
+if TYPE_CHECKING:
+    from layerstore.ops.doctor import Diagnosis
+
+
+def doctor(
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="PATH", help="A store, or a folder that may become one.", show_default=False),
+    ] = None,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Try out whether the promises of a store can be kept at a place.
+
+    That is what its filesystem can do, with several processes at once, the index, the clock, the space, and versions.
+    What is tried out is removed again. The report has no secrets, and is made to be pasted.
+    Exits with 1 if there is a problem, which breaks a promise; a note does not.
+
+    \b
+    Examples:
+      layerstore doctor
+      layerstore doctor /scratch/me
+    """
+    import layerstore
+    from layerstore.errors import LayerstoreError
+
+    diagnosis = layerstore.doctor(path or store or DEFAULT_STORE)
+    if as_json:
+        say_json(_fields(diagnosis))
+    else:
+        _tell(diagnosis)
+    if not diagnosis.ok:
+        checks = ", ".join(finding.check for finding in diagnosis.problems)
+        raise LayerstoreError(
+            f"promises cannot be kept at {diagnosis.path}: {checks}",
+            hint="docs/internals/durability.md says what is asked of a filesystem",
+        )
+
+
+def _tell(diagnosis: "Diagnosis") -> None:
+    say(f"layerstore doctor {shown(diagnosis.path)}")
+    width = max(len(finding.check) for finding in diagnosis.findings) + 2
+    for finding in diagnosis.findings:
+        _say(f"{finding.verdict:<9}{finding.check:<{width}}{shown(finding.text)}", indent=9 + width)
+        if finding.hint is not None and finding.verdict != "ok":
+            _say(f"{'':<9}{'':<{width}}hint: {shown(finding.hint)}", indent=9 + width + len("hint: "))
+    versions = ", ".join(f"{name} {found or '(none)'}" for name, found in diagnosis.versions.items())
+    _say(f"versions: {shown(versions)}", indent=2)
+    notes = sum(finding.verdict == "note" for finding in diagnosis.findings)
+    say(f"{counted(len(diagnosis.problems), 'problem')}, {counted(notes, 'note')}")
+
+
+def _say(text: str, *, indent: int) -> None:
+    say_paragraph(text, indent=indent, pipe_width=PASTED_WIDTH)
+
+
+def _fields(diagnosis: "Diagnosis") -> dict[str, object]:
+    return {
+        "ok": diagnosis.ok,
+        "path": diagnosis.path,
+        "findings": [
+            {"check": finding.check, "verdict": finding.verdict, "text": finding.text, "hint": finding.hint}
+            for finding in diagnosis.findings
+        ],
+        "versions": diagnosis.versions,
+    }
