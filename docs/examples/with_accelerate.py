@@ -2,7 +2,9 @@
 Train with Accelerate; its checkpoints go to a store. Started again, it goes on where it was.
 
     layerstore init --store runs/store
-    accelerate launch --num-processes 2 with_accelerate.py --store runs/store --steps 8
+    accelerate launch --num_processes 2 --use_deepspeed with_accelerate.py --store runs/store --steps 8
+
+That is for GPUs. The guide says what Accelerate wants to be told on CPUs.
 """
 
 import argparse
