@@ -1,18 +1,53 @@
 """What all tests share: an environment without the user's own settings, and patience."""
 
 import os
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import operators, sampling
+from tests.environment import memory
 
 # A busy machine is no failure. Examples are random: a failure prints how to repeat it.
 settings.register_profile("patient", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 
+# What trains, and what goes on for as long as it is told to. Last of all it would keep one processor waiting.
+LONG = ("live", "zero3", "stateful/test_machine.py", "faults/test_at_once.py", "report", "docs")
+
+
+# What a whole run needs at once, and to spare.
+MEMORY_BYTES_MIN = 8 << 30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sample large matrices; let tests compile DeepSpeed's operators apart from the user's, workers as their head."""
+    config.pluginmanager.register(sampling)
+    # Most tests wait for a disk to sync what nobody will read again. What wants a disk makes itself one.
+    if (folder := memory()) is not None and shutil.disk_usage(folder).free >= MEMORY_BYTES_MIN:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))
+    # Hundreds of processes are started: what one of them has compiled, the others need not.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if not hasattr(config, "workerinput") and (claimed := operators.claim()):
+        config.add_cleanup(claimed.release)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest; apart from that any order will do."""
+    long = [Path(__file__).parent / part for part in LONG]
+    items.sort(key=lambda item: not any(item.path.is_relative_to(each) for each in long))
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the user's own settings: a test that needs one sets it, and sees no other. Seeds are for the tests."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     for name in list(os.environ):
         if name.startswith("LAYERSTORE_") and not name.endswith("_SEED"):
             monkeypatch.delenv(name)

@@ -7,17 +7,16 @@ writes docs/internals/known-faults.md anew. A test says which faults it is about
 
     @pytest.mark.known_fault("llmtailor 7", "llmtailor 12")
 
-The marks are read from the syntax trees, so that nothing has to be imported, and no test collected, for the page.
+How marks are found: tests/marks.py.
 """
 
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.marks import ROOT, MarkedTest, Marker, cell
+
 PAGE = ROOT / "docs" / "internals" / "known-faults.md"
-MARKER = "known_fault"
+MARKER = Marker(mark="known_fault", kind=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +35,6 @@ class FaultList:
     def references(self) -> list[str]:
         """The faults as marks name them."""
         return [f"{self.name} {number}" for number in range(1, len(self.faults) + 1)]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class MarkedTest:
-    """A test that says which faults it is about."""
-
-    path: str
-    """Of its file, below the root of the repository."""
-    line: int
-    name: str
-    faults: tuple[str, ...]
 
 
 LLMTAILOR = FaultList(
@@ -98,64 +86,29 @@ INTRODUCTION = f"""\
 Faults that were seen in other tools, each with the tests that show that layerstore does not have it.
 The sentences say what goes wrong *there*; the tests say what happens here.
 
-This page is generated. A test names its faults with `@pytest.mark.{MARKER}("{LLMTAILOR.name} 7")`.
-`python -m tests.known_faults` writes the page anew, and `pytest -m {MARKER}` runs what it names.
+This page is generated. A test names its faults with `@pytest.mark.{MARKER.mark}("{LLMTAILOR.name} 7")`.
+`python -m tests.known_faults` writes the page anew, and `pytest -m {MARKER.mark}` runs what it names.
 """
 
 
-def marked_tests(folder: Path = ROOT / "tests") -> list[MarkedTest]:
-    """Return every marked test below *folder*, in the order of files and lines."""
-    return sorted(test for path in folder.rglob("*.py") for test in _marked_in(path, folder.parent))
-
-
-def _marked_in(path: Path, root: Path) -> Iterator[MarkedTest]:
-    """
-    Yield the marked tests of one file.
-
-    Raises:
-        ValueError: A mark is not a decorator of a test, or names its faults by something else than plain strings.
-    """
-    source = path.read_bytes()
-    if MARKER.encode() not in source:
-        return
-    tree = ast.parse(source)
-    marks = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == MARKER}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
-            continue
-        own = [call for call in node.decorator_list if isinstance(call, ast.Call) and call.func in marks]
-        marks -= {call.func for call in own if isinstance(call.func, ast.Attribute)}
-        faults = tuple(_text(argument, path) for call in own for argument in call.args)
-        if faults:
-            yield MarkedTest(path.relative_to(root).as_posix(), node.lineno, node.name, faults)
-    for mark in marks:
-        raise ValueError(f"{path}:{mark.lineno}: {MARKER} is no decorator of a test, so nobody would see it")
-
-
-def _text(argument: ast.expr, path: Path) -> str:
-    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-        return argument.value
-    raise ValueError(f"{path}:{argument.lineno}: a fault is named by a plain string, list and number")
-
-
-def faults_with_tests(tests: list[MarkedTest]) -> Mapping[str, list[MarkedTest]]:
+def faults_with_tests(tests: list[MarkedTest[str]]) -> Mapping[str, list[MarkedTest[str]]]:
     """Return the tests of each fault of every list; what a test names beyond them is there too."""
-    found: dict[str, list[MarkedTest]] = {reference: [] for of in LISTS for reference in of.references}
+    found: dict[str, list[MarkedTest[str]]] = {reference: [] for of in LISTS for reference in of.references}
     for test in tests:
-        for fault in test.faults:
+        for fault in test.shows:
             found.setdefault(fault, []).append(test)
     return found
 
 
-def page(tests: list[MarkedTest]) -> str:
+def page(tests: list[MarkedTest[str]]) -> str:
     """Return the text of the page."""
     by_fault = faults_with_tests(tests)
     return "\n".join([INTRODUCTION, *(_section(of, by_fault) for of in LISTS)])
 
 
-def _section(of: FaultList, by_fault: Mapping[str, list[MarkedTest]]) -> str:
+def _section(of: FaultList, by_fault: Mapping[str, list[MarkedTest[str]]]) -> str:
     rows = [
-        f"| {number} | {sentence} | {_cell(by_fault[reference])} |"
+        f"| {number} | {sentence} | {cell(by_fault[reference])} |"
         for number, (sentence, reference) in enumerate(zip(of.faults, of.references, strict=True), 1)
     ]
     return "\n".join(
@@ -163,16 +116,5 @@ def _section(of: FaultList, by_fault: Mapping[str, list[MarkedTest]]) -> str:
     )
 
 
-def _cell(tests: list[MarkedTest]) -> str:
-    """Return the names of *tests*, gathered by file; each file is a link."""
-    files: dict[str, list[str]] = {}
-    for test in tests:
-        files.setdefault(test.path, []).append(f"`{test.name}`")
-    above = "../" * len(PAGE.parent.relative_to(ROOT).parts)
-    return "<br>".join(
-        f"[{path.removeprefix('tests/')}]({above}{path}): {', '.join(names)}" for path, names in files.items()
-    )
-
-
 if __name__ == "__main__":
-    PAGE.write_text(page(marked_tests()))
+    PAGE.write_text(page(MARKER.tests()))

@@ -4,6 +4,7 @@ Compare ingest and compose with ``cp -r`` of the same bytes, in alternating runs
     python -m tests.bench ingest|reingest|compose|all [--gb 2] [--layout raw|hf] [--odd] [--runs 5] [--profile]
     python -m tests.bench compose --policy parity --dir /mnt/xfs    # two saves mixed; blocks shared where they can be
     python -m tests.bench query [--commits 10000] [--layers 80]
+    python -m tests.bench scale [--commits 10000]    # verify and gc on 101 objects for each commit, a million in all
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
     python -m tests.bench loop --table    # only computes what saves of real models take
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
@@ -12,6 +13,7 @@ Prints one table for each verb: median and best time, the ratio of medians to bo
 peak anonymous memory of this process, and how much of the processors others used.
 The whole command's time, interpreter's start included, stands beside it; its memory is another process's.
 ``query`` asks a store with a long history instead, and prints medians, worst times and bars.
+``scale`` prints time and memory of verify and gc on a store of very many objects, and of a tenth of them.
 ``loop`` trains under DeepSpeed ZeRO-3 with every way to save, and prints what that costs the training.
 ``drift`` trains for long under several policies at once, fails, resumes from each, and compares bytes and losses.
 """
@@ -24,7 +26,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.bench import drift, loop, loop_table, query
+from tests.bench import drift, loop, loop_table, query, scale
 from tests.bench.generate import generate, generate_size
 from tests.bench.machine import limits
 from tests.bench.measure import Contender, Timing, alternate, best_seconds, median_seconds, rehearse
@@ -37,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("verb", choices=[*VERBS, "all", "query", "loop", "drift"])
+    parser.add_argument("verb", choices=[*VERBS, "all", "query", "scale", "loop", "drift"])
     parser.add_argument("--gb", type=float, help="size of the checkpoint in GiB (default: 2; loop: 1, in GB)")
     parser.add_argument("--layout", choices=["raw", "hf"], default="hf")
     parser.add_argument("--odd", action="store_true", help="sizes that divide by nothing, for three ranks")
@@ -62,6 +64,9 @@ def main() -> None:
     try:
         if options.verb == "query":
             query.run(folder, commits=options.commits, layers=options.layers)
+            return
+        if options.verb == "scale":
+            scale.run(folder, commits=options.commits)
             return
         if options.verb == "loop":
             loop.run(folder, _setting(options))

@@ -5,74 +5,63 @@ Nothing is trained. Twelve bytes a parameter are its master and two moments; wha
 to be seen here.
 """
 
+import json
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from layerstore.layers import layer_of
+from layerstore.ops.architectures import Model, model_of
+from layerstore.ops.estimate import SHARDED_BYTES, cycle_of, due_sets
 from layerstore.policy import Filter, Latest, Parity, Policy
-from layerstore.policy.anatomy import anatomy, norms
-from layerstore.policy.due import Save, due_layers
+from layerstore.policy.anatomy import anatomy
 
-DEEPSPEED_BYTES = 12
+DEEPSPEED_BYTES = SHARDED_BYTES
 """Of a parameter in ``engine.save_checkpoint``: a master and two moments."""
-TRAINER_BYTES = 14
+TRAINER_BYTES = SHARDED_BYTES + 2
 """Of a parameter in HF Trainer's checkpoints: the same, and the gathered half-precision weights."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama:
-    """The sizes of a published model."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    blocks: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    has_qkv_bias: bool = False
-
-    def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names and shapes, in the model's order; embedding and head are not tied."""
-        kv = self.hidden // self.heads * self.kv_heads
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for block in range(self.blocks):
-            prefix = f"model.layers.{block}"
-            for part, width in (("q", self.hidden), ("k", kv), ("v", kv)):
-                yield f"{prefix}.self_attn.{part}_proj.weight", (width, self.hidden)
-                if self.has_qkv_bias:
-                    yield f"{prefix}.self_attn.{part}_proj.bias", (width,)
-            yield f"{prefix}.self_attn.o_proj.weight", (self.hidden, self.hidden)
-            yield f"{prefix}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.mlp.up_proj.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.mlp.down_proj.weight", (self.hidden, self.intermediate)
-            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
-
-    def elements(self) -> dict[str, int]:
-        """Return the elements of every layer, in the model's order."""
-        found: dict[str, int] = {}
-        for name, shape in self.parameters():
-            found[layer_of(name)] = found.get(layer_of(name), 0) + prod(shape)
-        return found
+_CONFIGS: Mapping[str, Mapping[str, object]] = {
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "Qwen2.5-7B": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+}
 
 
-MODELS = (
-    Llama(name="Llama-3.1-8B", hidden=4096, intermediate=14336, blocks=32, heads=32, kv_heads=8, vocab=128256),
-    Llama(
-        name="Qwen2.5-7B",
-        hidden=3584,
-        intermediate=18944,
-        blocks=28,
-        heads=28,
-        kv_heads=4,
-        vocab=152064,
-        has_qkv_bias=True,
-    ),
-)
+def models() -> list[Model]:
+    """Return the two published models that LLMTailor was measured with, by what their configs say."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [_written(Path(folder) / f"{name}.json", fields) for name, fields in _CONFIGS.items()]
+
+
+def _written(path: Path, fields: Mapping[str, object]) -> Model:
+    path.write_text(json.dumps(fields))
+    return model_of(path)
+
+
+def elements_of(model: Model) -> dict[str, int]:
+    """Return the elements of every layer, in the model's order."""
+    found: dict[str, int] = {}
+    for name, shape in model.shapes:
+        found[layer_of(name)] = found.get(layer_of(name), 0) + prod(shape)
+    return found
+
 
 POLICIES: tuple[tuple[str, Policy], ...] = (
     ("full", Latest()),
@@ -84,28 +73,16 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
 
 def steady_elements(policy: Policy, elements: Mapping[str, int]) -> tuple[float, int]:
     """Return how many parameters' states a save takes: on average over whole cycles, and at most."""
-    layers = tuple(elements)
-    # A cycle of filter ends with a turn after which all that wait for turns have had equally many.
-    count = 2
-    if isinstance(policy, Filter):
-        parts = anatomy(layers)
-        count = policy.every * (len(layers) - len(parts.ends(policy.first, policy.last) | norms(parts.auxiliary)))
-        count -= policy.every * (policy.aux == "always") * len(set(parts.auxiliary) - norms(parts.auxiliary))
-    sums = [
-        sum(elements[layer] for layer in due_layers(policy, _save(number, layers))) for number in range(1, 1 + count)
-    ]
-    return sum(sums) / count, max(sums)
-
-
-def _save(number: int, layers: tuple[str, ...]) -> Save:
-    return Save(number=number, layers=layers, ages=dict.fromkeys(layers, 1))
+    due = due_sets(policy, tuple(elements))
+    sums = [sum(elements[layer] for layer in layers) for layers in due[: cycle_of(due)]]
+    return sum(sums) / len(sums), max(sums)
 
 
 def lines() -> Iterator[str]:
     """Yield the table."""
     yield "bytes per save in the steady state, computed over a whole cycle of saves:"
-    for model in MODELS:
-        elements = model.elements()
+    for model in models():
+        elements = elements_of(model)
         total = sum(elements.values())
         yield ""
         yield f"{model.name}: {total / 1e9:.2f} billion parameters, {len(elements)} layers"

@@ -5,6 +5,7 @@ Every way keeps the same state on every rank: its masters with their two moments
 and the counters, scheduler and buffers that belong to them.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -84,6 +85,22 @@ class DeepSpeed(Nothing):
     def save(self) -> None:
         """Save a checkpoint."""
         self._engine.save_checkpoint(str(self._folder), tag=f"global_step{self._engine.global_steps}")
+
+
+class SyncedDeepSpeed(DeepSpeed):
+    """The same, on disk before training goes on, as layerstore's saves are before they show: like against like."""
+
+    def save(self) -> None:
+        """Save a checkpoint, and sync it; the ranks share the files among them."""
+        import torch.distributed as dist
+
+        super().save()
+        dist.barrier()
+        files = sorted(path for path in self._folder.rglob("*.pt") if path.is_file())
+        for path in files[dist.get_rank() :: dist.get_world_size()]:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        dist.barrier()
 
 
 class Dcp(Nothing):
@@ -194,11 +211,13 @@ class Layerstore:
 
 NONE = Variant(name="no checkpoints", begin=Nothing)
 DEEPSPEED = Variant(name="engine.save_checkpoint", begin=DeepSpeed)
+SYNCED = Variant(name="the same, and synced", begin=SyncedDeepSpeed)
 FULL = Variant(name="layerstore, full", begin=partial(Layerstore, policy="latest"))
 
 VARIANTS = (
     NONE,
     DEEPSPEED,
+    SYNCED,
     Variant(name="DCP async_save", begin=Dcp),
     FULL,
     Variant(name="layerstore, full, sync", begin=partial(Layerstore, policy="latest", mode="sync")),

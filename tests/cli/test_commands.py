@@ -1,5 +1,6 @@
 """Each command does its work, and says what it did to people and to programs."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ INGEST_FIELDS = [
     "attempt",
     "commit",
     "is_new",
+    "record_healed",
     "layers",
     "layers_saved",
     "objects_new",
@@ -151,9 +153,42 @@ def test_log_tells_programs_all_fields(run: Run, store: Path) -> None:
     """The fields are those of the documentation, in its order."""
     commits = run("log", "sft", "--store", store, "--json").fields["commits"]
 
-    assert list(commits[0]) == ["run", "attempt", "step", "commit", "time", "layers_saved", "bytes_new", "pins"]
+    fields = ["run", "attempt", "step", "commit", "time", "layers_saved", "bytes_new", "pins"]
+    assert list(commits[0]) == [*fields, "has_moments", "layers_fell_back"]
+    assert (commits[0]["has_moments"], commits[0]["layers_fell_back"]) == (True, 0)
     assert commits[1]["pins"] == ["best"]
     assert len(commits[0]["commit"]) == 32
+
+
+def test_what_a_commit_lacks_is_said(run: Run, store: Path, checkpoints: Path) -> None:
+    """Moments that a collection has dropped, and layers that a repair has put older versions in place of."""
+    run("pin", "--delete", "best", "--store", store)
+    layers = run("ls", "sft@4", "--json", "--store", store).fields["layers"]
+    lost = next(layer["version"] for layer in layers if layer["layer"] == "lm_head")
+    (store / "objects" / lost[:2] / lost).unlink()
+    assert run("repair", "--fall-back", "--store", store).code == 0
+    run("gc", "--drop-optimizer-older-than", "1", "--grace", "0s", "--yes", "--store", store)
+
+    logged = [line.split() for line in run("log", "--store", store).out.splitlines()]
+    commits = run("log", "--json", "--store", store).fields["commits"]
+    shown = {step: run("show", f"sft@{step}", "--store", store).out for step in (2, 4)}
+    fields = {step: run("show", f"sft@{step}", "--json", "--store", store).fields for step in (2, 4)}
+    again = run("ingest", checkpoints / "global_step2", "--store", store)
+
+    assert logged[0] == ["RUN", "STEP", "COMMIT", "SAVED", "LAYERS", "NEW", "LACKS"]
+    assert (logged[1][-4:], logged[2][-1]) == (["1", "layer", "fell", "back"], "moments")
+    assert [(each["has_moments"], each["layers_fell_back"]) for each in commits] == [(True, 1), (False, 0)]
+    assert "weights only: its moments were dropped by gc" in shown[2]
+    assert "lm_head to step 2, 2 steps and 1 save older" in shown[4]
+    assert "moments" not in shown[4]
+    assert "fell back" not in shown[2]
+    assert [(fields[step]["has_moments"], list(fields[step]["fell_back"])) for step in (2, 4)] == [
+        (False, []),
+        (True, ["lm_head"]),
+    ]
+    assert fields[4]["fell_back"]["lm_head"] == {"run": "sft", "attempt": 1, "step": 2, "steps": 2, "saves": 1}
+    assert again.code == 15
+    assert "its moments were dropped by gc, so it differs from its own checkpoint too; --replace" in again.err
 
 
 def test_log_comes_in_pages(run: Run, store: Path) -> None:
@@ -167,7 +202,8 @@ def test_log_comes_in_pages(run: Run, store: Path) -> None:
     assert fields["more"] is True
 
     words = command.split()[1:]
-    assert ["log", "sft", "--before", fields["commits"][0]["commit"][:12], "--limit", "1"] == words
+    assert ["--store", str(store), "log", "sft", "--before", fields["commits"][0]["commit"][:12]] == words[:6]
+    assert words[6:] == ["--limit", "1"]
     drawn = run("log", "-n", "1", "--graph", "--store", store).out.splitlines()[-1]
     assert drawn.split()[-3:] == ["--limit", "1", "--graph"]
     last = run(*words, "--store", store)
@@ -403,6 +439,28 @@ def test_pins_are_made_listed_and_deleted(run: Run, store: Path) -> None:
     assert len(run("log", "--store", store, "--json").fields["commits"]) == 2
 
 
+def test_deleting_a_pin_says_what_stays(run: Run, store: Path) -> None:
+    """A visible commit does; of a hidden one the next collection takes what nothing else needs."""
+    said = {}
+    run("compose", "sft@4", "--policy", "parity", "--pin", "mix", "--store", store)
+    run("pin", "other", "sft@2", "--store", store)
+    said["visible"] = run("pin", "--delete", "other", "--store", store).out
+    said["mixture"] = run("pin", "--delete", "mix", "--store", store).out
+    run("drop", "sft@2", "--store", store)
+    run("pin", "again", "best", "--store", store)
+    fields = run("pin", "--delete", "again", "--json", "--store", store).fields
+    said["hidden"] = run("pin", "--delete", "best", "--store", store).out
+    collected = run("gc", "--grace", "0s", "--json", "--store", store).fields
+
+    assert said == {
+        "visible": "deleted the pin other; its commit stays\n",
+        "mixture": "deleted the pin mix; its base stays, and the next gc frees what only the mixture needed\n",
+        "hidden": "deleted the pin best; its commit is hidden, so the next gc frees what only this pin kept\n",
+    }
+    assert fields == {"schema": 1, "deleted": "again", "commit_visible": False}
+    assert collected["objects_removed"] > 0
+
+
 def test_a_damaged_pin_is_not_left_out_in_silence(run: Run, store: Path) -> None:
     """The others are listed, the damaged one is named: it may be what kept a commit."""
     run("pin", "newest", "sft", "--store", store)
@@ -431,6 +489,7 @@ def test_verify_of_a_sound_store(run: Run, store: Path) -> None:
 
     assert (quick.code, thorough.code) == (0, 0)
     assert "no damage" in quick.out
+    assert run("verify", "sft", "--store", store).out.startswith("checked sft@4: 1 record, ")
     assert tuple(thorough.fields[key] for key in ("ok", "damaged", "orphans")) == (True, [], 0)
     assert thorough.fields["bytes_read"] > 0
 
@@ -447,12 +506,18 @@ def test_verify_tells_what_is_damaged_and_who_needs_it(run: Run, store: Path) ->
     people = run("verify", "--read-data", "--store", store)
     programs = run("verify", "--read-data", "--store", store, "--json")
 
+    hint = run("compose", programs.fields["damaged"][0]["needed_by"][0], "--store", store, "-o", "out").err
+
     assert (unread.code, people.code, programs.code) == (0, 20, 20)
+    assert unread.out.splitlines()[-1] == "the tensors' own bytes were not read: --read-data reads those too"
+    assert "were not read" not in people.out + run("verify", "--store", store, "--json").out
+    assert re.search(r"hint: layerstore .*verify sft@\d+ --read-data says which composites still stand", hint)
+    assert people.err.splitlines()[-1].endswith(" repair --read-data --dry-run says what can be done")
     assert "1 damaged" in people.out
     assert f"damaged object  objects/{damaged.name[:2]}/{damaged.name}" in people.out.splitlines()
     assert people.err.startswith("error: ")
     assert programs.fields["ok"] is False
-    assert list(programs.fields["damaged"][0]) == ["kind", "id", "path", "needed_by", "reason"]
+    assert list(programs.fields["damaged"][0]) == ["kind", "id", "path", "needed_by", "reason", "costs"]
     assert damaged.name == programs.fields["damaged"][0]["id"]
     assert programs.fields["damaged"][0]["needed_by"]
     assert (programs.error["kind"], programs.error["code"]) == ("damaged", 20)
@@ -464,6 +529,97 @@ def _largest_object(store: Path) -> Path:
     )
 
 
+def test_ingest_says_that_it_wrote_a_damaged_record_again(run: Run, checkpoints: Path) -> None:
+    """It keeps the time at which it was saved, of which there is a copy, and is the same to the byte."""
+    run("init")
+    run("ingest", checkpoints, "--tag", "global_step2")
+    (path,) = Path(".layerstore/commits/sft").iterdir()
+    sound = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+
+    again = run("ingest", checkpoints, "--tag", "global_step2")
+
+    assert again.code == 0
+    assert again.out.endswith("; its record was damaged and is written again\n")
+    assert path.read_bytes() == sound
+    assert run("ingest", checkpoints, "--tag", "global_step2", "--json").fields["record_healed"] is False
+
+
+def test_compose_says_which_layer_has_lost_an_object(run: Run, store: Path, tmp_path: Path) -> None:
+    """An object's id says nothing to anybody; and a look at the commit says what still stands."""
+    _largest_object(store).unlink()
+    hurt = run("verify", "--store", store, "--json").fields["damaged"][0]["needed_by"][0]
+
+    outcome = run("compose", hurt, "--store", store, "-o", tmp_path / "out")
+
+    assert outcome.code == 20
+    assert re.search(r"error: \S+ of sft@\d+: object [0-9a-f]+ \(\d+ bytes\) is missing", outcome.err)
+    assert re.search(r"hint: layerstore .*verify sft@\d+ says which composites still stand", outcome.err)
+
+
+def test_a_save_that_nobody_timed_is_said_to_be(run: Run, store: Path) -> None:
+    """Its columns are no gap in the table, and a line below says why."""
+    timed, quiet = run("log", "--timing", "--store", store), run("log", "--timing", "--store", store, "-q")
+
+    *_, newer, older, why = timed.out.splitlines()
+    assert [line.split()[-3:] for line in (newer, older)] == [["-", "-", "-"]] * 2
+    assert why == "-: not measured; only saves made with attach() are timed"
+    assert why not in quiet.out
+
+
+def test_compose_says_at_which_step_a_mixture_resumes(run: Run, store: Path) -> None:
+    """Its shards say one step, the base's, and one count of updates, whatever the age of the layers."""
+    mixed = ("compose", "sft@4", "--policy", "parity", "--store", store)
+
+    planned, written = run(*mixed, "--dry-run"), run(*mixed, "-o", "out")
+    plain = run("compose", "sft@4", "--dry-run", "--store", store)
+
+    for outcome in (planned, written):
+        assert "training resumes at step 4, with 4 updates counted of each layer" in outcome.out.splitlines()
+        assert re.search(r"^oldest layer: \S+ from sft@2, 2 steps behind the base$", outcome.out, re.MULTILINE)
+    assert "training resumes" not in plain.out
+
+
+def test_compose_says_which_save_a_damaged_layer_is_of(run: Run, store: Path) -> None:
+    """Of a composite that is not its base, and a look at the base would find nothing."""
+    import layerstore
+
+    with layerstore.open(store) as opened:
+        line = next(line for line in opened.compose("sft@4", policy="parity").ls() if line.step == 2)
+    (store / "objects" / line.version[:2] / line.version).unlink()
+
+    outcome = run("compose", "sft@4", "--policy", "parity", "--store", store, "-o", "out")
+
+    assert outcome.err.startswith(f"error: {line.layer} of sft@2: object ")
+    assert f"hint: layerstore --store {store} verify sft@2 says which composites still stand" in outcome.err
+    assert "sft@2: 1 layer lost" in run("verify", "sft@2", "--store", store).out
+
+
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_ls_and_show_say_which_layer_has_lost_its_version(run: Run, store: Path, command: str) -> None:
+    """In the words of compose."""
+    import layerstore
+
+    with layerstore.open(store) as opened:
+        version = opened.compose("sft").layers["lm_head"].version
+    (store / "objects" / version[:2] / version).unlink()
+
+    outcome = run(command, "sft", "--store", store)
+
+    assert outcome.code == 20
+    assert re.search(r"error: lm_head of sft@\d+: object [0-9a-f]+ \(\d+ bytes\) is missing", outcome.err)
+    assert re.search(r"hint: layerstore .*verify sft@\d+ says which composites still stand", outcome.err)
+
+
+def test_a_hint_that_lists_all_layers_says_so(run: Run, store: Path) -> None:
+    """No sign that there are more."""
+    outcome = run("ls", "sft", "nolayer", "--store", store)
+
+    assert outcome.code == 13
+    assert "…" not in outcome.err
+
+
 def test_reindex_replaces_a_lost_index(run: Run, store: Path) -> None:
     """The index is made of the records, nothing else."""
     before = run("log", "--store", store, "--json").fields
@@ -473,6 +629,27 @@ def test_reindex_replaces_a_lost_index(run: Run, store: Path) -> None:
 
     assert (outcome.code, outcome.fields["commits"]) == (0, 2)
     assert before == run("log", "--store", store, "--json").fields
+
+
+def test_reindex_forgets_what_has_vanished_only_if_it_is_told_to(run: Run, store: Path) -> None:
+    """Otherwise it names it, and a repair writes it back from the copy that was taken over."""
+    record = max((store / "commits").glob("*/*"), key=lambda path: int(path.name.split(".")[0]))
+    called = f"{record.parent.name}@{record.name.split('.')[0]} (commit {record.name.split('.')[1][:12]})"
+    data = record.read_bytes()
+    run("log", "--store", store)
+    record.unlink()
+
+    kept = run("reindex", "--store", store)
+    as_json = run("reindex", "--store", store, "--json").fields
+    assert (kept.code, "1 record vanished and not forgotten" in kept.err, called in kept.err) == (0, True, True)
+    assert (as_json["commits"], as_json["vanished"], as_json["forgotten"]) == (1, [called], [])
+    assert run("repair", "--store", store).code == 0
+    assert record.read_bytes() == data
+
+    record.unlink()
+    forgot = run("reindex", "--store", store, "--forget", "--json").fields
+    assert (forgot["commits"], forgot["vanished"], forgot["forgotten"]) == (1, [], [called])
+    assert run("verify", "--store", store).code == 0
 
 
 def test_version(run: Run) -> None:

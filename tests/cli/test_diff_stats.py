@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from pathlib import Path
 
@@ -118,6 +119,30 @@ def _spoil(tag: Path) -> None:
     before, after = (struct.pack("<I", checksum) for checksum in (masters.crc32, crc32(payload)))
     assert data.count(before) == 2, "in the directory, and beside the payload"
     path.write_bytes(data.replace(before, after))
+
+
+def test_the_numbers_of_a_diff_stand_below_each_other(run: Run, store: Path) -> None:
+    """All with as many digits after their points."""
+    rows = run("diff", "sft@2", "sft@4", "--stat", "--store", store).out.splitlines()[4 : 4 + len(LAYERS)]
+
+    assert [row.split()[0] for row in rows] == LAYERS
+    assert all(re.search(r" (\d\.\d{6}|\d\.\d\de-\d\d) +(-|-?\d\.\d{6})$", row) for row in rows)
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_a_pin_and_an_object_that_nobody_needs_are_counted_in_words(run: Run, store: Path) -> None:
+    """A mixture takes what its commits have, and a stranger's bytes are on the disk."""
+    run("compose", "sft@4", "--policy", "parity", "--pin", "mix", "--store", store)
+    before = run("stats", "--store", store).out.splitlines()
+    (store / "objects" / "ab").mkdir(exist_ok=True)
+    (store / "objects" / "ab" / ("ab" + "0" * 30)).write_bytes(b"orphan")
+
+    after = run("stats", "--store", store).out.splitlines()
+
+    assert before[0] == "commits   2 in 1 run; 1 pin beside them, of mixtures or hidden commits"
+    assert re.fullmatch(r"unique    .+ with each object counted once: \d+\.\d% less", before[2])
+    assert before[4] == "unneeded  nothing: a visible commit or a pin needs each object"
+    assert re.fullmatch(r"unneeded  .+ on disk, in 1 object that neither a visible commit nor a pin needs", after[4])
 
 
 def test_stats_adds_up(run: Run, store: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.cli.conftest import Run
 
-FIELDS = ["schema", "run", "step", "attempt", "commit", "hidden_by", "inherited_by", "pins", "tip", "dry_run"]
+FIELDS = ["schema", "run", "step", "attempt", "commit", "hidden_by", "inherited_by", "pins", "tip", "is_tip", "dry_run"]
 
 
 def test_drop_hides_one_commit(run: Run, store: Path) -> None:
@@ -14,7 +14,7 @@ def test_drop_hides_one_commit(run: Run, store: Path) -> None:
     assert outcome.code == 0
     assert outcome.out.startswith("dropped sft@2 (commit ")
     assert "kept by 1 pin: best" in outcome.out
-    assert "sft then means sft@4" in outcome.out
+    assert "sft still means sft@4" in outcome.out
     assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4]
     assert run("drop", "sft@2", "--store", store).code == 13
 
@@ -24,10 +24,16 @@ def test_drop_dry_run_changes_nothing(run: Run, store: Path) -> None:
     planned = run("drop", "sft", "--dry-run", "--json", "--store", store)
 
     assert list(planned.fields) == FIELDS
+    assert planned.fields["is_tip"] is True
     assert (planned.fields["step"], planned.fields["tip"], planned.fields["dry_run"]) == (4, "sft@2", True)
     assert run("drop", "sft", "--dry-run", "--store", store).out.startswith("would drop sft@4 ")
     done = run("drop", "sft", "--json", "--store", store)
     assert planned.fields | {"dry_run": False} == done.fields
+
+
+def test_dropping_the_newest_moves_the_name(run: Run, store: Path) -> None:
+    """The run then means what was saved before it."""
+    assert "sft then means sft@2" in run("drop", "sft", "--store", store).out
 
 
 def test_drop_refuses_pins_and_the_last_commit(run: Run, store: Path) -> None:
@@ -42,6 +48,7 @@ def test_drop_refuses_pins_and_the_last_commit(run: Run, store: Path) -> None:
     assert "--last" in of_the_last.err
     assert "the run has no other commit" in consented.out
     assert run("show", "sft", "--store", store).code == 13
+    assert "no commit of sft shows: all were dropped" in run("log", "sft", "--store", store).out
 
 
 def test_what_was_dropped_comes_back_with_its_checkpoint(run: Run, store: Path, checkpoints: Path) -> None:

@@ -1,6 +1,7 @@
 """What goes wrong is said in one line, with the exit code that the documentation lists."""
 
 import errno
+import inspect
 import json
 import os
 import re
@@ -8,10 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import typer
 
 from layerstore import errors
 from layerstore.cli import app as cli
+from layerstore.cli import exits
 from tests.cli.conftest import Run
 
 CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
@@ -24,19 +25,23 @@ COMMANDS = {
     "ls": ["ls"],
     "diff": ["diff", "sft@2", "sft@4"],
     "stats": ["stats"],
+    "report": ["report", "-o", "report.html"],
     "compose": ["compose", "--dry-run"],
     "pin": ["pin", "--list"],
     "drop": ["drop", "sft@2"],
     "gc": ["gc"],
     "verify": ["verify"],
+    "repair": ["repair", "--dry-run"],
     "reindex": ["reindex"],
+    "migrate": ["migrate"],
+    "doctor": ["doctor"],
+    "estimate": ["estimate", "--params", "8B", "--layers", "32"],
 }
-IN_A_STORE = [words for name, words in COMMANDS.items() if name != "init"]
+IN_A_STORE = [words for name, words in COMMANDS.items() if name not in {"init", "doctor", "estimate"}]
 
 
 def _registered() -> list[str]:
-    group = typer.main.get_command(cli.app)
-    return [name for name in group.list_commands(typer.Context(group)) if name != "demo"]  # type: ignore[attr-defined]
+    return [name for name in cli.command_line().commands if name != "demo"]
 
 
 def test_every_command_is_tested_here() -> None:
@@ -64,6 +69,19 @@ def test_without_a_command_there_is_help(run: Run) -> None:
     assert run("--json").error["kind"] == "usage"
 
 
+@pytest.mark.parametrize("words", [[], ["--help"]], ids=["bare", "--help"])
+def test_no_commands_summary_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """In 80 columns the list of commands has the whole first line of each one's own help."""
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = run(*words).out.partition("Commands:\n")[2].splitlines()
+
+    assert [line.split(maxsplit=1) for line in listed] == [
+        [name, inspect.cleandoc(command.help or "").splitlines()[0]]
+        for name, command in cli.command_line().commands.items()
+    ]
+
+
+@pytest.mark.fault(75)
 @pytest.mark.parametrize("words", IN_A_STORE, ids=lambda words: words[0])
 def test_without_a_store_there_is_the_line_that_makes_one(run: Run, words: list[str]) -> None:
     """Exit code 10, and the hint is the command to type."""
@@ -83,6 +101,57 @@ def test_without_a_store_there_is_the_line_that_makes_one(run: Run, words: list[
     }
     assert programs.out == ""
     assert json.loads(programs.err)["schema"] == 1
+
+
+# What may be wrong with a store, and the exit code of every command that opens one.
+BAD_STORES = {"a file": 10, "an empty folder": 10, "damaged": 20, "newer": 16, "of another's": 12}
+
+
+def _spoil(store: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = store / "store.json"
+    if how in {"a file", "an empty folder"}:
+        shutil.rmtree(store)
+        store.touch() if how == "a file" else store.mkdir()
+    elif how == "damaged":
+        identity.write_text("{}")
+    elif how == "newer":
+        identity.write_text(json.dumps(json.loads(identity.read_text()) | {"format": 999, "checksum": "0" * 32}))
+    else:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise errors.StorageIO(f"{identity}: Permission denied", errno=errno.EACCES, filename=str(identity))
+
+        monkeypatch.setattr("layerstore.storage.files.Files.read", refuse)  # root may read everything
+
+
+@pytest.mark.parametrize("bad", BAD_STORES)
+@pytest.mark.parametrize("words", IN_A_STORE, ids=lambda words: words[0])
+@pytest.mark.sample(40)
+def test_a_bad_store_has_its_code_whatever_is_asked_of_it(
+    run: Run, store: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], bad: str
+) -> None:
+    """One error line and at most one hint, for programs the same in their last line, and nothing on stdout."""
+    _spoil(store, bad, monkeypatch)
+    people = run(*words, "--store", store)
+    programs = run(*words, "--store", store, "--json", "--quiet")
+    labels = [line.partition(": ")[0] for line in people.err.splitlines()]
+
+    assert people.code == programs.code == programs.error["code"] == BAD_STORES[bad]
+    assert labels in (["error"], ["error", "hint"])
+    assert people.err.splitlines()[0] == f"error: {programs.error['message']}"
+    assert (people.out, programs.out) == ("", "")
+    assert (programs.error["code"], programs.error["kind"]) in {(code, kind) for code, kind, _ in _documented()}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"]])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_wins_over_whatever_is_wrong(run: Run, command: str, words: list[str]) -> None:
+    """It is there without a store, and with arguments that are missing; no line is wider than a terminal."""
+    outcome = run("--store", "nowhere", command, *words)
+
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "--quiet" in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=lambda words: words[0])
@@ -122,11 +191,50 @@ def test_a_wrong_number_is_told_in_one_clear_line(run: Run, words: list[str], me
 
 
 def test_a_mistyped_command_is_answered_with_the_right_one(run: Run) -> None:
-    """The nearest command is suggested."""
-    outcome = run("compsoe")
+    """The nearest command is suggested, and the nearest option."""
+    assert run("compsoe").err.splitlines() == [
+        "error: no such command 'compsoe'",
+        "hint: did you mean compose? layerstore --help",
+    ]
+    assert run("compose", "--polcy", "parity").err.splitlines() == [
+        "error: no such option: --polcy",
+        "hint: did you mean --policy? layerstore compose --help",
+    ]
 
-    assert outcome.code == 2
-    assert "Did you mean 'compose'?" in outcome.err
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (["log", "stf"], 13, "did you mean sft? runs here: sft"),
+        (["show", "bset"], 13, "did you mean best? runs here: sft"),
+        (["show", "SFT"], 13, "did you mean sft? runs here: sft"),
+        (["show", "sft@3"], 13, "did you mean sft@2 or sft@4? steps here: 2, 4"),
+        (["show", "sft@1"], 13, "did you mean sft@2? steps here: 2, 4"),
+        (["show", "sft@400"], 13, "did you mean sft@4? steps here: 2, 4"),
+        (["pin", "--delete", "bets"], 13, "did you mean best? layerstore pin --list"),
+        (["gc", "stf", "--dry-run"], 13, "did you mean sft? layerstore log lists the runs"),
+        (["ls", "sft", "lm_haed"], 13, "did you mean lm_head? layers: "),
+        (["compose", "--policy", "partiy", "--dry-run"], 2, "did you mean parity? policies: "),
+        (["estimate", "--params", "8B", "--layers", "2", "--policy", "filter:evry=2"], 2, "did you mean every? "),
+        (["compose", "--recipe", "mix.yaml", "--dry-run"], 2, "did you mean lm_head?"),
+    ],
+    ids=str,
+)
+def test_a_mistyped_name_is_answered_with_the_nearest(
+    run: Run, store: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, hint: str
+) -> None:
+    """Runs, pins, steps, layers, policies and their settings; the exit code is what it would be without."""
+    Path("mix.yaml").write_text("base: 4\nlayers: {lm_haed: 2}\nrest: base\n")
+    monkeypatch.setenv("LAYERSTORE_STORE", str(store))
+    outcome = run(*words, "--json")
+
+    assert outcome.code == code
+    assert str(outcome.error["hint"]).startswith(hint)
+
+
+def test_a_name_like_no_other_is_answered_with_what_there_is(run: Run, store: Path) -> None:
+    """A guess that is none would only confuse."""
+    assert run("log", "zzz", "--store", store).err.splitlines()[1] == "hint: runs here: sft"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +304,7 @@ def test_a_damaged_store_has_its_own_code(run: Run, store: Path) -> None:
     assert run("log", "--store", store).code == 20
 
 
+@pytest.mark.fault(47)
 def test_another_writer_is_named(run: Run, store: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held lock is waited for until the deadline; then the code is 11."""
     from layerstore.storage.locks import lock
@@ -228,10 +337,10 @@ def _defined() -> set[tuple[int, str, str]]:
         (0, "", ""),
         *((error.exit_code, error.kind, "StorageIO") for error in of_disk),
         *((kind.exit_code, kind.kind, kind.__name__) for kind in classes if issubclass(kind, errors.LayerstoreError)),
-        (cli.EXIT_USAGE, "usage", ""),
-        (cli.EXIT_INTERRUPTED, "interrupted", ""),
-        (cli.EXIT_CLOSED_PIPE, "closed_pipe", ""),
-        (cli.EXIT_TERMINATED, "terminated", ""),
+        (exits.EXIT_USAGE, "usage", ""),
+        (exits.EXIT_INTERRUPTED, "interrupted", ""),
+        (exits.EXIT_CLOSED_PIPE, "closed_pipe", ""),
+        (exits.EXIT_TERMINATED, "terminated", ""),
     }
 
 

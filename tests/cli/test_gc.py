@@ -1,13 +1,18 @@
 """``layerstore gc`` shows a plan, removes what it shows, and says what is in the way."""
 
+import io
 import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
+from layerstore.cli import progress
+from tests.bench.generate import generate
 from tests.cli.conftest import Run
 
 FIELDS = [
@@ -25,6 +30,15 @@ FIELDS = [
     "waiting",
     "unserved",
 ]
+
+# Whose keys make signals: the terminal has to be the one of its session.
+IN_A_TERMINAL = """
+import fcntl, signal, sys, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background have it ignored
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from layerstore.cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def logged(run: Run, store: Path) -> list[int]:
@@ -63,16 +77,77 @@ def test_the_table_says_what_goes_and_why(run: Run, store: Path) -> None:
     assert lines[-1].endswith("nothing was changed")
 
 
+def test_the_table_tells_a_hidden_commit_from_the_one_that_shows(run: Run, store: Path, checkpoints: Path) -> None:
+    """Both are sft@2 to their users; the hidden one is named by its id."""
+    run("pin", "--delete", "best", "--store", store)
+    hidden = run("drop", "sft@2", "--json", "--store", store).fields["commit"]
+    run("ingest", checkpoints, "--tag", "global_step2", "--run", "sft", "--policy", "parity", "--store", store)
+
+    out = run("gc", "--grace", "0s", "--dry-run", "--store", store).out
+
+    assert f"sft@2, commit {hidden[:12]} " in out
+    assert out.count("no rule was given") == 2
+
+
+def test_the_table_leaves_out_runs_that_were_not_asked_about(run: Run, store: Path, checkpoints: Path) -> None:
+    """Only how many they are is said: with many runs they would be all that one sees."""
+    run("pin", "--delete", "best", "--store", store)
+    run("ingest", "--all", checkpoints, "--run", "other", "--store", store)
+
+    out = run("gc", "sft", "--keep-last", "1", "--grace", "0s", "--dry-run", "--store", store).out
+
+    assert "other@" not in out
+    assert "… and 2 kept of runs that were not named; --json has them all" in out
+
+
+def test_composites_that_change_are_one_line_for_the_same_steps(run: Run, store: Path, checkpoints: Path) -> None:
+    """However many policies and kept steps lose them; programs are told of each."""
+    run("pin", "--delete", "best", "--store", store)
+    more = generate(checkpoints.parent / "sft-6", layers=2, hidden=16, vocab=32, step=6)
+    run("ingest", more, "--run", "sft", "--store", store)
+    words = ("gc", "--keep-last", "1", "--grace", "0s", "--dry-run", "--store", store)
+
+    warned = [line for line in run(*words).err.splitlines() if "--policy" in line]
+    unserved = run(*words, "--json").fields["unserved"]
+
+    assert [each["policy"] for each in unserved] == ["parity", "filter"]
+    assert len(warned) == 1
+    assert "--policy parity and filter would have other versions at 1 kept step (sft@6): compose --pin" in warned[0]
+
+
+def test_records_are_not_told_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted is counted; what is read or written is bytes, at so many a second."""
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    with progress._live() as live:
+        bar = progress.Bar(live)
+        for what, total in (("records", 5), ("remove", 5_000)):
+            bar.start(what, total)
+            bar.advance(total)
+            rows = live.make_tasks_table(live.tasks).columns
+            said.write("|".join(str(cell) for column in rows for cell in column.cells if isinstance(cell, Text)) + "\n")
+
+    records, remove = [line for line in said.getvalue().splitlines() if line.startswith(("records", "remove"))][:2]
+    assert records.split("|")[:3] == ["records", "5/5", ""]
+    assert remove.split("|")[:2] == ["remove", "5.0/5.0 kB"]
+
+
 def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
     """It is said why, and what to do."""
     run("drop", "sft@4", "--store", store)
     for path in (store / "objects").rglob("*"):
         path.touch()
 
+    words = ("gc", "--dry-run", "--json", "--store", store)
+    [young], [old] = (run(*words, *grace).fields["removed"] for grace in ((), ("--grace", "0s")))
+    assert (young["bytes_freed"], young["bytes_freed_later"]) == (0, old["bytes_freed"])
+    assert (old["bytes_freed"] > 0, old["bytes_freed_later"]) == (True, 0)
+
     outcome = run("gc", "--store", store)
 
     assert outcome.code == 0
     assert "too young to go: " in outcome.out
+    assert outcome.out.splitlines()[1].endswith("B later")
     assert "--grace 0s" in outcome.out
 
 
@@ -97,15 +172,44 @@ def test_wrong_use_is_one_line(run: Run, store: Path, options: list[str], code: 
     assert logged(run, store) == [4, 2]
 
 
-@pytest.mark.parametrize(("answer", "left"), [("n", [4, 2]), ("y", [4])])
-def test_it_asks_at_a_terminal(run: Run, store: Path, answer: str, left: list[int]) -> None:
-    """And removes nothing without a yes."""
+@pytest.mark.parametrize(
+    ("keys", "code", "says", "left"),
+    [
+        pytest.param(b"n\n", 0, b"nothing was removed", [4, 2], id="no"),
+        pytest.param(b"\n", 0, b"nothing was removed", [4, 2], id="enter"),
+        pytest.param(b"\x04", 0, b"nothing was removed", [4, 2], id="Ctrl-D"),
+        pytest.param(b"\x03", 130, b"", [4, 2], id="Ctrl-C"),
+        pytest.param(b"y\n", 0, b"removed 1 commit", [4], id="yes"),
+    ],
+)
+def test_it_asks_at_a_terminal(run: Run, store: Path, keys: bytes, code: int, says: bytes, left: list[int]) -> None:
+    """And removes nothing without a yes; a no is no failure, and no answer is a fault of ours."""
     run("pin", "--delete", "best", "--store", store)
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "layerstore.cli", "gc", "--keep-last", "1", "--store", str(store)]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as asking:
-        os.write(ours, f"{answer}\n".encode())
-        said, _ = asking.communicate(timeout=60)
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-c", IN_A_TERMINAL, "gc", "--keep-last", "1", "--store", str(store)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as asking:
+        os.close(theirs)
+        said = heard_until(terminal, b"Remove them? [y/N]: ")
+        time.sleep(0.3)  # between the question and reading the answer Python can lose a signal; nobody types so fast
+        os.write(terminal, keys)
+        said += heard_until(terminal, None)
+    os.close(terminal)
 
-    assert b"Remove them?" in said
+    assert (asking.returncode, says in said) == (code, True), said
+    assert b"Traceback" not in said
+    assert b"report it" not in said
     assert logged(run, store) == left
+
+
+def heard_until(terminal: int, end: bytes | None) -> bytes:
+    """Return what comes until *end* was said, or with None until the other side is closed."""
+    said = b""
+    while end is None or end not in said:
+        try:
+            more = os.read(terminal, 4096)
+        except OSError:  # how Linux says that nobody has the other side open
+            more = b""
+        if not more:
+            break
+        said += more
+    return said

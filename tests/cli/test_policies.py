@@ -101,6 +101,7 @@ def test_going_back_opens_an_attempt(run: Run, saves: list[Path]) -> None:
     assert "attempt" in run("show", "sft").out
 
 
+@pytest.mark.fault(77)
 def test_a_recipe_says_where_each_layer_is_from(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """A dry run prints the plan; a step that is not there is named with its place and the command to run."""
     run("init")

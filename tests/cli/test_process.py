@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import layerstore
+
 COMMAND = [sys.executable, "-m", "layerstore.cli"]
 
 # Sends this process a signal when a given thing happens for the first time, then runs the command line.
@@ -46,6 +48,7 @@ def _run(*words: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)], ids=["SIGINT", "SIGTERM"])
 def test_a_stopped_ingest_leaves_no_temporary_file(store: Path, checkpoints: Path, number: int, code: int) -> None:
     """The signal comes while objects are staged: the exit code tells which, and the store is as before."""
@@ -64,6 +67,7 @@ def test_a_stopped_ingest_leaves_no_temporary_file(store: Path, checkpoints: Pat
     assert _run("verify", "--read-data", "--store", store, cwd=store).returncode == 0
 
 
+@pytest.mark.fault(10)
 @pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)], ids=["SIGINT", "SIGTERM"])
 def test_a_stopped_compose_leaves_nothing(store: Path, tmp_path: Path, number: int, code: int) -> None:
@@ -83,6 +87,47 @@ def test_a_stopped_compose_leaves_nothing(store: Path, tmp_path: Path, number: i
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
+# What a collection and a rebuild do to which folder when the signal comes.
+MOMENTS = {
+    "gc, moving aside": (["gc", "--keep-last", "1", "--yes"], "os.rename", "objects"),
+    "gc, removing": (["gc", "--keep-last", "1", "--yes"], "os.remove", "gc/"),
+    "gc, records": (["gc", "--keep-last", "1", "--yes"], "os.remove", "commits/"),
+    "reindex": (["reindex"], "os.rename", "manifest"),
+}
+
+
+@pytest.mark.fault(10)
+@pytest.mark.parametrize(("moment", "number"), list(zip(MOMENTS, (2, 15, 2, 15), strict=True)))
+@pytest.mark.sample(2)
+def test_a_stopped_collection_or_rebuild_loses_nothing(store: Path, moment: str, number: int) -> None:
+    """The exit code tells which signal it was, nothing temporary is left, and the same command then succeeds."""
+    words, event, where = MOMENTS[moment]
+    for path in (store / "objects").rglob("*"):
+        os.utime(path, (1, 1))
+    with layerstore.open(store) as opened:
+        opened.delete_pin("best")
+        before = opened.log()
+
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, event, str(store / where), str(number), *words, "--store", str(store)],
+        env=_environment(),
+        capture_output=True,
+        check=False,
+    )
+
+    assert done.returncode == 128 + number, done.stderr
+    assert done.stderr.splitlines()[-1].startswith((b"error: ", b"hint: "))
+    assert list((store / "tmp").iterdir()) == []
+    with layerstore.open(store) as opened:
+        assert opened.verify(read_data=True).ok
+    assert _run(*words, "--store", store, cwd=store).returncode == 0
+    with layerstore.open(store) as opened:
+        assert opened.verify(read_data=True).ok
+        assert opened.log() == (before if words == ["reindex"] else [entry for entry in before if entry.step == 4])
+    assert list((store / "gc").glob("*/aside")) == []
+
+
+@pytest.mark.fault(88)
 @pytest.mark.parametrize("words", [["log"], ["log", "--json"], ["--help"]], ids=str)
 def test_a_reader_that_goes_away_is_no_failure_worth_words(store: Path, words: list[str]) -> None:
     """As in `layerstore log | head -1`: exit code 141, and silence."""
@@ -97,6 +142,7 @@ def test_a_reader_that_goes_away_is_no_failure_worth_words(store: Path, words: l
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.fault(88)
 def test_a_full_disk_behind_stdout_is_reported(store: Path) -> None:
     """Output that could not be written is a failure, and is said once."""
     with Path("/dev/full").open("wb") as full:
@@ -111,6 +157,7 @@ def test_a_full_disk_behind_stdout_is_reported(store: Path) -> None:
     assert (done.returncode, done.stderr) == (23, b"error: the output: No space left on device\n")
 
 
+@pytest.mark.fault(88)
 def test_closed_descriptors_never_become_files_of_the_store(store: Path, checkpoints: Path) -> None:
     """With stdin, stdout and stderr closed the work is done all the same, and nothing is printed into it."""
     command = " ".join([*COMMAND, "ingest", str(checkpoints / "global_step2"), "--run", "other", "--store", str(store)])
@@ -121,6 +168,7 @@ def test_closed_descriptors_never_become_files_of_the_store(store: Path, checkpo
     assert _run("verify", "--read-data", "--store", store, cwd=store).returncode == 0
 
 
+@pytest.mark.fault(71, 88)
 def test_names_that_are_not_text_are_printed_escaped(store: Path) -> None:
     """Bytes that are no Unicode, control characters and bidirectional marks reach no terminal as they are."""
     done = subprocess.run(
@@ -175,6 +223,7 @@ def _on_a_terminal(words: list[str], **more: str) -> str:
     return sent.decode()
 
 
+@pytest.mark.fault(88)
 def test_colour_is_for_terminals_that_want_it(store: Path) -> None:
     """NO_COLOR switches it off."""
     words = ["log", "nope", "--store", str(store)]
@@ -202,3 +251,51 @@ def test_a_traceback_is_for_those_who_ask(store: Path) -> None:
 
     assert b"Traceback" in _run(*words, cwd=store, LAYERSTORE_DEBUG="1").stderr
     assert b"Traceback" not in _run(*words, cwd=store).stderr
+
+
+# Sends this process SIGINT when a given module is about to be imported, then runs what the script runs.
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+wanted, words = sys.argv[1], sys.argv[2:]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sent = []
+
+def watch(event, arguments):
+    if event == "import" and arguments[0] == wanted and not sent:
+        sent.append(event)
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(watch)
+sys.argv = ["layerstore", *words]
+from layerstore.cli.entry import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.fault(10)
+@pytest.mark.parametrize("module", ["typer", "layerstore.cli.app", "layerstore.cli.options", "lmdb", "rich.table"])
+def test_ctrl_c_is_quiet_from_the_first_import_on(store: Path, module: str) -> None:
+    """Whatever is being imported: no traceback, and the exit code of an interruption."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, module, "log", "--store", str(store)],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 130
+    assert done.stderr in {"", "error: interrupted; nothing half-done is left behind\n"}
+
+
+def test_a_job_in_the_background_stays_deaf_to_ctrl_c(store: Path) -> None:
+    """Shells let what runs in the background ignore it: it is not heard again of our own accord."""
+    deaf = INTERRUPTED_IMPORT.replace("signal.default_int_handler", "signal.SIG_IGN")
+    done = subprocess.run(
+        [sys.executable, "-c", deaf, "layerstore.cli.app", "log", "--store", str(store)],
+        env=_environment(),
+        capture_output=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-_MEMORY = Path("/dev/shm")
+import layerstore
+from layerstore import Store
+from tests.environment import memory
 
 
 @pytest.fixture
@@ -28,9 +30,21 @@ def fast_module_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture
+def folder(pristine: Path, fast_path: Path) -> Path:
+    """Return a copy of what a module's ``pristine`` has made once, to be harmed."""
+    return Path(shutil.copytree(pristine, fast_path / "all"))
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[Store]:
+    """Return the store in that copy."""
+    with layerstore.open(folder / "store") as opened:
+        yield opened
+
+
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    is_usable = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
-    return tempfile.TemporaryDirectory(prefix="layerstore-faults-", dir=_MEMORY if is_usable else None)
+    return tempfile.TemporaryDirectory(prefix="layerstore-faults-", dir=memory())
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ signals, limits, full disks. Whatever might kill an interpreter runs in a child 
 
 from __future__ import annotations
 
+import errno as errnos
 import hashlib
 import multiprocessing
 import os
@@ -78,6 +79,19 @@ def fingerprint(tree: Path) -> str:
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
+def flip(file: Path, place: int = -1, bit: int = 0) -> None:
+    """Flip a bit of *file*, as a rule of its last byte; nothing else of it changes at any moment."""
+    size_bytes = file.stat().st_size
+    if not size_bytes:
+        return
+    fd = os.open(file, os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, place % size_bytes)[0]
+        os.pwrite(fd, bytes([byte ^ 1 << bit]), place % size_bytes)
+    finally:
+        os.close(fd)
+
+
 def descriptors() -> int:
     """Return how many files this process has open."""
     return len(os.listdir("/proc/self/fd"))
@@ -128,6 +142,24 @@ class Recorder:
         return [call for call, _ in self.paths]
 
 
+class Gate(Recorder):
+    """A hook that stops before one of its calls until it is let on."""
+
+    def __init__(self, number: int | None = None) -> None:
+        super().__init__()
+        self._number = number
+        self.calls_made = 0
+        self.reached = threading.Event()
+        self.may_go = threading.Event()
+
+    def __call__(self, operation: str, path: Path) -> None:
+        """Count, and wait at the right one."""
+        self.calls_made += 1
+        if self.calls_made - 1 == self._number:
+            self.reached.set()
+            assert self.may_go.wait(60)
+
+
 class Killer(Recorder):
     """A hook that kills its process with SIGKILL in front of one call."""
 
@@ -166,6 +198,11 @@ class Refuser(Recorder):
         raise StorageIO(f"cannot {operation} {path}: made up", errno=self._number, filename=str(path), hint="none")
 
 
+def refuse_links(*_: object, **__: object) -> None:
+    """Answer as a filesystem without hard links does; to be put in the place of ``os.link``."""
+    raise OSError(errnos.EPERM, os.strerror(errnos.EPERM))
+
+
 # -- children ------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +237,8 @@ class Outcome:
 
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["layerstore.store", "tests.faults.harness"])
+# With what is imported late: a child that has become another user may not read the interpreter's folder.
+_CONTEXT.set_forkserver_preload(["layerstore.store", "layerstore.nearest", "difflib", "tests.faults.harness"])
 
 
 def in_child(work: Callable[..., Any], *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> Outcome:
@@ -240,11 +278,17 @@ def _child(sender: Connection, work: Callable[..., Any], args: tuple[Any, ...]) 
     sender.send(Outcome(0, value, failure, notices))
 
 
+def begun(work: Callable[..., Any], *args: Any) -> BaseProcess:
+    """Start *work* in a child that whoever asks for it has to end."""
+    process = _CONTEXT.Process(target=work, args=args)
+    process.start()
+    return process
+
+
 @contextmanager
 def child(work: Callable[..., Any], *args: Any) -> Iterator[BaseProcess]:
     """Run *work* in a child meanwhile; what it says is lost, and it is killed if it is still there."""
-    process = _CONTEXT.Process(target=work, args=args)
-    process.start()
+    process = begun(work, *args)
     try:
         yield process
     finally:

@@ -66,6 +66,7 @@ def _at_once(*calls: tuple[Path, Path, str, str]) -> list[Failure | None]:
         return [outcome.needed() for outcome in pool.map(lambda call: in_child(_ingest, *call), calls)]
 
 
+@pytest.mark.fault(47)
 @pytest.mark.parametrize("deadline_seconds", ["60", "0"])
 def test_two_steps_of_one_run_are_stored_side_by_side(
     sources: Path, digests: dict[str, str], fast_path: Path, deadline_seconds: str
@@ -86,6 +87,7 @@ def test_two_steps_of_one_run_are_stored_side_by_side(
         assert leftovers(path) == []
 
 
+@pytest.mark.fault(47, 102, 105)
 def test_the_same_checkpoint_twice_at_once_is_one_commit(
     sources: Path, digests: dict[str, str], fast_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_the_same_checkpoint_twice_at_once_is_one_commit(
             assert sorted(entry.run for entry in store.log()) == ["run", "twin"]
 
 
+@pytest.mark.fault(47, 102)
 def test_two_contents_for_one_step_are_one_commit_and_one_refusal(
     sources: Path, digests: dict[str, str], fast_path: Path
 ) -> None:
@@ -124,6 +127,7 @@ def _hold(path: Path, signal: Path) -> None:
         threading.Event().wait(600)
 
 
+@pytest.mark.fault(47, 55)
 def test_a_lock_is_freed_by_its_holders_death_and_named_before(sources: Path, fast_path: Path) -> None:
     """The message names the process; after a kill nothing has to be cleaned up."""
     path = fast_path / "store"
@@ -158,13 +162,15 @@ def _read_all_the_time(path: Path, source: Path, digest: str, scratch: Path) -> 
     return found
 
 
+@pytest.mark.fault(48)
 def test_readers_see_whole_commits_only(sources: Path, digests: dict[str, str], fast_path: Path) -> None:
-    """Whatever a log shows while another process writes, composes at once."""
+    """Whatever a log shows while another process writes, composes at once; and the index does not grow with readers."""
     path = fast_path / "store"
     init(path).close()
 
     assert _read_all_the_time(path, sources / "step2", digests["step2"], fast_path) == []
     assert len([*(path / "commits").iterdir()]) == 25
+    assert (path / "manifest" / "data.mdb").stat().st_size < 2**20
 
 
 # -- forks ---------------------------------------------------------------------------------------------------------
@@ -199,6 +205,7 @@ def _use_after_fork(path: Path, source: Path) -> list[str]:
     return found
 
 
+@pytest.mark.fault(52)
 def test_a_store_does_not_survive_a_fork(sources: Path, fast_path: Path) -> None:
     """The child is told so, its parent does not notice, and a store opened afresh in the child works."""
     path = copied(sources / "store-step2", fast_path / "store")
@@ -209,6 +216,7 @@ def test_a_store_does_not_survive_a_fork(sources: Path, fast_path: Path) -> None
 # -- one process ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(53)
 def test_two_stores_on_one_folder_share_its_index(sources: Path, fast_path: Path) -> None:
     """LMDB forbids opening a file twice: closing one store must not break the other."""
     path = copied(sources / "store-step2", fast_path / "store")
@@ -225,6 +233,7 @@ def test_two_stores_on_one_folder_share_its_index(sources: Path, fast_path: Path
     assert problems(path, fast_path, {}) == []
 
 
+@pytest.mark.fault(53)
 def test_threads_share_a_store(sources: Path, digests: dict[str, str], fast_path: Path) -> None:
     """Ingests, questions and composites from many threads of one process."""
     path = fast_path / "store"
@@ -244,6 +253,7 @@ def test_threads_share_a_store(sources: Path, digests: dict[str, str], fast_path
         assert len(store.log()) == 4
 
 
+@pytest.mark.fault(53)
 def test_threads_survive_a_damaged_index(sources: Path, fast_path: Path) -> None:
     """One of them replaces it, all get their answers."""
     path = copied(sources / "store-step2", fast_path / "store")

@@ -8,6 +8,7 @@ LMDB's own writes do not pass the seam: strace and random kills cover those.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -24,8 +25,11 @@ from layerstore.errors import AlreadyExists
 from layerstore.ops import transfer
 from layerstore.ops.setup import make_store
 from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook
+from layerstore.storage.handles import Hook, no_hook
 from layerstore.store import Store, init
+from tests.compat.format0 import as_format_0
+from tests.faults import harmed as harmed_module
+from tests.faults.harmed import harmed_problems, make_harmed
 from tests.faults.harness import (
     Call,
     Killer,
@@ -34,16 +38,20 @@ from tests.faults.harness import (
     composed,
     copied,
     fingerprint,
+    flip,
     in_child,
     problems,
+    refuse_links,
     seeded,
     tiny_checkpoint,
     traced,
     truth,
     wait_for,
 )
+from tests.faults.older import migrate_from_0, unmigrated_problems
+from tests.faults.saving import commit_live
 
-SAMPLE = 16
+SAMPLE = 4
 """Crash points per verb in a usual run."""
 
 
@@ -57,7 +65,12 @@ class Scene:
     earlier: dict[str, str]
     """What is in it, each with the fingerprint of its composite."""
     later: dict[str, str]
-    """What the verbs add: ``run@4``, the replaced ``run@2``."""
+    """What the verbs add: ``run@4``, ``live@4``, the replaced ``run@2``."""
+
+    @property
+    def first(self) -> Path:
+        """The checkpoint of step 2."""
+        return self.folder / "first"
 
     @property
     def second(self) -> Path:
@@ -88,7 +101,9 @@ def scene(fast_module_path: Path) -> Scene:
     with init(folder / "later") as store:
         store.ingest(second, run="run")
         store.ingest(other, run="run")
-        later = {"run@4": composed(store, "run@4", folder), "other": composed(store, "run@2", folder)}
+        commit_live(folder / "later", second, no_hook, step=4)
+        later = {ref: composed(store, ref, folder) for ref in ("run@4", "live@4")}
+        later["other"] = composed(store, "run@2", folder)
     return Scene(folder, folder / "store", {"run@2": digest, "kept": digest}, later)
 
 
@@ -106,6 +121,11 @@ def do_ingest(folder: Path, scene: Scene, hook: Hook) -> None:
         store.ingest(scene.second, run="run")
 
 
+def do_commit(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Add a step as ranks do that save while they train."""
+    commit_live(folder / "store", scene.second, hook, step=4)
+
+
 def do_replace(folder: Path, scene: Scene, hook: Hook) -> None:
     """Put another commit in the place of one that is there."""
     with Store(folder / "store", hook=hook) as store:
@@ -116,6 +136,19 @@ def do_repeat(folder: Path, scene: Scene, hook: Hook) -> None:
     """Ingest what is there already."""
     with Store(folder / "store", hook=hook) as store:
         store.ingest(scene.folder / "first", run="run")
+
+
+def do_heal(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Ingest what is there, and whose record is damaged; nobody has a copy of that."""
+    ready = folder / "ready"
+    if not ready.exists():
+        with Store(folder / "store") as store:
+            (record,) = (folder / "store" / "commits" / "run").iterdir()
+            flip(record)
+            store.reindex(forget=True)
+        ready.touch()
+    with Store(folder / "store", hook=hook) as store:
+        store.ingest(scene.first, run="run")
 
 
 def do_pin(folder: Path, scene: Scene, hook: Hook) -> None:
@@ -148,6 +181,15 @@ def do_drop(folder: Path, scene: Scene, hook: Hook) -> None:
 
 def do_gc(folder: Path, scene: Scene, hook: Hook) -> None:
     """Keep the newest of three commits, of which one hides another, which a pin keeps."""
+    _collect(folder, scene, hook, Keep(last=1))
+
+
+def do_trim(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Drop the moments of the older of two commits, which hides a third, which a pin keeps."""
+    _collect(folder, scene, hook, Keep(drop_optimizer_older_than=1))
+
+
+def _collect(folder: Path, scene: Scene, hook: Hook, keep: Keep) -> None:
     ready = folder / "ready"
     with Store(folder / "store") as store:
         if not ready.exists():
@@ -156,17 +198,56 @@ def do_gc(folder: Path, scene: Scene, hook: Hook) -> None:
             ready.touch()
     time.sleep(0.02)  # nothing that goes has the time of this very tick
     with Store(folder / "store", hook=hook) as store:
-        store.gc(Keep(last=1), grace_seconds=0)
+        store.gc(keep, grace_seconds=0)
+
+
+def do_repair(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Put right what is wrong with everything that a store has, from a copy of it; one commit falls back."""
+    store, copy = folder / "store", folder / "copy"
+    if not copy.exists():
+        harmed = scene.folder / "harmed"
+        if not harmed.exists():  # by the dry pass, which runs alone
+            make_harmed(scene.folder / "harming", store, first=scene.first, second=scene.second, other=scene.other)
+            (scene.folder / "harming").rename(harmed)
+        copied(harmed / "store", store)
+        copied(harmed / "copy", copy)
+    harmed_module.do_repair(store, copy, hook)
 
 
 def do_reindex(folder: Path, scene: Scene, hook: Hook) -> None:
     """Make the index afresh."""
     with Store(folder / "store", hook=hook) as store:
-        assert store.reindex() == 1
+        assert store.reindex().commits == 1
+
+
+def do_migrate(folder: Path, scene: Scene, hook: Hook) -> None:
+    """Take a store of an older format to today's."""
+    old = folder / "old"
+    if not old.exists():
+        as_format_0(folder / "store")
+        shutil.copytree(folder / "store", old)
+    migrate_from_0(folder / "store", hook)
 
 
 Verb = Callable[[Path, Scene, Hook], None]
-VERBS: list[Verb] = [do_init, do_ingest, do_replace, do_repeat, do_pin, do_drop, do_gc, do_compose, do_overwrite]
+VERBS: list[Verb] = [
+    do_init,
+    do_ingest,
+    do_commit,
+    do_replace,
+    do_repeat,
+    do_heal,
+    do_pin,
+    do_drop,
+    do_gc,
+    do_trim,
+    do_repair,
+    do_compose,
+    do_overwrite,
+    do_migrate,
+]
+_LIGHTLY: dict[Verb, int] = {do_repair: 2, do_commit: 2}
+"""By what a usual run's sample is cut: each end state of a repair takes a dozen verifies."""
 
 
 def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -> list[str]:
@@ -174,15 +255,21 @@ def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -
     store, scratch = folder / "store", folder / "scratch"
     if verb is do_init:
         return _init_problems(folder, is_done=is_done)
+    if verb is do_repair:
+        return harmed_problems(store, scene.folder / "harmed", scratch, is_done=is_done)
+    if verb in _LOOKED_AT:
+        return _LOOKED_AT[verb](folder, scene, is_done=is_done)
     composites = dict(scene.earlier)
+    if verb is do_migrate and (found := unmigrated_problems(store, folder / "old", is_done=is_done)) is not None:
+        return found
     with Store(store) as opened:
         known = {f"{entry.run}@{entry.step}" for entry in opened.log()} | {pin.name for pin in opened.pins()}
     if verb is do_ingest and (is_done or "run@4" in known):
         composites["run@4"] = scene.later["run@4"]
+    if verb is do_commit and (is_done or "live@4" in known):
+        composites["live@4"] = scene.later["live@4"]
     if verb is do_pin and (is_done or "named" in known):
         composites["named"] = scene.earlier["run@2"]
-    if verb is do_gc:
-        return _gc_problems(folder, scene, known, is_done=is_done)
     if verb is do_replace or (verb is do_drop and (is_done or not known - {"kept"})):
         composites.pop("run@2")
     found = problems(store, scratch, composites)
@@ -198,8 +285,10 @@ def outcome_problems(folder: Path, scene: Scene, verb: Verb, *, is_done: bool) -
     return found
 
 
-def _gc_problems(folder: Path, scene: Scene, known: set[str], *, is_done: bool) -> list[str]:
+def _gc_problems(folder: Path, scene: Scene, *, is_done: bool) -> list[str]:
     store, scratch = folder / "store", folder / "scratch"
+    with Store(store) as opened:
+        known = {f"{entry.run}@{entry.step}" for entry in opened.log()}
     composites = {"kept": scene.earlier["kept"], "run@4": scene.later["run@4"]}
     if "run@2" in known:  # never the one that it had replaced
         composites["run@2"] = scene.later["other"]
@@ -209,6 +298,38 @@ def _gc_problems(folder: Path, scene: Scene, known: set[str], *, is_done: bool) 
     return found + (
         [f"{orphans} orphans, run@2 {'run@2' in known}"] if is_done and (orphans or "run@2" in known) else []
     )
+
+
+def _trim_problems(folder: Path, scene: Scene, *, is_done: bool) -> list[str]:
+    store, scratch = folder / "store", folder / "scratch"
+    composites = {"kept": scene.earlier["kept"], "run@4": scene.later["run@4"]}
+    with Store(store) as opened:
+        shown = [entry.has_moments for entry in opened.log("run") if entry.step == 2]
+        weights = opened.compose("run@2", policy="latest").tensors()
+    if shown == [True]:
+        composites["run@2"] = scene.later["other"]
+    found = problems(store, scratch, composites)
+    found += [f"run@2 is there {len(shown)} times"] if len(shown) != 1 else []
+    found += ["run@2 has moments still"] if is_done and shown == [True] else []
+    return found + ([] if weights else ["run@2 has no weights"])
+
+
+def _healed_problems(folder: Path, scene: Scene, *, is_done: bool) -> list[str]:
+    store, scratch = folder / "store", folder / "scratch"
+    with Store(store) as opened:
+        damaged = [damage.kind for damage in opened.verify(read_data=True).damaged]
+        (entry,) = opened.log()
+    if damaged and not is_done:
+        return [] if (damaged, entry.run, entry.step) == (["record"], "run", 2) else [f"{damaged} are damaged: {entry}"]
+    return problems(store, scratch, scene.earlier)
+
+
+_LOOKED_AT: dict[Verb, Callable[..., list[str]]] = {
+    do_gc: _gc_problems,
+    do_trim: _trim_problems,
+    do_heal: _healed_problems,
+}
+"""What is looked at in a way of its own."""
 
 
 def _init_problems(folder: Path, *, is_done: bool) -> list[str]:
@@ -250,7 +371,13 @@ def _aftermath(folder: Path, scene: Scene, verb: Verb) -> list[str]:
         found += [] if verb in (do_init, do_compose) else [f"the verb does not succeed again: {error!r}"]
     if before is not None:
         now = truth(folder / "store")
-        lost = [] if verb is do_gc else [name for name in before if name not in now and not name.startswith("tmp/")]
+        gone = [name for name in before if name not in now and not name.startswith("tmp/")]
+        lost = [] if verb in (do_gc, do_trim, do_migrate) else gone  # which have their own way to say what may go
+        if verb is do_commit:
+            lost = [name for name in lost if not name.startswith("parts/")]  # they have become a commit
+        if verb is do_repair:  # moved, and never removed
+            kept = {content for name, content in now.items() if name.startswith("quarantine/")}
+            lost = [name for name in lost if before[name] not in kept]
         found += [f"{name} is gone" for name in lost]
     return found + outcome_problems(folder, scene, verb, is_done=True)
 
@@ -280,19 +407,28 @@ def _fresh(fast_path: Path, scene: Scene, name: str) -> Path:
 
 
 def crash_points(calls: list[Call], chance: random.Random) -> list[Call]:
-    """Return a sample with the first and last call of each operation, and others at random."""
+    """Return a sample: half of first and last calls of an operation, half of others."""
     last = {call.operation: call for call in sorted(calls)}
-    certain = {call for call in calls if call.ordinal == 1} | set(last.values())
-    others = sorted(set(calls) - certain)
-    return sorted(certain | set(chance.sample(others, min(len(others), max(0, SAMPLE - len(certain))))))
+    ends = {call for call in calls if call.ordinal == 1} | set(last.values())
+    return sorted(_some(ends, chance) | _some(set(calls) - ends, chance))
 
 
-def _crash_everywhere(fast_path: Path, scene: Scene, verb: Verb, points: list[Call]) -> None:
+def _some(calls: set[Call], chance: random.Random) -> set[Call]:
+    return set(chance.sample(sorted(calls), min(len(calls), SAMPLE // 2)))
+
+
+def _as_it_is(work: Callable[..., object], *arguments: object) -> object:
+    return work(*arguments)
+
+
+def _crash_everywhere(
+    fast_path: Path, scene: Scene, verb: Verb, points: list[Call], *, around: Callable[..., object] = _as_it_is
+) -> None:
     def crash(call: Call) -> None:
         folder = _fresh(fast_path, scene, str(call))
 
-        died = in_child(_crash, folder, scene, verb, call)
-        looked = in_child(_aftermaths, folder, scene, verb)
+        died = in_child(around, _crash, folder, scene, verb, call)
+        looked = in_child(around, _aftermaths, folder, scene, verb)
 
         assert died.exit_code == -signal.SIGKILL, f"{call}: {died}"
         assert looked.needed() == [], str(call)
@@ -303,17 +439,21 @@ def _crash_everywhere(fast_path: Path, scene: Scene, verb: Verb, points: list[Ca
         list(pool.map(crash, points))
 
 
+@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44)
 @pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__[3:])
 def test_a_kill_at_any_step_loses_nothing(fast_path: Path, scene: Scene, verb: Verb) -> None:
     """After a kill at a step of the sample, everything earlier is whole and the verb succeeds."""
     calls = in_child(_dry_pass, _fresh(fast_path, scene, "dry"), scene, verb).needed()
-    points = crash_points(calls, seeded(verb.__name__))
+    chance = seeded(verb.__name__)
+    points = crash_points(calls, chance)
+    points = chance.sample(points, len(points) // _LIGHTLY.get(verb, 1))
     print(f"{verb.__name__}: {len(points)} of {len(calls)} crash points")
 
     _crash_everywhere(fast_path, scene, verb, points)
 
 
+@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44)
 @pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
@@ -324,6 +464,42 @@ def test_a_kill_at_every_step_loses_nothing(fast_path: Path, scene: Scene, verb:
     print(f"{verb.__name__}: {len(calls)} crash points")
 
     _crash_everywhere(fast_path, scene, verb, calls)
+
+
+# -- without hard links --------------------------------------------------------------------------------------------
+
+_MOVERS = [do_ingest, do_replace, do_gc, do_repair, do_migrate]
+"""The verbs that give a file another name while something still counts on the one that it has."""
+
+
+def _without_links(work: Callable[..., object], *arguments: object) -> object:
+    vars(os)["link"] = refuse_links
+    return work(*arguments)
+
+
+def _crash_without_links(fast_path: Path, scene: Scene, verb: Verb, share: int | None) -> None:
+    dry = in_child(_without_links, _dry_pass, _fresh(fast_path, scene, "dry"), scene, verb)
+    points = dry.needed() if share is None else seeded(f"{verb.__name__} without links").sample(dry.needed(), share)
+    print(f"{verb.__name__} without hard links: {len(points)} of {len(dry.needed())} crash points")
+
+    _crash_everywhere(fast_path, scene, verb, points, around=_without_links)
+
+
+@pytest.mark.fault(4, 11, 12, 14, 30)
+@pytest.mark.parametrize("verb", _MOVERS, ids=lambda verb: verb.__name__[3:])
+@pytest.mark.sample(2)
+def test_a_kill_without_hard_links_loses_nothing(fast_path: Path, scene: Scene, verb: Verb) -> None:
+    """Where a file has one name only, what is moved is at one of its two places, and both are looked at."""
+    _crash_without_links(fast_path, scene, verb, 3)
+
+
+@pytest.mark.fault(4, 11, 12, 14, 30)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("verb", _MOVERS, ids=lambda verb: verb.__name__[3:])
+def test_a_kill_without_hard_links_loses_nothing_anywhere(fast_path: Path, scene: Scene, verb: Verb) -> None:
+    """The same for every single step."""
+    _crash_without_links(fast_path, scene, verb, None)
 
 
 # -- below the seam ------------------------------------------------------------------------------------------------
@@ -342,9 +518,11 @@ getattr(test_crash, sys.argv[1])(folder, test_crash.Scene(scene, scene / "store"
 _INDEX_CALLS = ("writev", "pwrite64", "fdatasync", "rename")
 
 
+@pytest.mark.fault(5, 6, 99)
 @pytest.mark.parametrize("verb", [do_ingest, do_reindex], ids=lambda verb: verb.__name__[3:])
 @pytest.mark.parametrize("call", _INDEX_CALLS)
 @pytest.mark.usefixtures("strace")
+@pytest.mark.sample(2, always=("rename-ingest",))
 def test_a_kill_inside_the_index_loses_nothing(fast_path: Path, scene: Scene, verb: Verb, call: str) -> None:
     """LMDB's writes and syncs, and the swap of its folder, are survived like our own."""
     count, is_over = 0, False
@@ -373,6 +551,7 @@ def _ingest_for_ever(folder: Path, scene: Scene) -> None:
                 store.ingest(source, run="busy", replace=True)
 
 
+@pytest.mark.fault(5)
 def test_a_kill_at_a_random_time_loses_nothing(fast_path: Path, scene: Scene) -> None:
     """A process that ingests without end is killed at any moment, again and again on the same store."""
     chance = seeded("random times")

@@ -21,7 +21,7 @@ from layerstore.model import ObjectId
 from layerstore.store import Store, init
 from tests.faults.harness import composed, copied, in_child, problems, seeded, snapshot, tiny_checkpoint
 
-FLIPS = 400
+FLIPS = 150
 """Bits flipped in a usual run."""
 
 
@@ -75,6 +75,7 @@ def _cases(path: Path, chance: random.Random) -> list[tuple[Path, int, int]]:
     ]
 
 
+@pytest.mark.fault(35, 91, 103)
 def test_a_flipped_bit_is_never_silent(sound: Path, fast_path: Path) -> None:
     """A sample over all bytes, and over every file: verify names each flip."""
     chance = seeded("flips")
@@ -88,6 +89,7 @@ def test_a_flipped_bit_is_never_silent(sound: Path, fast_path: Path) -> None:
     print(f"{len(chosen)} of {len(everywhere)} bytes flipped, 0 silent")
 
 
+@pytest.mark.fault(35, 91, 103)
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_no_flipped_bit_anywhere_is_silent(sound: Path, fast_path: Path) -> None:
@@ -132,6 +134,7 @@ def _flip_together(path: Path, files: list[Path], places: list[tuple[int, int]])
     return silent
 
 
+@pytest.mark.fault(34, 91)
 def test_a_cut_or_grown_file_is_never_silent(sound: Path, fast_path: Path) -> None:
     """Every file, shortened anywhere or lengthened; sizes are seen even without reading the data."""
     chance = seeded("cuts")
@@ -144,6 +147,7 @@ def test_a_cut_or_grown_file_is_never_silent(sound: Path, fast_path: Path) -> No
             assert noticed(path, read_data=False), (changed, size_bytes)
 
 
+@pytest.mark.fault(37)
 def test_swapped_objects_are_never_silent(sound: Path, fast_path: Path) -> None:
     """Two valid objects under each other's names are two damaged ones, even of the same size."""
     path = copied(sound, fast_path / "store")
@@ -212,6 +216,7 @@ def _judge(path: Path, target: Path) -> list[str]:
     return found + [f"left behind: {name}" for name in os.listdir(target.parent) if name.startswith(target.name)]
 
 
+@pytest.mark.fault(36, 38)
 @pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda replace: replace.__name__[1:])
 def test_what_is_no_file_is_never_read(sound: Path, fast_path: Path, replace: Callable[[Path], None]) -> None:
     """A folder, fifo or link in the place of an object or record is reported, and nothing blocks or follows."""
@@ -222,6 +227,7 @@ def test_what_is_no_file_is_never_read(sound: Path, fast_path: Path, replace: Ca
         assert in_child(_judge, path, fast_path / "out", timeout_seconds=20.0).needed() == [], file
 
 
+@pytest.mark.fault(91, 103)
 def test_a_damaged_record_is_reported_and_hides_no_other(sound: Path, fast_path: Path) -> None:
     """The log shows it as damaged with and without the index, the pin of the same commit still composes."""
     path = copied(sound, fast_path / "store")
@@ -241,6 +247,7 @@ def test_a_damaged_record_is_reported_and_hides_no_other(sound: Path, fast_path:
         shutil.rmtree(path / "manifest")
 
 
+@pytest.mark.fault(91)
 def test_a_damaged_tip_is_never_passed_over(sound: Path, fast_path: Path) -> None:
     """``RUN`` means its newest step: if that cannot be read, the one before is not the answer."""
     path = copied(sound, fast_path / "store")
@@ -254,6 +261,7 @@ def test_a_damaged_tip_is_never_passed_over(sound: Path, fast_path: Path) -> Non
         shutil.rmtree(path / "manifest")
 
 
+@pytest.mark.fault(91)
 @pytest.mark.parametrize("has_index", [True, False])
 def test_a_damaged_record_is_healed_by_the_same_checkpoint(sound: Path, fast_path: Path, has_index: bool) -> None:
     """An ingest that reports success leaves a sound record, also where a damaged one has its name."""
@@ -279,6 +287,7 @@ def moved_record(path: Path) -> Iterator[tuple[str, Path]]:
     yield "another id", record.with_name(f"{step}.{'0' * 32}")
 
 
+@pytest.mark.fault(96)
 def test_a_record_in_the_wrong_place_is_not_believed(sound: Path, fast_path: Path) -> None:
     """Under another step, id or run, or from another store, a whole record is damage."""
     with init(fast_path / "foreign") as store:
@@ -328,6 +337,7 @@ def _works(path: Path, folder: Path) -> list[str]:
     return [] if log == [("run", 2)] else [repr(log)]
 
 
+@pytest.mark.fault(95)
 @pytest.mark.parametrize("how", ["renamed", "emptied", "file", "link"])
 def test_a_store_without_its_commits_is_never_an_empty_one(sound: Path, fast_path: Path, how: str) -> None:
     """A missing folder of records is damage; "no commits" would be a wrong answer."""
@@ -348,19 +358,24 @@ def test_a_store_without_its_commits_is_never_an_empty_one(sound: Path, fast_pat
             question(store)
 
 
+@pytest.mark.fault(43)
 def test_a_missing_store_json_is_damage_where_commits_are(sound: Path, fast_path: Path) -> None:
-    """Only a folder without commits is "no store"."""
+    """Only a folder without commits, pins and objects is "no store"."""
     path = copied(sound, fast_path / "store")
     (path / "store.json").unlink()
 
     with pytest.raises(IntegrityError):
         Store(path)
 
-    shutil.rmtree(path / "commits")
+    for name in ("commits", "objects", "pins"):
+        with pytest.raises(IntegrityError):
+            Store(path)
+        shutil.rmtree(path / name)
     with pytest.raises(NoStore):
         Store(path)
 
 
+@pytest.mark.fault(36)
 def test_missing_bytes_come_back_with_the_same_checkpoint(sound: Path, fast_path: Path) -> None:
     """A purged object or blob is written again by an ingest of what it came from."""
     for file in objects(sound):
@@ -372,6 +387,7 @@ def test_missing_bytes_come_back_with_the_same_checkpoint(sound: Path, fast_path
         assert problems(path, fast_path, {}) == [], file
 
 
+@pytest.mark.fault(93)
 def test_a_vanished_record_is_told_by_the_index(sound: Path, fast_path: Path) -> None:
     """What the index knows and the folder has lost is reported, not forgotten."""
     path = copied(sound, fast_path / "store")
@@ -385,6 +401,7 @@ def test_a_vanished_record_is_told_by_the_index(sound: Path, fast_path: Path) ->
             assert [damage.kind for damage in store.verify().damaged] == ["record"]
 
 
+@pytest.mark.fault(74)
 def test_planted_links_are_refused_before_anything_is_written(sound: Path, fast_path: Path) -> None:
     """A folder of the store that is a link to elsewhere is not used."""
     source = sound.parent / "source"
@@ -401,6 +418,7 @@ def test_planted_links_are_refused_before_anything_is_written(sound: Path, fast_
         assert snapshot(fast_path) == before, name
 
 
+@pytest.mark.fault(74)
 @pytest.mark.parametrize("place", ["objects/00", "commits/new"])
 def test_planted_links_deeper_down_are_refused_too(sound: Path, fast_path: Path, place: str) -> None:
     """So is a folder of objects, or of a run."""
@@ -419,6 +437,7 @@ def test_planted_links_deeper_down_are_refused_too(sound: Path, fast_path: Path,
     assert os.listdir(fast_path / "elsewhere") == []
 
 
+@pytest.mark.fault(79)
 def test_an_odd_object_id_never_becomes_a_path(sound: Path) -> None:
     """Ids are 32 lower-case hex digits before anything touches the disk."""
     with Store(sound) as store:

@@ -13,6 +13,7 @@ from tests.faults.harness import in_child, snapshot, tiny_checkpoint
 DESCRIPTORS = 128
 
 
+@pytest.mark.fault(25)
 @pytest.mark.known_fault("llmtailor 17")
 def test_a_checkpoint_of_more_files_than_descriptors_is_composed(fast_path: Path) -> None:
     """Files that wait for their fsync are bounded, however many there are."""
@@ -31,6 +32,7 @@ def test_a_checkpoint_of_more_files_than_descriptors_is_composed(fast_path: Path
     ]
 
 
+@pytest.mark.fault(25)
 def test_a_checkpoint_of_more_files_than_descriptors_is_ingested(fast_path: Path) -> None:
     """Sources are closed as soon as they are read."""
     source = tiny_checkpoint(fast_path / "checkpoint-2", layout="hf")

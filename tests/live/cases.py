@@ -18,6 +18,9 @@ from tests.zero3.scenarios import SCENARIO_OF, SCENARIOS, Scenario
 
 Misuse = Literal["", "refused", "given_up"]
 
+EXAMPLES_FOLDER = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = ("with_deepspeed", "with_slurm", "with_trainer", "with_accelerate")
+
 
 class OneByOne:
     """A user's own policy: one layer after another, and the first one always."""
@@ -97,18 +100,13 @@ RANK_BUFFERS = "rank_buffers"
 POLICY_CASE = "policies"
 GIVEN_UP = "given_up"
 
+# What is special to saving, with some of the scenarios: the full tier saves all of those, SCENARIO_CASES.
 CASES: tuple[Case, ...] = (
     Case(scenario=SCENARIO_OF["tied"], mode="sync"),
     Case(scenario=SCENARIO_OF[FROZEN]),
     Case(scenario=SCENARIO_OF[EXCLUDED]),
-    Case(scenario=SCENARIO_OF["many_sub_groups"]),
-    Case(scenario=SCENARIO_OF["grouped_blocks_first"]),
-    Case(scenario=SCENARIO_OF["fp32"]),
-    Case(scenario=SCENARIO_OF["client_plain"]),
     Case(scenario=SCENARIO_OF["client_tensors"]),
-    Case(scenario=SCENARIO_OF["client_numpy"]),
     Case(scenario=SCENARIO_OF[FUSED_ADAM]),
-    Case(scenario=SCENARIO_OF["offloaded"]),
     Case(scenario=SCENARIO_OF["partitioned_late"]),
     Case(
         scenario=Scenario(

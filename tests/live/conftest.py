@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 
-from tests.live.forked import Nursery, nursery
+from tests.forked import Nursery, nursery
 from tests.live.heard import losses
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Nursery]:
-    """Yield what starts ranks."""
-    with contextlib.contextmanager(nursery)() as found:
-        yield found
+def ranks() -> Nursery:
+    """Return what starts ranks."""
+    return nursery()
 
 
 @pytest.fixture(scope="session")

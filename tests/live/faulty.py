@@ -14,7 +14,7 @@ import torch.distributed as dist
 import layerstore
 from layerstore.live import leaving
 from layerstore.store import Store
-from tests.live.forked import tell
+from tests.forked import tell
 from tests.live.tiny import Faults, attempt, build, done, fail, hold, slow, told, train
 
 STEPS = 7

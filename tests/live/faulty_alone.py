@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore.live.folder import checkpoint
+from layerstore.policy.due import Save
 from layerstore.store import Store
+from layerstore.tree import Tree
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
 
@@ -62,7 +64,39 @@ def alone(options: Any) -> None:
             attempt(lambda: engine.load_checkpoint(str(out / "run")), "at last")
             train(engine, 4, saver=saver, save_at=(4,), name="again")
         measured(engine, store)
+        decided(engine, store)
     done()
+
+
+class Wayward:
+    """A policy that fails on the last rank, and then says something else there than on the first."""
+
+    name = "wayward"
+    parameters: ClassVar[dict[Tree, Tree]] = {}
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.differs = False
+
+    def due(self, save: Save) -> tuple[str, ...]:
+        """Return every layer, and on the last rank as is told."""
+        if dist.get_rank() == 1 and self.fails:
+            raise RuntimeError("made up")
+        return save.layers[1:] if dist.get_rank() == 1 and self.differs else save.layers
+
+
+def decided(engine: Engine, store: Store) -> None:
+    """Save under a policy that the ranks do not agree on; then under the same one, when they do."""
+    policy = Wayward()
+    with layerstore.attach(engine, store, run="decided", policy=policy) as saver:
+        train(engine, 6, saver=saver, save_at=(6,), name="decided")
+        train(engine, 7, name="decided")
+        policy.fails = True
+        attempt(saver.save, "policy")
+        policy.fails, policy.differs = False, True
+        attempt(saver.save, "undecided")
+        policy.differs = False
+        saver.save()
 
 
 def accumulated(options: Any) -> None:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore.live.settings import Mode, Pressure
+from layerstore.storage import stream
 from layerstore.store import Store
+from tests.forked import tell
 from tests.live.faulty import RUN, STEPS
-from tests.live.forked import tell
 from tests.live.tiny import Faults, attempt, build, done, fail, slow, told, train
 
 BIG = 256
@@ -134,6 +135,8 @@ def refused(options: Any) -> None:
 def pressed(options: Any) -> None:
     """Save at each step to a disk that cannot keep up, with a pool that is smaller than the state."""
     ways: tuple[Pressure, ...] = ("wait", "skip", "degrade")
+    # So small a model would be in the stream's buffer as a whole, and never wait for the disk.
+    vars(stream)["STREAM_BYTES"] = 1 << 16
     for pressure in ways:
         used: list[int] = []
         faults = Faults()
@@ -152,7 +155,9 @@ def pressed(options: Any) -> None:
             train(engine, 6, saver=saver, save_at=range(7), name=pressure)
             saver.wait()
             faults.clear()
-            train(engine, 9, saver=saver, save_at=(8, 9), name=pressure)
+            for step in (8, 9):
+                train(engine, step, saver=saver, save_at=(step,), name=pressure)
+                saver.wait()
             saver.close()
             told(saver, pressure)
             tell("used", name=pressure, most=max(used), size=pool.size_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.live.forked import Event, Launch
+from tests.forked import Event, Launch
 
 
 def losses(launch: Launch, name: str = "") -> dict[int, str]:

@@ -18,7 +18,7 @@ from layerstore.ops.refs import resolve
 from layerstore.policy import Policy
 from layerstore.store import Store
 from tests.live.plain import states_of
-from tests.zero3.launch import torchrun
+from tests.zero3.launch import train
 from tests.zero3.scenarios import WORLD_SIZE
 
 DEVICES = ("cpu", "cuda")
@@ -52,7 +52,7 @@ class Launcher:
             pytest.skip("no CUDA device here: the same launch on the CPU stands for it")
         root, world_size = self._folder / device, min(count, WORLD_SIZE)
         root.mkdir()
-        torchrun(
+        train(
             f"tests.live.{self._program}",
             ["--out", str(root), *self._arguments],
             log=self._folder / f"{device}.log",

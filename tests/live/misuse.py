@@ -91,6 +91,14 @@ def refusals(saver: Saver) -> dict[str, Callable[[], Saved]]:
         "extra_files": lambda: saver.save(extra_files={"tokenizer.json": "no/such/file"}),
         "outside": lambda: saver.save(extra_files={"../tokenizer.json": "no/such/file"}),
         "going_back": lambda: saver.save(0),
+        "text": lambda: saver.save("7" if is_wrong else None),  # type: ignore[arg-type]
+        "late": lambda: saver.save(2**63 if is_wrong else None),
+        "no_path": lambda: saver.save(extra_files={"a": None} if is_wrong else None),  # type: ignore[dict-item]
+        "no_name": lambda: saver.save(extra_files={5: "a"} if is_wrong else None),  # type: ignore[dict-item]
+        "pin": lambda: saver.save(pin=7 if is_wrong else None),  # type: ignore[arg-type]
+        "negative": lambda: saver.save(-1 if is_wrong else None),
+        "list": lambda: saver.save(client_state=["epoch"] if is_wrong else None),  # type: ignore[arg-type]
+        "pairs": lambda: saver.save(extra_files=[("a", "b")] if is_wrong else None),  # type: ignore[arg-type]
         "twice": lambda: twice(saver),
     }
 

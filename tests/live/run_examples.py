@@ -20,10 +20,8 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import patch_environment
 
+from tests.live.cases import EXAMPLES, EXAMPLES_FOLDER
 from tests.zero3.trainer import forget_state
-
-FOLDER = Path(__file__).parents[2] / "docs" / "examples"
-NAMES = ("with_deepspeed", "with_trainer", "with_accelerate")
 
 
 def main() -> None:
@@ -33,18 +31,18 @@ def main() -> None:
     parser.add_argument("--steps", required=True)
     arguments = parser.parse_args()
     deepspeed.init_distributed(dist_backend="gloo")
-    for name in NAMES:
+    for name in EXAMPLES:
         if name == "with_accelerate":
             # On CPUs it wants to be told; where there are accelerators it finds them.
             with patch_environment(ACCELERATE_USE_DEEPSPEED="true"):
                 PartialState(cpu=True)
         sys.argv = [name, "--store", str(arguments.out / "store"), "--steps", arguments.steps]
-        sys.argv += [] if name == "with_deepspeed" else ["--out", str(arguments.out / name)]
+        sys.argv += [] if name in {"with_deepspeed", "with_slurm"} else ["--out", str(arguments.out / name)]
         with contextlib.ExitStack() as stack:
             if dist.get_rank() == 0:
                 output = stack.enter_context((arguments.out / f"{name}.txt").open("a"))
                 stack.enter_context(contextlib.redirect_stdout(output))
-            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+            runpy.run_path(str(EXAMPLES_FOLDER / f"{name}.py"), run_name="__main__")
         forget_state()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 import layerstore
-from tests.live.run_examples import FOLDER, NAMES
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, torchrun
+from tests.environment import environment, free_port
+from tests.live.cases import EXAMPLES, EXAMPLES_FOLDER
+from tests.zero3.launch import LAUNCH_SECONDS_MAX, stop, train
 
 pytestmark = pytest.mark.timeout(3 * LAUNCH_SECONDS_MAX)
 
-RUN_OF = {"with_deepspeed": "plain", "with_trainer": "trainer", "with_accelerate": "accelerate"}
+RUN_OF = {"with_deepspeed": "plain", "with_slurm": "slurm", "with_trainer": "trainer", "with_accelerate": "accelerate"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(out: Path, steps: str) -> None:
     """Run all examples for *steps* steps."""
-    torchrun("tests.live.run_examples", ["--out", str(out), "--steps", steps], log=out / f"{steps}.log")
+    train("tests.live.run_examples", ["--out", str(out), "--steps", steps], log=out / f"{steps}.log")
 
 
 def printed(out: Path, name: str) -> list[str]:
@@ -45,7 +53,7 @@ def printed(out: Path, name: str) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith("step ")))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> None:
     """Eight steps, each trained once; every second one is in the store, and the run has one attempt."""
     with layerstore.open(left / "store") as store:
@@ -57,7 +65,7 @@ def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_that_was_left_learns_the_same(left: Path, uninterrupted: Path, name: str) -> None:
     """Every loss is that of the example that was never left."""
     assert printed(left, name) == printed(uninterrupted, name)
@@ -65,10 +73,50 @@ def test_an_example_that_was_left_learns_the_same(left: Path, uninterrupted: Pat
 
 def test_examples_mark_what_is_layerstores() -> None:
     """Each is a training script with a handful of lines marked, and no other line of it knows layerstore."""
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(NAMES)
-    for name in NAMES:
-        lines = (FOLDER / f"{name}.py").read_text().splitlines()
+    assert {path.stem for path in EXAMPLES_FOLDER.glob("*.py")} == set(EXAMPLES)
+    for name in EXAMPLES:
+        lines = (EXAMPLES_FOLDER / f"{name}.py").read_text().splitlines()
         marked = [line for line in lines if "# layerstore" in line]
         code = [line for line in lines if "layerstore" in line.split("#")[0] and "layerstore init" not in line]
         assert 3 <= len(marked) <= 4, name
         assert set(code) <= set(marked), name
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_is_ended_goes_on(tmp_path: Path) -> None:
+    """SIGTERM to torchrun: all ranks save the same step, the job fails, and the same line again goes on behind it."""
+    layerstore.init(tmp_path / "store").close()
+    with (tmp_path / "first.log").open("wb") as log, job(tmp_path, steps=100_000, log=log) as process:
+        wait_for("step 3:", tmp_path / "first.log")
+        process.terminate()
+        assert process.wait(LAUNCH_SECONDS_MAX) != 0
+    told = set(re.findall(r"stopped after step (\d+): the next launch", (tmp_path / "first.log").read_text()))
+    with layerstore.open(tmp_path / "store") as store:
+        newest = store.log("slurm")[0].step
+
+    assert {str(newest)} == told
+    with (tmp_path / "second.log").open("wb") as log, job(tmp_path, steps=newest + 2, log=log) as process:
+        assert process.wait(LAUNCH_SECONDS_MAX) == 0
+    steps = re.findall(r"^step (\d+):", (tmp_path / "second.log").read_text(), re.MULTILINE)
+    assert steps == [str(newest + 1), str(newest + 2)]
+
+
+@contextlib.contextmanager
+def job(out: Path, *, steps: int, log: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
+    """Give the job of the guide to Slurm, launched as a batch script would; no process of it is left."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(free_port()), str(EXAMPLES_FOLDER / "with_slurm.py")]
+    command += ["--store", str(out / "store"), "--steps", str(steps)]
+    process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
+def wait_for(words: str, log: Path) -> None:
+    """Return once *log* says *words*."""
+    deadline = time.monotonic() + LAUNCH_SECONDS_MAX
+    while words not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.2)

@@ -19,7 +19,7 @@ from layerstore.format.blobs import encode_state
 from layerstore.model import CommitRecord, RankState
 from layerstore.ops.loading import content_of
 from layerstore.store import Store
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, torchrun
+from tests.zero3.launch import LAUNCH_SECONDS_MAX, train
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
@@ -34,7 +34,7 @@ each_gather = pytest.mark.parametrize("gather", [True, False], ids=["gathered", 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what the uninterrupted jobs left, and those that were left in the middle."""
     out = tmp_path_factory.mktemp("trained")
-    torchrun(PROGRAM, ["--out", str(out), "--part", "train"], log=out / "train.log")
+    train(PROGRAM, ["--out", str(out), "--part", "train"], log=out / "train.log")
     return out
 
 
@@ -51,7 +51,7 @@ def resumed(trained: Path, store_as_left: dict[str, list[int]]) -> Path:
     assert store_as_left
     with layerstore.open(trained / "store") as store:
         store.compose("left@2").write(trained / "composed")
-    torchrun(PROGRAM, ["--out", str(trained), "--part", "resume"], log=trained / "resume.log")
+    train(PROGRAM, ["--out", str(trained), "--part", "resume"], log=trained / "resume.log")
     return trained
 
 
@@ -62,8 +62,8 @@ def resumed_otherwise(trained: Path, store_as_left: dict[str, list[int]]) -> Pat
     with layerstore.open(trained / "store") as store:
         store.compose("every@4", policy="parity").write(trained / "composed-parity")
         store.compose("stored-False@2").write(trained / "composed-for-one", world_size=1)
-    torchrun(PROGRAM, ["--out", str(trained), "--part", "more"], log=trained / "more.log")
-    torchrun(PROGRAM, ["--out", str(trained), "--part", "one"], log=trained / "one.log", world_size=1)
+    train(PROGRAM, ["--out", str(trained), "--part", "more"], log=trained / "more.log")
+    train(PROGRAM, ["--out", str(trained), "--part", "one"], log=trained / "one.log", world_size=1)
     return trained
 
 

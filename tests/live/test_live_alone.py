@@ -6,8 +6,8 @@ from pathlib import Path
 
 import layerstore
 from layerstore.store import Store
+from tests.forked import Nursery
 from tests.live.faulty import RUN
-from tests.live.forked import Nursery
 from tests.live.heard import due, losses, one
 
 LAYERS = 6
@@ -20,6 +20,7 @@ WORDS = {
         "parameter embed.weight and 18 more: of shape [32, 5] in the checkpoint and of [64, 5]",
     ),
     "cut": ("IntegrityError", "rank 0 finds a pointer to "),
+    "undecided": ("Conflict", "policy 'wayward' says on one rank that other layers are due than on another"),
 }
 
 
@@ -33,7 +34,7 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
 
     raised = {(event["name"], event["rank"]): (event["error"], event["message"]) for event in launch.events("raised")}
     names = {name for name, _ in raised}
-    assert names == {*WORDS, "pointer", "look up", "read", "folder"}
+    assert names == {*WORDS, "pointer", "look up", "read", "folder", "policy"}
     for name in names:
         first, last = raised[name, 0], raised[name, 1]
         if name in WORDS:
@@ -49,7 +50,9 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
     with Store(tmp_path / "store") as store:
         assert store.verify(read_data=True).damaged == ()
         found = sorted((entry.attempt, entry.step) for entry in store.log(RUN))
+        decided = sorted(entry.step for entry in store.log("decided"))
     assert found == [(1, 1), (1, 3), (1, 4), (2, 4), (2, 5)]
+    assert decided == [6, 7]
     assert len(due(launch, "measured")[5]) == LAYERS
 
 

@@ -8,9 +8,9 @@ import pytest
 
 import layerstore
 from layerstore.store import Store
+from tests.forked import Launch, Nursery
 from tests.live.faulty import RUN, STEPS
 from tests.live.faulty_collected import LOST_RUN
-from tests.live.forked import Launch, Nursery
 from tests.live.heard import losses
 
 

@@ -13,7 +13,7 @@ import pytest
 import layerstore
 from layerstore.store import Store
 from tests.faults.harness import tmpfs
-from tests.live.forked import Nursery
+from tests.forked import Nursery
 from tests.live.heard import due, losses, one
 
 PROGRAMS = "tests.live.faulty_disks"
@@ -43,6 +43,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.fault(16)
 def test_a_disk_fills_up(ranks: Nursery, disk: Path, tmp_path: Path, undisturbed: dict[int, str]) -> None:
     """The saves that find it full are given up, whole; the first one after that has all that was due meanwhile."""
     layerstore.init(disk / "store").close()
@@ -102,6 +103,7 @@ def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed
     assert os.listdir(tmp_path / "store" / "parts") == []
 
 
+@pytest.mark.fault(27)
 def test_what_cannot_be_attached_to_is_refused_on_every_rank(
     ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:

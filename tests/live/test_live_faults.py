@@ -9,8 +9,8 @@ import pytest
 
 import layerstore
 from layerstore.store import Store
+from tests.forked import Nursery
 from tests.live.faulty import RUN, STEPS
-from tests.live.forked import Nursery
 from tests.live.heard import due, losses, one
 
 PROGRAMS = "tests.live.faulty"
@@ -41,7 +41,9 @@ POINTS = {
 }
 
 
+@pytest.mark.fault(104, 105)
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.sample(3)
 def test_a_killed_save_is_never_seen_and_the_next_launch_goes_on(
     point: str, ranks: Nursery, store: Path, tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:
@@ -69,6 +71,7 @@ def test_a_killed_save_is_never_seen_and_the_next_launch_goes_on(
     assert one(requeued, "status")["errors"] == []
 
 
+@pytest.mark.fault(104)
 def test_one_rank_dies_alone(ranks: Nursery, store: Path, tmp_path: Path) -> None:
     """The other one cannot commit without it, nor waits for it for ever; what was due is due again."""
     options = {"store": str(store), "policy": "parity", "operation": "write", "part": "/tmp/", "ranks": (1,)}
@@ -89,6 +92,7 @@ def test_one_rank_dies_alone(ranks: Nursery, store: Path, tmp_path: Path) -> Non
     assert found == {layer: 4 if layer in due(killed)[4] else 3 for layer in found}
 
 
+@pytest.mark.fault(104)
 def test_what_was_left_is_in_no_composite(
     ranks: Nursery, store: Path, tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:

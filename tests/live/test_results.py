@@ -1,5 +1,7 @@
 """What a saver tells of its saves, however many there were."""
 
+import pytest
+
 from layerstore.live.background import Result
 from layerstore.live.newest import Newest
 from layerstore.live.results import RESULTS_MAX, Results, Saved
@@ -46,4 +48,19 @@ def test_saves_that_came_to_nothing_are_forgotten_in_time() -> None:
         newest.note_lost(number)
 
     assert len(newest._lost) < 100
-    assert newest.same(MANY - 1, updates=MANY - 1, pin=None) is None
+    assert newest.same(MANY - 1, updates=MANY - 1, pin=None, is_told=False) is None
+
+
+def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.LogCaptureFixture) -> None:
+    """Trainers save twice at the end, which is no news; another client_state or a pin would be lost in silence."""
+    newest = Newest(None)
+    first = Saved(step=7, number=0, layers_due=(), skipped=False, blocked_seconds=0.0)
+    newest.note(first, updates=7)
+
+    assert newest.same(7, updates=7, pin=None, is_told=False) is first
+    assert not caplog.records
+    assert newest.same(7, updates=7, pin="best", is_told=True) is first
+
+    pin, told = (record.getMessage() for record in caplog.records)
+    assert pin == "step 7 was saved already, without a pin: layerstore pin best"
+    assert told == "step 7 was saved already: what client_state and files it has, it keeps"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerstore.errors import StorageIO
-from tests.live.forked import tell
+from tests.forked import tell
 
 Engine = Any  # deepspeed ships no types
 

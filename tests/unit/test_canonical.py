@@ -79,6 +79,7 @@ def test_what_cannot_be_said_is_refused(value: Plain) -> None:
 DEEP = 100_000
 
 
+@pytest.mark.fault(85)
 @pytest.mark.parametrize(
     ("data", "why"),
     [

@@ -12,8 +12,9 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound
-from layerstore.format.envelope import MAGIC
+from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound, StorageIO
+from layerstore.format.canonical import Plain, pack, unpack
+from layerstore.format.envelope import MAGIC, Envelope, seal, unseal
 from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
 from layerstore.model import Commit
 from layerstore.ops.rooms import Rooms
@@ -38,6 +39,12 @@ def rooms(tmp_path: Path) -> Iterator[Rooms]:
     made.catalog.view("sft")
     yield made
     made.catalog.close()
+
+
+def differences(rooms: Rooms) -> list[str]:
+    """Return the records that the index tells differently than they do."""
+    rows = rooms.catalog.indexed("sft")
+    return [name for name, row in rows.items() if row_of(rooms.records.read(row.name)) != row]
 
 
 def publish(rooms: Rooms, commit: Commit) -> Commit:
@@ -71,11 +78,12 @@ def test_the_index_says_what_the_records_say(rooms: Rooms) -> None:
     view = rooms.catalog.view("sft")
 
     assert steps(view) == [2, 4, 6]
-    assert rooms.catalog.differences("sft") == []
+    assert differences(rooms) == []
     for row in view.rows.values():
         assert row == row_of(rooms.catalog.commit(row.name))
 
 
+@pytest.mark.fault(92)
 def test_a_commit_that_the_index_does_not_know_is_found(rooms: Rooms) -> None:
     """An index that is behind, on another node or after a crash, is caught up from the listing."""
     rooms.records.publish(samples.commit(samples.record(step=8)))
@@ -85,6 +93,7 @@ def test_a_commit_that_the_index_does_not_know_is_found(rooms: Rooms) -> None:
         assert len(manifest.rows("sft")) == 4
 
 
+@pytest.mark.fault(93)
 def test_a_vanished_record_is_remembered_until_the_index_is_made_anew(rooms: Rooms) -> None:
     """A record that the index knows and nobody finds is told, since it may have hidden another one."""
     row = rooms.catalog.view("sft").visible[-1]
@@ -95,9 +104,70 @@ def test_a_vanished_record_is_remembered_until_the_index_is_made_anew(rooms: Roo
     assert [row.name] == list(view.damaged)
     assert [row.name] == rooms.catalog.vanished("sft")
 
-    with pytest.warns(IndexNotice, match="forgot the record of sft@6"):
-        rooms.catalog.rebuild()
+    again = rooms.catalog.rebuild()
+    assert (again.commits, again.vanished, again.forgotten) == (2, (row.name,), ())
+    assert list(rooms.catalog.view("sft").damaged) == [row.name]
+    assert rooms.catalog.copy(row.name) is not None
+
+    last = rooms.catalog.rebuild(forget=True)
+    assert (last.commits, last.vanished, last.forgotten) == (2, (), (row.name,))
     assert rooms.catalog.view("sft").damaged == {}
+    assert rooms.catalog.copy(row.name) is None
+
+
+def cut_short(folder: Path) -> None:
+    """Leave a hundred bytes of the index."""
+    os.truncate(folder / "data.mdb", 100)
+
+
+@pytest.mark.fault(40, 93)
+@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+@pytest.mark.parametrize("is_whole_run", [False, True])
+def test_a_damaged_index_leaves_the_copies_of_what_has_vanished(rooms: Rooms, *, is_whole_run: bool) -> None:
+    """The index that is made in its place names it still, and has its bytes for a repair."""
+    rows = rooms.catalog.view("sft").visible[0 if is_whole_run else -1 :]
+    kept = {row.name: rooms.records.read_bytes(row.name) for row in rows}
+    for row in rows:
+        rooms.layout.record(row.run, row.step, row.name.id).unlink()
+    if is_whole_run:
+        rooms.layout.run("sft").rmdir()
+    rooms.catalog.close()
+    cut_short(rooms.layout.manifest)
+
+    with reopened(rooms) as again:
+        assert set(again.catalog.view("sft").damaged) == set(kept)
+        assert {name: again.catalog.copy(name) for name in kept} == kept
+        assert not list(rooms.layout.root.glob("manifest.dropped-*"))
+        assert again.catalog.rebuild().vanished == tuple(sorted(kept))
+        assert {name: again.catalog.copy(name) for name in kept} == kept
+
+
+@pytest.mark.fault(99)
+def test_a_rebuild_that_is_killed_leaves_the_copies_to_the_next_one(rooms: Rooms) -> None:
+    """The old index is put aside under a name that the next open looks for."""
+    row = rooms.catalog.view("sft").visible[-1]
+    rooms.layout.record(row.run, row.step, row.name.id).unlink()
+    rooms.catalog.close()
+    rooms.layout.manifest.rename(rooms.layout.root / "manifest.dropped-01234567")
+
+    with reopened(rooms) as again:
+        assert list(again.catalog.view("sft").damaged) == [row.name]
+        assert again.catalog.copy(row.name) is not None
+
+
+@pytest.mark.fault(91, 40)
+def test_a_rebuild_keeps_the_copy_of_a_damaged_record(rooms: Rooms) -> None:
+    """It is no more to be had from the record, and a repair writes it back."""
+    row = rooms.catalog.view("sft").visible[-1]
+    data = rooms.records.read_bytes(row.name)
+    path = rooms.layout.record(row.run, row.step, row.name.id)
+    path.chmod(0o644)
+    path.write_bytes(data[:-1])
+
+    for forget in (False, True):
+        assert rooms.catalog.rebuild(forget=forget).commits == 2
+        assert rooms.catalog.copy(row.name) == data
+        assert list(rooms.catalog.view("sft").damaged) == [row.name]
 
 
 def test_superseded_commits_are_hidden(rooms: Rooms) -> None:
@@ -112,6 +182,7 @@ def test_superseded_commits_are_hidden(rooms: Rooms) -> None:
     assert len(view.rows) == 4
 
 
+@pytest.mark.fault(91)
 def test_a_damaged_record_is_told_beside_the_others(rooms: Rooms) -> None:
     """One record that cannot be read hides no other, whether or not the index knew it."""
     with reopened(rooms) as again:
@@ -212,16 +283,17 @@ def test_a_damaged_index_changes_no_answer(rooms: Rooms, harm: Callable[[Path], 
         assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
     with reopened(rooms) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
-        assert again.catalog.differences("sft") == []
+        assert differences(again) == []
 
 
+@pytest.mark.fault(40)
 def test_a_rebuild_is_told(rooms: Rooms) -> None:
     """Replacing a damaged index is one line of notice that says nothing is lost."""
     rooms.catalog.close()
     noise(rooms.layout.manifest)
     with (
         reopened(rooms) as again,
-        pytest.warns(IndexNotice, match="rebuilding it from the commit records; nothing is lost"),
+        pytest.warns(IndexNotice, match="rebuilding it from the commit records; no record is lost"),
     ):
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
 
@@ -261,6 +333,7 @@ def test_a_flipped_byte_in_a_page_changes_no_answer(rooms: Rooms, page: int, tmp
         assert (asked.returncode, asked.stdout) == (0, "[2, 4, 6]\n"), asked.stderr
 
 
+@pytest.mark.fault(39)
 def test_every_flipped_value_is_found(rooms: Rooms) -> None:
     """Whichever byte of a row's value changes, the row is refused; none is answered from."""
     directory, store_id = rooms.layout.manifest, rooms.identity.store_id
@@ -281,6 +354,27 @@ def test_every_flipped_value_is_found(rooms: Rooms) -> None:
         assert len(manifest.rows("sft")) == 3
 
 
+@pytest.mark.parametrize(
+    "change", [{"kind": [7, 7, 7]}, {"kind": []}, {"flags": [b""]}, {"names": ["x", "y", "z"]}, {"save_numbers": [1]}]
+)
+def test_a_block_whose_columns_do_not_fit_is_refused(rooms: Rooms, change: dict[str, Plain]) -> None:
+    """A right checksum does not make a block: it is replaced like a damaged one."""
+    directory, store_id = rooms.layout.manifest, rooms.identity.store_id
+    rooms.catalog.close()
+    with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
+        key, data = next((bytes(key), bytes(value)) for key, value in transaction.cursor() if key[:1] == b"r")
+        name = f"index/{key.hex()}"
+        block = unpack(unseal(data, name=name, store_id=store_id).payload, what=name)
+        assert isinstance(block, dict)
+        transaction.put(key, seal(Envelope(store_id=store_id, name=name, payload=pack(block | change))))
+
+    with contextlib.closing(Manifest(directory, store_id=store_id)) as manifest:
+        with pytest.raises(ManifestUnusable, match="do not fit"):
+            manifest.rows("sft")
+        with pytest.raises(ManifestUnusable, match="do not fit"):
+            manifest.update(add=[(samples.commit(samples.record(step=8)), b"")])
+
+
 def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
     """A whole row that a damaged page shows under another key is refused."""
     directory = rooms.layout.manifest
@@ -298,6 +392,7 @@ def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
         manifest.runs()
 
 
+@pytest.mark.fault(94)
 @pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
 def test_an_index_of_another_store_is_not_used(rooms: Rooms, tmp_path: Path) -> None:
     """A foreign index, put in the place of ours, is replaced; its rows are never answered."""
@@ -309,9 +404,10 @@ def test_an_index_of_another_store_is_not_used(rooms: Rooms, tmp_path: Path) -> 
     shutil.copytree(other.layout.manifest, rooms.layout.manifest)
     with reopened(rooms) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
-        assert again.catalog.differences("sft") == []
+        assert differences(again) == []
 
 
+@pytest.mark.fault(45)
 def test_an_old_copy_of_the_index_catches_up(rooms: Rooms, tmp_path: Path) -> None:
     """An index that was rolled back answers as a fresh one does."""
     rooms.catalog.close()
@@ -324,30 +420,48 @@ def test_an_old_copy_of_the_index_catches_up(rooms: Rooms, tmp_path: Path) -> No
         assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
 
 
+@pytest.mark.fault(100)
 @pytest.mark.filterwarnings("ignore:.*rebuilding:layerstore.storage.catalog.IndexNotice")
 def test_no_index_at_all_is_only_slower(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the index cannot be made every answer comes from the records, with a notice."""
     rooms.catalog.close()
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/proc/nowhere")
     again = open_rooms(rooms.layout.root, Files())
-    with pytest.warns(IndexNotice, match="slower; nothing is lost"):
+    with pytest.warns(IndexNotice, match="slower; no record is lost"):
         view = again.catalog.view("sft")
 
     assert steps(view) == [2, 4, 6]
     assert again.catalog.index_problem
 
 
+@pytest.mark.fault(99, 100)
+@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+def test_a_rebuild_that_cannot_be_says_so(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the system's own number and what helps; questions are answered all the same."""
+    rooms.catalog.close()
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/proc/nowhere")
+    again = open_rooms(rooms.layout.root, Files())
+    with pytest.raises(StorageIO, match="no record is lost, and questions are answered without an index") as caught:
+        again.catalog.rebuild()
+
+    assert caught.value.errno == errno.ENOENT
+    assert "LAYERSTORE_MANIFEST_DIR" in (caught.value.hint or "")
+    assert steps(again.catalog.view("sft")) == [2, 4, 6]
+
+
+@pytest.mark.fault(101)
 def test_a_rebuild_equals_the_original(rooms: Rooms) -> None:
     """Reindexing gives the same rows, and tells how many records it covers."""
     before = rooms.catalog.view("sft")
 
-    assert rooms.catalog.rebuild() == 3
+    assert rooms.catalog.rebuild().commits == 3
     assert rooms.catalog.view("sft") == before
 
 
 # -- LMDB's own traps ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(53)
 def test_one_process_opens_the_index_once(rooms: Rooms) -> None:
     """Two stores of one process share the environment, and closing one does not break the other."""
     first = open_rooms(rooms.layout.root, Files())
@@ -361,6 +475,7 @@ def test_one_process_opens_the_index_once(rooms: Rooms) -> None:
     second.catalog.close()
 
 
+@pytest.mark.fault(52)
 def test_a_child_may_not_use_its_parents_index(rooms: Rooms) -> None:
     """After a fork, use in the child raises, names both processes, and leaves the parent unharmed."""
     manifest = Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)
@@ -392,6 +507,7 @@ def test_a_closed_index_is_not_used(rooms: Rooms) -> None:
         manifest.rows("sft")
 
 
+@pytest.mark.fault(32)
 def test_the_index_grows_when_it_is_full(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full map is doubled and the write repeated, unseen by whoever asked."""
     rooms.catalog.close()
@@ -445,6 +561,7 @@ def test_rows_are_dropped_wherever_they_are(rooms: Rooms) -> None:
         assert manifest.runs() == {"long", "sft"}
 
 
+@pytest.mark.fault(86)
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_engine_does_not_follow_the_environment(rooms: Rooms, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """A variable that silently changes LMDB's file format changes nothing here."""
@@ -476,6 +593,7 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "mountinfo")
 
 
+@pytest.mark.fault(31)
 @pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize(
     ("path", "kind"),
@@ -493,6 +611,7 @@ def test_network_filesystems_are_recognised(path: str, kind: str | None) -> None
     assert kind == network_filesystem(Path(path))
 
 
+@pytest.mark.fault(31, 94)
 @pytest.mark.usefixtures("mounts")
 def test_the_index_is_kept_off_network_filesystems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a local store; for one on the network in a folder of this node, under the store's id."""
@@ -511,6 +630,7 @@ def test_the_index_is_kept_off_network_filesystems(monkeypatch: pytest.MonkeyPat
         manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
 
 
+@pytest.mark.fault(19)
 def test_a_full_disk_does_not_kill_the_process(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the lock file cannot get its blocks the index is left alone, with a notice, and answers stay."""
 

@@ -64,6 +64,7 @@ def test_runs_keep_their_names(rooms: Rooms, run: str) -> None:
     assert [run] == rooms.records.runs()
 
 
+@pytest.mark.fault(91)
 def test_every_flipped_byte_of_a_record_is_found(rooms: Rooms) -> None:
     """No byte of a record's file changes unseen."""
     commit = samples.commit()
@@ -96,6 +97,7 @@ def test_some_entries_of_a_damaged_record_are_not_read(rooms: Rooms) -> None:
     """The whole file is checked, whatever is asked for; so are its place and its name."""
     commit = samples.commit()
     rooms.records.publish(commit)
+    rooms.catalog.add(commit)
     path, name = path_of(rooms, commit), rooms.records.name_of(commit)
     data = path.read_bytes()
     for position in range(0, len(data), 5):
@@ -111,6 +113,7 @@ def test_some_entries_of_a_damaged_record_are_not_read(rooms: Rooms) -> None:
         rooms.catalog.entries(name, [])
 
 
+@pytest.mark.fault(96)
 def test_a_record_under_another_name_is_found(rooms: Rooms) -> None:
     """Copied to another step, run or id, a whole record is damage."""
     commit = samples.commit()
@@ -132,6 +135,7 @@ def test_a_record_under_another_name_is_found(rooms: Rooms) -> None:
                     rooms.records.read(name)
 
 
+@pytest.mark.fault(96)
 def test_a_record_of_another_store_is_found(rooms: Rooms, tmp_path: Path) -> None:
     """A record that was copied over from another store is damage."""
     other = samples.rooms(tmp_path / "other")
@@ -150,6 +154,7 @@ def test_a_record_that_vanished_is_damage(rooms: Rooms) -> None:
         rooms.records.read(rooms.records.name_of(samples.commit()))
 
 
+@pytest.mark.fault(95)
 def test_a_missing_folder_of_commits_is_damage_not_emptiness(rooms: Rooms) -> None:
     """Where commits/ is gone nobody answers that there are none."""
     rooms.layout.commits.rmdir()
@@ -183,6 +188,7 @@ def test_the_folder_is_synced_after_the_link(tmp_path: Path) -> None:
     assert ("fsync", "sft") in calls[link:]
 
 
+@pytest.mark.fault(98)
 def test_a_failed_last_sync_is_not_success(tmp_path: Path) -> None:
     """The record stays, success is not reported, and a repeat confirms it."""
     failing = True
@@ -222,6 +228,7 @@ def test_a_pin_is_written_read_replaced_and_deleted(rooms: Rooms) -> None:
             ask("best")
 
 
+@pytest.mark.fault(103)
 def test_a_damaged_pin_is_found_and_can_be_deleted(rooms: Rooms) -> None:
     """A torn or renamed pin is damage by name; the others are still read, and it can be deleted unread."""
     rooms.records.write_pin(samples.pin("best"))

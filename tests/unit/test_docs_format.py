@@ -33,6 +33,8 @@ ON_DISK = (
     model.LayerPart,
     model.Collection,
     model.CollectedRecord,
+    model.QuarantineLog,
+    model.Quarantined,
     model.LayerVersion,
     model.Parameter,
     model.Buffer,
@@ -291,6 +293,7 @@ REFUSED: list[tuple[Edit, str, type[errors.LayerstoreError]]] = [
 ]
 
 
+@pytest.mark.fault(66)
 @pytest.mark.known_fault("llmtailor 11")
 @pytest.mark.parametrize(("edit", "words", "kind"), REFUSED, ids=[words for _, words, _ in REFUSED])
 def test_what_the_support_page_refuses_is_refused(
@@ -324,6 +327,7 @@ class _Meddler:
         """Let the bytes pass."""
 
 
+@pytest.mark.fault(64)
 def test_a_checkpoint_that_is_still_written_is_refused(tmp_path: Path) -> None:
     """A file that changes during ingest is noticed before anything is published."""
     source = generate(tmp_path / "run", layers=1, hidden=8, vocab=16)
@@ -334,6 +338,7 @@ def test_a_checkpoint_that_is_still_written_is_refused(tmp_path: Path) -> None:
         assert store.runs == []
 
 
+@pytest.mark.fault(64)
 def test_an_interrupted_trainer_is_refused(tmp_path: Path) -> None:
     """The Trainer's own sign of an unfinished save is heeded."""
     source = generate(tmp_path / "run" / "checkpoint-2", layers=1, hidden=8, vocab=16, layout="hf")
@@ -364,25 +369,3 @@ def test_the_map_names_every_file_of_the_inner_rooms() -> None:
 
 def _files(cell: str) -> list[str]:
     return re.findall(r"`(\w+\.py)`", cell)
-
-
-# -- all pages -----------------------------------------------------------------------------------------------------
-
-
-def test_links_between_pages_lead_somewhere() -> None:
-    """Every relative link names a file of the docs, and an anchor that is in it."""
-    broken = []
-    for page in DOCS.rglob("*.md"):
-        for target, anchor in re.findall(r"\]\(([^):#]*)(?:#([^)]*))?\)", page.read_text()):
-            path = (page.parent / target).resolve() if target else page
-            if not path.is_file():
-                broken.append(f"{page.relative_to(DOCS)}: {target}")
-            elif anchor and anchor not in {_anchor(line) for line in path.read_text().splitlines()}:
-                broken.append(f"{page.relative_to(DOCS)}: {target}#{anchor}")
-
-    assert [link for link in broken if "reference/cli.md" not in link] == []
-
-
-def _anchor(line: str) -> str:
-    heading = line.lstrip("#").strip().lower() if line.startswith("#") else ""
-    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")

@@ -103,6 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [None, *DTYPES])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.sample(16)
 def test_an_export_is_what_torch_makes_of_the_masters(
     store: Store, tmp_path: Path, shape: dict[str, Any], dtype: str | None
 ) -> None:

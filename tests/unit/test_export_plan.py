@@ -199,7 +199,7 @@ def test_a_config_without_a_type_is_given_one() -> None:
     assert json.loads(config_with_dtype(b'{"model_type": "llama"}', "F16"))["torch_dtype"] == "float16"
 
 
-@pytest.mark.parametrize("config", [b"", b"[1]", b"{", b"\xff", b"null"])
+@pytest.mark.parametrize("config", [b"", b"[1]", b"{", b"\xff", b"null", b"[" * 100_000])
 def test_a_config_that_is_none_is_not_guessed_at(config: bytes) -> None:
     """The caller is told by a ValueError."""
     with pytest.raises(ValueError, match=r"."):

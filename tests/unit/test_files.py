@@ -16,6 +16,7 @@ import pytest
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.storage.files import Files, WeakDurability
+from tests.faults.harness import refuse_links
 
 
 class Recorder:
@@ -73,6 +74,7 @@ def test_wide_buffers_are_written_whole(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == b"12345678"
 
 
+@pytest.mark.fault(24)
 def test_a_short_write_is_continued_until_the_disk_refuses(tmp_path: Path) -> None:
     """The kernel takes a part first and refuses the rest then: the error names the file, and what fitted is there."""
     with Files().create(tmp_path / "f") as file, file_size_limit(5000), pytest.raises(StorageIO) as caught:
@@ -98,6 +100,7 @@ def test_create_never_takes_over_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.fault(33)
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
     """Files get what the user's umask leaves of 0666; executable ones may be run by whoever may read them."""
     old = os.umask(0o027)
@@ -204,17 +207,111 @@ def test_links_are_exclusive(tmp_path: Path) -> None:
     assert (tmp_path / "name").read_bytes() == b"1"
 
 
-def test_a_link_that_worked_although_it_failed_counts(tmp_path: Path) -> None:
-    """When the reply was lost, name and source are one file: that is success."""
+@pytest.mark.fault(97)
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPERM])
+def test_a_link_that_worked_although_it_failed_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """When the reply was lost, name and source are one file: that is success, whatever the answer was."""
+    link = os.link
+
+    def link_and_lose_the_reply(source: Path, target: Path, *, follow_symlinks: bool) -> None:
+        link(source, target, follow_symlinks=follow_symlinks)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link_and_lose_the_reply)
+    (tmp_path / "one").write_bytes(b"1")
+
+    assert Files().link_exclusive(tmp_path / "one", tmp_path / "name")
+    assert (tmp_path / "name").read_bytes() == b"1"
+
+
+@pytest.mark.fault(97)
+def test_a_link_that_failed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is at the name, or another file, nobody is told that it worked."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", fail)
+    (tmp_path / "one").write_bytes(b"1")
+    (tmp_path / "taken").write_bytes(b"1")
+    for name in ("free", "taken"):
+        with pytest.raises(StorageIO) as caught:
+            Files().link_exclusive(tmp_path / "one", tmp_path / name)
+        assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.fault(30)
+def test_without_hard_links_names_are_exclusive_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is taken is not replaced, and the file that did not get it is still there."""
+    monkeypatch.setattr(os, "link", refuse_links)
     files = Files()
     (tmp_path / "one").write_bytes(b"1")
-    (tmp_path / "name").hardlink_to(tmp_path / "one")
+    (tmp_path / "two").write_bytes(b"2")
 
     assert files.link_exclusive(tmp_path / "one", tmp_path / "name")
+    assert not files.link_exclusive(tmp_path / "two", tmp_path / "name")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"name": b"1", "two": b"2"}
+    with pytest.raises(StorageIO) as caught:
+        files.link_exclusive(tmp_path / "gone", tmp_path / "other")
+    assert caught.value.errno == errno.ENOENT
 
 
-def test_only_one_of_many_links_wins(tmp_path: Path) -> None:
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+def test_without_links_and_without_such_a_rename_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Nothing is replaced by an ordinary rename: what is asked of the filesystem is told, and who can tell more."""
+
+    def refuse(*_: object) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse_links)
+    monkeypatch.setattr("layerstore.storage.files.rename_exclusive", refuse)
+    files = Files()
+    (tmp_path / "one").write_bytes(b"1")
+    (tmp_path / "scratch").mkdir()
+    asked: tuple[Callable[[], bool], ...] = (
+        lambda: files.link_exclusive(tmp_path / "one", tmp_path / "name"),
+        lambda: files.keep_exclusive(tmp_path / "one", tmp_path / "name", scratch=tmp_path / "scratch"),
+    )
+
+    for ask in asked:
+        with pytest.raises(StorageIO, match="neither a hard link nor a rename that replaces nothing") as caught:
+            ask()
+        assert "layerstore doctor" in (caught.value.hint or "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "scratch"]
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_is_kept_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+    """A second name, or a copy: never at the cost of the first, never in the place of another file."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse_links)
+    files = Files()
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "one").write_bytes(b"1")
+    (tmp_path / "two").write_bytes(b"2")
+
+    assert files.keep_exclusive(tmp_path / "one", tmp_path / "name", scratch=tmp_path / "scratch")
+    assert not files.keep_exclusive(tmp_path / "two", tmp_path / "name", scratch=tmp_path / "scratch")
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert found == {"one": b"1", "name": b"1", "two": b"2"}
+    assert not list((tmp_path / "scratch").iterdir())
+    with pytest.raises(StorageIO) as caught:
+        files.keep_exclusive(tmp_path / "gone", tmp_path / "other", scratch=tmp_path / "scratch")
+    assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("has_links", [True, False])
+def test_only_one_of_many_links_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
     """Of many writers that link at once exactly one is told that the name was free."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse_links)
     files = Files()
     sources = [tmp_path / f"source-{number}" for number in range(16)]
     for source in sources:
@@ -318,6 +415,7 @@ def make_odd(kind: str, path: Path) -> None:
             path.symlink_to("/dev/null")
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link", "device"])
 def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     """A folder, pipe, link or device under an object's name is damage; it is not followed and does not block."""

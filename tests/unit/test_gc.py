@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +11,12 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
+from layerstore.model import Kind
 from layerstore.ops.gc import GcOutcome
 from layerstore.ops.setup import open_rooms
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import Files
-from tests.bench.generate import generate
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a store with nothing in it."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> "Checkpoints":
-    """Return what makes checkpoints."""
-    return Checkpoints(tmp_path)
-
-
-class Checkpoints:
-    """Small checkpoints, each another one unless it is asked for again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __call__(self, step: int, *, seed: int | None = None, **options: Any) -> Path:
-        """Return the checkpoint of *step*."""
-        seed = step if seed is None else seed
-        return generate(self._folder / f"{step}-{seed}", layers=2, hidden=8, vocab=8, step=step, seed=seed, **options)
+from tests.unit.checkpoints import Checkpoints
 
 
 def collect(store: Store, keep: Keep | None = None, *, grace_seconds: float | None = 0.0, **options: Any) -> GcOutcome:
@@ -158,6 +133,7 @@ def test_what_was_hidden_never_shows_again(store: Store, saved: Checkpoints) -> 
     assert len(list((store.path / "commits" / "r").iterdir())) == 1
 
 
+@pytest.mark.fault(103)
 def test_pins_stay_with_all_that_they_need(store: Store, saved: Checkpoints) -> None:
     """A pinned commit stays in the log; a pinned composite stays, without the commits that it was mixed from."""
     for step in (10, 20, 30, 40):
@@ -365,6 +341,7 @@ def test_a_run_that_was_dropped_to_the_last_goes_wholly(store: Store, saved: Che
 # -- what is under way ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(51)
 def test_what_is_young_stays(store: Store, saved: Checkpoints) -> None:
     """Somebody may be about to name it; it goes once it is old."""
     for step in (10, 20):
@@ -379,6 +356,36 @@ def test_what_is_young_stays(store: Store, saved: Checkpoints) -> None:
     second = collect(store, grace_seconds=None)
 
     assert second.orphans.size_bytes == first.young.size_bytes == second.bytes_freed > 0
+    assert store.verify(read_data=True).ok
+
+
+@pytest.mark.fault(56)
+@pytest.mark.parametrize("years", [40, -40])
+def test_a_clock_that_jumps_changes_neither_the_order_nor_the_grace(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Steps order commits; ages are told by the filesystem's clock; what has a time from the future is young."""
+    real_ns, jump_ns = time.time_ns, years * 365 * 24 * 3600 * 10**9
+    for step, jump in ((10, 0), (20, jump_ns), (30, 0), (40, jump_ns)):
+        monkeypatch.setattr(time, "time_ns", lambda jump=jump: real_ns() + jump)
+        monkeypatch.setattr(time, "time", lambda jump=jump: (real_ns() + jump) / 1e9)
+        store.ingest(saved(step), run="r")
+    assert steps(store) == [40, 30, 20, 10]
+    rooms = open_rooms(store.path, Files())
+    ahead = rooms.version(store.compose("r@10")._composition.layers[0].version).objects[0].id
+    store.drop("r@10")
+    before = objects(store)
+
+    first = collect(store, grace_seconds=None)
+    assert (first.bytes_freed, objects(store)) == (0, before)
+    for path in (store.path / "objects").rglob("*"):
+        os.utime(path, (1, 1))
+    os.utime(rooms.layout.object(ahead), (real_ns() / 1e9 + 10**8,) * 2)
+    second = collect(store, grace_seconds=None)
+
+    assert second.bytes_freed == first.young.size_bytes - before[ahead] > 0
+    assert ahead in objects(store)
+    assert steps(store) == [40, 30, 20]
     assert store.verify(read_data=True).ok
 
 
@@ -398,6 +405,7 @@ def test_a_young_blob_keeps_what_it_names(store: Store, saved: Checkpoints) -> N
     assert needed <= objects(store).keys()
 
 
+@pytest.mark.fault(49, 51)
 @pytest.mark.parametrize("operation", ["rename", "unlink"])
 @pytest.mark.parametrize("policy", ["full", "parity"])
 def test_what_is_saved_meanwhile_is_put_back(store: Store, saved: Checkpoints, operation: str, policy: str) -> None:
@@ -422,6 +430,7 @@ def test_what_is_saved_meanwhile_is_put_back(store: Store, saved: Checkpoints, o
     assert steps(store, "again") == [20, 10]
 
 
+@pytest.mark.fault(49)
 def test_what_is_inherited_while_it_is_taken_is_kept_or_refused(store: Store, saved: Checkpoints) -> None:
     """A collection at any step of a selective ingest that inherits from a commit that goes."""
     for step in (10, 20, 30):
@@ -446,6 +455,7 @@ def test_what_is_inherited_while_it_is_taken_is_kept_or_refused(store: Store, sa
     assert store.verify(read_data=True).ok, saved_too
 
 
+@pytest.mark.fault(1, 104)
 def test_what_writers_left_goes_once_it_is_old(store: Store, saved: Checkpoints) -> None:
     """Temporary files and the parts of dead sessions, with what these alone name."""
     store.ingest(saved(10), run="r")
@@ -463,6 +473,7 @@ def test_what_writers_left_goes_once_it_is_old(store: Store, saved: Checkpoints)
     assert (left.exists(), fresh.exists(), session.exists()) == (False, True, False)
 
 
+@pytest.mark.fault(12)
 def test_an_interrupted_collection_is_taken_up(store: Store, saved: Checkpoints) -> None:
     """What it left aside is found there by readers, and goes with the next."""
     for step in (10, 20):
@@ -499,6 +510,7 @@ def test_one_collection_at_a_time(store: Store, saved: Checkpoints, monkeypatch:
 # -- what stops it -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(91, 103)
 @pytest.mark.parametrize("what", ["record", "version", "state", "pin"])
 def test_nothing_is_removed_where_something_cannot_be_read(store: Store, saved: Checkpoints, what: str) -> None:
     """What it needs is not known; the error says whose it is."""
@@ -536,6 +548,149 @@ def test_a_damaged_commit_may_go(store: Store, saved: Checkpoints) -> None:
     assert store.verify().orphans == 0
 
 
+def lose(store: Store, ref: str, how: str, *, kind: Kind = Kind.MASTER) -> str:
+    """Take an object of one of *ref*'s layers away, or a byte of it; return its id."""
+    rooms = open_rooms(store.path, Files())
+    version = rooms.version_of(store.compose(ref)._composition.layers[0])
+    victim = next(stored.ref.id for stored in version.objects if stored.kind is kind)
+    path = rooms.layout.object(victim)
+    if how == "missing":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 1)
+    return victim
+
+
+@pytest.mark.fault(91, 103)
+@pytest.mark.parametrize("how", ["missing", "cut short"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_whole_do_not_go_while_what_stays_is_hurt(
+    store: Store, saved: Checkpoints, how: str, dry_run: bool
+) -> None:
+    """The newest lacks bytes: those before, which are whole, stay with it; once it is given up all goes on."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    lost = lose(store, "r@30", how)
+    before = objects(store)
+
+    with pytest.raises(
+        IntegrityError, match=rf"^r@30 is to stay and is not whole: object {lost}.*nothing was remov"
+    ) as at:
+        collect(store, Keep(last=1), dry_run=dry_run)
+
+    assert "layerstore drop r@30 gives it up" in str(at.value.hint)
+    assert objects(store) == before
+    assert steps(store) == [30, 20, 10]
+    assert list((store.path / "gc").glob("*/aside")) == []
+    store.drop("r@30")
+    assert [fate.step for fate in collect(store, Keep(last=1)).removed] == [10, 30]
+    assert store.verify(read_data=True).ok
+
+
+def test_the_hint_names_the_hurt_commit_of_an_earlier_attempt(store: Store, saved: Checkpoints) -> None:
+    """The same step of the newest attempt is whole: it is not the one to be given up."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(20, seed=7), run="r", rollback=True)
+    store.ingest(saved(30, seed=8), run="r")
+    lost = lose(store, "r~1@30", "missing")
+    store.drop("r@10")
+
+    with pytest.raises(IntegrityError, match=rf"^r~1@30 is to stay and is not whole: object {lost}") as at:
+        collect(store)
+
+    assert "layerstore drop r~1@30 gives it up" in str(at.value.hint)
+    store.drop("r~1@30")
+    collect(store)
+    assert store.verify(read_data=True).ok
+
+
+@pytest.mark.parametrize("how", ["missing", "cut short"])
+def test_what_goes_may_be_hurt(store: Store, saved: Checkpoints, how: str) -> None:
+    """It is what stays that has to be whole."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    lose(store, "r@10", how)
+
+    collect(store, Keep(last=1))
+
+    assert steps(store) == [20]
+    assert store.verify(read_data=True).ok
+
+
+@pytest.mark.fault(103)
+@pytest.mark.parametrize("how", ["missing", "cut short"])
+def test_the_whole_do_not_go_while_a_pin_is_hurt(store: Store, saved: Checkpoints, how: str) -> None:
+    """Also where only the pin needs it; the hint says how to give it up."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    store.pin("best", "r@10")
+    store.drop("r@10")
+    lose(store, "best", how)
+    before = objects(store)
+
+    with pytest.raises(IntegrityError, match=r"^pin 'best' is to stay and is not whole: ") as at:
+        collect(store, Keep(last=1))
+
+    assert "layerstore pin --delete best gives it up" in str(at.value.hint)
+    assert (objects(store), steps(store)) == (before, [30, 20])
+    store.delete_pin("best")
+    assert len(collect(store, Keep(last=1)).removed) == 2
+    assert store.verify(read_data=True).ok
+
+
+def test_a_sweep_goes_on_beside_a_hurt_commit(store: Store, saved: Checkpoints) -> None:
+    """No commit goes, and what nothing names can stand in for nothing; a dropped commit that is whole stays."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    lose(store, "r@30", "missing")
+    orphan = store.path / "objects" / "00" / ("0" * 32)
+    orphan.parent.mkdir(exist_ok=True)
+    orphan.write_bytes(b"left by a killed writer")
+
+    done = collect(store)
+
+    assert (done.removed, done.orphans.count, orphan.exists()) == ([], 1, False)
+    store.drop("r@20")
+    with pytest.raises(IntegrityError, match=r"^r@30 is to stay"):
+        collect(store)
+    assert [damage.kind for damage in store.verify().damaged] == ["object"]
+
+
+def test_moments_that_are_to_go_may_be_lost(store: Store, saved: Checkpoints) -> None:
+    """Weights that stay may not: the commit without moments will need them."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    lose(store, "r@10", "missing", kind=Kind.OPTIMIZER)
+    lost = lose(store, "r@20", "missing")
+
+    with pytest.raises(IntegrityError, match=f"^r@20 is to stay and is not whole: object {lost}"):
+        collect(store, Keep(last=3, drop_optimizer_older_than=5))
+    store.ingest(saved(20), run="r")
+    done = collect(store, Keep(last=3, drop_optimizer_older_than=5))
+
+    assert [fate.step for fate in done.trimmed] == [20, 10]
+    assert store.verify(read_data=True).ok
+
+
+def test_what_lies_aside_is_there(store: Store, saved: Checkpoints) -> None:
+    """A collection that was stopped had moved it; the next one finds it, and puts it back."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    kept = masters(store, "r@20")
+    rooms = open_rooms(store.path, Files())
+    aside = store.path / "gc" / "00000001-00000000" / "aside"
+    aside.mkdir(parents=True)
+    for stored in rooms.version_of(store.compose("r@20")._composition.layers[0]).objects:
+        rooms.layout.object(stored.ref.id).rename(aside / stored.ref.id)
+
+    assert [fate.step for fate in collect(store, Keep(last=1)).removed] == [10]
+
+    assert not aside.exists()
+    assert masters(store, "r@20") == kept
+    assert store.verify(read_data=True).ok
+
+
 def test_unknown_runs_are_named(store: Store, saved: Checkpoints) -> None:
     """A mistyped run keeps nobody from noticing."""
     store.ingest(saved(10), run="r")
@@ -546,6 +701,7 @@ def test_unknown_runs_are_named(store: Store, saved: Checkpoints) -> None:
 # -- indexes elsewhere ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(93)
 def test_another_nodes_index_learns_what_was_collected(
     store: Store, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,6 +720,7 @@ def test_another_nodes_index_learns_what_was_collected(
         assert node.verify().ok
 
 
+@pytest.mark.fault(93)
 def test_a_collection_excuses_a_lost_record_once(store: Store, saved: Checkpoints) -> None:
     """What was saved again after it, and is lost then, has vanished."""
     for step in (10, 20):
@@ -578,6 +735,7 @@ def test_a_collection_excuses_a_lost_record_once(store: Store, saved: Checkpoint
         assert [damage.kind for damage in fresh.verify().damaged] == ["record"]
 
 
+@pytest.mark.fault(93)
 def test_a_lost_plan_hides_nothing(store: Store, saved: Checkpoints, recwarn: pytest.WarningsRecorder) -> None:
     """Then what it removed is reported as vanished by an index that had not heard of it."""
     for step in (10, 20):
@@ -596,5 +754,21 @@ def test_a_lost_plan_hides_nothing(store: Store, saved: Checkpoints, recwarn: py
     copy.rename(index)
 
     with layerstore.open(store.path) as fresh:
-        assert [damage.kind for damage in fresh.verify().damaged] == ["record"]
+        assert [damage.kind for damage in fresh.verify().damaged] == ["record", "collection"]
     assert not [warning for warning in recwarn if issubclass(warning.category, IndexNotice)]
+
+
+@pytest.mark.fault(107)
+def test_a_migration_that_was_begun_holds_collections_back(store: Store, saved: Checkpoints) -> None:
+    """Nothing is touched until it is finished; what a dry run finds may be looked at."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    (store.path / "migrating").mkdir()
+
+    with pytest.raises(Conflict, match="a migration of this store was begun"):
+        collect(store, Keep(last=1))
+
+    assert steps(store, "r") == [20, 10]
+    assert len(store.gc(Keep(last=1), dry_run=True).removed) == 1
+    (store.path / "migrating").rmdir()
+    assert len(collect(store, Keep(last=1)).removed) == 1

@@ -1,45 +1,39 @@
 """What others do while a collection is at work, and what one that was stopped leaves to the next."""
 
+import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Conflict, StorageIO
-from layerstore.model import CommitRecord
+from layerstore.errors import Conflict, IntegrityError, NotFound, StorageIO
+from layerstore.model import BlobRef, Collection, Commit, CommitRecord, LayerVersion
 from layerstore.ops.marking import Marks
 from layerstore.ops.pins import pin
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import Resolved, resolve
+from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
 from layerstore.storage import garbage
+from layerstore.storage.catalog import Catalog
+from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook
-from tests.unit.test_gc import Checkpoints, collect, objects, steps
+from layerstore.storage.manifest import RecordRow
+from tests.unit.checkpoints import Checkpoints
+from tests.unit.test_gc import collect, objects, steps
 
 FIRST = Keep(last=1)
 
 
 class Stopped(Exception):  # no error: a stop
     """A collection ends here."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a store with nothing in it."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Checkpoints:
-    """Return what makes checkpoints."""
-    return Checkpoints(tmp_path)
 
 
 def grow_old(store: Store) -> None:
@@ -88,6 +82,7 @@ def blobs_of(record: CommitRecord) -> set[str]:
 # -- others at work ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(49, 51)
 def test_a_commit_whose_times_are_old_is_seen_at_the_second_look(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +94,9 @@ def test_a_commit_whose_times_are_old_is_seen_at_the_second_look(
     looks: list[Marks] = []
     look = Marks.look
 
-    def save_before_the_second(self: Marks, progress: Progress) -> None:
+    def save_before_the_second(
+        self: Marks, progress: Progress, *, without: Set[RecordName] = frozenset(), has_to_be_whole: bool = False
+    ) -> None:
         if looks:
             with layerstore.open(store.path) as other:
                 other.ingest(saved(10), run="again")
@@ -108,7 +105,7 @@ def test_a_commit_whose_times_are_old_is_seen_at_the_second_look(
             for path in (store.path / "gc").glob("*/aside/*"):
                 os.utime(path, (1, 1))
         looks.append(self)
-        look(self, progress)
+        look(self, progress, without=without, has_to_be_whole=has_to_be_whole)
 
     monkeypatch.setattr(Marks, "look", save_before_the_second)
     grow_old(store)
@@ -118,6 +115,7 @@ def test_a_commit_whose_times_are_old_is_seen_at_the_second_look(
     assert store.verify(read_data=True).ok
 
 
+@pytest.mark.fault(49, 51)
 def test_the_same_ingest_again_while_its_commit_is_collected(store: Store, saved: Checkpoints) -> None:
     """It inherits, and claims what it does: it is whole and new, or refused."""
     for step in (10, 20, 30):
@@ -137,6 +135,116 @@ def test_the_same_ingest_again_while_its_commit_is_collected(store: Store, saved
         assert fresh.verify(read_data=True).ok
 
 
+def collected_before_read(store: Store, number: int) -> Callable[[RecordStore, RecordName], bytes]:
+    """Return a reading of records that all but the newest commit are collected before, the *number*-th time."""
+    read, met = RecordStore.read_bytes, list[RecordName]()
+
+    def slow(self: RecordStore, name: RecordName) -> bytes:
+        met.append(name)
+        if len(met) == number:
+            with patch.object(RecordStore, "read_bytes", read), layerstore.open(store.path) as other:
+                assert collect(other, FIRST, grace_seconds=None).removed
+        return read(self, name)
+
+    return slow
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("policy", ["parity", "full"])
+def test_an_ingest_decides_again_when_what_it_looked_at_is_collected(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, policy: str, number: int
+) -> None:
+    """Whichever of its looks at a record that is: the step is saved, as if the collection had come first or last."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r", policy=policy)
+    grow_old(store)
+    monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, number))
+
+    with layerstore.open(store.path) as writing:
+        again = writing.ingest(saved(20), run="r", policy=policy)
+    monkeypatch.undo()
+
+    with layerstore.open(store.path) as fresh:
+        if steps(fresh, "r") != [30, 20]:
+            assert steps(fresh, "r") == [30, 20, 10], "the collection came, or there were fewer looks"
+        assert fresh.show("r@20").commit == again.commit
+        assert fresh.verify(read_data=True).ok
+
+
+@pytest.mark.fault(49, 93)
+@pytest.mark.parametrize("step", [20, 25])
+def test_a_row_that_comes_late_does_not_outlive_its_record(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """An ingest tells the index of what a collection has just taken: nobody remembers that as lost."""
+    for each in (10, 20, 30):
+        store.ingest(saved(each), run="r")
+    grow_old(store)
+    catch_up, met = Catalog._catch_up, list[int]()
+
+    def late(self: Catalog, unseen: list[tuple[Commit, bytes]]) -> None:
+        monkeypatch.undo()
+        with layerstore.open(store.path) as other:
+            met.append(len(collect(other, FIRST, grace_seconds=None).removed))
+        catch_up(self, unseen)
+
+    with layerstore.open(store.path) as writing:
+        steps(writing)
+        monkeypatch.setattr(Catalog, "_catch_up", late)
+        writing.ingest(saved(step), run="r")
+
+    assert met[0] >= 2
+    with layerstore.open(store.path) as fresh:
+        assert steps(fresh, "r") == [30]
+        assert fresh.verify(read_data=True).ok
+        collect(fresh, FIRST)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda reader: reader.stats().left_out,
+        lambda reader: reader.report().left_out,
+    ],
+    ids=["stats", "report"],
+)
+def test_what_is_collected_while_many_are_looked_at_is_left_out_in_silence(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, look: Callable[[Store], object]
+) -> None:
+    """It is no damage, and nobody asked for it by name."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    grow_old(store)
+    monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, 1))
+
+    with layerstore.open(store.path) as reader:
+        assert look(reader) == ()
+
+
+def test_who_asks_for_what_is_collected_meanwhile_is_told_so(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name it is not there any more; the log shows what became of the line that it had begun."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    grow_old(store)
+    monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, 1))
+
+    with layerstore.open(store.path) as reader, pytest.raises(NotFound, match=r"r@20 .* removed by a collection"):
+        reader.show("r@20")
+    monkeypatch.undo()
+    store.ingest(saved(40), run="r")
+    monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, 1))
+
+    with layerstore.open(store.path) as reader:
+        newest, gone = reader.log("r")
+    assert newest.damage is None
+    assert gone.damage is not None
+    assert "was removed by a collection" in gone.damage
+
+
+@pytest.mark.fault(51)
 def test_who_is_refused_leaves_no_trap(store: Store, saved: Checkpoints) -> None:
     """One object is gone: neither the first who inherits, nor the second, may believe the blob that names it."""
     for step in (10, 20):
@@ -159,6 +267,7 @@ def test_who_is_refused_leaves_no_trap(store: Store, saved: Checkpoints) -> None
     assert store.verify().ok
 
 
+@pytest.mark.fault(12, 51)
 def test_a_blob_at_its_place_says_that_its_objects_are_not_going(store: Store, saved: Checkpoints) -> None:
     """Also where an earlier collection was stopped between the two: somebody claims the blob, and looks no further."""
     for step in (10, 20):
@@ -184,6 +293,38 @@ def test_a_blob_at_its_place_says_that_its_objects_are_not_going(store: Store, s
     assert store.verify(read_data=True).ok
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_what_cannot_be_read_just_now_is_not_taken_for_unneeded(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A blob that was claimed meanwhile and fails to be read once: nothing that it names goes."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    grow_old(store)
+    old = looked_up(store, "r@10")
+    failed: list[str] = []
+    read = Rooms.version
+
+    def once_not(rooms: Rooms, ref: BlobRef) -> LayerVersion:
+        if told and not failed and ref.id in blobs_of(old.record):
+            failed.append(ref.id)
+            raise StorageIO("cannot read it", errno=number, filename="blob")
+        return read(rooms, ref)
+
+    told: list[bool] = []
+    monkeypatch.setattr(Rooms, "version", once_not)
+    claim = once("unlink", "commits", lambda: told.append(pinned(store, "kept", old)))
+    with Store(store.path, hook=claim) as collecting, contextlib.suppress(StorageIO):
+        collect(collecting, FIRST, grace_seconds=None)
+
+    assert (len(told), len(failed)) == (1, 1)
+    assert store.verify(read_data=True).ok
+    collect(store, FIRST, grace_seconds=None)
+    assert store.verify(read_data=True).ok
+    assert len(store.pins()) == 1
+
+
+@pytest.mark.fault(12, 51)
 def test_what_is_linked_back_is_young_again(store: Store, saved: Checkpoints) -> None:
     """An ingest reuses what a stopped collection had moved aside; the next one lets it be."""
     for step in (10, 20):
@@ -221,6 +362,7 @@ def test_a_session_that_comes_to_life_keeps_its_new_part(store: Store, saved: Ch
 # -- collections that were stopped ---------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(11, 12)
 def test_what_a_stopped_collection_left_aside_is_counted(store: Store, saved: Checkpoints) -> None:
     """The plan and the deed of the next one say what it frees."""
     for step in (10, 20):
@@ -278,6 +420,7 @@ def test_a_folder_that_was_emptied_by_hand_counts_on(store: Store, saved: Checkp
         assert fresh.verify().ok
 
 
+@pytest.mark.fault(106)
 def test_on_a_network_filesystem_objects_wait_aside(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +444,7 @@ def test_on_a_network_filesystem_objects_wait_aside(
     assert list((store.path / "gc").glob("*/aside")) == []
 
 
+@pytest.mark.fault(20)
 def test_on_a_full_disk_a_collection_gives_its_reserve_back(store: Store, saved: Checkpoints) -> None:
     """Made by ``init``, given back for the plan, and made anew once there is space."""
     for step in (10, 20):
@@ -383,3 +527,186 @@ def test_what_training_was_resumed_from_is_not_forgotten(store: Store, saved: Ch
         for policy in ("parity", "filter"):
             for layer, choice in store.compose(ref, policy=policy).layers.items():
                 assert choice.step > 30 or choice.step == mix.layers[layer].step, (ref, policy, layer)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_composites_do_without_what_an_attempt_was_resumed_from(
+    store: Store, saved: Checkpoints, tmp_path: Path, dropped: bool
+) -> None:
+    """Nothing but a pin keeps that. Once it is collected newer saves stand in, and the plan had said so."""
+    store.ingest(saved(10), run="r")
+    store.ingest(saved(20), run="r")
+    store.ingest(saved(30), run="r", resumed_from="r@20")
+    before = store.compose("r@30", policy="parity")
+    if dropped:
+        store.drop("r@20")
+        store.drop("r@10", last=True)
+
+    done = collect(store, None if dropped else FIRST)
+
+    lost = sum(choice.step == 20 for choice in before.layers.values())
+    assert lost
+    assert ("r@30", "parity", lost) in [(each.reference, each.policy, each.layers) for each in done.unserved]
+    after = store.compose("r@30", policy="parity")
+    assert {choice.step for choice in after.layers.values()} == {30}
+    after.write(tmp_path / "out")
+
+
+@pytest.mark.parametrize("is_export", [False, True])
+@pytest.mark.parametrize("policy", ["latest", "parity"])
+def test_a_composite_that_is_collected_while_it_is_read_is_no_damage(
+    store: Store, saved: Checkpoints, tmp_path: Path, is_export: bool, policy: str
+) -> None:
+    """The error says what happened, and nothing is left at the target; a lost object is damage as before."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    going = store.compose("r@20" if policy == "latest" else "r@30", policy=policy)
+    write = going.export if is_export else going.write
+
+    collect(store, FIRST)
+
+    with pytest.raises(Conflict, match="was collected while it was read"):
+        write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    kept = store.compose("r@30")
+    (store.path / "objects" / kept.layers["lm_head"].version[:2] / kept.layers["lm_head"].version).unlink()
+    with pytest.raises(IntegrityError):
+        kept.write(tmp_path / "out")
+
+
+def test_a_commit_that_is_collected_as_soon_as_it_is_saved_was_saved(store: Store, saved: Checkpoints) -> None:
+    """No rule keeps what is filled in below the newest: whoever saved it is not told of damage."""
+    for step in (10, 30):
+        store.ingest(saved(step), run="r")
+
+    def collect_it() -> None:
+        with layerstore.open(store.path) as other:
+            collect(other, FIRST, grace_seconds=None)
+
+    with Store(store.path, hook=once("fsync", "r", collect_it)) as writing:
+        assert writing.ingest(saved(20), run="r").is_new
+
+    with layerstore.open(store.path) as fresh:
+        assert steps(fresh, "r") == [30]
+        assert fresh.verify(read_data=True).ok
+
+
+def test_a_record_that_is_collected_before_it_is_confirmed_is_new(store: Store, saved: Checkpoints) -> None:
+    """The same checkpoint again: its record is there when it is linked, and gone when it is to be made sure of."""
+    for step in (10, 30):
+        store.ingest(saved(step), run="r")
+    told: list[str] = []
+    met: list[bool] = []
+
+    def collect_it(operation: str, path: Path) -> None:
+        told.append(operation)
+        if told[-2:] == ["link", "unlink"] and not met:
+            met.append(True)
+            with layerstore.open(store.path) as other:
+                collect(other, FIRST, grace_seconds=None)
+
+    with Store(store.path, hook=collect_it) as writing:
+        assert writing.ingest(saved(10), run="r").is_new
+
+    assert met
+    with layerstore.open(store.path) as fresh:
+        assert steps(fresh, "r") == [30, 10]
+        assert fresh.verify(read_data=True).ok
+
+
+@pytest.mark.fault(49, 51)
+@pytest.mark.parametrize("slept", [False, True], ids=["as usual", "longer than the grace"])
+def test_a_record_that_is_collected_while_it_is_confirmed(store: Store, saved: Checkpoints, slept: bool) -> None:
+    """Its bytes come back by the rename that confirms it: whole as a rule, else the ingest fails and it is hidden."""
+    for step in (10, 30):
+        store.ingest(saved(step), run="r")
+    grow_old(store)
+    met: list[bool] = []
+
+    def collect_it(operation: str, path: Path) -> None:
+        if operation == "rename" and "commits" in path.parts and not met:
+            met.append(True)
+            if slept:
+                grow_old(store)
+            with layerstore.open(store.path) as other:
+                assert len(collect(other, FIRST, grace_seconds=None).removed) == 1
+
+    with Store(store.path, hook=collect_it) as writing:
+        if slept:
+            with pytest.raises(Conflict, match="were removed while they were committed"):
+                writing.ingest(saved(10), run="r")
+        else:
+            assert not writing.ingest(saved(10), run="r").is_new
+
+    assert met
+    with layerstore.open(store.path) as fresh:
+        assert steps(fresh, "r") == ([30] if slept else [30, 10])
+        assert fresh.verify(read_data=True).ok
+        collect(fresh)
+        assert fresh.ingest(saved(10), run="r").is_new == slept
+        assert steps(fresh, "r") == [30, 10]
+
+
+def test_what_another_process_has_taken_up_meanwhile_is_no_vanished_record(store: Store, saved: Checkpoints) -> None:
+    """The index is read, then a collection removes a record and somebody else tells the index so: it was collected."""
+    for step in (1, 2):
+        store.ingest(saved(step), run="run")
+    store.log()
+    catalog = store.rooms.catalog
+    read = catalog.indexed
+
+    def and_then_collected(run: str) -> Mapping[str, RecordRow]:
+        rows = read(run)
+        if not done:
+            done.append(True)
+            with Store(store.path) as other:
+                other.gc(FIRST, runs=[run], grace_seconds=0)
+                other.log(run)
+        return rows
+
+    done: list[bool] = []
+    with patch.object(catalog, "indexed", and_then_collected):
+        assert catalog.vanished("run") == []
+    assert done
+
+
+def test_what_lies_aside_is_settled_share_by_share(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is needed goes back and all else goes, however many shares that takes."""
+    monkeypatch.setattr(garbage, "_SHARE", 2)
+    store.ingest(saved(10), run="r")
+    rooms, collection_id = store.rooms, "00000001-00000000"
+    rooms.garbage.open_aside(collection_id)
+    sizes = {object_id: path.stat().st_size for object_id, path in rooms.objects.ids()}
+    assert len(sizes) > 10
+    for object_id in sizes:
+        assert rooms.garbage.set_aside(object_id, collection_id=collection_id)
+    needed = set(sorted(sizes)[::3])
+
+    removed = rooms.garbage.settle(collection_id, is_needed=lambda object_id, _: object_id in needed)
+
+    gone = sizes.keys() - needed
+    assert removed == (len(gone), sum(sizes[object_id] for object_id in gone))
+    assert {object_id for object_id, _ in rooms.objects.ids()} == needed
+    assert rooms.garbage.asides() == []
+
+
+def test_a_plan_that_goes_while_plans_are_read_has_a_successor(store: Store) -> None:
+    """What both have removed is in the later one, which is looked for again."""
+    plans = store.rooms.garbage
+    store.rooms.prepare_writing()
+    first, second = (
+        Collection(id=f"0000000{number}-00000000", records=(), objects=0, size_bytes=0) for number in (1, 2)
+    )
+    plans.publish(first)
+    read = plans._plan
+
+    def and_then_succeeded(collection_id: str) -> Collection:
+        if not store.rooms.layout.plan(second.id).exists():
+            plans.publish(second)
+            plans.forget(first.id)
+        return read(collection_id)
+
+    with patch.object(plans, "_plan", and_then_succeeded):
+        assert [plan.id for plan in plans.plans_after("")] == [second.id]

@@ -5,7 +5,14 @@ import json
 import pytest
 
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
-from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
+from layerstore.format.identity import (
+    StoreIdentity,
+    decode_identity,
+    encode_identity,
+    format_of,
+    new_identity,
+    stated_flags,
+)
 
 IDENTITY = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="2026-01-01T00:00:00+0000")
 
@@ -31,6 +38,7 @@ def test_people_can_read_it() -> None:
     assert json.loads(text).keys() == {"format", "store_id", "hash", "created", "flags", "checksum"}
 
 
+@pytest.mark.fault(43)
 def test_every_changed_byte_is_found() -> None:
     """Every byte replaced by every other value: each is refused, none passes."""
     data = encode_identity(IDENTITY)
@@ -59,6 +67,7 @@ def test_something_else_is_damage(text: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.fault(80)
 def test_a_newer_format_is_recognised_first() -> None:
     """A store of a later format is named so, even if everything else in the file has changed."""
     with pytest.raises(Unsupported, match="format 999; this layerstore reads format 1") as caught:
@@ -67,6 +76,7 @@ def test_a_newer_format_is_recognised_first() -> None:
     assert caught.value.hint == "use a newer layerstore"
 
 
+@pytest.mark.fault(82)
 def test_an_older_format_names_the_command() -> None:
     """A store of an earlier format is for ``migrate``."""
     with pytest.raises(Unsupported, match="format 0") as caught:
@@ -80,3 +90,32 @@ def test_unknown_flags_are_reported_not_refused() -> None:
     flagged = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="now", flags=("packs",))
 
     assert decode_identity(encode_identity(flagged), what="store.json").unknown_flags == ["packs"]
+
+
+@pytest.mark.fault(43, 80, 82)
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_in_the_format_is_damage_and_no_other_format(bit: int) -> None:
+    """Nobody is sent for a newer layerstore, or to migrate, by a store whose checksum says that it is of this one."""
+    data = bytearray(encode_identity(IDENTITY))
+    data[data.index(b'"format": 1') + len(b'"format": ')] ^= 1 << bit
+
+    for read in (decode_identity, format_of):
+        with pytest.raises(IntegrityError, match=r"store\.json is damaged"):
+            read(bytes(data), what="store.json")
+
+
+@pytest.mark.fault(81)
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        (b'{"format": 3, "flags": ["packs", "more"]}', ("packs", "more")),
+        (b'{"format": 3, "flags": ["packs", 7]}', ("packs",)),
+        (b'{"flags": []}', ()),
+        (b'{"flags": "packs"}', None),
+        (b"{}", None),
+        (b'{"flags": ["packs"]', None),
+    ],
+)
+def test_flags_are_read_from_what_is_damaged(text: bytes, flags: tuple[str, ...] | None) -> None:
+    """A flag that is not known keeps an older layerstore from writing, also once ``store.json`` is written again."""
+    assert stated_flags(text) == flags

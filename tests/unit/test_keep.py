@@ -40,27 +40,27 @@ def test_without_a_rule_everything_stays() -> None:
 @pytest.mark.parametrize(
     ("keep", "steps"),
     [
-        (Keep(last=1), {500}),
-        (Keep(last=2), {400, 500}),
-        (Keep(last=99), {100, 150, 200, 400, 500}),
-        (Keep(every=200), {200, 400, 500}),
-        (Keep(within="36h"), {400, 500}),
-        (Keep(within="1d"), {400, 500}),
-        (Keep(within=timedelta(hours=1)), {500}),
-        (Keep(best="eval_loss"), {150, 500}),
-        (Keep(best="eval_loss:2"), {150, 200, 500}),
-        (Keep(best="eval_loss:1:max"), {100, 500}),
-        (Keep(best="accuracy"), {200, 500}),
-        (Keep(last=1, every=200, best="eval_loss"), {150, 200, 400, 500}),
+        (Keep(last=1), [500]),
+        (Keep(last=2), [400, 500]),
+        (Keep(last=99), [100, 150, 200, 400, 500]),
+        (Keep(every=200), [200, 400, 500]),
+        (Keep(within="36h"), [400, 500]),
+        (Keep(within="1d"), [400, 500]),
+        (Keep(within=timedelta(hours=1)), [500]),
+        (Keep(best="eval_loss"), [150, 500]),
+        (Keep(best="eval_loss:2"), [150, 200, 500]),
+        (Keep(best="eval_loss:1:max"), [100, 500]),
+        (Keep(best="accuracy"), [200, 500]),
+        (Keep(last=1, every=200, best="eval_loss"), [150, 200, 400, 500]),
     ],
     ids=str,
 )
-def test_each_rule_names_its_own(keep: Keep, steps: set[int]) -> None:
+def test_each_rule_names_its_own(keep: Keep, steps: list[int]) -> None:
     """What any of them names stays, and the newest whatever they say."""
     loss = {100: 3.0, 150: 0.5, 200: 1.0, 400: float("nan")}
     accuracy = {100: 0.1, 200: 0.7}
 
-    assert kept(keep, candidates(100, 150, 200, 400, 500, eval_loss=loss, accuracy=accuracy)) == steps
+    assert kept(keep, candidates(100, 150, 200, 400, 500, eval_loss=loss, accuracy=accuracy)) == set(steps)
 
 
 def test_of_equal_values_the_newest_is_best() -> None:
@@ -78,6 +78,7 @@ def test_what_training_has_left_is_kept_for_its_age_or_its_value_alone() -> None
     assert kept(Keep(best="loss"), of) == {300, 400}
 
 
+@pytest.mark.fault(56)
 def test_times_in_the_future_are_young() -> None:
     """Clocks disagree."""
     ahead = Candidate(id="9", step=9, time_ns=5 * DAY_NS, is_in_history=False)
@@ -93,11 +94,12 @@ def test_times_in_the_future_are_young() -> None:
         ("f1:3", Best(metric="f1", count=3, direction="max")),
         ("perplexity:min", Best(metric="perplexity", count=1, direction="min")),
         ("eval_loss:2:max", Best(metric="eval_loss", count=2, direction="max")),
+        ("eval:f1:2:max", Best(metric="eval:f1", count=2, direction="max")),
     ],
 )
 def test_how_the_best_are_named(text: str, best: Best) -> None:
-    """A loss is best when it is small, as in the Trainer."""
-    assert Best.parse(text) == best
+    """A loss is best when it is small, as in the Trainer; in full, as it is printed, any metric can be named."""
+    assert Best.parse(text) == Best.parse(str(best)) == best
 
 
 @pytest.mark.parametrize("text", ["", ":3", "loss:0", "loss:-1", "loss:1:2", "loss:min:1", "loss:x", "loss:1:min:max"])

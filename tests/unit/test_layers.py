@@ -166,6 +166,7 @@ def test_ordinary_names_are_allowed(name: str) -> None:
     assert name == check_name(name, what="the run's name")
 
 
+@pytest.mark.fault(71)
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -198,6 +199,7 @@ def test_names_that_could_be_mistaken_are_refused(name: str, problem: str) -> No
     assert caught.value.hint
 
 
+@pytest.mark.fault(71)
 @given(st.text(max_size=20))
 def test_an_allowed_name_is_safe_in_a_path_and_in_a_reference(name: str) -> None:
     """Whatever is allowed has one spelling, one line and no sign that a path or a reference uses."""

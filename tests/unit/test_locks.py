@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -37,6 +38,7 @@ def test_a_lock_is_free_again_afterwards(tmp_path: Path) -> None:
         assert json.loads(path.read_bytes())["pid"] == os.getpid()
 
 
+@pytest.mark.fault(47)
 def test_the_second_is_told_who_holds_it(tmp_path: Path) -> None:
     """At its deadline, not before, the second gets an error that names process, host, time and command."""
     path = tmp_path / "lock"
@@ -76,6 +78,7 @@ def test_waiting_pays(tmp_path: Path) -> None:
     holder.join()
 
 
+@pytest.mark.fault(7, 55)
 def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
     """The lock of a process that was killed is free at once, whatever its text says."""
     path = tmp_path / "lock"
@@ -91,6 +94,22 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
         pass
 
 
+def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
+    """A loader of data lives on while its parent has long given the lock back."""
+    path = tmp_path / "lock"
+    with lock(path, what="it", deadline_seconds=0):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        with lock(path, what="it", deadline_seconds=0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.fault(55)
 @pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"[]", b"{}", b'{"pid": 1}', b"x" * 100_000])
 def test_stale_text_is_only_text(tmp_path: Path, text: bytes) -> None:
     """What somebody wrote into the file decides nothing, and cannot break the message."""

@@ -1,9 +1,9 @@
 """The benchmark's computed table: sizes that are known, and averages that can be done by hand."""
 
 from layerstore.policy import Filter, Latest, Parity
-from tests.bench.loop_table import MODELS, steady_elements
+from tests.bench.loop_table import elements_of, models, steady_elements
 
-LLAMA, QWEN = (model.elements() for model in MODELS)
+LLAMA, QWEN = map(elements_of, models())
 
 
 def test_models_have_the_published_numbers_of_parameters() -> None:

@@ -109,6 +109,7 @@ def test_a_reused_object_is_young_again(rooms: Rooms) -> None:
     assert path.stat().st_mtime > 0
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("size_bytes", [0, 10, len(DATA) + 1])
 def test_an_object_of_another_size_is_damage(rooms: Rooms, size_bytes: int) -> None:
     """A truncated or grown object is neither read nor reused; the error tells both sizes."""
@@ -127,6 +128,7 @@ def test_an_object_of_another_size_is_damage(rooms: Rooms, size_bytes: int) -> N
         assert caught.value.facts["object_id"] == REF.id
 
 
+@pytest.mark.fault(35)
 def test_every_flipped_byte_is_found_by_verify(rooms: Rooms) -> None:
     """An object whose size is right and whose bytes are not is found by its hash, first and last byte included."""
     publish(rooms)
@@ -139,6 +141,7 @@ def test_every_flipped_byte_is_found_by_verify(rooms: Rooms) -> None:
             rooms.objects.verify(REF)
 
 
+@pytest.mark.fault(36)
 def test_a_missing_object_says_what_to_do(rooms: Rooms) -> None:
     """An object that is nowhere is damage, with its size and the way to heal it."""
     assert rooms.objects.find(REF) is None
@@ -157,6 +160,7 @@ def move_aside(rooms: Rooms) -> Path:
     return home.rename(aside / home.name)
 
 
+@pytest.mark.fault(12, 36, 50)
 def test_an_object_that_was_moved_aside_is_found(rooms: Rooms) -> None:
     """A reader finds what a collection has moved aside for a moment."""
     publish(rooms)
@@ -167,6 +171,7 @@ def test_an_object_that_was_moved_aside_is_found(rooms: Rooms) -> None:
     rooms.objects.verify(REF)
 
 
+@pytest.mark.fault(12, 51)
 def test_a_writer_links_back_what_was_moved_aside(rooms: Rooms) -> None:
     """A committer that needs an object puts it back in its place, even where its folder has gone."""
     publish(rooms)

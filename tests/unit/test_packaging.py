@@ -72,6 +72,15 @@ def test_the_types_are_shipped(wheel: zipfile.ZipFile) -> None:
     assert "layerstore/py.typed" in wheel.namelist()
 
 
+def test_the_pieces_of_the_report_are_installed(wheel: zipfile.ZipFile) -> None:
+    """The page is made of files that are no modules: they come along, with the bytes they have here."""
+    pieces = [path for path in (ROOT / "layerstore" / "report").iterdir() if path.suffix in {".html", ".css", ".js"}]
+
+    assert len(pieces) == 3
+    for path in pieces:
+        assert wheel.read(f"layerstore/report/{path.name}") == path.read_bytes()
+
+
 def test_the_version_is_said_once(wheel: zipfile.ZipFile) -> None:
     """The version of the wheel is the one that the library tells."""
     metadata = wheel.read(f"layerstore-{layerstore.__version__}.dist-info/METADATA").decode()
@@ -84,4 +93,4 @@ def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
     """``layerstore`` on the command line is the library's own."""
     entry_points = wheel.read(f"layerstore-{layerstore.__version__}.dist-info/entry_points.txt").decode()
 
-    assert "layerstore = layerstore.cli.app:main" in entry_points
+    assert "layerstore = layerstore.cli.entry:main" in entry_points

@@ -92,6 +92,17 @@ def test_a_pointer_of_another_version_says_so(tmp_path: Path, monkeypatch: pytes
         read_pointer(path)
 
 
+@pytest.mark.parametrize("change", [{"step": "4"}, {"is_pin": 1}, {"store": None}, {"attempt": True}])
+def test_a_pointer_with_a_field_of_another_type_says_so(tmp_path: Path, change: dict[str, Any]) -> None:
+    """It would lead to nothing, or to something else."""
+    fields = {name: getattr(POINTER, name) for name in Pointer.__slots__}
+    path = tmp_path / "states.pt"
+    path.write_bytes(pointer_bytes(Pointer(**fields | change), stem="states"))
+
+    with pytest.raises(InvalidInput, match="pointer of another version"):
+        read_pointer(path)
+
+
 def test_a_reference_becomes_a_folder_for_the_trainer(store: Store, tmp_path: Path) -> None:
     """Beside the pointers lie the Trainer's files as the commit has them; no weights, and no shards."""
     resume = checkpoint(store, "sft@2", folder=tmp_path / "resume")

@@ -60,6 +60,7 @@ def sample(dtype_name: str) -> torch.Tensor:
     return bits.remainder(2).bool() if dtype is torch.bool else bits.view(dtype)
 
 
+@pytest.mark.fault(69)
 @pytest.mark.parametrize("dtype_name", DTYPE_NAMES)
 def test_every_element_type_goes_both_ways(tmp_path: Path, dtype_name: str) -> None:
     """The bytes of a torch tensor are where the reader says, and torch reads ours back bit for bit."""
@@ -118,6 +119,7 @@ def test_payloads_start_on_pages_and_empty_ones_cost_nothing(tmp_path: Path) -> 
         assert layout.size_bytes < 400_000
 
 
+@pytest.mark.fault(69)
 def test_shared_storages_stay_shared(tmp_path: Path) -> None:
     """Views with offsets and strides of one storage share it in the tree, and in what torch loads of ours."""
     flat = torch.arange(12, dtype=torch.float32)
@@ -138,6 +140,7 @@ def test_shared_storages_stay_shared(tmp_path: Path) -> None:
     assert again["other"][3] == 3.0
 
 
+@pytest.mark.fault(69)
 def test_shapes_at_the_edge(tmp_path: Path) -> None:
     """Scalars, empty tensors of any shape and expanded views come back in shape and stride."""
     source = {
@@ -300,6 +303,7 @@ def test_the_crc_of_every_payload_is_passed_on(tmp_path: Path) -> None:
             assert isal_zlib.crc32(held(storage)) == storage.content.crc32
 
 
+@pytest.mark.fault(69)
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -348,6 +352,7 @@ def test_tensors_without_a_place_here_are_named(tmp_path: Path, make: Callable[[
     assert str(tmp_path / "a.pt") in str(caught.value)
 
 
+@pytest.mark.fault(57)
 def test_the_legacy_stream_is_refused_by_its_setting(tmp_path: Path) -> None:
     """A file in torch's old format is recognised, and the DeepSpeed setting behind it named."""
     path = tmp_path / "a.pt"
@@ -360,6 +365,7 @@ def test_the_legacy_stream_is_refused_by_its_setting(tmp_path: Path) -> None:
     assert '"checkpoint": {"checkpoint_serialization": false}' in caught.value.hint
 
 
+@pytest.mark.fault(87)
 def test_big_endian_files_are_not_supported(tmp_path: Path) -> None:
     """Tensors of the other byte order are refused instead of misread."""
     path = tmp_path / "a.pt"
@@ -389,6 +395,7 @@ def test_every_flipped_bit_of_the_pickle_is_found(tmp_path: Path) -> None:
         assert caught.value.facts["reason"] == "damaged"
 
 
+@pytest.mark.fault(61)
 def test_every_truncation_of_a_torch_file_is_incomplete(tmp_path: Path) -> None:
     """A rank file cut at any point is reported as truncated."""
     path = tmp_path / "a.pt"
@@ -419,6 +426,7 @@ def test_flipped_bits_around_the_payloads_raise_nothing_else(tmp_path: Path) -> 
             continue
 
 
+@pytest.mark.fault(69)
 def test_a_storage_beyond_four_gigabytes(tmp_path: Path) -> None:
     """ZIP64 both ways: torch maps a storage of more than 4 GiB and one behind it, and so do we."""
     large = Storage(dtype="BF16", elements=2**31 + 17, device="cpu")
@@ -487,6 +495,7 @@ def test_a_missing_crc_is_an_error() -> None:
         layout_pt(tree, name="a").skeleton({})
 
 
+@pytest.mark.fault(87)
 def test_reading_imports_neither_torch_nor_pickle(tmp_path: Path) -> None:
     """A file is read and laid out without torch, numpy or the pickle module in the process."""
     path = tmp_path / "a.pt"

@@ -122,6 +122,7 @@ def test_numbers_that_the_parser_chokes_on_are_refused(text: str) -> None:
         parse_recipe(text, name=FILE)
 
 
+@pytest.mark.fault(76)
 @pytest.mark.parametrize("opening", ["[", "- ", "? ", "{a: "])
 def test_depth_is_bounded(opening: str) -> None:
     """What is nested without end is refused at the bound, long before Python's own stack ends."""
@@ -129,6 +130,7 @@ def test_depth_is_bounded(opening: str) -> None:
         parse_recipe(opening * 5000, name=FILE)
 
 
+@pytest.mark.fault(76)
 def test_size_is_bounded_in_bytes() -> None:
     """A file of another kind is not parsed for minutes first."""
     for content in ("#" * (RECIPE_BYTES_MAX + 1), "é" * (RECIPE_BYTES_MAX // 2 + 1)):
@@ -145,6 +147,7 @@ def test_bytes_that_are_no_text_are_refused_where_they_stand() -> None:
     assert read_text("base: é\n".encode(), name=FILE) == "base: é\n"
 
 
+@pytest.mark.fault(76)
 def test_nothing_is_executed(tmp_path: Path) -> None:
     """No tag reaches a constructor."""
     witness = tmp_path / "witness"
@@ -198,6 +201,7 @@ def problem_with(content: str | bytes) -> LayerstoreError | None:
     return None
 
 
+@pytest.mark.fault(76)
 @given(
     st.one_of(
         st.text(),

@@ -133,13 +133,13 @@ def test_a_step_that_is_not_there_lists_those_that_are(rooms: Rooms) -> None:
         publish(rooms, step)
     with pytest.raises(NotFound, match="run 'sft' has no step 3") as caught:
         resolve(rooms, "sft@3")
-    assert caught.value.hint == "steps here: 2, 4"
+    assert caught.value.hint == "did you mean sft@2 or sft@4? steps here: 2, 4"
 
     for step in range(10, 30):
         publish(rooms, step)
     with pytest.raises(NotFound) as caught:
         resolve(rooms, "sft@3")
-    assert caught.value.hint == "steps here: 2, 4, 10, 11, 12, …, 25, 26, 27, 28, 29"
+    assert caught.value.hint == "did you mean sft@2 or sft@4? steps here: 2, 4, 10, 11, 12, …, 25, 26, 27, 28, 29"
 
 
 def test_an_attempt_that_is_not_there(rooms: Rooms) -> None:
@@ -307,6 +307,7 @@ def test_hiding_works_in_chains(rooms: Rooms) -> None:
     assert resolve(rooms, "sft@4").commit == third.id
 
 
+@pytest.mark.fault(102)
 @pytest.mark.parametrize("ref", ["sft", "sft@4"])
 def test_two_commits_of_one_step_are_ambiguous(rooms: Rooms, ref: str) -> None:
     """Two that stand side by side are never silently one: the error names both."""
@@ -319,6 +320,7 @@ def test_two_commits_of_one_step_are_ambiguous(rooms: Rooms, ref: str) -> None:
     assert "layerstore drop" in (caught.value.hint or "")
 
 
+@pytest.mark.fault(102)
 def test_two_that_hide_the_same_third_are_ambiguous(rooms: Rooms) -> None:
     """Two replacements that raced are both shown."""
     old = publish(rooms, 4, tag="old")
@@ -336,6 +338,7 @@ def damage(rooms: Rooms, commit: Commit) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.fault(91)
 def test_a_damaged_tip_is_not_passed_over(rooms: Rooms) -> None:
     """The newest step comes from the listing: where its record is damaged no older one is given for it."""
     publish(rooms, 2)

@@ -102,6 +102,7 @@ def containers(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
 TREES: st.SearchStrategy[Tree] = st.recursive(LEAVES, containers, max_leaves=20)
 
 
+@pytest.mark.fault(69)
 @given(TREES)
 def test_every_tree_comes_back(tree: Tree) -> None:
     """Types, order of keys, bits of floats, odd text and shared storages are all as they were."""

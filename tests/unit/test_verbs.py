@@ -100,6 +100,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.known_fault("llmtailor 9", "llmtailor 11")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.sample(6)
 def test_a_composite_is_its_source(store: Store, tmp_path: Path, shape: dict[str, Any]) -> None:
     """
     Everything of a checkpoint comes back.
@@ -223,6 +224,7 @@ def test_frozen_weights_that_differ_from_the_gathered_ones_keep_both(store: Stor
     assert digests(source, leave_out="_states.pt") == digests(written.out, leave_out="_states.pt")
 
 
+@pytest.mark.fault(70)
 def test_tied_weights_are_stored_once(store: Store, tmp_path: Path) -> None:
     """A tied parameter has one set of slices and its alias; the other layer has none of its own."""
     store.ingest(checkpoint(tmp_path, tied=True))
@@ -310,6 +312,7 @@ def test_a_pin_outlives_a_replacement(store: Store, tmp_path: Path) -> None:
     assert [pin.name for pin in store.pins()] == ["best"]
 
 
+@pytest.mark.fault(103)
 def test_a_pin_outlives_its_record(store: Store, tmp_path: Path) -> None:
     """A pin is a whole record: the commit it was made from may be gone."""
     source = checkpoint(tmp_path)
@@ -363,6 +366,7 @@ def test_a_target_that_is_there_is_not_replaced(store: Store, tmp_path: Path) ->
     assert {path.name for path in tmp_path.iterdir()} == {"store", "sft", "out"}
 
 
+@pytest.mark.fault(78)
 @pytest.mark.parametrize("place", ["", "inside", "objects/new", ".."])
 def test_a_target_inside_or_around_the_store_is_refused(store: Store, tmp_path: Path, place: str) -> None:
     """A composite never lands in the store, nor replaces a folder that holds it."""
@@ -392,6 +396,7 @@ def objects_of(store: Store) -> list[Path]:
     return sorted(path for path in (store.path / "objects").rglob("*") if path.is_file())
 
 
+@pytest.mark.fault(35)
 @pytest.mark.known_fault("llmtailor 12")
 @pytest.mark.parametrize("layout", ["raw", "hf"])
 def test_damage_anywhere_stops_a_verified_compose(store: Store, tmp_path: Path, layout: str) -> None:
@@ -408,6 +413,7 @@ def test_damage_anywhere_stops_a_verified_compose(store: Store, tmp_path: Path, 
     store.compose("sft").write(tmp_path / "out")
 
 
+@pytest.mark.fault(36)
 @pytest.mark.known_fault("llmtailor 9", "llmtailor 12")
 def test_a_missing_object_stops_every_compose(store: Store, tmp_path: Path) -> None:
     """An object that is gone is named, with or without verification, and re-ingesting heals it."""
@@ -441,6 +447,7 @@ def test_policies_that_are_not_there_are_named(store: Store, tmp_path: Path) -> 
 # -- checking ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(34, 35, 36)
 def test_verify_names_what_is_damaged_and_who_needs_it(store: Store, tmp_path: Path) -> None:
     """A flipped byte is found by reading all data, a wrong size or a missing object by looking."""
     frozen = ("model.layers.0",)
@@ -497,13 +504,14 @@ def test_verify_of_one_commit_looks_at_what_it_needs(store: Store, tmp_path: Pat
     assert not store.verify("sft@4").ok
 
 
+@pytest.mark.fault(101)
 def test_reindexing_changes_no_answer(store: Store, tmp_path: Path) -> None:
     """The index is made afresh from the records, and log, show and verify say the same."""
     for step in (2, 4):
         store.ingest(checkpoint(tmp_path, step=step))
     before = (store.log(), store.show("sft@2"), store.show("sft"))
 
-    assert store.reindex() == 2
+    assert store.reindex().commits == 2
     assert before == (store.log(), store.show("sft@2"), store.show("sft"))
     shutil.rmtree(store.path / "manifest")
     with layerstore.open(store.path) as again:
@@ -523,6 +531,7 @@ def test_a_layer_pattern_is_kept_with_the_commit(store: Store, tmp_path: Path) -
     assert digests(source, leave_out="_states.pt") == digests(written.out, leave_out="_states.pt")
 
 
+@pytest.mark.fault(60)
 def test_a_flipped_byte_in_the_source_is_not_ingested(store: Store, tmp_path: Path) -> None:
     """Rot in the source is found by its checksum before anything becomes visible."""
     source = checkpoint(tmp_path)
@@ -537,6 +546,7 @@ def test_a_flipped_byte_in_the_source_is_not_ingested(store: Store, tmp_path: Pa
     assert store.verify().orphans == 0
 
 
+@pytest.mark.fault(75)
 def test_what_is_no_store_is_not_opened(tmp_path: Path) -> None:
     """A folder without store.json is no store, and opening it writes nothing there."""
     with pytest.raises(NoStore, match="there is no store at") as caught:
@@ -544,6 +554,28 @@ def test_what_is_no_store_is_not_opened(tmp_path: Path) -> None:
 
     assert f"layerstore init {tmp_path}" in (caught.value.hint or "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("left", "sign"),
+    [
+        ("commits/run", "commits"),
+        ("objects/0a", "objects"),
+        ("pins/best", "pins"),
+        ("migrating/new", "a migration under way"),
+        ("backups/format-0.1", "backups of a migration"),
+    ],
+)
+def test_what_was_a_store_is_not_made_one_afresh(tmp_path: Path, left: str, sign: str) -> None:
+    """Whatever only a store has says that ``store.json`` is missing: nobody is told to init there."""
+    (tmp_path / left).mkdir(parents=True)
+    for ask in (layerstore.open, layerstore.init):
+        with pytest.raises(IntegrityError, match=f"holds {sign}, but its store.json is missing") as caught:
+            ask(tmp_path)
+        assert "put back a copy of store.json" in (caught.value.hint or "")
+        assert "init" not in (caught.value.hint or "").split(";")[0]
+
+    assert [path.name for path in tmp_path.iterdir()] == [Path(left).parts[0]]
 
 
 def test_a_store_is_made_once(store: Store, tmp_path: Path) -> None:
@@ -559,6 +591,7 @@ def test_a_store_is_made_once(store: Store, tmp_path: Path) -> None:
     assert before == snapshot(store)
 
 
+@pytest.mark.fault(43)
 def test_a_store_that_lost_its_identity_is_damage_not_absence(store: Store, tmp_path: Path) -> None:
     """Commits without a store.json are never taken for an empty folder."""
     store.ingest(checkpoint(tmp_path))
@@ -570,6 +603,7 @@ def test_a_store_that_lost_its_identity_is_damage_not_absence(store: Store, tmp_
     assert not (store.path / "store.json").exists()
 
 
+@pytest.mark.fault(74)
 @pytest.mark.parametrize("folder", ["objects", "commits", "pins", "tmp", "locks"])
 def test_a_folder_that_is_a_link_is_refused(store: Store, tmp_path: Path, folder: str) -> None:
     """A planted link in the place of a folder is found before anything is read or written through it."""
@@ -579,6 +613,7 @@ def test_a_folder_that_is_a_link_is_refused(store: Store, tmp_path: Path, folder
         layerstore.open(store.path)
 
 
+@pytest.mark.fault(74, 90)
 def test_a_store_is_found_through_a_link(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of the store itself may be a link, may have odd names in it, and is resolved once."""
     (tmp_path / "odd\n name").mkdir()

@@ -95,6 +95,7 @@ def every_shape_and_size() -> Iterator[Any]:
 
 @pytest.mark.known_fault("llmtailor 11")
 @pytest.mark.parametrize(("shape", "before", "after"), list(every_shape_and_size()))
+@pytest.mark.sample(6)
 def test_a_composite_for_other_ranks_is_what_these_would_have_saved(
     store: Store, tmp_path: Path, shape: dict[str, Any], before: int, after: int
 ) -> None:

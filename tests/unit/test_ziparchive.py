@@ -70,6 +70,7 @@ def test_a_layout_is_a_zip_that_others_and_we_read(
         assert entry.offset_bytes % alignment == 0
 
 
+@pytest.mark.exhaustive
 def test_many_entries_take_the_zip64_form(tmp_path: Path) -> None:
     """More entries than 16 bits count are announced in the ZIP64 record, and found again."""
     layout = layout_archive([Record(name=f"data/{number}", size_bytes=0) for number in range(70_000)], root="a")

@@ -14,6 +14,7 @@ import pytest
 import layerstore
 from tests.zero3.composites import (
     MIXED_SAMPLE,
+    RESUMED_SAMPLE,
     Composites,
     compose_hugging_face,
     compose_scenarios,
@@ -73,16 +74,22 @@ def went_on(launch_cache: Path, mixed: Composites) -> Callable[[str], Launch]:
 
     @cache
     def launch(*, is_sample: bool) -> Launch:
-        names = [name for name in mixed.some_names() if name in MIXED_SAMPLE] if is_sample else mixed.some_names()
+        names = [name for name in mixed.some_names() if name in MIXED_SAMPLE or not is_sample]
         return cached_launch(launch_cache, "mixed", resume_from=mixed.root, names=names)
 
     return lambda name: launch(is_sample=name in MIXED_SAMPLE)
 
 
 @pytest.fixture(scope="session")
-def resumed(launch_cache: Path, composed: Composites) -> Launch:
-    """Return the training that went on from the composites."""
-    return cached_launch(launch_cache, "training", resume_from=composed.root, names=composed.some_names())
+def resumed(launch_cache: Path, composed: Composites) -> Callable[[str], Launch]:
+    """Return what tells which training went on from a scenario's composite: a sample's at once, or that of all."""
+
+    @cache
+    def launch(*, is_sample: bool) -> Launch:
+        names = [name for name in composed.some_names() if name in RESUMED_SAMPLE or not is_sample]
+        return cached_launch(launch_cache, "training", resume_from=composed.root, names=names)
+
+    return lambda name: launch(is_sample=name in RESUMED_SAMPLE)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Start the training programs, once: a launch takes ten seconds before it trains anything.
+"""Start the training programs, once: some train for a minute.
 
 What a launch left is kept under pytest's cache, by a hash of all that decides it: these sources, the versions
 of the libraries, and the bytes of the checkpoints it resumes from. So a second test run starts nothing,
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,11 +22,12 @@ from typing import Any
 
 from filelock import FileLock
 
+from tests.environment import REPOSITORY, free_port, search_path
+from tests.forked import nursery
 from tests.zero3.compare import file_tree
 from tests.zero3.scenarios import WORLD_SIZE
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 
 LAUNCH_SECONDS_MAX = 800
 """Half a minute is usual; on a fresh machine DeepSpeed first compiles two C++ operators."""
@@ -96,7 +96,7 @@ def cached_launch(
             arguments += ["--resume-from", str(resume_from)] if resume_from else []
             arguments += [part for name in names for part in ("--scenario", name)]
             log = cache / f"{module}-{key}.log"
-            torchrun(f"tests.zero3.{module}", arguments, log=log, world_size=world_size)
+            train(f"tests.zero3.{module}", arguments, log=log, world_size=world_size)
         finished.touch()
     return Launch(root)
 
@@ -129,7 +129,7 @@ def remove_stale(cache: Path) -> None:
             finished.with_suffix(".log").unlink(missing_ok=True)
 
 
-def torchrun(
+def train(
     module: str, arguments: Sequence[str], *, log: Path, world_size: int = WORLD_SIZE, on_cuda: bool = False
 ) -> None:
     """
@@ -138,9 +138,19 @@ def torchrun(
     Raises:
         LaunchError: It failed or took too long; no process of it is left.
     """
+    if on_cuda:
+        _torchrun(module, arguments, log=log, world_size=world_size)
+        return
+    statuses = nursery().run(module, arguments, log=log, count=world_size, seconds=LAUNCH_SECONDS_MAX)
+    if any(statuses):
+        raise LaunchError(f"{module} exited with {statuses}; {tail(log)}")
+
+
+def _torchrun(module: str, arguments: Sequence[str], *, log: Path, world_size: int) -> None:
+    """Run *module* on CUDA, where processes that were forked may not be."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
-    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PATH": search_path()} if on_cuda else environment()
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PATH": search_path()}
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -162,33 +172,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def environment() -> dict[str, str]:
-    """Return the environment for programs that use DeepSpeed on the CPU alone."""
-    return {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        # One thread: sums in another order would be other sums, and the ranks share two cores.
-        "OMP_NUM_THREADS": "1",
-        # gloo resolves the host's name otherwise, which a machine without a network cannot.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": search_path(),
-    }
-
-
-def search_path() -> str:
-    """Return a path on which DeepSpeed finds ninja, even if pytest was started by its full name."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-def free_port() -> int:
-    """Return a port that is free now; that another program takes it within the second is not excluded."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tail(log: Path, size_bytes_max: int = 8000) -> str:

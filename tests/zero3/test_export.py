@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 import layerstore
 from layerstore import Store
 from layerstore.model import Kind
+from tests.environment import REPOSITORY, environment
 from tests.unit.test_export import mixed, objects_of, weights_in
 from tests.zero3.compare import file_tree, rank_trees
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, REPOSITORY, Launch, environment
+from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
 from tests.zero3.scenarios import (
     HUGGING_FACE_SCENARIO_OF,
     HUGGING_FACE_SCENARIOS,

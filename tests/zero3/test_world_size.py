@@ -19,6 +19,7 @@ from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import compose_latest
 from layerstore.ops.progress import Silent
 from layerstore.ops.refs import resolve
+from tests.environment import REPOSITORY, environment
 from tests.zero3.compare import (
     checkpoint_differences,
     full_tensors,
@@ -27,7 +28,7 @@ from tests.zero3.compare import (
     raw_bytes,
     tree_differences,
 )
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, REPOSITORY, Launch, cached_launch, environment
+from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
 from tests.zero3.scenarios import (
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,
@@ -207,7 +208,8 @@ def test_notes_name_the_global_batch_and_buffers_that_differ(resized: Resized, s
     batch = f"was a global batch of {2 * WORLD_SIZE}; with 3 ranks it is 6 unless you change them"
     assert batch in notes[-1]
     has_own = scenario.name == "rank_buffers"
-    assert [has_own] == list({"differed between the 2 ranks" in note for note in notes[:-1]} or {False})
+    assert notes[-2].startswith("the learning rate schedule and global_samples go on where they were")
+    assert [has_own] == list({"differed between the 2 ranks" in note for note in notes[:-2]} or {False})
 
 
 @pytest.mark.known_fault("llmtailor 8")

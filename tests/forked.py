@@ -1,14 +1,19 @@
 """
-Ranks that start in a blink: forked from a process that has imported torch and deepspeed already.
+Ranks that start in a blink: forked from a process that has imported torch, deepspeed and their program already.
 
 Nothing stands between a test and its ranks: who is killed is killed alone, and the others go on as long as they can.
 Each rank's output goes to one log file; what it `tell`s are lines of it with a mark in front.
+
+A program with a command line, which torchrun could start as well, is started by `Nursery.run`; there a rank that
+fails takes the others along, as under torchrun.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -18,12 +23,12 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.zero3.launch import REPOSITORY, environment
+from tests.environment import REPOSITORY, environment, free_port
 
 MARK = "@rank "
 POLL_SECONDS = 0.02
@@ -32,6 +37,8 @@ LAUNCH_SECONDS_MAX = 150
 """A rank that takes longer writes where it hangs into the log, and ends."""
 
 WARM_SECONDS_MAX = 200
+
+ENDING_SECONDS_MAX = 30
 
 Event = dict[str, Any]
 
@@ -102,7 +109,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.live.forked"],
+            [sys.executable, "-m", "tests.forked"],
             cwd=REPOSITORY,
             env=environment(),
             stdin=subprocess.PIPE,
@@ -113,13 +120,29 @@ class Nursery:
     def launch(self, program: str, arguments: object, *, folder: Path, name: str, count: int = 2) -> Launch:
         """Start *count* ranks of the function *program* (``module:name``); they find *arguments*."""
         log = folder / f"{name}.log"
-        order = {"program": program, "arguments": arguments, "log": str(log), "count": count}
+        self._order(program=program, arguments=arguments, log=str(log), count=count, seconds=LAUNCH_SECONDS_MAX)
+        return Launch(log, count)
+
+    def run(self, module: str, argv: Sequence[str], *, log: Path, count: int, seconds: float) -> list[int]:
+        """Run *module* on *count* ranks as a command line would; return how each has ended, after *seconds* at most."""
+        log.unlink(missing_ok=True)
+        self._order(
+            program=f"{module}:main", argv=list(argv), log=str(log), count=count, seconds=seconds, port=free_port()
+        )
+        launch = Launch(log, count)
+        try:
+            found: list[int] = launch.until("ended", seconds=seconds + ENDING_SECONDS_MAX)[0]["statuses"]
+        except BaseException:
+            launch.kill()
+            raise
+        return found
+
+    def _order(self, **order: object) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline(), "the nursery has died"
-        return Launch(log, count)
 
     def close(self) -> None:
         """End the nursery; ranks that still run are their tests' business."""
@@ -130,17 +153,16 @@ class Nursery:
         self._process.stdout.close()
 
 
-def nursery() -> Iterator[Nursery]:
-    """Yield a nursery; for a fixture."""
+@functools.cache
+def nursery() -> Nursery:
+    """Return the nursery of this process."""
     found = Nursery()
-    try:
-        yield found
-    finally:
-        found.close()
+    atexit.register(found.close)
+    return found
 
 
 def _main() -> None:
-    """Fork ranks as the lines of the standard input say."""
+    """Fork ranks as the lines of the standard input say; what their program imports, the next one finds imported."""
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - deepspeed imports it for any optimizer: seconds
     import torch
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
@@ -148,13 +170,15 @@ def _main() -> None:
     import tests.live.tiny  # noqa: F401
 
     ShareMemCommBuilder().load(verbose=False)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers are nobody's zombies
-    gc.freeze()
     for line in sys.stdin:
+        order = json.loads(line)
+        importlib.import_module(order["program"].partition(":")[0])
+        gc.freeze()  # deepspeed collects garbage for every engine, and what was imported is none
+        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
         if os.fork() == 0:
-            _launcher(json.loads(line))
+            _launcher(order)
             return  # a rank, whose program has come to its end: the interpreter ends as it always does
         sys.stdout.write("forked\n")
         sys.stdout.flush()
@@ -175,29 +199,40 @@ def _launcher(order: dict[str, Any]) -> None:
             return
         pids.append(pid)
     os.environ["RANK"] = "-1"
-    statuses = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(each, 0) for each in pids)}
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(pids):
+        pid, status = os.wait()
+        statuses[pid] = os.waitstatus_to_exitcode(status)
+        if "argv" in order and statuses[pid] != 0:
+            for other in set(pids) - statuses.keys():
+                os.kill(other, signal.SIGKILL)
     tell("ended", statuses=[statuses[pid] for pid in pids])
     os._exit(0)
 
 
 def _rank(order: dict[str, Any], rank: int) -> None:
     """Be one rank."""
-    faulthandler.dump_traceback_later(LAUNCH_SECONDS_MAX, exit=True)
+    faulthandler.dump_traceback_later(order["seconds"], exit=True)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(order["count"]),
         "LOCAL_WORLD_SIZE": str(order["count"]),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29400",  # never used: the ranks meet in a file
+        "MASTER_PORT": str(order.get("port", 0)),  # 0 is never used: then the ranks meet in a file
     }
     tell("started", pid=os.getpid())
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of deepspeed: many lines
+    module, _, name = order["program"].partition(":")
+    program = getattr(importlib.import_module(module), name)
+    if "argv" in order:
+        sys.argv = [module, *order["argv"]]
+        program()
+        return
     import torch.distributed as dist
 
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of deepspeed: many lines
     dist.init_process_group("gloo", init_method=f"file://{order['log']}.meeting", rank=rank, world_size=order["count"])
-    module, _, name = order["program"].partition(":")
-    getattr(importlib.import_module(module), name)(order["arguments"])
+    program(order["arguments"])
 
 
 if __name__ == "__main__":

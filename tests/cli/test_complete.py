@@ -1,0 +1,290 @@
+"""A shell that completes a line is told what may come next, at once and without a word of complaint."""
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore.cli.app import COMMANDS, command_line
+from layerstore.cli.complete import completions
+from layerstore.cli.shells import Shell
+from tests.cli.conftest import Run
+
+COMPLETION_SECONDS_MAX = 0.2
+
+
+@pytest.fixture
+def there(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the store that the environment names, with a second run."""
+    monkeypatch.setenv("LAYERSTORE_STORE", str(store))
+    return store
+
+
+@pytest.fixture
+def two_runs(there: Path, checkpoints: Path) -> None:
+    """Save a second run."""
+    with layerstore.open(there) as opened:
+        opened.ingest(checkpoints / "global_step2", run="dpo")
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("layerstore ", list(COMMANDS)),
+        ("layerstore re", ["report", "repair", "reindex"]),
+        ("layerstore --js", ["--json"]),
+        ("layerstore --store elsewhere lo", ["log"]),
+        ("layerstore --show-completion ", ["bash", "zsh", "fish"]),
+        ("layerstore log ", ["sft"]),
+        ("layerstore log sft ", []),
+        ("layerstore log --gr", ["--graph"]),
+        ("layerstore log --qu", ["--quiet"]),
+        ("layerstore log --limit ", []),
+        ("layerstore log --limit 3 s", ["sft"]),
+        ("layerstore show ", ["best", "sft"]),
+        ("layerstore show b", ["best"]),
+        ("layerstore show s", ["sft", "sft@4", "sft@2"]),
+        ("layerstore show sft@", ["sft@4", "sft@2"]),
+        ("layerstore show sft@2", ["sft@2"]),
+        ("layerstore show 'sft@2", ["sft@2"]),
+        ("layerstore show nope@", []),
+        ("layerstore diff best s", ["sft", "sft@4", "sft@2"]),
+        ("layerstore diff best sft ", []),
+        ("layerstore gc sft s", ["sft"]),
+        ("layerstore pin new b", ["best"]),
+        ("layerstore pin --delete ", ["best"]),
+        ("layerstore compose --policy ", ["drift", "exact", "filter", "full", "latest", "parity"]),
+        ("layerstore compose --policy=p", ["--policy=parity"]),
+        ("layerstore compose --format ", ["zero3", "hf"]),
+        ("layerstore compose --adam-step u", ["unify"]),
+        ("layerstore compose --run ", ["sft"]),
+        ("layerstore compose --run sft --step ", ["4", "2"]),
+        ("layerstore compose --step 4", ["4"]),
+        ("layerstore compose -o ", []),
+        ("layerstore ingest --run s", ["sft"]),
+        ("layerstore ingest ", []),
+        ("layerstore nope ", []),
+        ("layerstore report --run ", ["sft"]),
+        ("layerstore estimate s", []),
+        ("layerstore estimate sft@", ["sft@4", "sft@2"]),
+    ],
+)
+def test_what_may_come_next(line: str, expected: list[str]) -> None:
+    """Commands, options, choices, and what the store holds; nothing where the shell's own files are right."""
+    assert expected == completions(line)
+
+
+def test_a_name_that_a_shell_would_act_upon_is_not_offered(there: Path) -> None:
+    """It would be another word, or a command, once it stands on the line."""
+    with layerstore.open(there) as opened:
+        for name in ("a b", "a;b", "a$b", "größe", "a-1.b_2"):
+            opened.pin(name, "sft")
+
+    assert completions("layerstore pin --delete ") == ["a-1.b_2", "best", "größe"]
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_with_several_runs_their_steps_wait_for_the_run() -> None:
+    """A step without its run says nothing, and a list of all steps of all runs too much."""
+    assert completions("layerstore show ") == ["best", "dpo", "sft"]
+    assert completions("layerstore show d") == ["dpo", "dpo@2"]
+    assert completions("layerstore compose --step ") == []
+    assert completions("layerstore compose --run sft --step ") == ["4", "2"]
+
+
+def test_every_option_of_every_command_is_offered() -> None:
+    """Whatever there is in the help, and no more."""
+    for name, command in command_line().commands.items():
+        offered = completions(f"layerstore {name} -")
+
+        expected = {max(param.opts, key=len) for param in command.params if param.param_type_name == "option"}
+        assert set(offered) == {*expected, "--help"}
+
+
+def test_the_store_on_the_line_counts(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the command and behind it; with ~ for the home folder."""
+    monkeypatch.delenv("LAYERSTORE_STORE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    assert completions(f"layerstore --store {there} log ") == ["sft"]
+    assert completions(f"layerstore log --store={there} ") == ["sft"]
+    assert completions("layerstore log --store ~/store ") == ["sft"]
+
+
+# -- as shells do it -----------------------------------------------------------------------------------------------
+
+
+def _asked(line: str, *, shell: str = "bash", **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERSTORE_")}
+    asking = {"_LAYERSTORE_COMPLETE": shell, "_LAYERSTORE_LINE": line}
+    return subprocess.run(
+        [sys.executable, "-m", "layerstore.cli"],
+        env={**environment, **asking, **more},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("store", ["nowhere", "/dev/null", "a\nb"])
+def test_nothing_is_said_where_there_is_no_store(store: str, tmp_path: Path) -> None:
+    """No words, no store made, no error: the command itself will say what is wrong."""
+    before = sorted(tmp_path.iterdir())
+    asked = _asked("layerstore show ", LAYERSTORE_STORE=store)
+
+    assert (asked.stdout, asked.stderr) == ("", "")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_store_is_not_touched(store: Path) -> None:
+    """No index is made, no record read: a damaged one is offered like any other."""
+    with layerstore.open(store) as opened:
+        opened.log()
+    shutil.rmtree(store / "manifest")
+    next((store / "commits" / "sft").glob("4.*")).write_bytes(b"")
+
+    assert _asked("layerstore show sft@", LAYERSTORE_STORE=str(store)).stdout == "sft@4\nsft@2\n"
+    assert not (store / "manifest").exists()
+
+
+def test_no_library_is_loaded_for_it(store: Path) -> None:
+    """Neither what opens stores nor what draws tables: that is what makes it fast."""
+    heavy = ["torch", "numpy", "lmdb", "msgpack", "xxhash", "rich", "pydantic", "layerstore.store", "layerstore.model"]
+    code = (
+        "import sys; from layerstore.cli.complete import completions; "
+        f"assert completions('layerstore show --store {store} sft@') == ['sft@4', 'sft@2']; "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[]\n"
+
+
+def test_bash_is_told_what_comes_behind_its_last_break() -> None:
+    """It takes sft@2 for three words; zsh and fish for one, and say nothing of breaks."""
+    assert _asked("layerstore compose --policy=p", _LAYERSTORE_BREAKS=" \t\n\"'@><=;|&(:").stdout == "parity\n"
+    assert _asked("layerstore compose --policy=p", shell="zsh").stdout == "--policy=parity\n"
+
+
+def test_bash_keeps_the_at_sign(store: Path) -> None:
+    """Its line editor breaks words at an @ and leaves it in front of the next one, for names of hosts."""
+    breaks = " \t\n\"'@><=;|&(:"
+
+    assert _asked("layerstore show sft@", _LAYERSTORE_BREAKS=breaks, LAYERSTORE_STORE=str(store)).stdout == "@4\n@2\n"
+
+
+@pytest.mark.parametrize("line", ["layerstore ", "layerstore show sft@", "layerstore pin --delete "])
+def test_completing_takes_less_than_200_ms(store: Path, line: str) -> None:
+    """One of many, since other work on the machine only ever adds."""
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert _asked(line, LAYERSTORE_STORE=str(store)).stdout
+        return time.perf_counter() - started
+
+    assert any(seconds() < COMPLETION_SECONDS_MAX for _ in range(25))
+
+
+@pytest.mark.parametrize("shell", Shell)
+def test_each_shell_is_given_what_it_has_to_be_told(run: Run, shell: Shell) -> None:
+    """The documented line prints it; where the shell is there, it finds no fault with it."""
+    script = run("--show-completion", shell.value)
+    program = shutil.which(shell.value)
+
+    assert script.code == 0
+    assert "_LAYERSTORE_COMPLETE" in script.out
+    assert run("--show-completion", "tcsh").code == 2
+    if program is not None:
+        subprocess.run([program, "-n", "/dev/stdin"], input=script.out.encode(), check=True)
+
+
+# Keys, and the words that the program is started with once they were typed. A shell may strike the / of a folder.
+TYPED = {
+    "layerstore verif\t": ["verify"],
+    "layerstore show be\t": ["show", "best"],
+    "layerstore show sft@4\t": ["show", "sft@4"],
+    "layerstore diff best sft@2\t--sta\t": ["diff", "best", "sft@2", "--stat"],
+    "layerstore compose --policy=par\t": ["compose", "--policy=parity"],
+    "layerstore ingest sub/fo\t": ["ingest", "sub/folder"],
+}
+# How each is started without a user's own settings, and told what the documentation says it has to be told.
+STARTED = {
+    Shell.BASH: (["--norc", "--noprofile", "-i"], 'eval "$(layerstore --show-completion bash)"'),
+    Shell.ZSH: (
+        ["-f", "-i"],
+        "layerstore --show-completion zsh > _layerstore; fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D",
+    ),
+    Shell.FISH: (
+        ["-i"],
+        "mkdir -p config/fish/completions; layerstore --show-completion fish > config/fish/completions/layerstore.fish",
+    ),
+}
+
+
+@pytest.mark.parametrize("shell", Shell)
+def test_in_a_real_shell(store: Path, tmp_path: Path, shell: Shell) -> None:
+    """Keys on a terminal become the words that the program is started with."""
+    if shutil.which(shell.value) is None:
+        pytest.skip(f"there is no {shell.value} (Debian: {shell.value})")
+    (tmp_path / "sub" / "folder").mkdir(parents=True)
+    options, told_once = STARTED[shell]
+    environment = {
+        **os.environ,
+        "PATH": f"{_noting(tmp_path).parent}:{os.environ['PATH']}",
+        "LAYERSTORE_STORE": str(store),
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+        "PS1": "$ ",
+        "TERM": "dumb" if shell is Shell.BASH else "xterm",
+        "INPUTRC": "/dev/null",
+    }
+    process, terminal = pty.fork()
+    if process == 0:  # pragma: no cover
+        os.chdir(tmp_path)
+        os.execvpe(shell.value, [shell.value, *options], environment)
+    got = tmp_path / "got"
+    try:
+        _type(terminal, f"{told_once}; touch got", until=got)
+        for keys, words in TYPED.items():
+            got.unlink()
+            _type(terminal, keys, until=got)
+
+            assert words == [word.rstrip("/") for word in got.read_text().splitlines()]
+    finally:
+        os.write(terminal, b"\nexit\n")
+        os.close(terminal)
+        os.waitpid(process, 0)
+
+
+def _noting(folder: Path) -> Path:
+    """Return a program that completes as ours does, and else notes the words that it is given."""
+    program = folder / "bin" / "layerstore"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/bash\n"
+        "if [[ -n $_LAYERSTORE_COMPLETE || $1 == --show-completion ]]; then\n"
+        f'exec {sys.executable} -m layerstore.cli "$@"\n'
+        f'fi\nprintf "%s\\n" "$@" > {folder}/got.partial; mv {folder}/got.partial {folder}/got\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+def _type(terminal: int, keys: str, *, until: Path) -> None:
+    """Type *keys* and a newline, and read what the shell says, which it waits for, until a file is there."""
+    os.write(terminal, keys.encode() + b"\n")
+    said, deadline = b"", time.monotonic() + 60
+    while not until.exists():
+        if select.select([terminal], [], [], 0.02)[0]:
+            said += os.read(terminal, 1 << 16)
+        assert time.monotonic() < deadline, f"{keys!r} came to nothing: {said[-500:]!r}"

@@ -1,0 +1,194 @@
+"""``layerstore estimate``: what is asked, what is told, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+MODEL = ("--params", "8B", "--layers", "32")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """Return a folder with Llama-3.1-8B's config."""
+    folder = tmp_path / "Llama-3.1-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def test_programs_get_every_figure(run: Run, llama: Path) -> None:
+    """In bytes and seconds, with what was assumed."""
+    found = run("estimate", llama, "--world-size", 16, "--bandwidth", "1GB/s", "--every", 50, "--json").fields
+
+    assert found["model"]["parameters"] == found["model"]["trained"] == 8_030_261_248
+    assert (found["model"]["name"], found["model"]["architecture"]) == ("Llama-3.1-8B", "llama")
+    assert (found["saves"], found["interval_seconds"]) == (200, 500.0)
+    assert found["assumed"] == ["--disk", "--step-seconds", "--steps"]
+    lines = {line["policy"] or line["saved_by"]: line for line in found["lines"]}
+    assert list(lines) == ["HF Trainer", "DeepSpeed", "full", "parity", "filter"]
+    assert lines["HF Trainer"]["average_bytes"] == 14 * 8_030_261_248
+    assert lines["DeepSpeed"]["save_seconds"] == pytest.approx(96.4, abs=0.1)
+    assert lines["filter"]["cycle_saves"] == 10
+    assert lines["parity"]["history_seconds"] == 500.0 * lines["parity"]["history_saves"]
+    assert found["held_share"] == pytest.approx(96.4 / 596.4, rel=0.01)
+
+
+def test_people_get_a_table_and_all_that_was_assumed(run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 80 columns; what nobody gave is named with the option that gives it."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    told = run("estimate", llama, "--policy", "filter:every=10,aux=always", "--policy", "full")
+
+    assert told.code == 0
+    assert max(map(len, told.out.splitlines())) <= 80
+    for text in ("8.03 billion", "112.4 GB", "filter:every=10,aux=always", "100%", "--step-seconds", "cannot be"):
+        assert text in "".join(told.out.split("\n")).replace("  ", " ") or text in told.out
+
+
+def test_a_checkpoint_or_a_commit_will_do(run: Run, store: Path, checkpoints: Path, tmp_path: Path) -> None:
+    """Both tell the same: ranks, layers, sizes. The path wins over a REF of the same name."""
+    seen = run("estimate", checkpoints / "global_step4", "--json")
+    stored = run("estimate", "sft@4", "--store", store, "--json")
+    pinned = run("--store", store, "estimate", "best", "--world-size", 4, "--json").fields
+    told = run("estimate", "sft@4", "--store", store)
+
+    assert (seen.code, stored.code) == (0, 0)
+    assert seen.fields["model"] | {"name": "", "source": ""} == stored.fields["model"] | {"name": "", "source": ""}
+    assert (seen.fields["model"]["name"], seen.fields["model"]["source"]) == ("sft", "checkpoint")
+    assert (stored.fields["model"]["name"], stored.fields["model"]["source"]) == ("sft@4", "commit")
+    assert (seen.fields["world_size"], seen.fields["dtype"], pinned["world_size"]) == (2, "BF16", 4)
+    assert seen.fields["lines"] == stored.fields["lines"]
+    assert "--world-size" not in stored.fields["assumed"]
+    assert told.out.startswith("sft@4 (a commit): ")
+    assert "ranks, layers, frozen parameters and the optimizer are those of the commit" in told.out
+    (tmp_path / "best").mkdir()
+    assert "best holds neither" in run("estimate", "best", "--store", store).err
+
+
+def test_what_is_neither_a_path_nor_a_commit_is_told(run: Run, store: Path) -> None:
+    """With what was looked for and what there is; each place has its own code."""
+    unknown = run("estimate", "sft@3", "--store", store)
+    typo = run("estimate", "confg.json", "--store", store)
+    path = run("estimate", "no/such/config.json", "--store", store)
+    nowhere = run("estimate", "sft@3", "--store", "nowhere")
+
+    assert (unknown.code, typo.code, path.code, nowhere.code) == (13, 13, 2, 10)
+    assert unknown.err.splitlines() == [
+        f"error: sft@3 is no file or folder, and no commit of {store}: run 'sft' has no step 3",
+        "hint: did you mean sft@2 or sft@4? steps here: 2, 4",
+    ]
+    assert typo.err.startswith(f"error: confg.json is no file or folder, and no commit of {store}: ")
+    assert len(typo.err.splitlines()) == 2
+
+
+def test_the_same_layers_trained_alike_can_be_asked_for_drift(run: Run) -> None:
+    """Without that it is refused, and the hint says where the number comes from."""
+    refused = run("estimate", *MODEL, "--policy", "drift:stalest=20", "--json")
+    found = run("estimate", *MODEL, "--policy", "drift:stalest=20", "--movement", 0.004, "--json").fields
+
+    assert (refused.code, refused.error["kind"]) == (2, "invalid_input")
+    assert "layerstore diff" in refused.error["hint"]
+    assert found["lines"][-1]["average_bytes"] < found["lines"][-1]["first_bytes"] / 2
+    assert any("one direction" in text for text in found["assumptions"])
+
+
+def test_the_bandwidth_can_be_measured(run: Run, tmp_path: Path) -> None:
+    """By writing for a moment, after which nothing is left."""
+    before = list(tmp_path.iterdir())
+
+    told = run("estimate", *MODEL, "--measure", tmp_path)
+
+    assert re.search(r"all ranks together write \d+\.\d [MG]B/s, as one process has just done in /", told.out)
+    assert "--bandwidth" not in told.out
+    assert list(tmp_path.iterdir()) == before
+
+
+def test_a_save_that_takes_longer_than_the_next_one_waits_is_warned_of(run: Run) -> None:
+    """The figures stand, and what they mean is said."""
+    told = run("estimate", *MODEL, "--every", 1, "--policy", "full")
+
+    assert told.code == 0
+    assert told.err.splitlines() == [
+        "warning: layerstore full: a save takes 48.0 s, and the next comes after 10.0 s: training would wait"
+    ]
+
+
+def test_a_disk_that_holds_no_save_is_told(run: Run) -> None:
+    """And not as a time."""
+    assert run("estimate", *MODEL, "--disk", "50GB").out.count("no save") == 5
+
+
+def test_a_small_model_is_told_in_units_that_fit_it(run: Run) -> None:
+    """Two digits that say something, and not 0.00 billion parameters in 0.0 s."""
+    told = run("estimate", "--params", "600M", "--layers", "12", "--trainable", "0.01%", "--steps", 100)
+
+    assert re.search(r"^a model of 12 blocks: \d\d\d\.\d\d million parameters in \d+ layers, ", told.out)
+    assert re.search(r", \d\d\.\d\d thousand of them trained$", told.out.splitlines()[0])
+    assert re.search(r"\d\.\d [mµ]s +\S+ years$", told.out, re.MULTILINE)
+    assert "less than 0.1% of the time" in told.out
+    assert not re.search(r" 0\.0+ ", told.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 2, "which model?"),
+        (["config.json", *MODEL], 2, "which model?"),
+        (["--params", "8B"], 2, "go together"),
+        (["--params", "eight", "--layers", "32"], 2, "no number of parameters"),
+        (["--params", "1K", "--layers", "32"], 2, "too few"),
+        (["--params", "8B", "--layers", "1000000000"], 2, "no model has"),
+        ([*MODEL, "--step-seconds", "inf"], 2, "some time"),
+        (["none"], 2, "no such file or folder: none, and no store at .layerstore"),
+        (["sub"], 2, "sub holds neither ZeRO-3 shards nor a config.json to estimate from; it holds nothing"),
+        ([*MODEL, "--trainable", "none"], 2, "no share"),
+        ([*MODEL, "--trainable", "200%"], 2, "cannot be trained"),
+        ([*MODEL, "--bandwidth", "fast"], 2, "is no size"),
+        ([*MODEL, "--bandwidth", "1GB/s", "--measure", "."], 2, "choose one"),
+        ([*MODEL, "--bandwidth", "2/s"], 2, "--bandwidth 2 has no unit, and would be 2 bytes"),
+        ([*MODEL, "--disk", "500"], 2, "--disk 500 has no unit, and would be 500 bytes\nhint: --disk 500GB, say"),
+        ([*MODEL, "--measure", "nowhere"], 1, "nowhere"),
+        ([*MODEL, "--dtype", "int8"], 2, "no element type"),
+        ([*MODEL, "--policy", "exact"], 2, "exact"),
+        ([*MODEL, "--policy", "filter:ever=3"], 2, "'ever'"),
+        ([*MODEL, "--policy", "filter:every=x"], 2, "filter:every=x"),
+        ([*MODEL, "--policy", "filter:every"], 2, "filter:every"),
+        ([*MODEL, "--steps", "10", "--every", "100"], 2, "no save"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(
+    run: Run, tmp_path: Path, words: list[str], code: int, message: str
+) -> None:
+    """In one line, with what to do."""
+    (tmp_path / "sub").mkdir()
+    outcome = run("estimate", *words)
+
+    assert outcome.code == code
+    assert message in outcome.err
+    assert outcome.out == ""
+    assert len(outcome.err.splitlines()) <= 2
+
+
+def test_an_architecture_that_is_not_known_is_refused(run: Run, llama: Path) -> None:
+    """With those that are, and the way that needs none."""
+    (llama / "config.json").write_text(json.dumps(CONFIG | {"model_type": "brand_new"}))
+
+    outcome = run("estimate", llama, "--json")
+
+    assert outcome.code == 16
+    assert "brand_new" in outcome.error["message"]
+    assert "qwen3_moe" in outcome.error["hint"]
+    assert "--params 8B --layers 32" in outcome.error["hint"]

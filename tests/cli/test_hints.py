@@ -1,0 +1,112 @@
+"""Hints are commands to be typed as they stand: they are aimed at the store that the command was aimed at."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from layerstore.cli.render import name_store, with_store
+from tests.cli.conftest import Run
+
+
+@pytest.mark.parametrize("place", ["behind", "in front", "with ="])
+def test_a_hint_names_the_store_that_was_named(run: Run, checkpoints: Path, tmp_path: Path, place: str) -> None:
+    """Typed as it stands it is about that store, not the one in this folder."""
+    run("init", tmp_path / ".layerstore")
+    path = tmp_path / "my store"
+    run("init", path)
+    run("ingest", checkpoints, "--run", "sft", "--store", path)
+    next(path.glob("objects/*/*")).unlink()
+    places: dict[str, list[object]] = {
+        "behind": ["verify", "--store", path],
+        "in front": ["--store", path, "verify"],
+        "with =": ["verify", f"--store={path}"],
+    }
+    words = places[place]
+
+    hints = [
+        run(*words).err.splitlines()[-1].removeprefix("hint: "),
+        json.loads(run(*words, "--json").err)["error"]["hint"],
+    ]
+
+    for hint in hints:
+        command = hint.partition(" says ")[0]
+        assert command == f"layerstore --store '{path}' repair --dry-run"
+        assert "lost" in run(*shlex.split(command)[1:]).out
+    assert "--store" not in run("show").err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [("restore", "compose"), ("save", "ingest"), ("prune", "gc"), ("verfy", "verify")]
+)
+def test_what_other_tools_call_it_is_understood(run: Run, words: str, meant: str) -> None:
+    """A name that looks like none of ours may well mean one."""
+    assert run(words).err.splitlines()[-1] == f"hint: did you mean {meant}? layerstore --help"
+
+
+def test_an_option_without_its_value_leads_to_the_help(run: Run) -> None:
+    """Of the command that it was given to."""
+    assert run("log", "--limit").err.splitlines()[-1] == "hint: layerstore log --help"
+    assert run("--store").err.splitlines()[-1] == "hint: layerstore --help"
+
+
+def test_a_folder_is_no_reference(run: Run, store: Path) -> None:
+    """Who gives a checkpoint where a commit is wanted is told which is which."""
+    for folder in ("out/checkpoint-2", "."):
+        outcome = run("diff", folder, "sft", "--store", store)
+        assert (outcome.code, outcome.err.count("is a path, not a reference to what the store holds")) == (2, 1)
+
+
+def test_a_part_of_an_id_leads_to_the_commit(run: Run, store: Path) -> None:
+    """Twelve digits name one; of fewer only a hint is made."""
+    commit = run("show", "sft@2", "--json", "--store", store).fields["commit"]
+
+    short = run("show", commit[:7], "--store", store)
+
+    assert (short.code, short.err.splitlines()[-1]) == (13, f"hint: did you mean {commit[:12]}?")
+    assert run("show", commit[:12], "--json", "--store", store).fields["commit"] == commit
+
+
+def test_a_store_is_made_at_one_place(run: Run, tmp_path: Path) -> None:
+    """Two that differ are not both meant; nothing is made."""
+    outcome = run("init", "b", "--store", "a")
+
+    assert (outcome.code, list(tmp_path.iterdir())) == (2, [])
+    assert outcome.err.startswith("error: two places were given: b and --store a")
+    assert run("init", "a", "--store", "./a/").code == 0
+
+
+def test_what_was_taken_of_several_is_counted(run: Run, store: Path, checkpoints: Path) -> None:
+    """The error is of the first that is wrong: nobody should think that those after it were looked at."""
+    first, second = checkpoints / "global_step2", checkpoints / "global_step4"
+
+    assert (
+        "; none of 2 checkpoints were taken" in run("ingest", checkpoints / "global_step1", first, "--store", store).err
+    )
+    assert (
+        "; 2 of 3 checkpoints were taken"
+        in run("ingest", checkpoints / "global_step9", first, second, "--store", store).err
+    )
+    assert " of 1 " not in run("ingest", "gone", "--store", store).err
+
+
+def test_help_names_arguments_as_users_do(run: Run) -> None:
+    """Not by the types of the language they are read with."""
+    for command in ("ingest", "gc", "show", "init"):
+        assert not re.search(r"<\w+(\[|>)", run(command, "--help").out)
+
+
+def test_what_names_no_store_or_needs_none_stays_as_it_is() -> None:
+    """Without the option a hint without it is right; paths and other commands are no commands on a store."""
+    assert with_store("layerstore verify") == "layerstore verify"
+    name_store("a")
+    try:
+        for text in ("layerstore init DIR", "this layerstore reads", "layerstore log --store b", "~/layerstore logs"):
+            assert with_store(text) == text
+        assert with_store("layerstore verify, then layerstore gc") == (
+            "layerstore --store a verify, then layerstore --store a gc"
+        )
+    finally:
+        name_store(None)

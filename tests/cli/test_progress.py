@@ -1,0 +1,91 @@
+"""How far a verb is: in a log a line now and then, for who does not want it nothing."""
+
+import doctest
+import io
+import re
+import sys
+import threading
+import time
+
+import pytest
+
+from layerstore.cli import progress
+from layerstore.cli.progress import LINE_SECONDS, Phase, progress_line, shown_progress
+from layerstore.cli.render import be_quiet, speak_up
+
+
+def _worked(*, as_json: bool = False, seconds: float = 0.3) -> None:
+    """Do a fifth of something, slowly, telling of it every twentieth of a second."""
+    with shown_progress(as_json=as_json, every_seconds=0.05) as told:
+        told.start("ingest", 10**9)
+        told.advance(2 * 10**8)
+        time.sleep(seconds)
+
+
+def test_a_log_is_told_every_half_minute() -> None:
+    """As the documentation says."""
+    assert LINE_SECONDS == 30
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    """They are the specification of what a line says."""
+    assert doctest.testmod(progress).failed == 0
+
+
+def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Phase, share, amount, rate and the time left, on stderr, without colour; and nothing once the work is done."""
+    _worked()
+    lines = capsys.readouterr()
+    time.sleep(0.1)
+
+    assert lines.out == ""
+    assert re.fullmatch(r"ingest: 20%, 200\.0 MB of 1\.0 GB, [\d.]+ GB/s, \d+ s left", lines.err.splitlines()[0])
+    assert lines.err.splitlines()[1] == "ingest: 20%, 200.0 MB of 1.0 GB, 0 B/s"
+    assert capsys.readouterr().err == ""
+    assert [thread.name for thread in threading.enumerate() if "speak" in thread.name] == []
+
+
+def test_what_takes_no_half_minute_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A log of quick commands stays as it was."""
+    with shown_progress(as_json=False) as told:
+        told.start("ingest", 10**9)
+        told.advance(10**9)
+
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("why", ["--json", "--quiet", "LAYERSTORE_NO_PROGRESS"])
+def test_who_does_not_want_it_gets_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Programs, who asked for quiet, and who has switched it off."""
+    if why == "LAYERSTORE_NO_PROGRESS":
+        monkeypatch.setenv(why, "1")
+    if why == "--quiet":
+        be_quiet()
+    try:
+        _worked(as_json=why == "--json", seconds=0.15)
+    finally:
+        speak_up()
+
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_that_nobody_reads_any_more_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe is closed: the lines end, the verb goes on."""
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+
+    _worked()
+
+
+def test_a_phase_that_has_begun_since_has_a_rate_of_its_own() -> None:
+    """Not one of bytes that belong to the phase before, nor a negative one."""
+    before = Phase("verify", 10**9, 10**9, 300)
+
+    assert progress_line(Phase("verify", 10**9, 10**8, 10), before).endswith("10.0 MB/s, 90 s left")
+    assert progress_line(Phase("remove", 10**9, 10**8, 400), before).endswith("250.0 kB/s, 60 min left")

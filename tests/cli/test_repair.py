@@ -1,0 +1,363 @@
+"""``layerstore repair`` and ``verify`` say what is damaged, what that costs, what was done, and what to type next."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from layerstore.format.identity import decode_identity, encode_identity
+from tests.cli.conftest import Run
+
+FIELDS = [
+    "schema",
+    "dry_run",
+    "identity",
+    "flags_assumed",
+    "quarantine",
+    "quarantined",
+    "healed",
+    "fell_back",
+    "cannot_fall_back",
+    "lost",
+    "lost_records",
+    "reingest",
+    "held_back",
+    "shown_again",
+    "elsewhere",
+    "newer",
+    "reindexed",
+]
+
+
+def last_object(store: Path) -> Path:
+    """Return an object that only sft@4 needs."""
+    import layerstore
+
+    with layerstore.open(store) as opened:
+        entries = opened.rooms.records.read(opened.rooms.records.names("sft")[-1]).record.layers
+        entry = next(entry for entry in entries if entry.layer == "model.layers.1")
+        return opened.rooms.layout.object(opened.rooms.version_of(entry).objects[0].id)
+
+
+def test_a_sound_store_needs_no_repair(run: Run, store: Path) -> None:
+    """It says so, and programs get the same fields as ever."""
+    people = run("repair", "--read-data", "--store", store)
+    programs = run("repair", "--store", store, "--json")
+
+    assert (people.code, people.out) == (0, "nothing to repair\n")
+    assert list(programs.fields) == FIELDS
+
+
+def test_what_has_a_copy_is_healed(run: Run, store: Path, tmp_path: Path) -> None:
+    """The plan names it, changes nothing, and the deed does it."""
+    shutil.copytree(store, tmp_path / "backup")
+    path = last_object(store)
+    os.truncate(path, 1)
+    planned = run("repair", "--from", tmp_path / "backup", "--dry-run", "--store", store)
+    unhealed = run("verify", "--store", store)
+    done = run("repair", "--from", tmp_path / "backup", "--store", store)
+
+    assert (planned.code, unhealed.code, done.code) == (0, 20, 0)
+    assert f"would heal object  objects/{path.name[:2]}/{path.name}" in planned.out
+    assert planned.out.splitlines()[-1] == "nothing was changed"
+    assert f"healed object  objects/{path.name[:2]}/{path.name}" in done.out
+    assert f"from {tmp_path / 'backup'}" in done.out
+    assert f"quarantined object  objects/{path.name[:2]}/{path.name}" in done.out
+    assert run("verify", "--read-data", "--store", store).code == 0
+
+
+def test_what_is_lost_is_told_with_the_way_out(run: Run, store: Path, checkpoints: Path) -> None:
+    """Commit, layer, and the command that brings it back; it works."""
+    last_object(store).unlink()
+
+    verify = run("verify", "--store", store)
+    people = run("repair", "--store", store)
+    programs = run("repair", "--store", store, "--json")
+
+    assert "costs sft@4: 1 layer, model.layers.1" in verify.out
+    assert "sft@4: 1 layer lost" in verify.out
+    assert "sft: the newest step that is whole is sft@2" in verify.out
+    assert verify.err.splitlines()[-1].endswith(" repair --dry-run says what can be done")
+    assert (people.code, programs.code) == (20, 20)
+    assert "lost of sft@4: 1 layer, model.layers.1" in people.out
+    assert (
+        "to heal what sft@4 saved, with the checkpoint of that step:\n"
+        f"  layerstore --store {store} ingest CHECKPOINT --run sft\n"
+    ) in people.out
+    assert programs.fields["reingest"] == [{"run": "sft", "step": 4, "reference": "sft@4", "policy": None}]
+    assert programs.fields["lost"] == [{"commit": "sft@4", "layers": ["model.layers.1"], "everything": False}]
+    assert run("ingest", checkpoints / "global_step4", "--run", "sft", "--store", store).code == 0
+    assert run("verify", "--read-data", "--store", store).code == 0
+
+
+def test_the_policy_of_a_save_is_named_with_it(run: Run, checkpoints: Path) -> None:
+    """Under another one its checkpoint would be another commit; and a dry run says what has to come first."""
+    run("init")
+    for step in (2, 4):
+        run("ingest", checkpoints / f"global_step{step}", "--run", "sft", "--policy", "parity")
+    path = last_object(Path(".layerstore"))
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+    verified = run("verify", "--read-data")
+    planned = run("repair", "--read-data", "--dry-run")
+
+    assert verified.err.splitlines()[-1] == "hint: layerstore repair --read-data --dry-run says what can be done"
+    assert "  layerstore ingest CHECKPOINT --run sft --policy parity\n" in planned.out
+    hint = planned.err.splitlines()[-1]
+    assert hint.startswith("hint: layerstore repair --read-data --from COPY")
+    assert hint.endswith(
+        "; after a repair layerstore ingest CHECKPOINT --run sft --policy parity heals what sft@4 saved"
+    )
+
+
+def test_a_commit_falls_back_on_request(run: Run, store: Path) -> None:
+    """The screen says which layer is how old."""
+    last_object(store).unlink()
+
+    done = run("repair", "--fall-back", "--store", store)
+
+    assert done.code == 0
+    assert "sft@4 falls back: model.layers.1 is from step 2, 2 steps older" in done.out
+    verify = run("verify", "--store", store)
+    assert (verify.code, "of hidden commits, which harms nothing" in verify.out) == (0, True)
+
+
+def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
+    """gc says what to type, and works then; the pin too."""
+    shutil.rmtree(store / "manifest")
+    next((store / "commits" / "sft").glob("4.*")).write_bytes(b"rot")
+    (store / "pins" / "best").write_bytes(b"rot")
+
+    repaired = run("repair", "--store", store)
+    again = run("repair", "--store", store)
+    verify = run("verify", "--store", store)
+    program = run("verify", "--store", store, "--json")
+    blocked = run("gc", "--store", store)
+    planned = run("drop", "sft@4", "--quarantined", "--dry-run", "--store", store)
+    given_up = run("drop", "sft@4", "--quarantined", "--store", store, "--json")
+    pin = run("gc", "--store", store)
+
+    assert repaired.code == 20
+    assert "lost sft@4: no copy of its record is left" in repaired.out
+    assert "lost best: nobody knows what this pin meant" in repaired.out
+    assert "warning: sft@4 holds gc back until it is healed or given up" in repaired.err
+    assert "to give up sft@4: layerstore --store" in repaired.out
+    assert repaired.err.splitlines()[-1].endswith(" pin best REF names a lost pin again")
+    assert "run sft heals" in repaired.err.splitlines()[-1]
+    assert again.code == 20
+    assert "nothing more can be done here" in again.out
+    assert (verify.code, "sft@4 is in quarantine and holds gc back" in verify.err) == (20, True)
+    assert "no damage, 2 lost" in verify.out
+    assert verify.err.splitlines()[-1].endswith(" pin --delete best gives it up")
+    assert (program.code, program.fields["ok"], program.fields["quarantined"]) == (20, False, ["best", "sft@4"])
+    assert all(len(line) <= 80 for line in (repaired.err + verify.err).splitlines() if line.startswith("warning"))
+    assert (blocked.code, pin.code) == (20, 20)
+    assert " drop sft@4 --quarantined gives it up" in blocked.err
+    assert "nothing was changed" in planned.out
+    assert len(given_up.fields["given_up"]) == 1
+    assert " pin --delete best gives it up" in pin.err
+    assert run("pin", "--delete", "best", "--store", store).code == 0
+    assert run("gc", "--store", store).code == 0
+    assert run("drop", "sft@4", "--quarantined", "--store", store).code == 13
+
+
+def test_the_plan_fails_as_the_deed_would(run: Run, store: Path) -> None:
+    """What a script asks first has the answer of what it would do."""
+    last_object(store).unlink()
+    before = {path for path in store.rglob("*") if "locks" not in path.parts}
+
+    planned = run("repair", "--dry-run", "--store", store)
+    programs = run("repair", "--dry-run", "--store", store, "--json")
+
+    assert (planned.code, programs.code) == (20, 20)
+    assert "1 commit cannot be healed: sft@4; nothing was changed" in planned.err
+    assert " repair --from COPY, or --fall-back where layers are lost; " in planned.err.splitlines()[-1]
+    assert {path for path in store.rglob("*") if "locks" not in path.parts} == before
+
+
+def test_a_lost_state_is_not_said_to_fall_back(run: Run, store: Path, checkpoints: Path) -> None:
+    """There is no older one that would do: a copy heals it, or its checkpoint."""
+    import layerstore
+
+    with layerstore.open(store) as opened:
+        state = opened.rooms.records.read(opened.rooms.records.names("sft")[-1]).record.states[0]
+        opened.rooms.layout.object(state.id).unlink()
+
+    done = run("repair", "--store", store)
+
+    assert done.code == 20
+    assert done.err.splitlines()[-1].endswith(" ingest CHECKPOINT --run sft heals what sft@4 saved")
+    assert "--fall-back" not in done.err
+    assert run("ingest", checkpoints / "global_step4", "--run", "sft", "--store", store).code == 0
+    assert run("verify", "--read-data", "--store", store).code == 0
+
+
+def test_what_is_in_quarantine_is_listed(run: Run, store: Path) -> None:
+    """With what it does there; nothing else is done."""
+    empty = run("repair", "--list", "--store", store)
+    os.truncate(last_object(store), 1)
+    run("repair", "--store", store)
+
+    people = run("repair", "--list", "--store", store)
+    programs = run("repair", "--list", "--store", store, "--json")
+
+    assert (empty.code, empty.out) == (0, "nothing is in quarantine\n")
+    ((kept),) = programs.fields["kept"]
+    assert (people.code, programs.code) == (0, 0)
+    assert list(kept) == ["quarantine", "time", "kind", "path", "reason", "status"]
+    assert people.out.splitlines() == [
+        f"object  {kept['path']}",
+        f"  {kept['reason']}",
+        f"  quarantine/{kept['quarantine']}, just now; kept",
+        "files stay in quarantine/ until you remove them by hand",
+    ]
+    assert run("repair", "--list", "--dry-run", "--store", store).code == 2
+
+
+def test_what_only_a_copy_has_is_named(run: Run, store: Path, checkpoints: Path, tmp_path: Path) -> None:
+    """The index has forgotten it, or it was never here: it is left there."""
+    shutil.copytree(store, tmp_path / "backup")
+    next((store / "commits" / "sft").glob("4.*")).unlink()
+    run("reindex", "--forget", "--store", store)
+
+    people = run("repair", "--from", tmp_path / "backup", "--store", store)
+    programs = run("repair", "--from", tmp_path / "backup", "--store", store, "--json")
+
+    (only,) = programs.fields["elsewhere"]
+    assert (people.code, only["run"], only["step"]) == (0, "sft", 4)
+    assert f"only in {tmp_path / 'backup'}: sft@4 (commit {only['commit'][:12]})" in people.out
+    assert "nothing here says that these were lost" in people.out
+
+
+def test_an_ingest_that_brings_a_lost_record_back_says_so(run: Run, store: Path, checkpoints: Path) -> None:
+    """And gc goes on."""
+    shutil.rmtree(store / "manifest")
+    next((store / "commits" / "sft").glob("2.*")).write_bytes(b"rot")
+    run("repair", "--store", store)
+    blocked = run("gc", "--store", store)
+
+    saved = run("ingest", checkpoints / "global_step2", "--run", "sft", "--store", store)
+
+    assert (blocked.code, saved.code) == (20, 0)
+    assert "had lost its record, and has the very same again" in saved.out
+    assert (run("verify", "--store", store).code, run("gc", "--store", store).code) == (0, 0)
+
+
+def test_a_lost_identity_comes_back(run: Run, store: Path) -> None:
+    """The error names the command; a wrong id changes nothing."""
+    identity = (store / "store.json").read_text()
+    (store / "store.json").unlink()
+    hint = run("log", "--store", store).err.splitlines()[-1]
+    words = hint.removeprefix("hint: layerstore ").partition(",")[0].split()
+
+    wrong = run("repair", "--store-id", "0" * 32, "--store", store)
+    planned = run(*words, "--dry-run", "--store", store)
+    still = run("log", "--store", store)
+    done = run(*words, "--store", store)
+
+    assert words[:2] == ["repair", "--store-id"]
+    assert words[2] in identity
+    assert (wrong.code, planned.code, still.code, done.code) == (2, 0, 20, 0)
+    assert done.out.splitlines() == [f"wrote store.json again, for store {words[2]}", "nothing to repair"]
+    assert "warning: which features the store needs is not known; none is assumed" in done.err
+    assert "none is assumed" in planned.err
+    assert run("verify", "--read-data", "--store", store).code == 0
+
+
+@pytest.mark.fault(43, 81)
+def test_a_damaged_identity_comes_back_with_its_flags(run: Run, store: Path) -> None:
+    """One digit of its format has flipped: that is damage, and what else it says still counts."""
+    path = store / "store.json"
+    identity = decode_identity(path.read_bytes(), what="store.json")
+    data = encode_identity(replace(identity, flags=("packs",)))
+    path.write_bytes(data.replace(b'"format": 1', b'"format": 3'))
+
+    told = run("log", "--store", store)
+    done = run("repair", "--store-id", identity.store_id, "--store", store)
+
+    assert (told.code, done.code) == (20, 16)
+    assert f"layerstore repair --store-id {identity.store_id}" in told.err
+    assert "none is assumed" not in done.err
+    assert "uses packs, which this layerstore does not know" in done.err
+    assert decode_identity(path.read_bytes(), what="store.json").flags == ("packs",)
+    assert run("log", "--store", store).code == 0
+
+
+def _home(folder: Path) -> None:
+    for name in ("Documents/objects", "backups/photos", ".git/objects/0a"):
+        (folder / name).mkdir(parents=True)
+    (folder / ".profile").write_text("umask 022\n")
+    (folder / "Documents" / "store.json").write_text("{}")
+
+
+def _project(folder: Path) -> None:
+    for name in ("objects/0a", "commits/today", "pins"):
+        (folder / name).mkdir(parents=True)
+    (folder / "commits" / "today" / "letter").write_text("not a record")
+    (folder / "store.json").write_text('{"shop": "bread"}')
+
+
+@pytest.mark.fault(75)
+@pytest.mark.parametrize("fill", [lambda folder: None, _home, _project], ids=["empty", "home", "project"])
+def test_a_repair_of_what_is_no_store_writes_nothing(run: Run, tmp_path: Path, fill: Callable[[Path], None]) -> None:
+    """With an id or without: an empty folder, somebody's home, and one with a ``store.json`` of its own."""
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    fill(folder)
+    before = {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+    commands = [[], ["--dry-run"], ["--fall-back", "--read-data"], ["--store-id", "0" * 32]]
+
+    codes = [run("repair", *words, "--store", folder).code for words in commands]
+
+    assert set(codes) <= {2, 10, 20}, codes
+    assert codes[-1] == 2
+    assert {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")} == before
+
+
+def test_a_part_of_the_objects_is_read(run: Run, store: Path) -> None:
+    """A slice is the same each time, and all slices are everything; a percentage can be had again by its seed."""
+    everything = run("verify", "--read-data", "--store", store, "--json").fields
+    slices = [run("verify", "--read-data-subset", f"{at}/3", "--store", store, "--json").fields for at in (1, 2, 3)]
+    sampled = run("verify", "--read-data-subset", "50%", "--store", store, "--json").fields
+    seed = sampled["sample"].rpartition(" ")[2]
+    again = run("verify", "--read-data-subset", "50%", "--seed", seed, "--store", store)
+
+    assert sum(each["objects_read"] for each in slices) == everything["objects_read"] == everything["objects"]
+    assert sum(each["bytes_read"] for each in slices) == everything["bytes_read"]
+    assert 0 < sampled["objects_read"] < everything["objects"]
+    assert f"{sampled['objects_read']} of them read (50%, seed {seed})" in again.out
+
+
+def test_a_part_without_objects_is_not_called_sound(run: Run, store: Path) -> None:
+    """Nothing was read, and that is said."""
+    slices = [run("verify", "--read-data-subset", f"{at}/100000", "--store", store, "--json") for at in (1, 2, 3)]
+    at = next(at for at, outcome in enumerate(slices, 1) if outcome.fields["objects_read"] == 0)
+
+    outcome = run("verify", "--read-data-subset", f"{at}/100000", "--store", store)
+
+    assert outcome.code == 0
+    assert "0 of them read" in outcome.out
+    assert "no damage in names and sizes; no object lies in this part" in outcome.out
+
+
+@pytest.mark.parametrize("words", [("0/3",), ("4/3",), ("0%",), ("101%",), ("some",), ("1/3", "--seed", "1")])
+def test_what_is_no_part_is_refused(run: Run, store: Path, words: tuple[str, ...]) -> None:
+    """In one line, with what is meant."""
+    assert run("verify", "--read-data-subset", *words, "--store", store).code == 2
+    assert run("verify", "--seed", "1", "--store", store).code == 2
+    assert run("verify", "--read-data", "--read-data-subset", "1/3", "--store", store).code == 2
+
+
+def test_one_orphan_harms_nothing(run: Run, store: Path) -> None:
+    """It is said so in words that fit one."""
+    (store / "objects" / "ab").mkdir(exist_ok=True)
+    (store / "objects" / "ab" / ("ab" + "0" * 30)).write_bytes(b"orphan")
+
+    outcome = run("verify", "--store", store)
+
+    assert outcome.code == 0
+    assert "1 orphan, which harms nothing" in outcome.out.splitlines()

@@ -1,0 +1,1 @@
+"""The documentation: its links, pictures and generated pages, and its code, which runs."""

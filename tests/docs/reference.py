@@ -1,0 +1,244 @@
+"""
+The pages of the reference that the code writes.
+
+    python -m tests.docs.reference
+
+writes docs/reference/commands.md, errors.md and python.md anew; a test compares them.
+"""
+
+import ast
+import errno
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from layerstore import errors
+from layerstore.cli import app as cli
+from tests.docs import python_api
+from tests.docs.pages import DOCS
+
+FOLDER = DOCS / "reference"
+
+# Signs of examples of ``--help`` that take long, or name what nobody has.
+NOT_RUN = {
+    "layerstore demo": "it trains; test_demo.py runs it",
+    "--before": "no store has that commit",
+}
+
+# Options in a sentence, and what typer appends to the name of an argument.
+_DASHED = re.compile(r"(?<![\w`-])--?[a-z][\w-]*")
+_TYPE = re.compile(r" <.*>$")
+
+GENERATED = "This page is generated: `python -m tests.docs.reference` writes it anew."
+
+
+# -- the command line ----------------------------------------------------------------------------------------------
+
+
+@cache
+def group() -> TyperGroup:
+    """Return the command line as typer has made it."""
+    return cli.command_line()
+
+
+@cache
+def commands() -> dict[str, TyperCommand]:
+    """Return every command, in the order of ``--help``."""
+    of = group()
+    found = {name: of.commands[name] for name in of.list_commands(typer.Context(of))}
+    return {name: command for name, command in found.items() if isinstance(command, TyperCommand)}
+
+
+def commands_page() -> str:
+    """Return every command with its arguments, options and examples, as ``--help`` has them."""
+    head = f"""\
+# Commands
+
+Every command with all that it takes, as `layerstore COMMAND --help` says it.
+What options mean together, what is printed, JSON fields and exit codes: [the command line](cli.md).
+{GENERATED}
+
+| command | what it does |
+|---|---|
+{_overview()}
+
+## Before a command
+
+{_options(group())}
+"""
+    return "\n".join([head, *(_command(name, command) for name, command in commands().items())]).rstrip() + "\n"
+
+
+def _overview() -> str:
+    """Return a row for each command, with the line that the list of commands has of it."""
+    summaries = {name: inspect.cleandoc(command.help or "").splitlines()[0] for name, command in commands().items()}
+    return "\n".join(f"| [`{name}`](#{name}) | {summary} |" for name, summary in summaries.items())
+
+
+def _command(name: str, command: TyperCommand) -> str:
+    text, _, examples = inspect.cleandoc(command.help or "").partition("\b\nExamples:\n")
+    note = next((f"not run: {why}" for sign, why in NOT_RUN.items() if sign in examples), "afresh")
+    return "\n".join(
+        [
+            f"## {name}",
+            "",
+            _paragraphs(text),
+            "",
+            _options(command),
+            "",
+            f"<!-- {note} -->",
+            "```sh",
+            inspect.cleandoc(examples),
+            "```",
+            "",
+        ]
+    )
+
+
+def _paragraphs(text: str) -> str:
+    """Return the help *text* as Markdown: what it gives as it stands goes into code."""
+    kept = re.sub("\b\\n((?:.+\\n?)+)", lambda match: f"```text\n{match[1].rstrip()}\n```\n", text.strip())
+    return _DASHED.sub(_in_code, kept)
+
+
+def _options(command: TyperCommand | TyperGroup) -> str:
+    context = typer.Context(command)
+    records = (parameter.get_help_record(context) for parameter in command.params)
+    return "\n".join(
+        f"- `{_TYPE.sub('', spelt)}`: {_DASHED.sub(_in_code, text)}" for spelt, text in filter(None, records)
+    )
+
+
+def _in_code(match: re.Match[str]) -> str:
+    return f"`{match[0]}`"
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def errors_page() -> str:
+    """Return the tree of exceptions, each with its kind, exit code and usual hint."""
+    drawing = inspect.cleandoc(errors.__doc__ or "").partition("\n\n")[2].partition("\n\nBranches")[0]
+    return f"""\
+# Errors
+
+What layerstore raises by itself is a `layerstore.LayerstoreError`, in a branch by what a caller would do about it.
+`kind` and `exit_code` are stable: new ones may come, none changes its meaning.
+What a message means and what to do about it: [troubleshooting](../operating/troubleshooting.md).
+{GENERATED}
+
+```text
+{drawing}
+```
+
+```python
+import layerstore
+
+try:
+    layerstore.open("nowhere")
+except layerstore.errors.NoStore as error:
+    print(error.kind, error.exit_code, error.hint)      # no_store 10 layerstore init nowhere, or …
+except layerstore.LayerstoreError as error:             # anything else that layerstore has to say
+    raise SystemExit(error.exit_code) from error
+```
+
+Every error has
+
+- `message`: one line that says what was asked, what was found and what is safe; `str(error)` is the same.
+- `hint`: the next thing to do, best as a command; None where there is none.
+- `kind`: a word for programs, the same as in `--json`.
+- `exit_code`: what the command line ends with.
+- `facts`: the values behind the message, by name.
+
+## The classes
+
+{"".join(_error(cls) for cls in _error_classes())}"""
+
+
+def _error_classes() -> Iterator[type[errors.LayerstoreError]]:
+    for value in vars(errors).values():
+        if isinstance(value, type) and issubclass(value, errors.LayerstoreError):
+            yield value
+
+
+def _error(cls: type[errors.LayerstoreError]) -> str:
+    bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+    lines = [f"### {cls.__name__}", "", *inspect.cleandoc(cls.__doc__ or "").splitlines(), "", f"- is a: {bases}"]
+    if cls is errors.StorageIO:
+        others = (("permission", errors.PERMISSION_ERRNOS), ("no_space", errors.NO_SPACE_ERRNOS))
+        for kind, numbers in others:
+            code = errors.StorageIO("", errno=min(numbers), filename="").exit_code
+            names = ", ".join(f"`{errno.errorcode[number]}`" for number in sorted(numbers))
+            lines.append(f"- kind `{kind}`, exit code {code}, for {names}")
+        lines.append(f"- kind `{cls.kind}`, exit code {cls.exit_code}, for any other")
+    else:
+        lines.append(f"- kind `{cls.kind}`, exit code {cls.exit_code}")
+    if cls.usual_hint:
+        lines.append(f"- hint, where it gives no other: {cls.usual_hint}")
+    return "\n".join(lines) + "\n\n"
+
+
+# -- Python --------------------------------------------------------------------------------------------------------
+
+
+def python_page() -> str:
+    """Return the signatures and docstrings of what ``layerstore`` and ``layerstore.transformers`` export."""
+    front, trainer = python_api.exported("layerstore"), python_api.exported("layerstore.transformers")
+    parts = [
+        f"""\
+# Python
+
+What `import layerstore` offers, and what comes back from it.
+`import layerstore` loads neither numpy nor torch: what needs them is loaded at first use.
+The exceptions have [a page of their own](errors.md). Whatever is not here may change at any time.
+{GENERATED}
+""",
+        *(_entry(f"layerstore.{name}", each) for name, each in front.items()),
+        "## The Trainer of Transformers\n",
+        *(_entry(f"layerstore.transformers.{name}", each, level="###") for name, each in trainer.items()),
+        "## What comes back\n\nThe values that the functions and methods above return.\n",
+        *(_value(each) for each in python_api.returned([*front.values(), *trainer.values()])),
+    ]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def _entry(name: str, home: python_api.Home, *, level: str = "##") -> str:
+    node = home.node
+    if isinstance(node, ast.FunctionDef):
+        text = python_api.signature(node, name=name)
+        return f"{level} {name}\n\n```py\n{text}\n```\n\n{python_api.docstring(node)}\n"
+    own_fields = "\n".join(map(str, python_api.fields(node)))
+    made = python_api.constructor(node)
+    called = "" if made is None else f"```py\n{python_api.signature(made, name=name, of_class=True)}\n```\n"
+    called = re.sub(r" -> None\n```", "\n```", called)
+    functions = [
+        f"{level}# {node.name}.{each.name}\n\n```py\n{python_api.signature(each, of_class=True)}\n```\n\n"
+        f"{python_api.docstring(each)}\n"
+        for each in python_api.methods(node)
+    ]
+    return "\n".join([f"{level} {name}", "", called, python_api.docstring(node), "", own_fields, "", *functions])
+
+
+def _value(home: python_api.Home) -> str:
+    assert isinstance(home.node, ast.ClassDef)
+    listed = "\n".join(map(str, python_api.fields(home.node)))
+    return f"### {home.name}\n\n{python_api.docstring(home.node)}\n\n{listed}\n"
+
+
+# -- all of them ---------------------------------------------------------------------------------------------------
+
+PAGES: Mapping[Path, Callable[[], str]] = {
+    FOLDER / "commands.md": commands_page,
+    FOLDER / "errors.md": errors_page,
+    FOLDER / "python.md": python_page,
+}
+
+
+if __name__ == "__main__":
+    for path, text in PAGES.items():
+        path.write_text(text())

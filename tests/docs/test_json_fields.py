@@ -1,0 +1,107 @@
+"""Every field that ``--json`` prints is in the table of the command line's page, in the row of its command."""
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from layerstore.cli.app import main
+from tests.docs.pages import DOCS
+from tests.docs.scene import scene_at
+
+PAGE = (DOCS / "reference" / "cli.md").read_text()
+TABLE = PAGE.partition("## For programs")[2].partition("On failure the last line")[0]
+
+# Each row of the table, and commands that print its fields, in the order in which one scene is taken through them.
+ROWS = {
+    "`ingest`, one checkpoint": ["ingest out/checkpoint-1250 --run sft"],
+    "`ingest`, several": ["ingest out/checkpoint-100 out/checkpoint-200 --run sft"],
+    "`ingest --all`, `--watch`": ["ingest --all out --run sft"],
+    "`log`": ["log", "log --timing"],
+    "`show`": ["show sft@200", "show mixed"],
+    "`ls`": ["ls sft@200"],
+    "`compose`": ["compose sft@200 -o a", "compose sft --policy parity --dry-run"],
+    "`compose --format hf`": ["compose sft@200 --format hf -o b"],
+    "`diff`": ["diff sft@100 sft@200 --stat"],
+    "`stats`": ["stats", "stats sft"],
+    "`report`": ["report -o report.html --keep-last 1"],
+    "`pin NAME REF`": ["pin other sft@100"],
+    "`pin --list`": ["pin --list"],
+    "`pin --delete`": ["pin --delete other"],
+    "`drop`": ["drop sft@100 --dry-run"],
+    "`gc`": ["gc --keep-last 1 --dry-run"],
+    "`verify`": ["verify", "verify sft@200"],
+    "`repair`": ["repair --dry-run"],
+    "`repair --list`": ["repair --list"],
+    "`reindex`": ["reindex"],
+    "`migrate`": ["migrate --list"],
+    "`doctor`": ["doctor"],
+    "`--version`": ["--version"],
+    "`init`": ["init other"],
+    "`estimate`": [
+        "estimate --params 8B --layers 32 --disk 40TB",
+        "estimate out/checkpoint-200 --step-seconds 6",
+        "estimate sft@200",
+    ],
+}
+# Rows that speak of another one's fields.
+AS_ABOVE = {
+    "`ingest`, several": "`ingest`, one checkpoint",
+    "`ingest --all`, `--watch`": "`ingest`, one checkpoint",
+    "`compose --format hf`": "`compose`",
+    "`pin --list`": "`pin NAME REF`",
+}
+# Fields whose value is a mapping from names of a user's: they are data.
+MAPPINGS = {"layers", "whole", "versions", "bytes", "fell_back", "cannot_fall_back", "kinds", "policy_parameters"} | {
+    "parameters",
+    "optimizer_steps",
+}
+
+
+def documented(row: str) -> set[str]:
+    """Return the fields that the table has for *row*."""
+    match = re.search(rf"(?m)^\| {re.escape(row)} \| (.*) \|$", TABLE)
+    assert match is not None, f"there is no row of {row}"
+    own = {name for code in re.findall(r"`([^`]+)`", match[1]) for name in re.findall(r"[a-z0-9_]+", code)}
+    own |= set(re.findall(r"\*([a-z_]+)\*", match[1]))
+    return own | documented(AS_ABOVE[row]) if row in AS_ABOVE else own
+
+
+def printed(value: object) -> Iterator[str]:
+    """Yield the names of all fields in *value*, at any depth, but not those that are a user's."""
+    if isinstance(value, list):
+        for each in value:
+            yield from printed(each)
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            is_mapping = key in MAPPINGS and isinstance(each, dict)
+            yield from printed(list(each.values()) if is_mapping else each)
+
+
+def test_every_field_is_documented(furnished: Path, disk_path: Path) -> None:
+    """A program's author finds on the page whatever a program may see."""
+    missing: dict[str, set[str]] = {}
+    with scene_at(disk_path / "scene", furnished, with_store=True) as scene, contextlib.chdir(scene.root):
+        for row, lines in ROWS.items():
+            for line in lines:
+                told = io.StringIO()
+                with contextlib.redirect_stdout(told), contextlib.redirect_stderr(io.StringIO()):
+                    assert main([*line.split(), "--json"]) == 0, line
+                fields = json.loads(told.getvalue().splitlines()[-1])
+                assert fields.pop("schema") == 1
+                assert fields, line
+                if strange := set(printed(fields)) - documented(row):
+                    missing[line] = strange
+
+    assert missing == {}
+
+
+def test_every_row_is_tried() -> None:
+    """A command that comes to the table comes to this test, but for what needs damage first, or trains."""
+    rows = set(re.findall(r"(?m)^\| (`[^|]*?) \|", TABLE))
+
+    assert rows - ROWS.keys() == {"`drop --quarantined`", "`demo`"}
+    assert ROWS.keys() <= rows

@@ -1,0 +1,65 @@
+"""The reference is what the code says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import layerstore
+import layerstore.transformers
+from tests.docs import python_api
+from tests.docs.pages import DOCS
+from tests.docs.reference import PAGES, commands, group
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_page_is_the_generated_one(page: Path) -> None:
+    """Whoever changes an option, an error or a signature writes it anew: python -m tests.docs.reference."""
+    assert page.read_text() == PAGES[page]()
+
+
+def test_every_command_is_on_its_page() -> None:
+    """With a heading of its own, its options and its examples."""
+    text = next(page for page in PAGES if page.name == "commands.md").read_text()
+
+    for name, command in commands().items():
+        part = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert f"layerstore {name}" in part
+        assert all(option in part for parameter in command.params for option in parameter.opts if option[0] == "-")
+
+
+def test_options_are_listed_once() -> None:
+    """On the generated page; the one that is written by hand says what a line is too short for, of what there is."""
+    text = (DOCS / "reference" / "cli.md").read_text()
+    known = {option for command in (group(), *commands().values()) for each in command.params for option in each.opts}
+
+    assert "| option |" not in text
+    assert set(re.findall(r"(?m)^### (.+)$", text)) <= set(commands())
+    assert set(re.findall(r"`(--[a-z-]+)", text)) <= known | {"--help"}
+
+
+def test_everything_exported_is_on_its_page() -> None:
+    """Each public name with what it takes; and the values that come back, with their fields."""
+    text = next(page for page in PAGES if page.name == "python.md").read_text()
+
+    for module in (layerstore, layerstore.transformers):
+        for name in set(module.__all__) - {"LayerstoreError", "errors"}:
+            assert f"# {module.__name__}.{name}\n" in text
+    for name in ("Ingested", "GcOutcome", "Verdict", "SaveTiming"):
+        assert f"\n### {name}\n" in text
+    assert "- `bytes_reused: int`" in text
+
+
+def test_what_is_read_from_the_source_is_so() -> None:
+    """Names are followed to where they are defined, and signatures are written as people write them."""
+    homes = python_api.exported("layerstore")
+
+    assert homes["open"].module == "layerstore.store"
+    assert homes["Parity"].module == "layerstore.policy.parity"
+    assert "errors" not in homes
+    assert python_api.signature(homes["doctor"].node, name="layerstore.doctor") == (  # type: ignore[arg-type]
+        "layerstore.doctor(path: StrPath) -> Diagnosis"
+    )
+    attach = python_api.parameters(homes["attach"].node)
+    assert attach.parameters["run"].default is attach.empty
+    assert attach.parameters["policy"].default is not attach.empty

@@ -1,0 +1,116 @@
+"""
+What ranks do that save while they train, in one process and without an engine.
+
+Each rank's share is read from a checkpoint on disk; where all have left their parts, these become one commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.model import Commit, Part, PolicyUse, SourceLayout
+from layerstore.ops.hashing import SourceReader
+from layerstore.ops.joining import Joint, join, parts_of
+from layerstore.ops.place import Place, place_after, place_begun
+from layerstore.ops.refs import resolve
+from layerstore.ops.shares import ShareWork, write_share
+from layerstore.storage.handles import Hook
+from layerstore.store import Store
+from layerstore.zero3.discover import discover
+from layerstore.zero3.ranks import read_ranks
+from layerstore.zero3.share import share_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One save: what each rank has of it, and what it is to become."""
+
+    store: Store
+    works: tuple[ShareWork, ...]
+    """By rank."""
+    joint: Joint
+
+    def write(self, rank: int) -> None:
+        """Write the share of *rank*, and leave its part."""
+        with contextlib.closing(SourceReader()) as reader:
+            write_share(self.store.rooms, self.works[rank], reader, frozen={})
+
+    def write_all(self) -> None:
+        """Write the shares of all ranks."""
+        for rank in range(len(self.works)):
+            self.write(rank)
+
+    def parts(self) -> list[Part]:
+        """Return the parts, which are all there."""
+        found = parts_of(self.store.rooms, self.joint, {})
+        assert found is not None, "a rank has left no part"
+        return found
+
+    def join(self) -> Commit:
+        """Make them one commit."""
+        return join(self.store.rooms, self.joint, self.parts(), inherited=self.joint.place.inherited)
+
+    def finish(self) -> Commit:
+        """Do that, and clear the parts and their session away."""
+        commit, work = self.join(), self.joint.work
+        self.store.rooms.parts.remove(work.session, work.save, world_size=len(self.works))
+        self.store.rooms.parts.close_session(work.session, is_over=True)
+        return commit
+
+
+def begun(
+    store: Store,
+    checkpoint: Path,
+    *,
+    session: str,
+    place: Place,
+    run: str = "run",
+    step: int,
+    save: int = 0,
+    half: bool = False,
+) -> Save:
+    """Begin the save numbered *save* of a *session*: of what *checkpoint* has, or of *half* of its layers."""
+    rooms, found = store.rooms, discover(checkpoint)
+    rooms.prepare_writing()
+    rooms.parts.open_session(session)
+    held = [share_of(rank, folder=found.folder, pattern=None) for rank in read_ranks(found.ranks, frozenset())]
+    layers = [layer.layer for layer in held[0].layers]
+    due = layers[::2] if half else layers
+    works = tuple(
+        ShareWork(
+            session=session, save=save, share=share, due=frozenset(due), files=tuple, mark=lambda source: source
+        )
+        for share in held
+    )  # fmt: skip
+    joint = Joint(
+        work=works[0],
+        run=run,
+        place=place,
+        step=step,
+        save_number=place.save_number + save,
+        policy=PolicyUse(name="latest", parameters={}, decisions={"due": list(due)} if half else {}),
+        layout=lambda: SourceLayout(flavour="raw", tag=found.tag, layer_pattern=None),
+    )
+    return Save(store=store, works=works, joint=joint)
+
+
+def begun_after(store: Store, checkpoint: Path, *, half: bool = False, session: str | None = None) -> Save:
+    """Begin a session that goes on from the newest commit of ``run``, two steps later."""
+    base = resolve(store.rooms, "run")
+    view = store.rooms.catalog.find("run")
+    place = place_after(view, base.record, of_commit=base.commit, is_as_it_stands=True)
+    session = session or secrets.token_hex(16)
+    return begun(store, checkpoint, session=session, place=place, step=base.record.step + 2, half=half)
+
+
+def commit_live(path: Path, checkpoint: Path, hook: Hook, *, step: int) -> Commit:
+    """Save *checkpoint* as ``live@step`` in the store at *path*; what another call had begun is begun afresh."""
+    with Store(path, hook=hook) as store:
+        save = begun(store, checkpoint, session="5" * 32, place=place_begun(None), run="live", step=step)
+        for rank, work in enumerate(save.works):
+            store.rooms.parts.withdraw(work.session, work.save, rank)
+            save.write(rank)
+        return save.finish()

@@ -1,0 +1,604 @@
+"""
+Four processes at one store, killed at any moment and begun again; and pairs of verbs that meet at every step.
+
+Each process writes down what it was told is saved. Whatever is killed, all of that is there in the end, nobody waits
+for ever, and nothing looks damaged to anybody meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from layerstore import Keep
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, NotFound
+from layerstore.ops import transfer
+from layerstore.ops.refs import resolve
+from layerstore.store import Store, init
+from tests.bench.generate import generate
+from tests.faults.harness import (
+    Call,
+    Failure,
+    Gate,
+    Recorder,
+    attempt,
+    begun,
+    child,
+    composed,
+    copied,
+    flip,
+    in_child,
+    problems,
+    seeded,
+    wait_for,
+)
+from tests.faults.saving import begun_after
+
+STEPS = (1, 2, 3, 4, 5, 6)
+HURT = "hurt"
+"""The run of what is harmed and repaired."""
+PROCESSES = 4
+SECONDS = 6.0
+"""How long processes are at it in a usual run."""
+PAIRS = 5
+"""At so many pairs of steps two verbs meet in a usual run."""
+QUIET_SECONDS_MAX = 90.0
+"""After so long without a word a process hangs."""
+GRACE_SECONDS = 3.0
+"""Of the collections meanwhile: longer than anybody takes from touching a thing to naming it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Checkpoints by step, and what each composes to."""
+
+    folder: Path
+    digests: dict[int, str]
+    hurt_object: str
+    """An object that only the checkpoint *hurt* has, which is there to be harmed; ``alone`` has a sound copy."""
+
+    @property
+    def hurt(self) -> Path:
+        """The checkpoint that it is of."""
+        return self.folder / "hurt"
+
+    def source(self, step: int) -> Path:
+        """Return the checkpoint of *step*."""
+        return self.folder / f"source{step}"
+
+
+@pytest.fixture(scope="module")
+def arena(fast_module_path: Path) -> Arena:
+    """Return where all happens."""
+    digests = {}
+    with init(fast_module_path / "alone") as store:
+        for step in STEPS:
+            source = generate(fast_module_path / f"source{step}", layers=2, hidden=8, vocab=8, step=step, seed=step)
+            store.ingest(source, run="alone")
+            digests[step] = composed(store, f"alone@{step}", fast_module_path)
+        hurt = generate(fast_module_path / "hurt", layers=2, hidden=8, vocab=8, step=1, seed=99)
+        store.ingest(hurt, run=HURT)
+        version = store.rooms.version_of(resolve(store.rooms, f"{HURT}@1").record.layers[0])
+    return Arena(fast_module_path, digests, version.objects[0].id)
+
+
+# -- four processes ------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """One process's life: it does this and that until it is killed."""
+
+    def __init__(self, path: Path, arena: Arena, life: int, seed: int) -> None:
+        self._path, self._arena, self._life = path, arena, life
+        self._chance = random.Random(seed)
+        self._fd = os.open(path.parent / f"journal{life}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._step = 0
+
+    def say(self, *words: object) -> None:
+        """Write something down; one line is written whole."""
+        os.write(self._fd, json.dumps(words).encode() + b"\n")
+
+    def live(self) -> None:
+        """Go on for ever."""
+        verbs = [
+            self.save,
+            self.save_for_all,
+            self.save_to_throw,
+            self.compose,
+            self.collect,
+            self.verify,
+            self.drop,
+            self.harm,
+            self.repair,
+        ]
+        while True:
+            with Store(self._path) as store:
+                for _ in range(self._chance.randrange(1, 6)):
+                    verb = self._chance.choice(verbs)
+                    try:
+                        verb(store)
+                    except (Locked, Conflict, NotFound) as error:
+                        self.say("refused", verb.__name__, type(error).__name__, str(error))
+                    else:
+                        self.say("did", verb.__name__)
+
+    def save(self, store: Store) -> None:
+        """Save the next step of a run of one's own, or half of it."""
+        self._step = self._step % len(STEPS) + 1
+        store.ingest(self._arena.source(self._step), run=f"life{self._life}-{self._step % 2}")
+        self.say("saved", f"life{self._life}-{self._step % 2}@{self._step}", self._step)
+
+    def save_for_all(self, store: Store) -> None:
+        """Save any step of the run that all save."""
+        step = self._chance.choice(STEPS)
+        store.ingest(self._arena.source(step), run="all")
+        self.say("saved", f"all@{step}", step)
+
+    def save_to_throw(self, store: Store) -> None:
+        """Save what collections take."""
+        policy = self._chance.choice(["full", "parity"])
+        store.ingest(self._arena.source(self._chance.choice(STEPS)), run="thrown", policy=policy)
+
+    def drop(self, store: Store) -> None:
+        """Hide one of these."""
+        store.drop("thrown", last=True)
+
+    def compose(self, store: Store) -> None:
+        """Compose what anybody has been told is saved."""
+        said = list(saved(self._path.parent).items())
+        if said:
+            ref, step = self._chance.choice(said)
+            scratch = self._path.parent / f"scratch{self._life}"
+            scratch.mkdir(exist_ok=True)
+            if composed(store, ref, scratch) != self._arena.digests[step]:
+                self.say("wrong", f"{ref} composes to other bytes")
+
+    def collect(self, store: Store) -> None:
+        """Collect what may go; while an object is in quarantine no commit does."""
+        try:
+            store.gc(Keep(last=1), runs=["thrown"], grace_seconds=GRACE_SECONDS)
+        except IntegrityError as error:
+            if self._arena.hurt_object not in str(error):
+                raise
+            raise Conflict(str(error)) from error
+
+    def verify(self, store: Store) -> None:
+        """Look for damage: only what is being thrown away, or was harmed, may not be whole when it is looked at."""
+        for damage in store.verify(read_data=self._chance.random() < 0.5).damaged:
+            if not all(name.startswith(("thrown", HURT)) for name in damage.needed_by) or not damage.needed_by:
+                self.say("wrong", f"{damage.kind} {damage.path}: {damage.reason}, needed by {damage.needed_by}")
+
+    def harm(self, store: Store) -> None:
+        """Save what nobody else has, and damage it: whatever a repair has taken away is written again here."""
+        store.ingest(self._arena.hurt, run=HURT)
+        path = store.path / "objects" / self._arena.hurt_object[:2] / self._arena.hurt_object
+        with contextlib.suppress(FileNotFoundError):  # to quarantine it goes, and comes back
+            flip(path)
+
+    def repair(self, store: Store) -> None:
+        """Repair: what was harmed goes to quarantine, or is healed, and nothing else is touched."""
+        read_data, heals, falls = (self._chance.random() < 0.5 for _ in range(3))
+        sources = [self._arena.folder / "alone"] if heals else []
+        done = store.repair(read_data=read_data, sources=sources, fall_back=falls)
+        self.say("repaired", len(done.quarantined), len(done.healed))
+        paths = [*(each.path for each in done.quarantined), *(each.path for each in done.healed)]
+        moved = {Path(path).name for path in paths}
+        costs = {cost.holder for cost in done.lost if not cost.holder.startswith(("thrown", HURT))}
+        if moved - {self._arena.hurt_object} or costs or done.held_back or done.fell_back:
+            self.say("wrong", f"a repair did {done}")
+
+
+def _live(path: Path, arena: Arena, life: int, seed: int) -> None:
+    os.environ["LAYERSTORE_LOCK_TIMEOUT"] = "20"
+    warnings.simplefilter("error")
+    worker = _Worker(path, arena, life, seed)
+    try:
+        worker.live()
+    except BaseException:  # noqa: BLE001  # told, whatever it is
+        worker.say("wrong", traceback.format_exc())
+
+
+def journals(folder: Path) -> Iterator[list[object]]:
+    """Yield all that was written down."""
+    for journal in folder.glob("journal*"):
+        yield from map(json.loads, journal.read_text().splitlines())
+
+
+def saved(folder: Path) -> dict[str, int]:
+    """Return the commits that somebody was told are saved, with their steps."""
+    return {str(words[1]): int(str(words[2])) for words in journals(folder) if words[0] == "saved"}
+
+
+def _melee(folder: Path, arena: Arena, seconds: float, seed: int) -> tuple[int, Counter[str]]:
+    """Let processes be at it for a while; return how many were killed, and what was done."""
+    chance = random.Random(seed)
+    path = folder / "store"
+    init(path).close()
+    lives = iter(range(10**6))
+
+    def begin() -> tuple[BaseProcess, Path]:
+        life = next(lives)
+        process = begun(_live, path, arena, life, chance.randrange(10**9))
+        return process, folder / f"journal{life}"
+
+    processes = [begin() for _ in range(PROCESSES)]
+    killed, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.2 + chance.random())
+        place = chance.randrange(PROCESSES)
+        process, _ = processes[place]
+        process.kill()
+        process.join()
+        killed += 1
+        processes[place] = begin()
+    # Whoever is there now may finish something: then all are alive.
+    deadline = time.monotonic() + QUIET_SECONDS_MAX
+    while not all(journal.exists() and b'"did"' in journal.read_bytes() for _, journal in processes):
+        assert time.monotonic() < deadline, "somebody waits for ever"
+        time.sleep(0.1)
+    for process, _ in processes:
+        process.kill()
+        process.join()
+    done = Counter(f"{words[0]} {words[1]}" for words in journals(folder) if words[0] in ("did", "refused"))
+    for words in journals(folder):
+        if words[0] == "repaired":
+            done.update({"taken by repairs": int(str(words[1])), "healed by repairs": int(str(words[2]))})
+    wrong = [words for words in journals(folder) if words[0] == "wrong"]
+    assert wrong == []
+    return killed, done
+
+
+def _at_peace(path: Path, arena: Arena) -> list[str]:
+    """Return what is wrong once all are dead."""
+    composites = {ref: arena.digests[step] for ref, step in saved(path.parent).items()}
+    with Store(path) as store:
+        store.repair(read_data=True, sources=[arena.folder / "alone"])
+    found = problems(path, path.parent, composites)
+    with Store(path) as store:
+        for entry in store.log():
+            found += [] if entry.damage is None else [f"{entry.run}@{entry.step}: {entry.damage}"]
+            store.compose(entry.commit).write(path.parent / "any", durable=False)
+            shutil.rmtree(path.parent / "any")
+        store.gc(grace_seconds=0.0)
+        store.ingest(arena.source(1), run="after")
+    return found + problems(path, path.parent, composites)
+
+
+def _survives(folder: Path, arena: Arena, seconds: float) -> None:
+    seed = seeded("at once").randrange(10**9)
+    killed, done = _melee(folder, arena, seconds, seed)
+    count = len(saved(folder))
+    print(f"{killed} killed in {seconds:g} s; {count} commits reported; {dict(sorted(done.items()))}")
+    assert in_child(_at_peace, folder / "store", arena, timeout_seconds=600.0).needed() == []
+    assert killed
+    assert count
+
+
+@pytest.mark.fault(47, 48, 49, 50)
+def test_killed_processes_lose_nothing(fast_path: Path, arena: Arena) -> None:
+    """Ingesting, composing, collecting, dropping, verifying, harming and repairing for some seconds."""
+    _survives(fast_path, arena, SECONDS)
+
+
+@pytest.mark.fault(47, 48, 49, 50)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+def test_killed_processes_lose_nothing_in_the_long_run(fast_path: Path, arena: Arena) -> None:
+    """For minutes."""
+    _survives(fast_path, arena, 240.0)
+
+
+# -- suspended ones ------------------------------------------------------------------------------------------------
+
+
+def _stopping(call: Call, path: Path) -> Callable[[str, Path], None]:
+    """Return a hook that suspends its process before *call*, and says so at *path*."""
+    counts = Recorder()
+
+    def hook(operation: str, _: Path) -> None:
+        if counts.count(operation) == call:
+            path.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    return hook
+
+
+def _ingest_and_stop(path: Path, source: Path, at: Path) -> None:
+    with Store(path, hook=_stopping(Call("link", 3), at)) as store:
+        store.ingest(source, run="run")
+    (at.parent / "finished").touch()
+
+
+def _collect_and_stop(path: Path, at: Path) -> None:
+    with Store(path, hook=_stopping(Call("rename", 2), at)) as store:
+        store.gc(Keep(last=1), grace_seconds=0.0)
+    (at.parent / "finished").touch()
+
+
+def _try(path: Path, arena: Arena, verb: str, step: int, run: str) -> Failure | None:
+    os.environ["LAYERSTORE_LOCK_TIMEOUT"] = "0.5"
+    with Store(path) as store:
+        if verb == "gc":
+            return attempt(lambda: store.gc(Keep(last=1)))
+        return attempt(lambda: store.ingest(arena.source(step), run=run))
+
+
+@pytest.mark.fault(47, 54)
+def test_a_suspended_ingest_is_named_and_holds_up_nobody_else(fast_path: Path, arena: Arena) -> None:
+    """Another ingest of its run is told at its deadline; other runs and a collection go on, and so does it at last."""
+    path = fast_path / "store"
+    init(path).close()
+    with child(_ingest_and_stop, path, arena.source(1), fast_path / "stopped") as holder:
+        wait_for(fast_path / "stopped")
+        started = time.monotonic()
+        refused = in_child(_try, path, arena, "ingest", 2, "run").needed()
+        waited = time.monotonic() - started
+
+        assert (refused.kind, refused.exit_code) == ("Locked", 11)
+        assert f"pid {holder.pid}" in refused.message
+        assert 0.5 <= waited < 30
+        assert in_child(_try, path, arena, "ingest", 1, "other").needed() is None
+        assert in_child(_try, path, arena, "gc", 0, "").needed() is None
+        assert holder.pid is not None
+        os.kill(holder.pid, signal.SIGCONT)
+        wait_for(fast_path / "finished")
+
+    composites = {"run@1": arena.digests[1], "other@1": arena.digests[1]}
+    assert in_child(problems, path, fast_path, composites).needed() == []
+
+
+@pytest.mark.fault(51, 54)
+def test_a_suspended_collection_holds_up_only_collections(fast_path: Path, arena: Arena) -> None:
+    """What it was about to take is saved again meanwhile, and it leaves that alone when it wakes up."""
+    path = fast_path / "store"
+    with init(path) as store:
+        for step in (1, 2, 3):
+            store.ingest(arena.source(step), run="run")
+    time.sleep(0.05)
+    with child(_collect_and_stop, path, fast_path / "stopped") as holder:
+        wait_for(fast_path / "stopped")
+        refused = in_child(_try, path, arena, "gc", 0, "").needed()
+
+        assert (refused.kind, refused.exit_code) == ("Locked", 11)
+        assert in_child(_try, path, arena, "ingest", 1, "again").needed() is None
+        assert holder.pid is not None
+        os.kill(holder.pid, signal.SIGCONT)
+        wait_for(fast_path / "finished")
+
+    composites = {"run@3": arena.digests[3], "again@1": arena.digests[1]}
+    assert in_child(problems, path, fast_path, composites).needed() == []
+
+
+# -- two verbs, step by step ---------------------------------------------------------------------------------------
+
+
+def _old(path: Path) -> None:
+    """Let all that is there be old: only what is touched from now on is young."""
+    for file in (path / "objects").rglob("*"):
+        if file.is_file():
+            os.utime(file, (1, 1))
+
+
+Deed = Callable[[Store, Arena], object]
+
+
+def _collects(store: Store, arena: Arena) -> object:
+    return store.gc(Keep(last=1), runs=["run"])
+
+
+def _saves_again(store: Store, arena: Arena) -> object:
+    return store.ingest(arena.source(1), run="again")
+
+
+def _saves_half(store: Store, arena: Arena) -> object:
+    return store.ingest(arena.source(2), run="run", policy="parity")
+
+
+def _saves_the_same(store: Store, arena: Arena) -> object:
+    return store.ingest(arena.source(1), run="run")
+
+
+def _pins(store: Store, arena: Arena) -> object:
+    return store.pin("named", "run@1")
+
+
+def _composes(store: Store, arena: Arena) -> object:
+    return store.compose("run@1").write(store.path.parent / "out", durable=False)
+
+
+def _drops(store: Store, arena: Arena) -> object:
+    return store.drop("run@3")
+
+
+MEETING: list[Deed] = [_saves_again, _saves_the_same, _saves_half, _pins, _composes, _drops]
+
+
+def _run_with(path: Path, arena: Arena, deed: Deed, gate: Gate, failures: list[BaseException]) -> None:
+    try:
+        with Store(path, hook=gate) as store:
+            deed(store, arena)
+    except BaseException as error:  # noqa: BLE001  # the caller judges it
+        failures.append(error)
+    finally:
+        gate.reached.set()
+
+
+def _meet(path: Path, arena: Arena, deed: Deed, at: int, collected: int) -> list[str]:
+    """Let a collection come to its step *collected* while *deed* waits at its step *at*; then both go on, in turn."""
+    mine, theirs = Gate(at), Gate(collected)
+    failed: list[BaseException] = []
+    gc_failed: list[BaseException] = []
+    doing = threading.Thread(target=_run_with, args=(path, arena, deed, mine, failed))
+    collecting = threading.Thread(target=_run_with, args=(path, arena, _collects, theirs, gc_failed))
+    doing.start()
+    assert mine.reached.wait(60)
+    collecting.start()
+    assert theirs.reached.wait(60)
+    mine.may_go.set()
+    doing.join(60)
+    theirs.may_go.set()
+    collecting.join(60)
+    assert not any(thread.is_alive() for thread in (doing, collecting))
+    return _meeting_problems(path, arena, deed, failed, gc_failed)
+
+
+def _meeting_problems(
+    path: Path, arena: Arena, deed: Deed, failed: list[BaseException], gc_failed: list[BaseException]
+) -> list[str]:
+    found = [f"the collection failed: {error!r}" for error in gc_failed]
+    # Only who needs the very commit that is collected may be told so, and to repeat the command.
+    allowed: list[type[Exception]] = [] if deed is _saves_again else [Conflict, NotFound]
+    if deed is _drops:
+        allowed.append(InvalidInput)  # nothing else is left by then
+    found += [f"{deed.__name__} failed: {error!r}" for error in failed if not isinstance(error, tuple(allowed))]
+    composites = {"run@1": arena.digests[1]} if deed is _drops and not failed else {"run@3": arena.digests[3]}
+    if deed is _saves_again and not failed:
+        composites["again@1"] = arena.digests[1]
+    if deed is _pins and not failed:
+        composites["named"] = arena.digests[1]
+    out = path.parent / "out"
+    if deed is _composes and out.exists() == bool(failed):
+        found.append(f"there is {'a' if failed else 'no'} target")
+    shutil.rmtree(out, ignore_errors=True)
+    found += problems(path, path.parent, composites)
+    with Store(path) as store:
+        for entry in store.log():
+            store.compose(entry.commit).write(out, durable=False)
+            shutil.rmtree(out)
+    return found
+
+
+def _calls(path: Path, arena: Arena, deed: Deed) -> int:
+    gate, failed = Gate(), list[BaseException]()
+    _run_with(path, arena, deed, gate, failed)
+    assert failed == []
+    return gate.calls_made
+
+
+def _meetings(folder: Path, arena: Arena, deed: Deed, count: int | None, seed: int) -> tuple[int, int, list[str]]:
+    """Let *deed* meet a collection at *count* pairs of steps, or at all; return how many there are and were."""
+    vars(transfer)["WORKERS_MAX"] = 1
+    chance = random.Random(seed)
+    with init(folder / "before") as store:
+        for step in (1, 3):
+            store.ingest(arena.source(step), run="run")
+
+    def fresh() -> Path:
+        copied(folder / "before", folder / "store")
+        _old(folder / "store")
+        return folder / "store"
+
+    mine, theirs = _calls(fresh(), arena, deed), _calls(fresh(), arena, _collects)
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    pairs = [(at, collected) for at in range(mine) for collected in range(theirs + 1)]
+    found = []
+    chosen = pairs if count is None else chance.sample(pairs, min(count, len(pairs)))
+    for at, collected in chosen:
+        wrong = _meet(fresh(), arena, deed, at, collected)
+        found += [f"{deed.__name__} at {at}, collection at {collected}: {each}" for each in wrong]
+    return len(pairs), len(chosen), found
+
+
+@pytest.mark.fault(49, 50, 51)
+@pytest.mark.parametrize("deed", MEETING, ids=lambda deed: deed.__name__[1:])
+@pytest.mark.sample(3, always=("drops",))
+def test_whatever_meets_a_collection_is_whole_or_refused(fast_path: Path, arena: Arena, deed: Deed) -> None:
+    """A sample of pairs of steps: an ingest of what goes, one that inherits from it, a pin and a composite of it."""
+    seed = seeded(deed.__name__).randrange(10**9)
+    pairs, count, found = in_child(_meetings, fast_path, arena, deed, PAIRS, seed).needed()
+    print(f"{deed.__name__}: {count} of {pairs} pairs")
+    assert found == []
+
+
+@pytest.mark.fault(49, 50, 51)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("deed", MEETING, ids=lambda deed: deed.__name__[1:])
+def test_whatever_meets_a_collection_anywhere_is_whole_or_refused(fast_path: Path, arena: Arena, deed: Deed) -> None:
+    """A thousand pairs, or all where there are fewer."""
+    seed = seeded(deed.__name__).randrange(10**9)
+    outcome = in_child(_meetings, fast_path, arena, deed, 1000, seed, timeout_seconds=7000.0)
+    pairs, count, found = outcome.needed()
+    print(f"{deed.__name__}: {count} of {pairs} pairs")
+    assert found == []
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+SESSION = "0" * 32
+
+
+def _join(path: Path, arena: Arena, ready: Path, go: Path) -> str:
+    with Store(path) as store:
+        save = begun_after(store, arena.source(3), session=SESSION)
+        ready.touch()
+        wait_for(go)
+        return save.finish().id
+
+
+@pytest.mark.fault(105)
+def test_two_who_join_the_same_parts_make_one_commit(fast_path: Path, arena: Arena) -> None:
+    """One link wins, and both are told that it is saved; whoever comes too late finds no parts."""
+    for number in range(2):
+        path = fast_path / f"store{number}"
+        with init(path) as store:
+            store.ingest(arena.source(1), run="run")
+            begun_after(store, arena.source(3), session=SESSION).write_all()
+        commits: list[str | None] = []
+
+        def join(who: str, path: Path = path, commits: list[str | None] = commits) -> None:
+            outcome = in_child(_join, path, arena, path.parent / f"{path.name}-{who}", path.parent / f"{path.name}-go")
+            commits.append(outcome.value)
+
+        threads = [threading.Thread(target=join, args=(who,)) for who in ("one", "other")]
+        for thread in threads:
+            thread.start()
+        for who in ("one", "other"):
+            wait_for(fast_path / f"{path.name}-{who}")
+        (fast_path / f"{path.name}-go").touch()
+        for thread in threads:
+            thread.join()
+
+        made = {commit for commit in commits if commit is not None}
+        assert len(made) == 1
+        with Store(path) as store:
+            assert next((entry.step, entry.commit) for entry in store.log()) == (3, *made)
+            assert store.verify(read_data=True).ok
+
+
+@pytest.mark.fault(104)
+def test_parts_of_two_sessions_are_never_joined(fast_path: Path, arena: Arena) -> None:
+    """A rank died before its part: the other's part waits in vain, and that of the next session is none of it."""
+    path = fast_path / "store"
+    with init(path) as store:
+        store.ingest(arena.source(1), run="run")
+        first = begun_after(store, arena.source(3), session=SESSION)
+        first.write(0)
+        second = begun_after(store, arena.source(3), session="1" * 32)
+        second.write(1)
+        for save in (first, second):
+            with pytest.raises(AssertionError, match="a rank has left no part"):
+                save.finish()
+        assert [entry.step for entry in store.log()] == [1]
+
+        store.gc(grace_seconds=None)
+        assert len(list((path / "parts").rglob("0.*"))) == 2, "nobody knows yet that these are dead"
+        store.gc(grace_seconds=0.0)
+
+        assert list((path / "parts").iterdir()) == []
+        assert store.verify().orphans == 0

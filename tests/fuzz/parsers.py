@@ -1,0 +1,496 @@
+"""
+Every parser of the library, with sound samples of what it reads and the errors that it may end in.
+
+Checksums are made right again in one half of the inputs: else nothing behind them would ever be tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.export.hf import config_with_dtype
+from layerstore.format.blobs import (
+    STATE_MAGIC,
+    VERSION_MAGIC,
+    decode_state,
+    decode_version,
+    encode_state,
+    encode_version,
+    ref_of,
+)
+from layerstore.format.canonical import Plain, pack, unpack
+from layerstore.format.collections import collection_name, seal_collection, unseal_collection
+from layerstore.format.envelope import Envelope, seal, unseal
+from layerstore.format.hashing import digest
+from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity
+from layerstore.format.parts import part_name, seal_part, unseal_part
+from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
+from layerstore.limits import KIB
+from layerstore.model import CollectedRecord, Collection, CommitId, LayerPart, Part
+from layerstore.ops.retention import _logged_at
+from layerstore.ops.timings import SaveTiming, _timing
+from layerstore.policy.recipe import parse_recipe
+from layerstore.policy.recipe.document import read_text
+from layerstore.storage.copies import Copies
+from layerstore.storage.environment import ManifestUnusable
+from layerstore.storage.manifest import Manifest
+from layerstore.tree import Located
+from layerstore.zero3.discover import _shards_of_index
+from layerstore.zero3.gathered import read_gathered
+from layerstore.zero3.pickletree import read_pickle
+from layerstore.zero3.picklewrite import write_pickle
+from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer
+from layerstore.zero3.ptfile import layout_pt, read_pt
+from layerstore.zero3.read import step_of_trainer
+from tests.fuzz.harness import Parser, changed, changed_values
+from tests.unit import samples
+from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
+from tests.unit.hostile.pickles import HOSTILE_PICKLES
+from tests.unit.recipes import FILE, llama
+
+_SOURCE = (SourceCheckpoint, Unsupported)
+_STORED = (IntegrityError, Unsupported)
+CANARY = "canary"
+
+
+def _either(*inputs: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    return st.one_of(*inputs)
+
+
+# -- .pt files -----------------------------------------------------------------------------------------------------
+
+
+def _hostile_pickles() -> list[bytes]:
+    quick = [make for make in HOSTILE_PICKLES if not make.__name__.startswith(("too_many", "repeated", "deep"))]
+    return [made for make in quick if len(made := make(Path(CANARY))) < 64 * KIB]
+
+
+@cache
+def _pickles() -> list[bytes]:
+    tree = write_pickle(samples.tree()).payload
+    state = write_pickle({"module": {"a.weight": samples.tensor(bytes(16))}, "global_steps": 2, "args": {1, 2}}).payload
+    return [tree, state]
+
+
+# What torch.save can write, and what only others would: with arguments, so that much of it is a pickle.
+_OPCODES = [
+    b"N", b"\x88", b"\x89", b"K\x01", b"M\x01\x01", b"J\xff\xff\xff\xff", b"\x8a\x01\x05", b"G?\xf0\0\0\0\0\0\0",
+    b"X\x01\0\0\0a", b"\x8c\x01b", b"C\x01c", b"(", b")", b"]", b"}", b"\x8f", b"t", b"\x85", b"\x86", b"\x87",
+    b"l", b"d", b"a", b"e", b"s", b"u", b"\x90", b"q\0", b"r\x01\0\0\0", b"h\0", b"j\x01\0\0\0", b"\x94", b"2", b"0",
+    b"1", b"R", b"b", b"\x81", b"\x92", b"Q", b"\x93", b"ctorch._utils\n_rebuild_tensor_v2\n",
+    b"ctorch\nFloatStorage\n", b"ccollections\nOrderedDict\n", b"cos\nsystem\n",
+    b"cbuiltins\neval\n", b"ctorch\nSize\n", b"ibuiltins\nexec\n",
+    b"cbuiltins\ngetattr\n", b"c_codecs\nencode\n", b"\x82\x01", b"P0\n", b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
+    b"X\x07\0\0\0storage", b"X\x01\0\0\x000", b"X\x03\0\0\0cpu", b"L1L\n", b"I01\n", b"F1.5\n", b"S'a'\n", b"\x80\x05",
+]  # fmt: skip
+_made_pickles = st.lists(st.sampled_from(_OPCODES), max_size=60).map(lambda parts: b"\x80\x02" + b"".join(parts) + b".")
+
+
+def _pickle() -> Parser:
+    records = {"0": Located(path=Path("x"), offset_bytes=64, size_bytes=16, crc32=0)}
+
+    def parse(data: bytes, folder: Path) -> object:
+        found = read_pickle(data, path=Path("x.pt"), records=records)
+        return write_pickle(found.tree)  # whatever was accepted can be written
+
+    inputs = _either(changed(_pickles()), changed(_hostile_pickles()), _made_pickles)
+    return Parser(inputs=inputs, parse=parse, right=(*_SOURCE, InvalidInput))
+
+
+def _crooked_archives() -> list[bytes]:
+    quick = [make for make in HOSTILE_ARCHIVES if make.__name__ not in {"deflate_bomb", "million_entries"}]
+    return [made for make in quick if len(made := make()) < 64 * KIB]
+
+
+def _sound_archive() -> bytes:
+    tree: Any = {
+        "module": {"a.weight": samples.tensor(bytes(16)), "b": samples.tensor(b"12345678" * 2)},
+        "global_steps": 2,
+    }
+    layout = layout_pt(tree, name="a", alignment_bytes=64)
+    data = bytearray(layout.size_bytes)
+    crcs = {storage: 0 for storage, _ in layout.storages}
+    for offset, part in layout.skeleton(crcs):
+        data[offset : offset + len(part)] = part
+    return bytes(data)
+
+
+def _pt() -> Parser:
+    def parse(data: bytes, folder: Path) -> object:
+        path = folder / "x.pt"
+        path.write_bytes(data)
+        found = read_pt(path)
+        for storage in found.storages:
+            place = storage.content
+            assert isinstance(place, Located)
+            assert 0 <= place.offset_bytes <= place.offset_bytes + place.size_bytes <= len(data), (
+                "bytes outside the file"
+            )
+        return layout_pt(found.tree, name="x")
+
+    wrapped = _either(changed(_pickles()), _made_pickles).map(torch_like)
+    inputs = _either(changed([_sound_archive(), torch_like()]), changed(_crooked_archives()), wrapped)
+    return Parser(inputs=inputs, parse=parse, right=(*_SOURCE, InvalidInput))
+
+
+def _pointer() -> Parser:
+    plain = Pointer(store="/data/store", store_id="5e" * 16, name="sft@4", run="sft", attempt=2, step=4)
+    mixture: list[Any] = [{"layer": "model.norm", "optimizer_step": 4}]
+    pointers = [plain, dataclasses.replace(plain, layers=mixture, policy="parity")]
+    files = [pointer_bytes(pointer, stem="states") for pointer in pointers]
+
+    def edited(fields: Any) -> bytes:
+        # As a pointer is made, but with any fields.
+        whole: Any = samples.tree()
+        tree: Any = {"layerstore": fields, "this file cannot be loaded": whole["inert"]}
+        layout = layout_pt(tree, name="states", alignment_bytes=64)
+        data = bytearray(layout.size_bytes)
+        for offset, part in layout.skeleton({}):
+            data[offset : offset + len(part)] = part
+        return bytes(data)
+
+    def parse(data: bytes, folder: Path) -> object:
+        path = folder / "states.pt"
+        path.write_bytes(data)
+        found = read_pointer(path)
+        if found is None:
+            raise InvalidInput("no pointer")
+        for field in dataclasses.fields(Pointer):
+            value = getattr(found, field.name)
+            assert field.name == "layers" or type(value) is field.type, f"{field.name} is {value!r}"
+        return found.command
+
+    values = changed_values([dataclasses.asdict(pointer) for pointer in pointers]).filter(_is_shallow).map(edited)
+    return Parser(inputs=_either(changed(files), values), parse=parse, right=(InvalidInput,))
+
+
+def _is_shallow(value: Any, depth: int = 0) -> bool:
+    """Whether a tree can be written out at all."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 50 and all(_is_shallow(part, depth + 1) for part in parts)
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, default=lambda odd: odd.decode("latin-1")).encode()
+    except (ValueError, RecursionError):
+        return b"{}"
+
+
+def _safetensors() -> Parser:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b.weight": {"dtype": "BF16", "shape": [4], "data_offsets": [16, 24]},
+    }
+    long = {"a": {"dtype": "U8", "shape": [int("9" * 200)] * 70, "data_offsets": [0, 0]}}
+
+    def framed(text: bytes, claimed: int | None = None) -> bytes:
+        return (len(text) if claimed is None else claimed).to_bytes(8, "little") + text + bytes(24)
+
+    def parse(data: bytes, folder: Path) -> object:
+        path = folder / "model.safetensors"
+        path.write_bytes(data)
+        return read_gathered([path], parameters={}, buffers={})
+
+    texts = [json.dumps(header).encode(), json.dumps(long).encode()]
+    values = changed_values([header, long]).map(_json)
+    inputs = _either(changed([framed(text) for text in texts]), changed(texts).map(framed), values.map(framed))
+    return Parser(inputs=inputs, parse=parse, right=_SOURCE)
+
+
+def _trainer_state() -> Parser:
+    state = {"global_step": 4, "log_history": [{"step": 4, "loss": 1.5}, {"step": 2, "eval_loss": 2}], "best": None}
+
+    def parse(data: bytes, folder: Path) -> object:
+        metrics = _logged_at(data, 4)
+        assert all(type(value) is float for value in metrics.values())
+        path = folder / "trainer_state.json"
+        path.write_bytes(data)
+        return step_of_trainer(path)
+
+    inputs = _either(changed([_json(state)]), changed_values([state]).map(_json))
+    return Parser(inputs=inputs, parse=parse, right=(SourceCheckpoint,))
+
+
+def _weights_index() -> Parser:
+    index = {"metadata": {"total_size": 5}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "x"}}
+
+    def parse(data: bytes, folder: Path) -> object:
+        path = folder / "model.safetensors.index.json"
+        path.write_bytes(data)
+        return _shards_of_index(path)
+
+    inputs = _either(changed([_json(index)]), changed_values([index]).map(_json))
+    return Parser(inputs=inputs, parse=parse, right=(SourceCheckpoint,))
+
+
+def _config() -> Parser:
+    config = {"dtype": "float32", "text_config": {"torch_dtype": "float32", "x_config": {}}, "n": 1}
+
+    def parse(data: bytes, folder: Path) -> object:
+        try:
+            return json.loads(config_with_dtype(data, "BF16"))
+        except ValueError as exc:
+            raise InvalidInput("no config") from exc
+
+    inputs = _either(changed([_json(config)]), changed_values([config]).map(_json))
+    return Parser(inputs=inputs, parse=parse, right=(InvalidInput,))
+
+
+def _identity() -> Parser:
+    identity = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="2026-01-01T00:00:00+0000")
+    sound = encode_identity(identity)
+    fields = {name: value for name, value in json.loads(sound).items() if name != "checksum"}
+
+    def checked(fields: Any) -> bytes:
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
+        whole = fields | {"checksum": digest(text.encode()).hex()} if isinstance(fields, dict) else fields
+        return (json.dumps(whole, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+    def parse(data: bytes, folder: Path) -> object:
+        found = decode_identity(data, what="store.json")
+        assert encode_identity(found) == data, "another spelling was accepted"
+        return found
+
+    inputs = _either(changed([sound]), changed_values([fields]).filter(_is_shallow).map(checked))
+    return Parser(inputs=inputs, parse=parse, right=_STORED)
+
+
+def _timings() -> Parser:
+    timing = SaveTiming(
+        run="sft", attempt=1, step=4, save_number=0, blocked_seconds=0.1, durable_seconds=1.0, visible_seconds=None,
+        copied_bytes=1, written_bytes=1, layers_saved=1, layers=2, queued=0, failure="",
+    )  # fmt: skip
+    line = dataclasses.asdict(timing)
+    inputs = _either(changed([_json(line)]), changed_values([line]).map(_json))
+    return Parser(inputs=inputs, parse=lambda data, _: _timing(data), right=())
+
+
+# -- envelopes and blobs -------------------------------------------------------------------------------------------
+
+
+def _packed(value: Plain) -> bytes | None:
+    try:
+        return pack(value)
+    except InvalidInput:
+        return None
+
+
+def _in_an_envelope(
+    name: str, sound: list[bytes], read: Callable[[bytes], Any], write: Callable[[Any], bytes] | None
+) -> Parser:
+    """Return the parser of files called *name*: as they are, and with a payload that was changed and sealed again."""
+
+    def sealed(payload: bytes) -> bytes:
+        return seal(Envelope(store_id=samples.STORE_ID, name=name, payload=payload))
+
+    def parse(data: bytes, folder: Path) -> object:
+        found = read(data)
+        assert write is None or write(found) == data, "another spelling was accepted"
+        return found
+
+    payloads = [unseal(data, name=name, store_id=samples.STORE_ID).payload for data in sound]
+    values = [unpack(payload, what="") for payload in payloads]
+    inputs = _either(
+        changed(sound),
+        changed(sound).map(lambda data: data[:-16] + digest(data[:-16])),
+        changed(payloads).map(sealed),
+        _encodable(values).map(sealed),
+    )
+    return Parser(inputs=inputs, parse=parse, right=_STORED)
+
+
+def _encodable(values: list[Any]) -> st.SearchStrategy[bytes]:
+    packed: st.SearchStrategy[Any] = changed_values(values).map(_packed).filter(lambda data: data is not None)
+    return packed
+
+
+_STEP = "commits/sft/4." + "a" * 32
+
+
+def _commit() -> Parser:
+    plain = samples.commit()
+    other = samples.commit(samples.record(supersedes=[CommitId("f" * 32)], layers=[]))
+    sound = [seal_commit(commit, name=_STEP, store_id=samples.STORE_ID) for commit in (plain, other)]
+
+    def read(data: bytes) -> Any:
+        layers = frozenset({"head"})
+        found = unseal_commit(data, name=_STEP, store_id=samples.STORE_ID)
+        (run, step, commit), entries = unseal_entries(data, name=_STEP, store_id=samples.STORE_ID, layers=layers)
+        assert (run, step, commit) == (found.record.run, found.record.step, found.id)
+        own = {entry.layer: entry for entry in found.record.layers if entry.layer in layers}
+        assert entries == own, "some entries are not those of the whole"
+        return found
+
+    return _in_an_envelope(
+        _STEP, sound, read, lambda commit: seal_commit(commit, name=_STEP, store_id=samples.STORE_ID)
+    )
+
+
+def _entries() -> Parser:
+    sound = [seal_commit(samples.commit(), name=_STEP, store_id=samples.STORE_ID)]
+
+    def read(data: bytes) -> Any:
+        return unseal_entries(data, name=_STEP, store_id=samples.STORE_ID, layers=frozenset({"head"}))
+
+    return _in_an_envelope(_STEP, sound, read, None)
+
+
+def _pin() -> Parser:
+    name = "pins/best"
+    return _in_an_envelope(
+        name,
+        [seal_pin(samples.pin(), name=name, store_id=samples.STORE_ID)],
+        lambda data: unseal_pin(data, name=name, store_id=samples.STORE_ID),
+        lambda pin: seal_pin(pin, name=name, store_id=samples.STORE_ID),
+    )
+
+
+def part() -> Part:
+    """Return a rank's part of a commit."""
+    layers = (LayerPart(layer="head", objects=samples.version("head").objects),)
+    return Part(
+        session="0" * 32, save=1, rank=0, agreement="x", layers=layers, state=samples.blob_ref(),
+        bytes_new=1, bytes_reused=0, failure="",
+    )  # fmt: skip
+
+
+def _part() -> Parser:
+    name = part_name("0" * 32, 1, 0)
+    return _in_an_envelope(
+        name,
+        [seal_part(part(), store_id=samples.STORE_ID)],
+        lambda data: unseal_part(data, name=name, store_id=samples.STORE_ID),
+        lambda found: seal_part(found, store_id=samples.STORE_ID),
+    )
+
+
+def collection() -> Collection:
+    """Return what a collection has decided."""
+    record = CollectedRecord(run="sft", step=4, id=CommitId("a" * 32), reason="dropped")
+    return Collection(id="00000001-aaaaaaaa", records=(record,), objects=3, size_bytes=4)
+
+
+def _collection() -> Parser:
+    name = collection_name(collection().id)
+    return _in_an_envelope(
+        name,
+        [seal_collection(collection(), store_id=samples.STORE_ID)],
+        lambda data: unseal_collection(data, name=name, store_id=samples.STORE_ID),
+        lambda found: seal_collection(found, store_id=samples.STORE_ID),
+    )
+
+
+def _version() -> Parser:
+    sound = encode_version(samples.version())
+
+    def parse(data: bytes, folder: Path) -> object:
+        found = decode_version(data, ref=ref_of(data))
+        assert encode_version(found) == data, "another spelling was accepted"
+        return found
+
+    values = _encodable([unpack(sound[8:], what="")]).map(lambda data: VERSION_MAGIC + data)
+    return Parser(inputs=_either(changed([sound]), values), parse=parse, right=_STORED)
+
+
+def _state() -> Parser:
+    sound = encode_state(samples.state())
+
+    def parse(data: bytes, folder: Path) -> object:
+        found = decode_state(data, ref=ref_of(data))
+        assert encode_state(found) == data, "another spelling was accepted"
+        return found
+
+    values = _encodable([unpack(sound[8:], what="")]).map(lambda data: STATE_MAGIC + data)
+    return Parser(inputs=_either(changed([sound]), values), parse=parse, right=_STORED)
+
+
+def _index() -> Parser:
+    """Return the parser of an index's values: a block of rows under its key."""
+    import tempfile
+
+    manifest = Manifest(Path(tempfile.mkdtemp(prefix="index-")), store_id=samples.STORE_ID)
+    commits = [samples.commit(samples.record(step=step)) for step in (2, 4)]
+    commits.append(samples.commit(samples.record(step=4, save_number=1, supersedes=[commits[1].id])))
+    manifest.update(add=[(commit, b"") for commit in commits])
+    with manifest._environment.reading() as transaction:
+        ((key, data),) = list(transaction.scan(b"r"))
+
+    def read(value: bytes) -> Any:
+        manifest._environment.change(lambda transaction: transaction.put(key, value))
+        return manifest.rows("sft")
+
+    parser = _in_an_envelope(f"index/{key.hex()}", [data], read, None)
+    return dataclasses.replace(parser, right=(ManifestUnusable,))
+
+
+def _copies() -> Parser:
+    name = _STEP
+    record = seal_commit(samples.commit(), name=name, store_id=samples.STORE_ID)
+    other = seal_pin(samples.pin(), name="pins/best", store_id=samples.STORE_ID)
+
+    def parse(data: bytes, folder: Path) -> object:
+        path = folder / "copies"
+        path.write_bytes(data)
+        found = Copies(path, store_id=samples.STORE_ID).find(name)
+        if found is None:
+            raise IntegrityError("no copy")
+        assert found == record, "a copy that is none"
+        return found
+
+    return Parser(inputs=changed([record, other + record, record + b"x" + record]), parse=parse, right=_STORED)
+
+
+# -- recipes -------------------------------------------------------------------------------------------------------
+
+_RECIPES = [
+    b"base: 200\nlayers:\n  model.layers.[0-1]: 100\n  model.embed_tokens: sft@100\nrest: base\n",
+    b"base: sft~1@200\nlayers: {'model.layers.*': base, lm_head: 100, model.norm: {step: 100}}\nrest: base\n",
+    b"merge_method: passthrough\nbase_model: out/checkpoint-200\ndtype: bfloat16\nslices:\n"
+    b"  - sources: [{model: out/checkpoint-100, layer_range: [0, 2]}]\n"
+    b"  - sources: [{model: out/checkpoint-200, layer_range: [2, 4]}]\n",
+]
+
+
+def _recipe() -> Parser:
+    def parse(data: bytes, folder: Path) -> object:
+        return parse_recipe(read_text(data, name=FILE), name=FILE).plan(llama())
+
+    yamls = changed_values([{"base": 200, "layers": {"model.layers.0": 100, "model.norm": "base"}, "rest": "base"}])
+    return Parser(inputs=_either(changed(_RECIPES), yamls.map(_json)), parse=parse, right=(InvalidInput,))
+
+
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "pt": _pt,
+    "pickle": _pickle,
+    "pointer": _pointer,
+    "safetensors": _safetensors,
+    "trainer_state": _trainer_state,
+    "weights_index": _weights_index,
+    "config": _config,
+    "identity": _identity,
+    "commit": _commit,
+    "entries": _entries,
+    "pin": _pin,
+    "part": _part,
+    "collection": _collection,
+    "version": _version,
+    "state": _state,
+    "index": _index,
+    "copies": _copies,
+    "recipe": _recipe,
+    "timings": _timings,
+}
+"""Each made where it is used: samples take a moment."""

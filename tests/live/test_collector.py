@@ -1,0 +1,128 @@
+"""What collects behind a saver, without one: a command of its own that a person could have typed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import Conflict
+from layerstore.live import collector
+from layerstore.live.collector import Collector
+from layerstore.policy.keep import Best
+from tests.bench.generate import generate
+
+RUN = "r"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a store with three commits, at a path that options have to stand."""
+    with layerstore.init(tmp_path / "-a store") as made:
+        for step in (10, 20, 30):
+            source = generate(tmp_path / str(step), layers=1, hidden=8, vocab=8, step=step, seed=step)
+            made.ingest(source, run=RUN)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Return what is logged."""
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def collect(store: Store, keep: Keep, *, times: int = 1) -> None:
+    """Collect as behind a saver, after so many commits."""
+    behind = Collector(store.rooms, keep, run=RUN)
+    for _ in range(times - 1):
+        behind._collect()
+    behind.close(at_once=False)
+
+
+def test_it_collects_what_the_rules_say(
+    store: Store, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And says how much, whatever lies where training runs; once there is nothing to do no process is started."""
+    monkeypatch.setattr(collector, "GRACE", "0s")
+    for name in ("secrets", "pathlib", "layerstore"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+
+    collect(store, Keep(last=1))
+
+    assert [entry.step for entry in store.log(RUN)] == [30]
+    assert store.gc(grace_seconds=0).objects.count == 0
+    assert "2 commits collected" in heard.text
+    monkeypatch.setattr(collector, "_run_aside", None)
+    collect(store, Keep(last=1))
+    assert "not all was collected" not in heard.text
+
+
+def test_a_collection_under_way_is_no_trouble(
+    store: Store, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save tries again."""
+    monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
+    with store.rooms.lock_gc():
+        collect(store, Keep(last=1))
+
+    assert "another collection is under way" in heard.text
+    assert len(store.log(RUN)) == 3
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (lambda store: (store.path / "store.json").write_text("{"), "store.json"),
+        (lambda store: next((store.path / "commits" / RUN).glob("20.*")).write_bytes(b"x"), "commits/r/20"),
+    ],
+    ids=["store", "record"],
+)
+def test_why_nothing_was_collected_is_said_once(
+    store: Store, heard: pytest.LogCaptureFixture, harm: Callable[[Store], object], why: str
+) -> None:
+    """In the words of the command; nothing is raised."""
+    harm(store)
+
+    collect(store, Keep(last=1), times=3)
+
+    told = [record.message for record in heard.records if "not all was collected" in record.message]
+    assert len(told) == 1
+    assert why in told[0]
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        Keep(last=3, every=1000, within="14d", best="eval_loss:2", drop_optimizer_older_than=5),
+        Keep(within=timedelta(days=9000, microseconds=1), best=Best(metric="f1", count=7, direction="max")),
+        Keep(best=Best(metric="eval_loss", direction="max")),
+    ],
+)
+def test_the_command_asks_for_the_same(store: Store, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule arrives as it was given, in whichever form."""
+    asked: list[Keep] = []
+
+    def noted(self: Store, keep: Keep, **options: object) -> None:
+        asked.append(keep)
+        raise Conflict("enough")
+
+    monkeypatch.setattr(Store, "gc", noted)
+    command = collector._command(store.path, keep, RUN)
+    from layerstore.cli.app import main
+
+    assert main(command) != 0
+
+    (found,) = asked
+    assert (found.last, found.every, found.drop_optimizer_older_than) == (
+        keep.last,
+        keep.every,
+        keep.drop_optimizer_older_than,
+    )
+    assert (found.age, found.best_of) == (keep.age, keep.best_of)

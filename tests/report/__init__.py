@@ -1,0 +1,1 @@
+"""The report: its facts, its page, and the page in a browser."""

@@ -1,0 +1,249 @@
+"""
+Stores with histories worth looking at: records, version blobs and states through the library's own encoders.
+
+Objects have sizes and no bytes: a report reads none.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import layerstore
+from layerstore.format.blobs import encode_state, encode_version, ref_of
+from layerstore.format.records import make_commit
+from layerstore.model import (
+    BlobRef,
+    CommitRecord,
+    Fork,
+    GatheredFile,
+    GatheredTensor,
+    Kind,
+    LayerEntry,
+    LayerVersion,
+    ObjectId,
+    Observed,
+    Origin,
+    Parameter,
+    PolicyUse,
+    RankState,
+    SourceLayout,
+    StoredObject,
+    StoredTensor,
+    TensorSource,
+    TreeFile,
+)
+from layerstore.ops.rooms import Rooms
+from layerstore.ops.setup import open_rooms
+from layerstore.ops.timings import SaveTiming, note_timing
+from layerstore.storage.files import Files
+from layerstore.tree import Tree
+from tests.bench.histories import layer_names
+
+STARTED_NS = 1_750_000_000_000_000_000
+STEP_SIZE = 50
+LAYER_BYTES = 48_000_000
+# Different versions of a layer: more would only fill the disk.
+VERSIONS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What a made-up run is like."""
+
+    run: str
+    saves: int
+    layers: int = 8
+    names: Sequence[str] = ()
+    """Instead of so many layers with the usual names."""
+    policy: str = "full"
+    """Or ``parity``, or ``drift``, with how far each layer had moved."""
+    goes_back: Sequence[int] = ()
+    """After how many saves training returns by a quarter of them."""
+    is_live: bool = False
+    """Whether what saves took is noted."""
+    has_objects: bool = True
+    """With their sizes; without, all are missing."""
+    started_ns: int = STARTED_NS
+
+
+def build(path: Path, *histories: History) -> None:
+    """Make a store at *path* with these runs."""
+    layerstore.init(path).close()
+    rooms = open_rooms(path, Files())
+    for history in histories:
+        _Writing(rooms, history).write()
+    rooms.catalog.close()
+
+
+class _Writing:
+    """One run on its way into a store."""
+
+    def __init__(self, rooms: Rooms, history: History) -> None:
+        self._rooms = rooms
+        self._history = history
+        self._names = list(history.names) or layer_names(history.layers)
+        self._versions: dict[tuple[int, int], BlobRef] = {}
+        self._blobs: dict[str, BlobRef] = {}
+
+    def write(self) -> None:
+        """Write every save."""
+        history = self._history
+        self._rooms.layout.run(history.run).mkdir()
+        attempt, fork, step = 1, None, 0
+        entries: dict[str, LayerEntry] = {}
+        past: dict[int, dict[str, LayerEntry]] = {}
+        for number in range(history.saves):
+            if number in history.goes_back:
+                back = step - STEP_SIZE * max(1, (step // STEP_SIZE) // 4)
+                attempt, fork, step, entries = attempt + 1, Fork(attempt=attempt, step=back), back, dict(past[back])
+            step += STEP_SIZE
+            origin = Origin(run=history.run, attempt=attempt, step=step, save_number=step // STEP_SIZE - 1)
+            moved = self._movements(number) if history.policy == "drift" else {}
+            due = self._due(number, moved) if entries else self._names
+            for name in due:
+                version = self._version(self._names.index(name), number % VERSIONS)
+                entries[name] = LayerEntry(layer=name, version=version, origin=origin, optimizer_step=step)
+            past[step] = dict(entries)
+            decisions: dict[Tree, Tree] = {"due": [*due]}
+            if moved:
+                decisions["movements"] = dict(moved.items())
+            self._save(
+                number, origin, fork, entries, PolicyUse(name=history.policy, parameters={}, decisions=decisions)
+            )
+            if history.is_live:
+                self._note(number, origin, len(due))
+
+    def _due(self, number: int, moved: dict[str, float]) -> list[str]:
+        if self._history.policy == "parity":
+            return [name for index, name in enumerate(self._names) if index % 2 == number % 2]
+        if self._history.policy == "drift":
+            return [name for index, name in enumerate(self._names) if moved[name] > 0.012 or number % 20 == index % 20]
+        return list(self._names)
+
+    def _movements(self, number: int) -> dict[str, float]:
+        """Return more for later layers, less for later saves, up and down; one is lost to infinity."""
+        count = len(self._names)
+        found = {
+            name: 0.05 * (0.15 + index / count) * (1 + math.sin(number / 3 + index)) / (1 + number / 25)
+            for index, name in enumerate(self._names)
+        }
+        if number == 5:
+            found[self._names[-1]] = math.inf
+        return found
+
+    def _save(
+        self,
+        number: int,
+        origin: Origin,
+        fork: Fork | None,
+        entries: dict[str, LayerEntry],
+        policy: PolicyUse,
+    ) -> None:
+        own = sum(entry.origin == origin for entry in entries.values())
+        record = CommitRecord(
+            run=origin.run,
+            attempt=origin.attempt,
+            fork=fork,
+            step=origin.step,
+            save_number=origin.save_number,
+            world_size=2,
+            layers=tuple(entries[name] for name in self._names),
+            states=(self._state(),),
+            layout=SourceLayout(flavour="hf", tag=f"global_step{origin.step}", layer_pattern=None),
+            policy=policy,
+            supersedes=(),
+        )
+        time_ns = self._history.started_ns + number * 1_800 * 10**9
+        commit = make_commit(record, Observed(time_ns=time_ns, bytes_new=own * LAYER_BYTES, bytes_reused=0))
+        path = self._rooms.layout.record(origin.run, origin.step, commit.id)
+        path.write_bytes(self._rooms.records.encode(commit))
+
+    def _version(self, layer: int, number: int) -> BlobRef:
+        if (layer, number) not in self._versions:
+            self._versions[layer, number] = self._write(encode_version(self._made_version(layer, number)))
+        return self._versions[layer, number]
+
+    def _made_version(self, layer: int, number: int) -> LayerVersion:
+        name = f"{self._names[layer]}.weight"
+        run = int.from_bytes(hashlib.sha256(self._history.run.encode()).digest()[:4])
+        objects = tuple(
+            StoredObject(
+                id=ObjectId(f"{run:08x}{layer:012x}{number:08x}{place:04x}"),
+                size_bytes=LAYER_BYTES // 3,
+                kind=kind,
+                shard=0,
+                shards=1,
+                tensors=(StoredTensor(name=name, state=state, dtype="F32", elements=4, crc32=0),),
+                chunks=bytes(8),
+            )
+            for place, (kind, state) in enumerate(
+                [(Kind.MASTER, ""), (Kind.OPTIMIZER, "exp_avg"), (Kind.OPTIMIZER, "exp_avg_sq")]
+            )
+        )
+        for stored in objects if self._history.has_objects else ():
+            path = self._rooms.layout.object(stored.id)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+            os.truncate(path, stored.size_bytes)
+        return LayerVersion(
+            layer=self._names[layer],
+            parameters=(Parameter(name=name, dtype="BF16", shape=(4,), frozen=False, aliases=()),),
+            buffers=(),
+            world_size=1,
+            objects=objects,
+        )
+
+    def _state(self) -> BlobRef:
+        if "state" not in self._blobs:
+            tensors = tuple(
+                GatheredTensor(
+                    name=f"{name}.weight",
+                    dtype="BF16",
+                    elements=LAYER_BYTES // 12,
+                    crc32=0,
+                    source=TensorSource.PARAMETER,
+                    layer_name=f"{name}.weight",
+                    stored=None,
+                )
+                for name in self._names
+            )
+            state = RankState(
+                rank=0,
+                model=TreeFile(path="model_states.pt", tree={}),
+                optimizer=TreeFile(path="optim_states.pt", tree={}),
+                files=(),
+                gathered=(GatheredFile(path="model.safetensors", header=b"", tensors=tensors),),
+            )
+            self._blobs["state"] = self._write(encode_state(state))
+        return self._blobs["state"]
+
+    def _write(self, data: bytes) -> BlobRef:
+        ref = ref_of(data)
+        path = self._rooms.layout.object(ref.id)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        return ref
+
+    def _note(self, number: int, origin: Origin, due: int) -> None:
+        note_timing(
+            self._rooms,
+            "5e" * 16,
+            SaveTiming(
+                run=origin.run,
+                attempt=origin.attempt,
+                step=origin.step,
+                save_number=origin.save_number,
+                blocked_seconds=0.02 + 0.01 * math.sin(number) ** 2 + 0.4 * (number % 13 == 6),
+                durable_seconds=1.5 + 0.1 * due + 0.3 * math.cos(number),
+                visible_seconds=None if number % 17 == 9 else 1.8 + 0.1 * due + 0.3 * math.cos(number),
+                copied_bytes=due * LAYER_BYTES,
+                written_bytes=due * LAYER_BYTES,
+                layers_saved=due,
+                layers=len(self._names),
+                queued=0,
+                failure="",
+            ),
+        )

@@ -1,0 +1,429 @@
+"""Promises of the page in a browser: it shows the facts, by mouse and by keyboard, in light, dark and print."""
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.format.records import make_commit
+from layerstore.ops.setup import open_rooms
+from layerstore.storage.files import Files
+from tests.report.chromium import Browser, Page, opened, program
+from tests.report.made_up import STARTED_NS, History, build
+from tests.report.test_page import HOSTILE, HOSTILE_RUN
+
+pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is installed (Debian: chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Return a browser of this module's own."""
+    path, profile = program(), tmp_path_factory.mktemp("profile")
+    assert path is not None
+    started = Browser(path, profile)
+    yield started
+    started.close()
+    shutil.rmtree(profile, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Return a made-up store with a run that drifted in two attempts, and one of full saves."""
+    path = tmp_path_factory.mktemp("made-up") / "store"
+    build(
+        path,
+        History(run="drift", saves=24, layers=12, policy="drift", goes_back=(16,), is_live=True),
+        History(run="full", saves=9, layers=7),
+    )
+    with layerstore.open(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def report(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the page about that store."""
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    store.report(out, keep=Keep(last=3, every=400))
+    return out
+
+
+@pytest.fixture
+def page(browser: Browser, report: Path) -> Iterator[Page]:
+    """Return a tab that shows the page; at the end it has complained of nothing and asked for nothing."""
+    with opened(browser, report) as found:
+        yield found
+        assert found.said() == []
+
+
+# Long enough for what was asked to be drawn.
+SETTLED = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 60))))"
+
+
+def middle_of(page: Page, column: int, layer: int) -> tuple[float, float]:
+    """Return where the cell of a save and a layer is in the window, found by its label and the picked band."""
+    box = page.look(
+        f"""(() => {{
+            const heat = document.getElementById("heat");
+            heat.scrollIntoView({{block: "start"}});
+            const svg = heat.querySelector("svg"), box = svg.getBoundingClientRect();
+            const label = svg.querySelectorAll("text title")[{layer}].parentNode;
+            const blocks = svg.querySelector("path.c0").getAttribute("d").matchAll(/M([0-9.]+) /g);
+            const starts = [...new Set([...blocks].map((found) => Number(found[1])))].sort((a, b) => a - b);
+            return {{x: box.left, y: box.top, row: Number(label.getAttribute("y")) - 3.5, starts}};
+        }})()"""
+    )
+    return box["x"] + box["starts"][column] + 4, box["y"] + box["row"]
+
+
+def cells_of(page: Page) -> list[list[str]]:
+    """Return the table of the picked composite."""
+    found: list[list[str]] = page.look(
+        "[...document.querySelectorAll('#composite tbody tr')]"
+        ".map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    return found
+
+
+def test_it_loads_and_shows_the_figures(page: Page, store: Store) -> None:
+    """Commits and runs as stats count them; the newest step of the longest run is picked; every section is there."""
+    assert page.look("document.title").startswith("layerstore report: ")
+    assert f"{store.stats().commits}\ncommits of 2 runs" in page.text("#figures")
+    assert page.text("#picked-summary").startswith("drift@")
+    assert [heading for heading in page.text("main").splitlines() if heading in {"Runs", "Drift", "Retention"}] == [
+        "Runs",
+        "Drift",
+        "Retention",
+    ]
+    assert page.look("document.querySelectorAll('svg').length") > 5
+    # Thousands of cells are a few elements.
+    assert page.look("document.querySelectorAll('#heat svg path').length") <= 7
+
+
+def test_hovering_says_what_is_below_the_pointer(page: Page, store: Store) -> None:
+    """The layer, the step, the save that the version is from, and its age; gone when the pointer leaves."""
+    entry = sorted(store.log("drift"), key=lambda each: (each.attempt, each.step))[5]
+    shown = store.show(f"drift~1@{entry.step}" if entry.attempt == 1 and entry.step > 600 else f"drift@{entry.step}")
+    line = shown.layers[3]
+
+    page.mouse("mouseMoved", *middle_of(page, 5, 3))
+    tip = page.text("#tip")
+
+    assert tip.splitlines()[0] == line.layer
+    assert f"@{entry.step}" in tip.splitlines()[1]
+    assert f"step {line.step}," in tip
+    assert f"version {line.version[:8]}" in tip
+    page.mouse("mouseMoved", 2, 2)
+    assert page.look("document.getElementById('tip').hidden") is True
+
+
+def test_clicking_picks_a_step_and_shows_its_composite(page: Page, store: Store) -> None:
+    """Layer by layer what compose would take, with the commands that show and write it."""
+    page.click(*middle_of(page, 7, 2))
+    reference = page.text("#picked-summary strong")
+    composite = store.compose(reference)
+    rows = cells_of(page)
+
+    assert reference != store.report().runs[0].saves[-1].reference
+    assert [row[0] for row in rows] == list(composite.layers)
+    assert [row[1] for row in rows] == [f"step {layer.step:,}, attempt 1" for layer in composite.layers.values()]
+    assert [(row[3], row[4]) for row in rows] == [
+        (f"{age.steps:,}", f"{age.saves:,}") for age in composite.staleness.layers
+    ]
+    assert [row[5] for row in rows] == [layer.version[:8] for layer in composite.layers.values()]
+    assert page.text("#commands").splitlines() == [
+        f"layerstore show --store {store.path} {reference}",
+        f"layerstore compose --store {store.path} {reference} -o resume",
+    ]
+    assert page.look("document.querySelector('#composite tr.at td').innerText") == list(composite.layers)[2]
+
+
+def test_the_keyboard_reaches_everything(page: Page) -> None:
+    """Tab goes from control to control; arrows, Home and End choose the step, and a screen reader is told."""
+    reached = []
+    for _ in range(12):
+        page.press("Tab")
+        reached.append(page.look("document.activeElement.id || document.activeElement.textContent"))
+        if reached[-1] == "heat":
+            break
+    assert [name for name in reached if name != "policy"] == ["theme", "runs", "drift", "full", "run", "heat"]
+
+    def now() -> tuple[int, int, str]:
+        heat = "document.getElementById('heat')"
+        names = ("valuenow", "valuemax")
+        told = [int(page.look(f"{heat}.getAttribute('aria-{name}')")) for name in names]
+        return (told[0], told[1], page.look(f"{heat}.getAttribute('aria-valuetext')"))
+
+    assert now()[:2] == (24, 24)
+    page.press("ArrowLeft")
+    assert now()[0] == 23
+    assert page.text("#picked-summary").startswith(now()[2].split(",")[0])
+    page.press("Home")
+    assert now() == (1, 24, now()[2])
+    assert "all layers from this step" in now()[2]
+    page.press("PageDown")
+    page.press("ArrowDown")
+    page.press("ArrowDown")
+    assert now()[0] == 6
+    assert "model.layers.0" in page.text("#live")
+    page.press("End")
+    assert now()[0] == 24
+    assert page.look("getComputedStyle(document.getElementById('heat')).outlineStyle") != "none"
+
+
+def test_another_run_and_another_policy(page: Page, store: Store) -> None:
+    """Of full saves the page tells what parity would take, as compose does."""
+    page.look(
+        """(() => {
+            const change = (id, value) => {
+                const node = document.getElementById(id);
+                node.value = value;
+                node.dispatchEvent(new Event("change"));
+            };
+            change("run", "1");
+            change("policy", "parity");
+        })()"""
+    )
+    composite = store.compose("full", policy="parity")
+
+    assert page.text("#picked-summary").startswith(f"full@{composite.step} by parity: ")
+    assert [row[1] for row in cells_of(page)] == [f"step {layer.step}" for layer in composite.layers.values()]
+    assert "--policy parity" in page.text("#commands")
+    assert page.look("document.getElementById('drift-section').hidden") is True
+    assert page.look("document.getElementById('timing-section').hidden") is True
+
+
+def test_light_and_dark_follow_the_system_and_the_button(page: Page) -> None:
+    """Text can be read in both: dark on light, light on dark, with more than enough contrast."""
+
+    def colours() -> tuple[float, float]:
+        found = page.look("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+        return _luminance(found[0]), _luminance(found[1])
+
+    page.emulate(prefers_color_scheme="light")
+    ink, paper = colours()
+    assert (paper + 0.05) / (ink + 0.05) > 7
+    page.emulate(prefers_color_scheme="dark")
+    ink, paper = colours()
+    assert (ink + 0.05) / (paper + 0.05) > 7
+    for expected in ("light", "dark", "system"):
+        page.look("document.getElementById('theme').click()")
+        assert page.text("#theme") == f"Theme: {expected}"
+    page.look("document.getElementById('theme').click()")
+    ink, paper = colours()
+    assert paper > ink  # chosen by hand, though the system is dark
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_colour_is_not_the_only_signal(page: Page) -> None:
+    """Every age has a height of its own in the picture, and its words in the legend."""
+    heights: dict[str, list[float]] = page.look(
+        """Object.fromEntries([...document.querySelectorAll("#heat svg path")].map((path) =>
+            [path.getAttribute("class"), [...new Set([...path.getAttribute("d").matchAll(/v([0-9.]+)h/g)]
+                .map((found) => Number(found[1])))]]))"""
+    )
+
+    assert all(len(found) == 1 for found in heights.values())
+    assert len({found[0] for found in heights.values()}) == len(heights) >= 4
+    assert "saved at this step" in page.text("#legend")
+
+
+def test_it_opens_on_the_run_with_the_most_commits(browser: Browser, tmp_path: Path) -> None:
+    """Not on the first by name, nor on the newest; of equal ones on the newest. The list keeps its order."""
+    runs = {"a-retry": (1, 9), "b-old": (4, 1), "c-main": (4, 5), "d-test": (2, 7)}
+    histories = [
+        History(run=name, saves=saves, layers=4, has_objects=False, started_ns=STARTED_NS + hours * 3600 * 10**9)
+        for name, (saves, hours) in runs.items()
+    ]
+    build(tmp_path / "store", *histories)
+    with layerstore.open(tmp_path / "store") as store:
+        store.report(tmp_path / "report.html")
+    with opened(browser, tmp_path / "report.html") as page:
+        assert page.text("#picked-summary").startswith("c-main@200 ")
+        assert page.look("[...document.getElementById('run').options].map((each) => each.innerText)") == list(runs)
+        assert page.look("document.querySelector('#runs tr.at td').innerText") == "c-main"
+        assert page.said() == []
+
+
+def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Path) -> None:
+    """Steps are counted once, with the policies beside them; then what went, and that no more would go."""
+    build(tmp_path / "store", History(run="full", saves=9, layers=4))
+    with layerstore.open(tmp_path / "store") as store:
+        lost = store.gc(Keep(every=150), dry_run=True).unserved
+        store.report(tmp_path / "before.html", keep=Keep(every=150))
+        store.gc(Keep(last=2), grace_seconds=0)
+        store.report(tmp_path / "after.html", keep=Keep(last=2))
+    with opened(browser, tmp_path / "before.html") as page:
+        before = page.text("#retention-section")
+        assert page.look("document.getElementById('collected').hidden") is True
+    with opened(browser, tmp_path / "after.html") as page:
+        after = page.text("#retention-section")
+        assert page.said() == []
+
+    steps = len({each.reference for each in lost})
+    assert steps < len(lost)
+    assert f"At {steps} kept steps a composite by parity or filter would have other versions then." in before
+    assert re.search(
+        r"1 collection so far, the only one on \d{4}-\S+ \S+ UTC, took 7 commit records and \d+ objects", after
+    )
+    assert "would remove no commit: all 2 stay. It would free nothing." in after
+
+
+def test_what_was_there_already_is_not_called_written(browser: Browser, tmp_path: Path) -> None:
+    """A run whose writers had nothing to write is told in words, and a part of nothing is no part."""
+    path = tmp_path / "store"
+    build(path, History(run="full", saves=2, layers=4, has_objects=False))
+    rooms = open_rooms(path, Files())
+    commit = rooms.catalog.commit(rooms.catalog.view("full").visible[0].name)
+    again = make_commit(replace(commit.record, run="again"), replace(commit.observed, bytes_new=0))
+    rooms.layout.run("again").mkdir()
+    rooms.layout.record("again", again.record.step, again.id).write_bytes(rooms.records.encode(again))
+    rooms.catalog.close()
+    with layerstore.open(path) as store:
+        store.report(tmp_path / "report.html", run="again")
+    with opened(browser, tmp_path / "report.html") as page:
+        text = page.text("#picked-facts") + page.text("#storage-facts")
+        page.look("document.getElementById('storage').scrollIntoView({block: 'center'})")
+        box = page.look("document.querySelector('#storage svg').getBoundingClientRect().toJSON()")
+        page.mouse("mouseMoved", box["x"] + 200, box["y"] + box["height"] / 2)
+        tip = page.text("#tip")
+
+    for told in (text, tip):
+        assert not re.search(r"\b0 B\b", told)
+        assert "nothing had to be written, the store had all of it" in told
+    assert "Its writers had nothing to put into the store, which had all of it." in text
+
+
+def test_narrow_and_wide_windows(page: Page) -> None:
+    """The page itself never scrolls sideways; pictures are drawn anew, and what was picked stays."""
+    page.press("Tab")
+    before = page.text("#picked-summary")
+    for width in (360, 800, 1900):
+        page.resize(width, 800)
+        page.look(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 60))))"
+        )
+        assert page.look("document.documentElement.scrollWidth") <= width
+        assert page.look("document.querySelector('#heat svg').getBoundingClientRect().width") > 300 or width == 360
+    assert page.text("#picked-summary") == before
+
+
+def test_it_is_printed(page: Page) -> None:
+    """As a PDF of a few pages, in light colours, with the whole table and without the controls."""
+    page.emulate(prefers_color_scheme="dark")
+    printed = page.printed()
+    page.call("Emulation.setEmulatedMedia", media="print")
+
+    assert printed.startswith(b"%PDF-")
+    assert 2 <= len(re.findall(rb"/Type /Page\b", printed)) <= 8
+    assert any(zlib.decompress(part, bufsize=1 << 20) for part in _streams(printed))
+    assert page.look("getComputedStyle(document.getElementById('theme')).display") == "none"
+    assert page.look("getComputedStyle(document.getElementById('composite')).maxHeight") == "none"
+
+
+def _streams(printed: bytes) -> list[bytes]:
+    return re.findall(rb"/FlateDecode.*?stream\r?\n(.*?)endstream", printed, re.DOTALL)[:1]
+
+
+@pytest.mark.fault(71)
+def test_names_stay_text_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    """Nothing of a hostile store runs, becomes an element or asks for anything; all of it can be read."""
+    path = tmp_path / "st'o\"re <i>&"
+    build(path, History(run=HOSTILE_RUN, saves=3, names=[name for name in HOSTILE if name != "\ud800"]))
+    with layerstore.open(path) as store:
+        store.pin("<u>'\"&", f"{HOSTILE_RUN}@50")
+        store.report(tmp_path / "report.html", keep=Keep(last=1))
+    with opened(browser, tmp_path / "report.html") as page:
+        assert page.look("typeof window.hurt") == "undefined"
+        assert page.look("document.querySelectorAll('img, i, u, b[onclick], body script + svg').length") == 0
+        assert page.look("document.querySelectorAll('script').length") == 2
+        rows = [row[0] for row in cells_of(page)]
+        page.mouse("mouseMoved", *middle_of(page, 1, 1))
+        assert page.text("#tip").splitlines()[0] == HOSTILE[1]
+        page.press("Tab")
+        commands = page.text("#commands")
+        assert page.said() == []
+
+    assert rows[0] == HOSTILE[0]
+    assert rows[5] == "a\\u{2028}b\\u{2029}c\\u{202e}d\\u{1b}[2Je\\u{0}f"
+    assert "日本語 🙂 ﷽" in rows
+    assert "'<b onclick=alert(1)>'\\''\"&{{FACTS}}@150'" in commands
+
+
+def test_the_policy_stops_what_got_in_all_the_same(browser: Browser, report: Path, tmp_path: Path) -> None:
+    """A script that somebody adds to the file does not run, and an image is not asked for."""
+    hurt = tmp_path / "hurt.html"
+    added = b"<script>window.hurt = 1</script><img src=https://example.invalid/x.png onerror='window.hurt = 2'></body>"
+    hurt.write_bytes(report.read_bytes().replace(b"</body>", added))
+    with opened(browser, hurt) as page:
+        assert page.look("typeof window.hurt") == "undefined"
+        assert page.text("#picked-summary").startswith("drift@")
+        complaints = page.said()
+
+    assert any("Content Security Policy" in complaint for complaint in complaints)
+
+
+@pytest.mark.parametrize("kind", ["empty", "one save of one layer", "no room for a picture"])
+def test_next_to_nothing_is_shown_too(browser: Browser, tmp_path: Path, kind: str) -> None:
+    """An empty store says what comes next; a single save is a picture; a run without one says how to get it."""
+    histories = {"empty": [], "one save of one layer": [History(run="one", saves=1, names=["head"])]}
+    build(tmp_path / "store", *histories.get(kind, [History(run="one", saves=2, layers=4)]))
+    out = tmp_path / "report.html"
+    with layerstore.open(tmp_path / "store") as store:
+        store.report(out)
+    if kind == "no room for a picture":
+        facts = _without_saves(out.read_text())
+        out.write_text(facts)
+    with opened(browser, out) as page:
+        assert page.said() == []
+        text = page.text("body")
+    if kind == "empty":
+        assert "No commits yet; next: layerstore ingest CHECKPOINT" in text
+    elif kind == "one save of one layer":
+        assert "one@50 as it was saved: 1 of 1 layer from this very step." in text
+    else:
+        assert "Sampled: 0 of 2 saves are shown" in text
+        assert "layerstore report --run one" in text
+
+
+def _without_saves(page: str) -> str:
+    before, begin, rest = page.partition('id="facts">')
+    facts, end, after = rest.partition("</script>")
+    found: dict[str, Any] = json.loads(facts)
+    for run in found["runs"]:
+        run["saves"] = {name: [] for name in run["saves"]}
+        run |= {"versions": [], "drift": [], "composites": {"latest": []}}
+    return before + begin + json.dumps(found) + end + after
+
+
+def test_a_damaged_store_says_so(browser: Browser, tmp_path: Path) -> None:
+    """What could not be read is named, and what a collection would refuse, in words."""
+    build(tmp_path / "store", History(run="hurt", saves=3, layers=4, has_objects=False))
+    with layerstore.open(tmp_path / "store") as store:
+        [*_, name] = store.rooms.records.names("hurt")
+        store.rooms.layout.record(name.run, name.step, name.id).write_bytes(b"x")
+        store.report(tmp_path / "report.html", keep=Keep(last=1))
+    with opened(browser, tmp_path / "report.html") as page:
+        text = page.text("body")
+        assert page.said() == []
+
+    assert "What could not be read is in no figure:" in text
+    assert f"hurt@{name.step}" in page_list(text)
+    assert "A collection by these rules would refuse: " in text
+
+
+def page_list(text: str) -> str:
+    """Return what comes after the heading of what could not be read."""
+    return text.partition("What could not be read is in no figure:")[2].partition("Layers and steps")[0]

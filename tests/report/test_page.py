@@ -1,0 +1,332 @@
+"""Promises of the page: one file, below 1 MB, in which nothing runs or is loaded but what we put there."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore.errors import AlreadyExists, InvalidInput, StorageIO, Unsupported
+from layerstore.ops.report_fields import report_fields
+from layerstore.ops.report_page import report_page
+from layerstore.ops.sampling import Wish, shares
+from layerstore.report.page import BEGINS, PAGE_BYTES_MAX, render
+from tests.report.made_up import History, build
+
+PIECES = Path(layerstore.__file__).parent / "report"
+HOSTILE = (
+    "</script><script>window.hurt=1</script>",
+    "<img src=x onerror=window.hurt=2>",
+    "\"'><svg onload=window.hurt=3>",
+    "<!--<script>",
+    "{{SCRIPT}}{{FACTS}}",
+    "a\u2028b\u2029c\u202ed\x1b[2Je\0f",
+    "日本語 🙂 ﷽",
+    "&lt;b&gt;&amp;",
+    "\ud800",
+    "$& \\u003c \\",
+    "__proto__",
+    "constructor",
+)
+"""Names of layers: those of runs and pins are more closely checked."""
+HOSTILE_RUN = "<b onclick=alert(1)>'\"&{{FACTS}}"
+
+
+class Elements(HTMLParser):
+    """What a browser finds in a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
+        self._text: list[str] | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an element."""
+        self.found.append((tag, dict(attrs)))
+        self._text = {"script": self.scripts, "style": self.styles}.get(tag)
+        if self._text is not None:
+            self._text.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        """Note that what follows is no script or style any more."""
+        self._text = None
+
+    def handle_data(self, data: str) -> None:
+        """Note the text of scripts and styles, which comes in pieces."""
+        if self._text is not None:
+            self._text[-1] += data
+
+
+def elements_of(page: bytes) -> Elements:
+    """Return what is in *page*."""
+    found = Elements()
+    found.feed(page.decode())
+    return found
+
+
+def facts_in(page: bytes) -> dict[str, Any]:
+    """Return the facts that the script of *page* will read."""
+    text = page.decode().partition('<script type="application/json" id="facts">')[2].partition("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store whose names try to become something else than text."""
+    path = tmp_path_factory.mktemp("hostile") / "st'o\"re <i>&"
+    build(path, History(run=HOSTILE_RUN, saves=3, names=HOSTILE[:8] + HOSTILE[9:]))
+    with layerstore.open(path) as store:
+        store.pin("<u>'\"&", f"{HOSTILE_RUN}@50")
+    return path
+
+
+@pytest.mark.fault(71)
+def test_names_are_data_and_nothing_else(hostile: Path) -> None:
+    """The page of a hostile store has the elements of an empty one's, and the facts come back as they were."""
+    with layerstore.open(hostile) as store:
+        facts = report_fields(store.report())
+    page, empty = render(facts), render({"runs": []})
+
+    assert elements_of(page).found == elements_of(empty).found
+    assert elements_of(page).scripts[1:] == elements_of(empty).scripts[1:]
+    assert facts_in(page) == json.loads(json.dumps(facts))
+    [run] = facts_in(page)["runs"]
+    assert set(run["layers"]) == {*HOSTILE[:8], *HOSTILE[9:]}
+    assert (run["run"], run["saves"]["pins"][0]) == (HOSTILE_RUN, ["<u>'\"&"])
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_ends_or_begins_an_element(text: str) -> None:
+    """Whatever it is, and wherever: as a key, a value, or inside a list."""
+    page = render({"runs": [], text: [text, {"x": text}]})
+
+    assert elements_of(page).found == elements_of(render({"runs": []})).found
+    assert facts_in(page)[text] == [text, {"x": text}]
+
+
+def test_only_the_pages_own_script_and_style_may_run() -> None:
+    """The policy names both by their hashes, allows no address, and comes before them."""
+    page = render({"runs": []})
+    found = elements_of(page)
+    [policy] = [attributes["content"] for tag, attributes in found.found if "http-equiv" in attributes]
+    kinds = [attributes.get("type") for tag, attributes in found.found if tag == "script"]
+
+    def hashed(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    assert policy is not None
+    assert kinds == ["application/json", None]
+    assert f"script-src {hashed(found.scripts[1])};" in policy
+    assert f"style-src {hashed(found.styles[0])};" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert page.index(b"Content-Security-Policy") < page.index(b"<style>") < page.index(b"<script")
+
+
+def test_nothing_in_the_page_refers_to_anything_outside() -> None:
+    """No address but the names of namespaces, no attribute that loads or runs, no style of an element's own."""
+    page = render({"runs": []}).decode()
+    addresses = set(re.findall(r"\b(?:https?:|//)[^\s\"'`;)]+", page)) - {"//www.w3.org/2000/svg"}
+    attributes = {name for _, found in elements_of(page.encode()).found for name in found}
+
+    assert {address for address in addresses if "w3.org" not in address and "/" in address[2:]} == set()
+    assert not {name for name in attributes if name.startswith("on") or name in {"src", "style", "srcset", "action"}}
+    assert "url(" not in page.partition("<style>")[2].partition("</style>")[0]
+    assert "@import" not in page
+
+
+def test_the_script_makes_no_markup_and_asks_nobody() -> None:
+    """What could turn text into elements or code, or reach a network, is not in it."""
+    script = (PIECES / "page.js").read_text()
+    forbidden = (
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|createContextualFragment|\beval\b|\bFunction\(|"
+        r"fetch\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|import\(|localStorage|\.src\b|\.href\b|setTimeout\(|srcdoc"
+    )
+
+    assert re.findall(forbidden, script) == []
+    assert script.startswith('"use strict";')
+
+
+@pytest.mark.parametrize(("runs", "saves", "layers"), [(1, 400, 130), (50, 60, 24), (200, 2, 4)])
+def test_a_page_stays_below_its_bound(tmp_path: Path, runs: int, saves: int, layers: int) -> None:
+    """Whatever there are many of; what is left out is said in the facts, and the newest save is never left out."""
+    build(tmp_path / "store", History(run="sft", saves=6, layers=layers, policy="drift", is_live=True))
+    with layerstore.open(tmp_path / "store") as store:
+        made = store.report()
+    [run] = made.runs
+    many = replace(run, commits=saves, saves=(run.saves * saves)[-saves:])
+
+    page = report_page(replace(made, runs=(many,) * runs))
+    shown = facts_in(page)
+
+    assert len(page) <= PAGE_BYTES_MAX
+    assert [len(each["layers"]) for each in shown["runs"]] == [layers] * runs
+    for each in shown["runs"]:
+        assert each["commits"] == saves
+        assert each["saves"]["commit"][-1] == run.saves[-1].entry.commit
+    assert shown["is_sampled"] == (len(shown["runs"][0]["saves"]["step"]) < saves)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "histories",
+    [
+        [History(run="wide", saves=400, layers=130, policy="drift", is_live=True, has_objects=False)],
+        [History(run=f"run-{number}", saves=60, layers=24, policy="parity", has_objects=False) for number in range(50)],
+    ],
+    ids=["wide", "many"],
+)
+def test_the_room_of_a_page_is_used(tmp_path: Path, histories: list[History]) -> None:
+    """What is read is chosen so that it fits at once: nothing is thinned, and no half of the page is empty."""
+    build(tmp_path / "store", *histories)
+    with layerstore.open(tmp_path / "store") as store:
+        report = store.report()
+    page = report_page(report)
+
+    assert PAGE_BYTES_MAX / 2 < len(page) <= PAGE_BYTES_MAX
+    assert [len(run["saves"]["step"]) for run in facts_in(page)["runs"]] == [len(run.saves) for run in report.runs]
+    assert all(run.saves for run in report.runs)
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_saves_are_a_small_page(tmp_path: Path) -> None:
+    """All are counted, 360 are shown."""
+    build(tmp_path / "store", History(run="long", saves=10_000, layers=6, policy="parity", has_objects=False))
+    with layerstore.open(tmp_path / "store") as store:
+        store.report(tmp_path / "page.html")
+        entries = store.log("long")
+    [run] = facts_in((tmp_path / "page.html").read_bytes())["runs"]
+
+    assert (tmp_path / "page.html").stat().st_size < PAGE_BYTES_MAX
+    assert (run["commits"], len(run["saves"]["step"])) == (10_000, 360)
+    assert run["total"]["written_bytes"] == sum(entry.bytes_new for entry in entries)
+
+
+def test_what_is_too_large_all_the_same_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the saves go, and again, until it fits; a page that cannot fit is refused with what would."""
+    build(tmp_path / "store", History(run="long", saves=60, layers=20, has_objects=False))
+    with layerstore.open(tmp_path / "store") as store:
+        report = store.report()
+    whole = len(report_page(report))
+
+    monkeypatch.setattr("layerstore.ops.report_page.PAGE_BYTES_MAX", whole - 1)
+    smaller = facts_in(report_page(report))
+    assert len(smaller["runs"][0]["saves"]["step"]) == 30
+    assert smaller["runs"][0]["saves"]["step"][-1] == report.runs[0].saves[-1].entry.step
+    assert smaller["is_sampled"]
+    monkeypatch.setattr("layerstore.ops.report_page.PAGE_BYTES_MAX", 1000)
+    with pytest.raises(Unsupported, match="more than 1,000 bytes"):
+        report_page(report)
+
+
+def test_room_that_a_small_run_leaves_goes_to_a_large_one() -> None:
+    """No run gets more than it has, all together no more than there is, and none is skipped while there is room."""
+    wishes = [Wish(saves=saves, bytes_fixed=50, bytes_per_save=100) for saves in (1, 1000, 5, 0, 1000)]
+
+    found = shares(wishes, bytes_max=20_000)
+
+    assert (found[0], found[2], found[3]) == (1, 5, 0)
+    assert found[1] == found[4] > 90
+    assert sum(count * 100 + 50 * (count > 0) for count in found) <= 20_000
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small made-up store."""
+    path = tmp_path_factory.mktemp("small") / "store"
+    build(path, History(run="sft", saves=2, layers=4))
+    return path
+
+
+def test_an_older_report_is_replaced(small: Path, tmp_path: Path) -> None:
+    """By the same name, in one rename, with nothing left beside it; folders above are made."""
+    out = tmp_path / "new" / "folder" / "report.html"
+    with layerstore.open(small) as store:
+        store.report(out)
+        first = out.read_bytes()
+        out.write_bytes(BEGINS + b"older")
+        store.report(out)
+
+    assert first.startswith(BEGINS)
+    assert out.read_bytes().startswith(BEGINS)
+    assert len(out.read_bytes()) == pytest.approx(len(first), abs=10)
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("content", [b"", b"<!doctype html>\n<p>mine", BEGINS[:-5]])
+def test_nothing_else_is_replaced(small: Path, tmp_path: Path, content: bytes) -> None:
+    """Not even an empty file: it may be somebody's."""
+    out = tmp_path / "mine.html"
+    out.write_bytes(content)
+    with layerstore.open(small) as store, pytest.raises(AlreadyExists, match="is not a report; nothing was changed"):
+        store.report(out)
+
+    assert out.read_bytes() == content
+
+
+def test_links_folders_and_the_store_are_no_place_for_it(small: Path, tmp_path: Path) -> None:
+    """A link is not followed, a folder not entered, and the store holds nothing but the store."""
+    (tmp_path / "target").write_bytes(BEGINS)
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    with layerstore.open(small) as store:
+        for out, error in {
+            tmp_path / "link": AlreadyExists,
+            tmp_path / "folder": AlreadyExists,
+            small / "report.html": InvalidInput,
+            small / "objects" / "report.html": InvalidInput,
+            small.parent: InvalidInput,
+            tmp_path / "file" / "report.html": InvalidInput,
+            Path("a\0b"): InvalidInput,
+        }.items():
+            with pytest.raises(error):
+                store.report(out)
+
+    assert (tmp_path / "target").read_bytes() == BEGINS
+    assert not list(small.glob("*.html"))
+
+
+def test_what_comes_there_meanwhile_is_not_replaced(small: Path, tmp_path: Path) -> None:
+    """Somebody else's file that appears between the look and the link stays."""
+    out = tmp_path / "report.html"
+
+    def appear(operation: str, path: Path) -> None:
+        if operation == "link" and path == out:
+            out.write_text("theirs")
+
+    with layerstore.Store(small, hook=appear) as store, pytest.raises(AlreadyExists, match="meanwhile"):
+        store.report(out)
+
+    assert out.read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("step", ["create", "write", "fsync", "rename"])
+def test_a_disk_that_refuses_leaves_the_older_one(small: Path, tmp_path: Path, step: str) -> None:
+    """Whatever fails before the rename: what was there is whole, and nothing lies beside it."""
+    out = tmp_path / "report.html"
+    out.write_bytes(BEGINS + b"older")
+
+    def refuse(operation: str, path: Path) -> None:
+        if operation == step and path.name.startswith("report.html"):
+            raise StorageIO("the disk is full", errno=28, filename=str(path))
+
+    with layerstore.Store(small, hook=refuse) as store, pytest.raises(StorageIO):
+        store.report(out)
+
+    assert out.read_bytes() == BEGINS + b"older"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

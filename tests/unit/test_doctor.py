@@ -1,0 +1,469 @@
+"""Promises of the doctor: it says what a place can do, in lines one can paste, and leaves nothing there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
+from layerstore.ops import doctor as ops_doctor
+from layerstore.ops.doctor import Diagnosis, Finding
+from layerstore.storage import placement, probes
+from layerstore.storage.files import Files, Room
+from layerstore.storage.racing import Race, race
+from tests.cli.conftest import Run
+from tests.cli.conftest import run as run  # noqa: PLC0414  # a fixture, named again for mypy
+
+CHEAT = (sys.executable, "-m", "tests.faults.cheating")
+FAIR = Race(contestants=4, rounds=25, created_wrongly=0, linked_wrongly=0, torn=0, missing=0, flock="works")
+
+MOUNTS = """
+22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
+33 22 0:42 / {scratch} rw,noatime master:7 - {kind} mds:/scratch rw
+34 22 0:43 / {cache} rw - {cache_kind} /dev/sdb1 rw
+"""
+
+
+@pytest.fixture(autouse=True)
+def _without_races(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare most tests the race, which takes processes."""
+    if "races" not in request.keywords:
+        monkeypatch.setattr(ops_doctor, "race", lambda folder: FAIR)
+
+
+def found(diagnosis: Diagnosis, check: str) -> Finding:
+    """Return the first finding of *check*."""
+    return next(finding for finding in diagnosis.findings if finding.check == check)
+
+
+def mounted(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str, *, cache: Path | None = None, cache_kind: str = "ext4"
+) -> None:
+    """Let *folder* be on a filesystem of *kind*, and the user's cache on another."""
+    cache = cache or folder.parent / "cache"
+    listing = folder.parent / "mountinfo"
+    listing.write_text(MOUNTS.format(scratch=folder, kind=kind, cache=cache, cache_kind=cache_kind).lstrip())
+    monkeypatch.setattr(placement, "_MOUNTS", listing)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+def tree(folder: Path) -> list[str]:
+    """Return all that is below *folder*."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def races() -> None:
+    """Let the doctor's processes really race: seconds."""
+
+
+# -- places --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("races")
+def test_a_good_place_has_no_problems(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Everything is tried out, with real processes, below a folder that is not there yet."""
+    diagnosis = layerstore.doctor(tmp_path / "new" / "store")
+
+    checks = [finding.check for finding in diagnosis.findings]
+    assert diagnosis.problems == [] or found(diagnosis, "filesystem").verdict == "problem"
+    assert {
+        *("store", "filesystem", "index", "writing", "exclusive create", "hard links", "rename", "race", "locks"),
+        *("fsync", "reflink", "names", "clock", "space"),
+    } <= set(checks)
+    assert found(diagnosis, "store").text == f"none yet; layerstore init {tmp_path}/new/store makes one"
+    assert found(diagnosis, "race").verdict == "ok"
+    assert found(diagnosis, "locks").text.startswith("flock keeps other processes out")
+    assert tree(tmp_path) == []
+
+
+def test_a_store_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+    """Not even an index is made."""
+    with layerstore.init(tmp_path / "store") as store:
+        store_id = store.id
+    before = tree(tmp_path)
+
+    diagnosis = layerstore.doctor(tmp_path / "store")
+
+    assert found(diagnosis, "store").text == f"format 1, id {store_id}"
+    assert tree(tmp_path) == before
+
+
+def test_a_store_that_cannot_be_opened_is_examined_all_the_same(tmp_path: Path) -> None:
+    """Its own error is a problem, with its hint; the place may be sound."""
+    layerstore.init(tmp_path / "store").close()
+    (tmp_path / "store" / "store.json").write_text("{}")
+
+    diagnosis = layerstore.doctor(tmp_path / "store")
+
+    assert [finding.check for finding in diagnosis.problems if finding.check != "filesystem"] == ["store"]
+    assert "is damaged" in found(diagnosis, "store").text
+    assert found(diagnosis, "store").hint
+    assert found(diagnosis, "fsync").verdict == "ok"
+
+
+def test_a_folder_that_holds_something_else_is_said_to(tmp_path: Path) -> None:
+    """``init`` would refuse it."""
+    (tmp_path / "file").touch()
+
+    finding = found(layerstore.doctor(tmp_path), "store")
+    assert (finding.verdict, finding.text) == ("note", "none, and this is not empty")
+
+    assert found(layerstore.doctor(tmp_path / "file"), "store").verdict == "problem"
+
+
+def test_a_file_is_no_place(tmp_path: Path) -> None:
+    """Neither is what would lie below it."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert found(layerstore.doctor(path), "writing").verdict == "problem"
+    with pytest.raises(InvalidInput):
+        layerstore.doctor("with\0nul")
+
+
+def test_a_place_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No new store can be made there; an old one can be read."""
+    layerstore.init(tmp_path / "store").close()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+    assert found(layerstore.doctor(tmp_path / "new"), "writing").verdict == "problem"
+    old = layerstore.doctor(tmp_path / "store")
+    assert found(old, "writing").verdict == "note"
+    assert found(old, "index").verdict == "note"
+    assert "fsync" not in {finding.check for finding in old.findings}
+
+
+def test_who_may_write_is_told(tmp_path: Path) -> None:
+    """A folder that anybody may write to is no place for what must not be changed."""
+    tmp_path.chmod(0o777)
+    assert found(layerstore.doctor(tmp_path), "writing").verdict == "note"
+    assert found(layerstore.doctor(tmp_path / "new"), "writing").verdict == "ok"  # it gets its own mode
+    tmp_path.chmod(0o700)
+    old = os.umask(0o077)
+    try:
+        assert "mode 0600, new folders 0700" in found(layerstore.doctor(tmp_path), "writing").text
+    finally:
+        os.umask(old)
+
+
+# -- filesystems ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs"])
+def test_on_a_network_the_index_goes_elsewhere_and_locks_are_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It says where to, warns of what is seen late, and of purging where that is usual."""
+    mounted(monkeypatch, tmp_path / "scratch", kind)
+
+    diagnosis = layerstore.doctor(tmp_path / "scratch" / "store")
+
+    assert found(diagnosis, "filesystem").verdict == "note"
+    assert f"{kind}, mounted at {tmp_path}/scratch (rw,noatime)" in found(diagnosis, "filesystem").text
+    assert found(diagnosis, "index").text == f"at {tmp_path}/cache/layerstore/manifests/STORE-ID, on ext4"
+    assert found(diagnosis, "locks").text == "leases; flock works on this host"
+    assert ("purging" in {finding.check for finding in diagnosis.findings}) == (kind == "lustre")
+    assert diagnosis.ok
+
+
+def test_an_index_that_is_forced_onto_a_network_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason, and what to set; and where it is set well, that is said."""
+    mounted(monkeypatch, tmp_path / "scratch", "nfs4")
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "scratch" / "index"))
+    forced = found(layerstore.doctor(tmp_path / "scratch"), "index")
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "fast"))
+    chosen = found(layerstore.doctor(tmp_path / "scratch"), "index")
+
+    assert forced.verdict == "problem"
+    assert "is on nfs4: an LMDB index must be on a local disk" in forced.text
+    assert "a disk of this node" in (forced.hint or "")
+    assert chosen.verdict == "ok"
+    assert f"at {tmp_path}/fast/STORE-ID, as LAYERSTORE_MANIFEST_DIR says, on ext4" in chosen.text
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [("tmpfs", "problem"), ("overlay", "note"), ("xfs", "ok")])
+def test_what_goes_with_the_power_or_the_container_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, verdict: str
+) -> None:
+    """Memory keeps no promise."""
+    mounted(monkeypatch, tmp_path / "scratch", kind)
+
+    assert found(layerstore.doctor(tmp_path / "scratch"), "filesystem").verdict == verdict
+
+
+def test_where_nobody_can_tell_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every system lists its mounts."""
+    monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "none")
+
+    assert found(layerstore.doctor(tmp_path), "filesystem").verdict == "note"
+
+
+# -- what fails ----------------------------------------------------------------------------------------------------
+
+
+def refuse(number: int) -> Callable[..., object]:
+    """Return what answers with an error."""
+
+    def answer(*_: object, **__: object) -> object:
+        raise OSError(number, os.strerror(number))
+
+    return answer
+
+
+def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on exFAT: a rename that replaces nothing does as well; where there is none, a store cannot be written."""
+    monkeypatch.setattr(os, "link", refuse(errno.EPERM))
+    assert found(layerstore.doctor(tmp_path), "hard links").verdict == "ok"
+
+    for number in (errno.EPERM, errno.EINVAL, errno.ENOSYS):
+        monkeypatch.setattr("layerstore.storage.files.rename_exclusive", refuse(number))
+        finding = found(layerstore.doctor(tmp_path), "hard links")
+
+        assert (finding.verdict, finding.text) == ("problem", "neither they nor renames keep a name that is taken")
+
+
+def test_a_link_that_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes second must be told so."""
+    monkeypatch.setattr(Files, "link_exclusive", lambda self, source, target: bool(source.rename(target)))
+
+    assert found(layerstore.doctor(tmp_path), "hard links").verdict == "problem"
+
+
+def test_folders_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That breaks the first promise."""
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):  # noqa: PTH112  # follows the link
+            raise OSError(errno.EINVAL, "made up")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    finding = found(layerstore.doctor(tmp_path), "fsync")
+
+    assert finding.verdict == "problem"
+    assert "a power cut may undo what was reported as saved" in finding.text
+
+
+def test_a_disk_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other lines are there all the same."""
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+
+    diagnosis = layerstore.doctor(tmp_path)
+
+    assert "could not be tried" in found(diagnosis, "fsync").text
+    assert found(diagnosis, "fsync").verdict == "problem"
+    assert found(diagnosis, "clock").verdict == "ok"
+    assert tree(tmp_path) == []
+
+
+def test_a_full_disk_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even a folder can be made there."""
+    monkeypatch.setattr(Path, "mkdir", refuse(errno.ENOSPC))
+
+    finding = found(layerstore.doctor(tmp_path), "writing")
+
+    assert finding.verdict == "problem"
+    assert "No space left on device" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("ahead", "granularity_ns", "verdict"),
+    [(0.0, 1, "ok"), (301.0, 1, "note"), (-301.0, 1, "note"), (299.0, 1, "ok"), (0.0, 2 * 10**9, "ok")],
+)
+def test_clocks_that_disagree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float, granularity_ns: int, verdict: str
+) -> None:
+    """Five minutes are too much."""
+    monkeypatch.setattr(probes, "clock", lambda *_: probes.Clock(ahead_seconds=ahead, granularity_ns=granularity_ns))
+
+    assert found(layerstore.doctor(tmp_path), "clock").verdict == verdict
+
+
+def test_the_granularity_of_times_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole seconds look like whole seconds."""
+    fine = probes.clock(Files(), tmp_path).granularity_ns
+    monkeypatch.setattr(Files, "modified_ns", lambda self, path: 1_700_000_001 * 10**9)
+    (tmp_path / "touched").unlink()
+
+    assert fine < 10**6
+    assert probes.clock(Files(), tmp_path).granularity_ns == 10**9
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "free_files", "verdict"),
+    [(10**12, None, "ok"), (10**12, 10**6, "ok"), (10**8, None, "note"), (10**12, 5, "note"), (10**12, 0, "note")],
+)
+def test_little_room_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, free_files: int | None, verdict: str
+) -> None:
+    """Bytes and files both run out."""
+    room = Room(total_bytes=10**13, free_bytes=free_bytes, free_files=free_files)
+    monkeypatch.setattr(Files, "room", lambda self, path: room)
+
+    assert found(layerstore.doctor(tmp_path), "space").verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("links", "winner of a link"), ("creates", "winner of a create"), ("tears", "were not whole")],
+)
+def test_a_filesystem_that_does_not_keep_its_word_loses_the_race(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
+) -> None:
+    """Two winners, or half a file: the race shows each."""
+    lost = race(tmp_path, command=[*CHEAT, how], rounds=5)
+    monkeypatch.setattr(ops_doctor, "race", lambda folder: lost)
+
+    finding = found(layerstore.doctor(tmp_path), "race")
+
+    assert finding.verdict == "problem"
+    assert words in finding.text
+    assert sum(map(bool, (lost.created_wrongly, lost.linked_wrongly, lost.torn))) == 1
+
+
+@pytest.mark.parametrize(("how", "words"), [("fails", "made up"), ("dies", "ended without a word")])
+def test_a_race_that_cannot_be_run_is_an_error(tmp_path: Path, how: str, words: str) -> None:
+    """The contestant's own words."""
+    with pytest.raises(LayerstoreError, match=words):
+        race(tmp_path, command=[*CHEAT, how], rounds=2)
+
+
+def test_a_name_that_is_missing_for_a_moment_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some FUSE filesystems replace in two steps: a reader may find nothing, never something wrong."""
+    gone = race(tmp_path, command=[*CHEAT, "vanishes"], rounds=5)
+    monkeypatch.setattr(ops_doctor, "race", lambda folder: gone)
+
+    findings = [finding for finding in layerstore.doctor(tmp_path).findings if finding.check == "race"]
+
+    assert gone.missing > 0
+    assert [finding.verdict for finding in findings] == ["ok", "note"]
+
+
+def test_flock_that_nobody_minds_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No promise rests on it."""
+    blind = Race(contestants=4, rounds=25, created_wrongly=0, linked_wrongly=0, torn=0, missing=0, flock="blind")
+    monkeypatch.setattr(ops_doctor, "race", lambda folder: blind)
+
+    assert found(layerstore.doctor(tmp_path), "locks").verdict == "note"
+
+
+@pytest.mark.parametrize("name", ["NAME", "n" * 200])
+def test_names_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Case that is not told apart, and names that are too long."""
+    if name == "NAME":
+        monkeypatch.setattr(Files, "exists", lambda self, path: path.name == name or path.exists())
+    else:
+        real = Files.create
+
+        def create(self: Files, path: Path, *, sync_ahead: bool = False) -> object:
+            if path.name == name:
+                raise StorageIO("too long", errno=errno.ENAMETOOLONG, filename=name)
+            return real(self, path, sync_ahead=sync_ahead)
+
+        monkeypatch.setattr(Files, "create", create)
+
+    assert found(layerstore.doctor(tmp_path), "names").verdict == "note"
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_report_can_be_pasted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain words for each verdict, the path as it was given, no home folder's owner, no colour."""
+    home = tmp_path / "secret-owner"
+    (home / ".cache").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    mounted(monkeypatch, tmp_path / "scratch", "lustre", cache=home / ".cache")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    outcome = run("doctor", "scratch/store")
+
+    lines = outcome.out.splitlines()
+    versions = next(number for number, line in enumerate(lines) if line.startswith("versions: layerstore "))
+    assert outcome.code == 0
+    assert lines[0] == "layerstore doctor scratch/store"
+    assert {line.split()[0] for line in lines[1:versions] if line[:1].strip()} == {"ok", "note"}
+    assert all(line.startswith("  ") for line in lines[versions + 1 : -1])
+    assert lines[-1] == "0 problems, 2 notes"
+    assert "secret-owner" not in outcome.out
+    assert "~/.cache/layerstore/manifests" in outcome.out
+    assert "\x1b" not in outcome.out
+
+
+def test_a_problem_has_its_exit_code(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report comes first, for people and programs; then the error names what is wrong."""
+    mounted(monkeypatch, tmp_path, "tmpfs")
+
+    people = run("doctor", tmp_path)
+    programs = run("doctor", tmp_path, "--json")
+
+    assert (people.code, programs.code) == (1, 1)
+    assert people.err.splitlines()[0] == f"error: promises cannot be kept at {tmp_path}: filesystem"
+    assert "problem  filesystem" in people.out
+    assert programs.fields["ok"] is False
+    assert programs.error["kind"] == "failure"
+    verdicts = {finding["check"]: finding["verdict"] for finding in programs.fields["findings"]}
+    assert verdicts["filesystem"] == "problem"
+    assert programs.fields["versions"]["lmdb engine"].startswith("0.9.")
+    assert programs.fields["path"] == str(tmp_path)
+
+
+def test_a_folder_of_checkpoints_may_get_a_store(run: Run, tmp_path: Path) -> None:
+    """Beside them, where ``init`` makes one; in a pipe the report is folded too, for it is pasted."""
+    (tmp_path / "out").mkdir()
+
+    beside, instead = run("doctor"), run("doctor", ".")
+
+    assert "ok       store             none yet; layerstore init .layerstore makes one" in beside.out.splitlines()
+    assert "note     store             none, and this is not empty" in instead.out.splitlines()
+    assert "hint: a store wants a folder of its own: layerstore" in " ".join(instead.out.split())
+    assert max(map(len, (beside.out + instead.out).splitlines())) <= 80
+
+
+def test_torch_is_asked_for_and_not_imported(tmp_path: Path) -> None:
+    """Its version comes from what is installed."""
+    program = (
+        "import sys, layerstore; found = layerstore.doctor(sys.argv[1]).versions; "
+        "print(found['torch'], 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout.split()
+
+    assert done[0][0].isdigit()
+    assert done[1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
+)
+def test_ctrl_c_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    """Stopped in the middle of the race: the folder is gone, and so are its processes."""
+    program = (
+        # Who starts the tests in the background has them ignore SIGINT.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from layerstore.storage import racing; racing.ROUNDS = 10**6; "
+        "racing.race.__kwdefaults__['rounds'] = 10**6; "
+        "from layerstore.cli.app import main; sys.exit(main(['doctor', sys.argv[1]]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True) as process:
+        # Not glob, which trips over a folder that goes meanwhile.
+        while not any(name.startswith("created-1") for _, _, names in os.walk(tmp_path) for name in names):
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) == code
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+    assert tree(tmp_path) == []

@@ -1,0 +1,394 @@
+"""An estimate says what a real run would store, and refuses what it cannot know."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from math import inf, nan, prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layerstore
+from layerstore import Drift, Filter, Keep, Latest, Parity
+from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.ops.architectures import Model, made_up, model_of
+from layerstore.ops.estimate import Estimate, Line, Training, cycle_of, due_sets, estimate, layer_sizes
+from layerstore.ops.found_model import model_at, model_of_commit
+from layerstore.policy import Policy
+from layerstore.zero3.pointers import Pointer, pointer_bytes
+from tests.bench.generate import generate
+from tests.bench.loop_table import models
+from tests.bench.shapes import ModelShape
+
+SHAPE: dict[str, Any] = {"layers": 7, "hidden": 64, "vocab": 101, "world_size": 3}
+SAVES = 10
+BESIDE_SHARE_MAX = 0.05
+"""Of a tiny save: version blobs and states of ranks, which an estimate leaves out."""
+
+POLICIES: dict[str, Policy] = {"full": Latest(), "parity": Parity(), "filter": Filter(first=1, last=1, every=3)}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+}
+
+
+def training(**changed: Any) -> Training:
+    """Return a training with round numbers."""
+    usual: dict[str, Any] = {
+        "world_size": 8,
+        "steps": 1000,
+        "every": 10,
+        "step_seconds": 10.0,
+        "bytes_per_second": 1e9,
+        "disk_bytes": 10**13,
+    }
+    return Training(**usual | changed)
+
+
+def by_policy(found: Estimate) -> dict[str | None, Line]:
+    """Return the lines of layerstore's own saves."""
+    return {line.policy: line for line in found.lines if line.policy is not None}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Return where a config goes."""
+    return tmp_path / "config.json"
+
+
+# -- what a run would store ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a save folder with a tag for every step."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in range(1, SAVES + 1):
+        generate(folder, step=step, seed=step, **SHAPE)
+    return folder
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_bytes_are_those_that_a_real_run_stores(policy: str, checkpoints: Path, tmp_path: Path) -> None:
+    """Objects to the byte, over the run and at every save but for what lies beside them."""
+    shape = ModelShape(intermediate=3 * SHAPE["hidden"], **SHAPE)
+    model = Model(name="tiny", architecture=None, shapes=tuple((of.name, of.shape) for of in shape.parameters()))
+    found = estimate(model, training(world_size=3, steps=SAVES, every=1), {policy: POLICIES[policy]})
+    line = by_policy(found)[policy]
+    with layerstore.init(tmp_path / "store") as store:
+        new = [
+            store.ingest(checkpoints, run="r", tag=f"global_step{step}", policy=POLICIES[policy]).bytes_new
+            for step in range(1, SAVES + 1)
+        ]
+        kinds = store.stats("r").kinds
+
+    stored = kinds["master"].unique_bytes + kinds["optimizer"].unique_bytes
+    assert line.run_bytes == stored
+    assert sum(kind.unique_bytes for kind in kinds.values()) == pytest.approx(stored, rel=BESIDE_SHARE_MAX)
+    assert new[0] == pytest.approx(line.first_bytes, rel=BESIDE_SHARE_MAX)
+    assert max(new[1:]) == pytest.approx(line.largest_bytes, rel=BESIDE_SHARE_MAX)
+
+
+@pytest.mark.parametrize("frozen", [(), ("model.layers.0", "lm_head")], ids=["all trained", "some frozen"])
+def test_a_checkpoint_and_its_commit_tell_what_they_take(frozen: tuple[str, ...], tmp_path: Path) -> None:
+    """Headers alone say what objects the store has of it, to the byte, and how many ranks there were."""
+    folder = generate(tmp_path / "sft" / "checkpoint-7", step=7, layout="hf", frozen=frozen, **SHAPE)
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(folder)
+        kinds = store.stats().kinds
+        stored = model_of_commit(store.rooms, "sft@7")
+    seen = model_at(folder)
+    stored_bytes = sum(kinds[kind].unique_bytes for kind in ("master", "optimizer", "weights"))
+
+    for model, name in ((seen, "checkpoint-7"), (stored, "sft@7")):
+        found = estimate(model, training(world_size=model.world_size), POLICIES)
+        later = kinds["master"].unique_bytes + kinds["optimizer"].unique_bytes
+
+        assert (model.name, model.world_size, model.dtype) == (name, SHAPE["world_size"], "BF16")
+        assert by_policy(found)["full"].first_bytes == stored_bytes
+        assert by_policy(found)["full"].average_bytes == later
+        assert found.trained == model.parameters - sum(
+            prod(shape) for each, shape in model.shapes if each in model.frozen
+        )
+        assert bool(model.frozen) == bool(frozen)
+    assert dict(stored.layers) == dict(seen.layers)
+    assert sorted(seen.shapes) == sorted(stored.shapes)
+
+
+def test_layers_are_those_that_somebody_has_cut(tmp_path: Path) -> None:
+    """A commit that was saved with a rule of its own for layers is estimated by these layers."""
+    folder = generate(tmp_path / "sft", step=7, **SHAPE)
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(folder, layer_pattern=r"model\.layers\.\d+\.(self_attn|mlp)")
+        model = model_of_commit(store.rooms, "sft@7")
+        own = [line.layer for line in store.show("sft@7").layers]
+
+    assert list(layer_sizes(model, training())) == own
+    assert len(own) > SHAPE["layers"] + 3
+
+
+def test_what_a_collection_has_dropped_is_estimated_all_the_same(checkpoints: Path, tmp_path: Path) -> None:
+    """Moments that a commit lacks are saved again by whoever trains on from it."""
+    with layerstore.init(tmp_path / "store") as store:
+        for step in (1, 10):
+            store.ingest(checkpoints, run="r", tag=f"global_step{step}")
+        whole = model_of_commit(store.rooms, "r@1")
+        store.gc(Keep(every=1, drop_optimizer_older_than=5), grace_seconds=0)
+        assert not next(entry for entry in store.log("r") if entry.step == 1).has_moments
+        trimmed = model_of_commit(store.rooms, "r@1")
+
+    assert estimate(trimmed, training(), POLICIES).lines == estimate(whole, training(), POLICIES).lines
+
+
+def test_full_checkpoints_have_the_published_sizes() -> None:
+    """As LLMTailor's authors state them, to a thousandth: 14 bytes of each parameter."""
+    for model, published_bytes in zip(models(), (112.47e9, 106.56e9), strict=True):
+        found = estimate(model, training(), POLICIES)
+        trainer, deepspeed = found.lines[:2]
+
+        assert trainer.first_bytes == 14 * model.parameters == pytest.approx(published_bytes, rel=0.001)
+        assert deepspeed.first_bytes == found.full_bytes == 12 * model.parameters
+        full, parity = by_policy(found)["full"], by_policy(found)["parity"]
+        assert full.first_bytes == full.average_bytes == pytest.approx(found.full_bytes, rel=1e-4)
+        assert parity.average_bytes == full.average_bytes / 2
+        assert parity.cycle == 2
+
+
+def test_a_run_costs_its_first_save_and_those_after_it() -> None:
+    """However the length of the run falls on the policy's cycle."""
+    model, policy = models()[0], POLICIES["filter"]
+    sizes = sizes_of(model)
+    for saves in (1, 2, 3, 10, 33, 100):
+        line = estimate(model, training(steps=saves, every=1), {"filter": policy}).lines[-1]
+
+        later = sum(sizes[layer] for layers in due_sets(policy, tuple(sizes), saves=saves - 1) for layer in layers)
+        assert line.run_bytes - line.first_bytes == pytest.approx(later, rel=1e-4)
+
+
+def sizes_of(model: Model) -> dict[str, int]:
+    """Return twelve bytes of each parameter, by layer."""
+    found: dict[str, int] = {}
+    for name, shape in model.shapes:
+        layer = ".".join(name.split(".")[:3]) if ".layers." in name else name.removesuffix(".weight")
+        found[layer] = found.get(layer, 0) + 12 * prod(shape)
+    return found
+
+
+def test_history_ends_with_the_save_that_does_not_fit() -> None:
+    """Counted save by save."""
+    for disk_bytes in (10**6, 10**11, 10**12, 10**13 + 1):
+        found = estimate(models()[0], training(disk_bytes=disk_bytes), POLICIES)
+        for line in found.lines:
+            saves = saves_that_fit(disk_bytes, line, found)
+
+            assert line.history_saves == saves
+            assert found.history_seconds(line) == saves * 100
+
+
+def saves_that_fit(disk_bytes: int, line: Line, found: Estimate) -> int:
+    """Return how many saves fit, one put beside the other."""
+    later: Iterable[int] = itertools.repeat(line.largest_bytes)
+    if line.policy is not None:
+        sizes = layer_sizes(found.model, found.training)
+        due = due_sets(POLICIES[line.policy], tuple(sizes))
+        later = (sum(sizes[layer].trained_bytes for layer in layers) for layers in due)
+    totals = itertools.accumulate(itertools.chain([line.first_bytes], later))
+    return sum(1 for _ in itertools.takewhile(lambda total: total <= disk_bytes, totals))
+
+
+def test_frozen_weights_are_stored_once() -> None:
+    """And only what is trained has masters and moments."""
+    model = models()[0]
+    found = estimate(model, training(trainable=Fraction(1, 100)), {"full": Latest()})
+    trainer, deepspeed, full = found.lines
+
+    assert found.trained == pytest.approx(model.parameters / 100, rel=1e-3)
+    assert full.first_bytes == pytest.approx(12 * found.trained + 2 * (model.parameters - found.trained), rel=1e-3)
+    assert full.average_bytes == pytest.approx(12 * found.trained, rel=0.01)
+    assert deepspeed.average_bytes == pytest.approx(full.first_bytes, rel=1e-3)
+    assert trainer.average_bytes == pytest.approx(14 * found.trained, rel=1e-3)
+    assert any("frozen" in text for text in found.assumptions)
+
+
+def test_drift_needs_to_know_how_far_layers_move() -> None:
+    """Then its own rule decides: by the threshold, and in turns before layers grow too old."""
+    model = models()[0]
+    drift = {"drift": Drift(threshold=0.01, stalest=20)}
+    with pytest.raises(InvalidInput, match="cannot be predicted") as raised:
+        estimate(model, training(), drift)
+    assert "--movement" in str(raised.value.hint)
+
+    still, moving = (estimate(model, training(movement=movement), drift).lines[-1] for movement in (0.0, 0.02))
+
+    assert still.average_bytes == pytest.approx(still.first_bytes / 20, rel=0.01)
+    assert moving.average_bytes == moving.first_bytes
+
+
+def test_a_policy_that_saves_nothing_fills_no_disk() -> None:
+    """A user's own may do that: every later save inherits all of the first."""
+
+    class Never:
+        name = "never"
+        parameters: Mapping[str, str] = {}
+
+        def due(self, save: object) -> list[str]:
+            return []
+
+    line = estimate(models()[0], training(), {"never": Never()}).lines[-1]  # type: ignore[dict-item]  # plain mappings do
+
+    assert (line.average_bytes, line.history_saves, line.run_bytes) == (0, None, line.first_bytes)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
+def test_the_cycle_is_the_shortest_that_two_rounds_show(items: list[int]) -> None:
+    """Compared with trying them all."""
+    tried = (
+        length
+        for length in range(1, len(items) // 2 + 1)
+        if all(items[index] == items[index + length] for index in range(len(items) - length))
+    )
+
+    assert next(tried, None) == cycle_of(items)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"steps": 9}, {"trainable": Fraction(0)}, {"trainable": Fraction(2)}, {"movement": -1.0}, {"movement": inf}]
+    + [{"step_seconds": seconds} for seconds in (0.0, inf, nan)],
+)
+def test_a_training_that_cannot_be_is_refused(changed: dict[str, Any]) -> None:
+    """Before anything is worked out."""
+    with pytest.raises(InvalidInput):
+        training(**changed)
+
+
+# -- which model it is ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(10**6, 10**12), st.integers(1, 200))
+def test_a_made_up_model_has_just_the_parameters_that_were_asked_for(parameters: int, blocks: int) -> None:
+    """In as many equal blocks, with a layer before and two after them; or there is none of that size."""
+    try:
+        model = made_up(parameters, blocks)
+    except InvalidInput:
+        assert parameters < 10**5 * blocks
+        return
+
+    assert model.parameters == parameters
+    sizes = [shape for name, shape in model.shapes if ".layers." in name]
+    assert sizes == [sizes[0]] * blocks
+    assert len(model.shapes) == blocks + 3
+
+
+def test_a_made_up_model_is_as_wide_as_a_real_one() -> None:
+    """So that embedding and head are about as large as Llama's."""
+    real, guess = sizes_of(models()[0]), sizes_of(made_up(8_030_261_248, 32))
+
+    assert guess["lm_head"] == pytest.approx(real["lm_head"], rel=0.1)
+
+
+def wrong() -> Iterator[tuple[str, str, type[Exception]]]:
+    """Yield configs that tell no model, and what is said of them."""
+    yield "", "not JSON", InvalidInput
+    yield "[" * 100_000, "not JSON", InvalidInput
+    yield "[]", "not an object", InvalidInput
+    yield "{}", "model type None", Unsupported
+    yield json.dumps({"model_type": ["llama"]}), "model type", Unsupported
+    yield json.dumps(CONFIG | {"model_type": "t5"}), "model type 't5'", Unsupported
+    yield json.dumps(CONFIG | {"model_type": "gpt2", "n_embd": 4, "add_cross_attention": True}), "cross", Unsupported
+    yield json.dumps({key: value for key, value in CONFIG.items() if key != "hidden_size"}), "is missing", InvalidInput
+    yield json.dumps(CONFIG | {"model_type": "mistral"}), "num_key_value_heads is missing", InvalidInput
+    yield (
+        json.dumps(CONFIG | {"model_type": "qwen2_moe", "num_key_value_heads": 4, "mlp_only_layers": 3}),
+        "list",
+        InvalidInput,
+    )
+    for value in (0, -1, 1.5, "24", True, 10**10):
+        yield json.dumps(CONFIG | {"hidden_size": value}), "hidden_size is", InvalidInput
+    yield json.dumps(CONFIG | {"num_hidden_layers": 10**6}), "num_hidden_layers is", InvalidInput
+    yield json.dumps(CONFIG | {"attention_bias": "no"}), "attention_bias is 'no'", InvalidInput
+
+
+@pytest.mark.parametrize(("text", "message", "error"), list(wrong()), ids=itertools.count())
+def test_a_config_that_tells_no_model_is_refused(text: str, message: str, error: type[Exception], config: Path) -> None:
+    """What is wrong is named, with the way that needs no config."""
+    config.write_text(text)
+
+    with pytest.raises(error, match=message) as raised:
+        model_of(config)
+    assert "--params" in str(getattr(raised.value, "hint", ""))
+
+
+def test_without_a_config_there_is_the_way_that_needs_none(tmp_path: Path) -> None:
+    """For a folder without one, too."""
+    for path in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(InvalidInput, match="no such file") as raised:
+            model_of(path)
+        assert "--params" in str(raised.value.hint)
+
+
+def test_a_folder_with_neither_shards_nor_a_config_says_what_it_holds(tmp_path: Path) -> None:
+    """What was looked for, what is there, and other ways."""
+    for name in "fedcba":
+        (tmp_path / name).touch()
+    with pytest.raises(InvalidInput, match="neither ZeRO-3 shards nor a config") as raised:
+        model_at(tmp_path)
+
+    assert "it holds a, b, c, d, e and 1 more" in str(raised.value)
+    assert "--params" in str(raised.value.hint)
+
+
+def test_shards_go_before_a_config(config: Path) -> None:
+    """They know what is trained; the config is there by its own name, and where the shards are another tool's."""
+    config.write_text(json.dumps(CONFIG))
+    assert model_at(config.parent).source == "config"
+    (config.parent / "global_step3").mkdir()
+    (config.parent / "global_step3" / "mp_rank_00_model_states.pt").touch()
+    assert model_at(config.parent).source == "config"
+    (config.parent / "global_step3" / "mp_rank_00_model_states.pt").unlink()
+    generate(config.parent, step=3, **SHAPE)
+    assert model_at(config.parent).source == "checkpoint"
+    assert model_at(config).source == "config"
+
+
+def test_pointers_lead_to_the_store_that_knows(tmp_path: Path) -> None:
+    """The hint is the command that asks it."""
+    pointer = Pointer(store="/a store", store_id="0" * 32, name="sft@3", run="sft", attempt=1, step=3)
+    (tmp_path / "global_step3").mkdir()
+    for kind in ("model", "optim"):
+        stem = f"zero_pp_rank_0_mp_rank_00_{kind}_states"
+        (tmp_path / "global_step3" / f"{stem}.pt").write_bytes(pointer_bytes(pointer, stem=stem))
+    with pytest.raises(InvalidInput, match="holds pointers to sft@3 in the store /a store") as raised:
+        model_at(tmp_path)
+
+    assert raised.value.hint == "layerstore estimate sft@3 --store '/a store'"
+
+
+def test_shards_that_cannot_be_read_are_no_model(tmp_path: Path) -> None:
+    """An incomplete checkpoint is refused with what it lacks, and several of them with their names."""
+    for step in (1, 2):
+        generate(tmp_path / f"checkpoint-{step}", step=step, layout="hf", **SHAPE)
+    with pytest.raises(InvalidInput, match="holds 2 checkpoints: checkpoint-1, checkpoint-2") as several:
+        model_at(tmp_path)
+    next((tmp_path / "checkpoint-1").rglob("*rank_1*optim*")).unlink()
+    with pytest.raises(SourceCheckpoint, match="optim_states of rank 1 missing"):
+        model_at(tmp_path / "checkpoint-1")
+
+    assert several.value.hint == "name one of them; its config.json does, too"
+
+
+def test_a_model_is_called_like_its_folder(config: Path) -> None:
+    """Or like its file, where that has a name of its own."""
+    config.write_text(json.dumps(CONFIG))
+    own = config.rename(config.with_name("tiny.json"))
+    config.write_text(json.dumps(CONFIG))
+
+    assert [model_of(path).name for path in (config, config.parent, own)] == [*[config.parent.name] * 2, "tiny"]

@@ -1,0 +1,215 @@
+"""
+A collection on a network filesystem may lose its lock while it is suspended: it stops as long as it can be stopped.
+
+After its point of no return it goes on beside another one, and looking again decides (faults of this kind: tests of
+leases are in test_lease.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import Locked
+from layerstore.storage import lease, locks
+from tests.unit.checkpoints import Checkpoints
+from tests.unit.test_gc import collect, masters, objects, steps
+from tests.unit.test_gc_meanwhile import grow_old, once
+
+GC_LOCK = "gc.lock"
+
+SUSPENDED = """
+import json, os, signal, sys
+import layerstore
+from layerstore import Keep, Store
+from layerstore.storage import lease, locks
+locks.network_filesystem = lambda path: "nfs4"
+lease.LEASE_SECONDS, lease.LEASE_RENEWED_SECONDS = 0.5, 0.1
+def hook(operation, path):
+    if operation == "link" and "plans" in path.parts:
+        os.kill(os.getpid(), signal.SIGSTOP)
+with Store(sys.argv[1], hook=hook) as store:
+    try:
+        store.gc(Keep(last=1), grace_seconds=0)
+        print(json.dumps("done"))
+    except layerstore.LayerstoreError as exc:
+        print(json.dumps([exc.exit_code, str(exc)]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let locks be leases; one that nobody renews runs out soon."""
+    monkeypatch.setattr(locks, "network_filesystem", lambda path: "nfs4")
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return such a store, to be copied."""
+    folder = tmp_path_factory.mktemp("pristine")
+    saved = Checkpoints(folder)
+    with layerstore.init(folder / "store") as made:
+        for step in (10, 20, 30):
+            made.ingest(saved(step), run="r")
+        made.ingest(saved(15), run="gone")
+        made.drop("gone@15", last=True)
+    return folder / "store"
+
+
+@pytest.fixture
+def store(pristine: Path, tmp_path: Path) -> Iterator[Store]:
+    """Return a store with three commits, of which two may go, and something that nothing needs."""
+    shutil.copytree(pristine, tmp_path / "store")
+    with Store(tmp_path / "store") as opened:
+        grow_old(opened)
+        yield opened
+
+
+def take_over(store: Store) -> None:
+    """Do what another host does once the lease has run out."""
+    newest = max(int(path.suffix[1:]) for path in (store.path / "locks").glob(f"{GC_LOCK}.*"))
+    (store.path / "locks" / f"{GC_LOCK}.{newest + 1}").touch()
+
+
+def tree(store: Store) -> set[str]:
+    """Return the paths of all files but locks, the index and what nothing names."""
+    found = (path.relative_to(store.path) for path in store.path.rglob("*") if path.is_file())
+    return {str(path) for path in found if path.parts[0] not in {"locks", "manifest", "tmp"}}
+
+
+class LosingIt:
+    """A progress that loses the lock while a collection marks."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def start(self, what: str, total: int) -> None:
+        """Lose the lock."""
+        if what == "records":
+            take_over(self._store)
+
+    def advance(self, amount: int) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.fault(107)
+def test_a_lock_lost_while_marking_ends_the_collection(store: Store) -> None:
+    """Nothing was removed, not even the plan of the other one, which looks like an abandoned one."""
+    before = tree(store)
+
+    with pytest.raises(Locked, match="the lock of the collection was lost to another process"):
+        collect(store, Keep(last=1), progress=LosingIt(store))
+
+    assert tree(store) == before
+    assert steps(store, "r") == [30, 20, 10]
+
+
+@pytest.mark.fault(107)
+def test_a_lock_lost_right_before_the_point_of_no_return_ends_it_too(store: Store) -> None:
+    """The plan is there by then: it is taken back, since nothing of it was done."""
+    before = tree(store)
+    hook = once("link", "plans", lambda: take_over(store))
+
+    with Store(store.path, hook=hook) as collecting, pytest.raises(Locked):
+        collect(collecting, Keep(last=1))
+
+    assert tree(store) == before
+
+
+@pytest.mark.fault(107)
+def test_a_lock_lost_there_leaves_the_plan_that_it_would_have_taken_over(store: Store) -> None:
+    """Whoever comes next still knows what the collection before has removed."""
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with Store(store.path, hook=once("unlink", "commits", stop)) as stopped, pytest.raises(InterruptedError):
+        collect(stopped, Keep(last=1))
+    left = set((store.path / "gc" / "plans").iterdir())
+    hook = once("link", "plans", lambda: take_over(store))
+
+    with Store(store.path, hook=hook) as collecting, pytest.raises(Locked):
+        collect(collecting, Keep(last=1))
+
+    assert len(left) == 1
+    assert set((store.path / "gc" / "plans").iterdir()) == left
+
+
+@pytest.mark.fault(54, 107)
+def test_a_suspended_collection_gives_way(store: Store) -> None:
+    """A process that slept while its lease ran out finds another collection done, and touches nothing."""
+    kept = masters(store, "r@30")
+    command = [sys.executable, "-c", SUSPENDED, str(store.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            while not os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]):
+                pass
+            done = collect(store, Keep(last=1), grace_seconds=None)
+            after = tree(store)
+            process.send_signal(signal.SIGCONT)
+            told, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+
+    code, message = json.loads(told)
+    assert len(done.removed) > 0
+    assert code == Locked.exit_code
+    assert f"lost to pid {os.getpid()} on " in message
+    assert tree(store) == after
+    assert masters(store, "r@30") == kept
+    assert store.verify(read_data=True).ok
+
+
+USUAL = [("unlink", 1), ("mkdir", 2), ("fsync", 4)]
+MORE = [
+    ("rename", 7),
+    ("rmdir", 1),
+    ("unlink", 3),
+    ("unlink", 9),
+    ("rename", 1),
+    ("mkdir", 1),
+    *(("fsync", n) for n in (1, 2, 3, 5)),
+    ("rmdir", 2),
+]
+
+
+@pytest.mark.fault(107)
+@pytest.mark.parametrize(
+    ("operation", "ordinal"), [*USUAL, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)]
+)
+def test_two_collections_at_once_harm_nothing(store: Store, operation: str, ordinal: int) -> None:
+    """The lock is lost after the point of no return: a whole collection runs in the middle of another."""
+    kept = masters(store, "r@30")
+    calls: list[tuple[str, Path]] = []
+
+    def hook(doing: str, path: Path) -> None:
+        if calls or (doing == "unlink" and "commits" in path.parts):  # the point of no return
+            calls.append((doing, path))
+        if doing == operation and sum(done == operation for done, _ in calls) == ordinal:
+            for old in (store.path / "locks").glob(f"{GC_LOCK}.*"):
+                os.utime(old, (0, 0))
+            with Store(store.path) as other:
+                collect(other, Keep(last=1))
+
+    with Store(store.path, hook=hook) as collecting:
+        collect(collecting, Keep(last=1))
+
+    assert sum(done == operation for done, _ in calls) >= ordinal
+    assert steps(store, "r") == [30]
+    assert masters(store, "r@30") == kept
+    verdict = store.verify(read_data=True)
+    assert (verdict.ok, verdict.orphans) == (True, 0)
+    assert list((store.path / "gc").glob("*/aside")) == []
+    collect(store)
+    assert objects(store)
