@@ -39,6 +39,8 @@ class Harm:
         self._removed: set[str] = set()
         self.has_copies = True
         """Whether the index still has its copies of records."""
+        self._kept: set[str] = set()
+        """Commits whose record an earlier repair has kept, whole, in quarantine."""
 
     def do(self, which: int, place: int, *, removes: bool) -> None:
         """Harm another file: as a rule an object, now and then a record or a pin."""
@@ -61,7 +63,11 @@ class Harm:
         elif file.parent.name == "pins":
             self.pins[file.name] = removes
         else:
-            self.records[file.name.partition(".")[2]] = file
+            commit = file.name.partition(".")[2]
+            self.records[commit] = file
+            kept = self._path.glob(f"quarantine/*/commits/*/{file.name}")
+            if any(each.read_bytes() == file.read_bytes() for each in kept):
+                self._kept.add(commit)
         if removes:
             file.unlink()
             self._removed.add(file.name)
@@ -93,7 +99,7 @@ class Harm:
         """Whether the record of the commit *name* does: one that is gone only with all that it needs."""
         file = self.records[name]
         there = None if source is None else source / file.relative_to(self._path)
-        if not (self.has_copies or (there is not None and there.exists())):
+        if not (self.has_copies or name in self._kept or (there is not None and there.exists())):
             return False
         if file.name not in self._removed:
             return True

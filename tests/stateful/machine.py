@@ -469,6 +469,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Flip and lose files, perhaps with the copies of records; repair; then heal what was not to be had."""
         self.store.log()  # the index knows all
         sound = self._copied("sound")
+        older = {commit.id: self.model.older(commit) for commit in self.model.commits()}
         harm = self._harmed(files, without_index=without_index)
         copy = None if source == "none" else sound if source == "whole" else self._copied("copy", sound)
         if source == "harmed too" and harm.objects:
@@ -477,7 +478,6 @@ class StoreMachine(RuleBasedStateMachine):
             flip(copy / "objects" / name[:2] / name, files[0][1], 0)
         owed = harm.owed(read_data=read_data, source=copy)
         fall_back = fall_back and not owed.records  # what a lost record had hidden would count as an older save
-        older = {commit.id: self.model.older(commit) for commit in self.model.commits()}
         sources = [] if copy is None else [copy]
 
         def repair(store: Store) -> Repaired:
