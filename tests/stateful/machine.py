@@ -492,6 +492,7 @@ class StoreMachine(RuleBasedStateMachine):
             if crash is None:
                 self._check_told(done, harm, owed, falls)
         self._heal_all(harm, owed, sound, again=again)
+        self._hide_again(harm, owed, done.shown_again if crash is None else None)
         for left in ("sound", "copy"):
             shutil.rmtree(self.folder / left, ignore_errors=True)
 
@@ -645,6 +646,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert verdict.quarantined == ()
         self.lab.counts["repairs"] += 1
 
+    def _hide_again(self, harm: Harm, owed: Owed, told: tuple[str, ...] | None) -> None:
+        """What a lost record alone had hidden shows where that one is hidden itself, since nobody needs it back."""
+        seen = {commit.id for commit in self.model.commits()}
+        for entry in [entry for entry in self.store.log() if entry.commit not in seen]:
+            assert harm.parts.hiders[entry.commit] <= owed.records, entry
+            assert told is None or any(name.startswith(f"{entry.run}@{entry.step}") for name in told), (entry, told)
+            self.store.drop(entry.commit, last=True)
+            self.lab.counts["shown again"] += 1
+
     # -- what is always so ---------------------------------------------------------------------------------------
 
     @invariant()
@@ -653,7 +663,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.lab.counts["steps"] += 1
         entries = self.store.log()
         assert [entry.damage for entry in entries if entry.damage] == []
-        assert {(entry.run, entry.attempt, entry.step, entry.commit) for entry in entries} == self.model.seen()
+        shown, seen = {(entry.run, entry.attempt, entry.step, entry.commit) for entry in entries}, self.model.seen()
+        assert shown == seen, (shown - seen, seen - shown)
         assert {pin.name: pin.base for pin in self.store.pins()} == {
             name: pin.base.id for name, pin in self.model.pins.items()
         }

@@ -368,7 +368,7 @@ class Model:
                 old = history[0].step - keep.drop_optimizer_older_than
                 trimmed += [
                     commit
-                    for commit in history
+                    for commit in run.commits
                     if commit.step < old
                     and commit.id in kept
                     and commit.has_moments
