@@ -1,12 +1,13 @@
 """What was lost while it was read: to a collection, which is no damage and has another remedy; else of which layer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError
-from layerstore.model import CommitRecord, LayerEntry
+from layerstore.model import BlobRef, CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
 from layerstore.ops.marking import readable_pins
+from layerstore.ops.needs import objects_of_state
 from layerstore.ops.past import saved_at
 from layerstore.ops.refs import references_to
 from layerstore.ops.rooms import Rooms
@@ -24,14 +25,16 @@ def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
     try:
         yield
     except IntegrityError as exc:
-        if not _is_named(rooms, composition):
+        lost = exc.facts.get("object_id")
+        needing = _needing(rooms, composition, lost) if isinstance(lost, str) else []
+        if not _is_named(rooms, composition, needing):
             base = composition.base
             raise Conflict(
                 f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
                 hint=f"layerstore log {base.run} lists what is kept; repeat the command if it is there",
             ) from exc
-        if isinstance(lost := exc.facts.get("object_id"), str):
-            entry = _entry_of(rooms, composition, lost)
+        if isinstance(lost, str):
+            entry = next((each for each in needing if isinstance(each, LayerEntry)), None)
             of_base = references_to(rooms, [composition.base])[0]
             called = of_base if entry is None else references_to(rooms, [entry.origin])[0]
             exc.locate(of_base if entry is None else f"{entry.layer} of {called}")
@@ -42,12 +45,10 @@ def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
         raise
 
 
-def _entry_of(rooms: Rooms, composition: Composition, lost: str) -> LayerEntry | None:
-    """Return the layer that the object *lost* belongs to; None where it is of the base: a rank's state, say."""
-    for entry in composition.layers:
-        if entry.version.id == lost or _has_object(rooms, entry, lost):
-            return entry
-    return None
+def _needing(rooms: Rooms, composition: Composition, lost: str) -> list[LayerEntry | BlobRef]:
+    """Return the layers and the ranks' states of *composition* that the object *lost* belongs to, as far as known."""
+    entries = [each for each in composition.layers if each.version.id == lost or _has_object(rooms, each, lost)]
+    return [*entries, *(each for each in composition.base.states if each.id == lost or _has_part(rooms, each, lost))]
 
 
 def _has_object(rooms: Rooms, entry: LayerEntry, lost: str) -> bool:
@@ -57,17 +58,34 @@ def _has_object(rooms: Rooms, entry: LayerEntry, lost: str) -> bool:
         return False  # lost itself: then nobody has come to its objects
 
 
-def _is_named(rooms: Rooms, composition: Composition) -> bool:
-    """Whether all that *composition* names is named in the store too; what cannot be read may name anything."""
-    left = {entry.version.id for entry in composition.layers} | {state.id for state in composition.base.states}
+def _has_part(rooms: Rooms, state: BlobRef, lost: str) -> bool:
+    try:
+        return any(ref.id == lost for ref in objects_of_state(rooms.state(state)))
+    except IntegrityError:
+        return False
+
+
+def _is_named(rooms: Rooms, composition: Composition, needing: Sequence[LayerEntry | BlobRef]) -> bool:
+    """
+    Whether one of those *needing* what is lost is named in the store; where they are not known, all that there is.
+
+    Beside what is lost, *composition* may have layers that nothing names any more and that lie there all the same.
+    What cannot be read may name anything.
+    """
+    wanted = {_blob(each) for each in (needing or (*composition.layers, *composition.base.states))}
+    left = set(wanted)
     try:
         for record in _records(rooms):
-            left -= {entry.version.id for entry in record.layers} | {state.id for state in record.states}
-            if not left:
+            left -= {*map(_blob, record.layers), *map(_blob, record.states)}
+            if not left or (needing and left != wanted):
                 return True
     except IntegrityError:
         return True
     return False
+
+
+def _blob(of: LayerEntry | BlobRef) -> str:
+    return of.version.id if isinstance(of, LayerEntry) else of.id
 
 
 def _records(rooms: Rooms) -> Iterator[CommitRecord]:
