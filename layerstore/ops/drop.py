@@ -14,6 +14,7 @@ from layerstore.ops.claims import take_back
 from layerstore.ops.given_up import records_meant
 from layerstore.ops.hiding import hiding_commit
 from layerstore.ops.refs import Resolved, reference_to, references_to, resolve
+from layerstore.ops.retention import STAND_IN
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.garbage import names_in
 from layerstore.storage.manifest import RecordRow
@@ -59,8 +60,10 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
         NotFound: There is no such commit, or it is hidden already.
         InvalidInput: *ref* is a pin, or the last commit of its attempt and *last* is False.
     """
-    if _hiding_records(rooms, ref):
-        raise NotFound(f"{ref} is dropped already", hint="to see it again, ingest its checkpoint again")
+    if hidden_by := _hiding_records(rooms, ref):
+        is_collected = all(rooms.catalog.commit(row.name).record.policy.name == STAND_IN for row in hidden_by)
+        what = "was removed by a collection" if is_collected else "is dropped already"
+        raise NotFound(f"{ref} {what}", hint="to see it again, ingest its checkpoint again")
     resolved = resolve(rooms, ref)
     record = resolved.record
     if resolved.pin is not None:

@@ -57,12 +57,18 @@ from layerstore.ops.rooms import Rooms
 from layerstore.ops.seats import reserve
 from layerstore.ops.selection import layers_due
 from layerstore.ops.transfer import Content, transfer
+from layerstore.ops.trimming import is_trimmed, stage_trimmed
 from layerstore.policy import Latest
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.runview import RunView
 from layerstore.zero3.discover import check_unchanged
+
+_HOW_TO_SAVE_IT = (
+    "--replace hides the old commit, --rollback says that training went back to an earlier step, "
+    "--run NAME that this is another run"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +153,11 @@ def _doubts(plan: IngestPlan, record: CommitRecord, *, is_new: bool) -> Iterator
         yield (
             f"a repair has let {len(fell_back)} of {record.run}@{record.step}'s layers fall back to older saves; "
             "--replace stores them as this checkpoint has them"
+        )
+    elif not is_new and WITHOUT_MOMENTS in record.flags:
+        yield (
+            f"{record.run}@{record.step} is stored without its moments, which a collection has dropped; "
+            "--replace stores them again"
         )
     elif not is_new and saved < len(record.layers) and record.policy.name != plan.policy.name:
         yield (
@@ -292,21 +303,14 @@ def _commit(
         if going:
             record = replacing(_record(plan, content, intent), (name.id for name in going))
             return _published(rooms, record, intent, writer)
-    for rival in intent.rivals:
-        if plan.opens_attempt and not opens_the_same(view, rival, intent.place):
-            continue
-        beside, use = place_beside(rooms, rival)
-        if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
-            continue
-        record = _record(plan, content, replaced(intent, place=beside, policy=use))
-        if commit_id(record) == rival.id:
-            # Confirms the one that is there, or heals it; a collection may be taking it, and then it is new.
-            return _published(rooms, record, intent, writer)
+    there = _as_it_stands(rooms, plan, intent, content, writer, view=view)
+    if there is not None:
+        return there
     if intent.rivals and not (plan.replace or plan.opens_attempt):
         raise Conflict(
             f"{plan.run}@{plan.step} is saved already, with other content (commit {intent.rivals[0].id[:12]}); "
             "nothing was changed",
-            hint=_how_to_save_it(rooms, intent.rivals),
+            hint=_HOW_TO_SAVE_IT,
         )
     if not plan.opens_attempt:
         for row in elsewhere(view, plan.step):
@@ -322,6 +326,29 @@ def _commit(
                 return _Outcome(twin, is_new=False, record_healed=False)
     # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
     return _published(rooms, _record(plan, content, intent), intent, writer)
+
+
+def _as_it_stands(
+    rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, writer: ObjectWriter, *, view: RunView | None
+) -> _Outcome | None:
+    """Confirm or heal the rival that is this very save, or what a collection has left of it; None where none is."""
+    for rival in intent.rivals:
+        if plan.opens_attempt and not opens_the_same(view, rival, intent.place):
+            continue
+        beside, use = place_beside(rooms, rival)
+        if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
+            continue
+        record = _record(plan, content, replaced(intent, place=beside, policy=use))
+        if commit_id(record) == rival.id:
+            # A collection may be taking it, and then it is new.
+            return _published(rooms, record, intent, writer)
+        trimmed = None if plan.replace or plan.opens_attempt else rooms.catalog.commit(rival.name)
+        if trimmed is not None and is_trimmed(trimmed.record, content):
+            if not _is_whole(rooms, trimmed.record):
+                stage_trimmed(content, writer)
+                return _published(rooms, trimmed.record, intent, writer)
+            return _Outcome(trimmed, is_new=False, record_healed=False)
+    return None
 
 
 def _once_more(
@@ -355,20 +382,10 @@ def _brought_back(
         raise Conflict(
             f"{plan.run}@{plan.step} has lost the commit of this checkpoint ({commit_id(again)[:12]}), and another one "
             f"was saved in its place since (commit {rivals[0].id[:12]}); nothing was changed",
-            hint=_how_to_save_it(rooms, rivals),
+            hint=_HOW_TO_SAVE_IT,
         )
     record = replacing(again, (commit_id(again), *(row.id for row in rivals)))
     return _published(rooms, record, intent, writer)
-
-
-def _how_to_save_it(rooms: Rooms, rivals: list[RecordRow]) -> str:
-    """Return what can be done beside *rivals*; what a collection has trimmed may have been the same before."""
-    trimmed = any(WITHOUT_MOMENTS in rooms.catalog.commit(row.name).record.flags for row in rivals)
-    why = "its moments were dropped by gc, so it differs from its own checkpoint too; " if trimmed else ""
-    return (
-        f"{why}--replace hides the old commit, --rollback says that training went back to an earlier step, "
-        "--run NAME that this is another run"
-    )
 
 
 def _published(

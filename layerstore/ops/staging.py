@@ -33,6 +33,11 @@ from layerstore.zero3.trees import replace_tensors
 _KINDS = tuple(Kind)
 
 
+def in_order(objects: Iterable[StoredObject]) -> tuple[StoredObject, ...]:
+    """Return the *objects* of a version in the order in which every version has them."""
+    return tuple(sorted(objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard)))
+
+
 class Staging:
     """One checkpoint's way into a store."""
 
@@ -105,8 +110,7 @@ class Staging:
 
     def version(self, version: LayerVersion) -> BlobRef:
         """Stage *version*, its objects brought into their order."""
-        objects = sorted(version.objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard))
-        return self._blob(encode_version(replace(version, objects=tuple(objects))))
+        return self._blob(encode_version(replace(version, objects=in_order(version.objects))))
 
     def state(self, state: RankState, files: Iterable[SourceFile], gathered: Iterable[GatheredFile] = ()) -> BlobRef:
         """Stage a rank's *state*, complete with its *files*: the bytes that its trees only point at come with it."""

@@ -28,7 +28,7 @@ from layerstore.model import (
 from layerstore.ops.derive import GatheredCheck
 from layerstore.ops.hashing import Checksums, SourceReader, crc32_of
 from layerstore.ops.progress import Progress
-from layerstore.ops.staging import Staging
+from layerstore.ops.staging import Staging, in_order
 from layerstore.storage.objects import ObjectWriter
 from layerstore.zero3.beside import rank_of_file
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
@@ -42,8 +42,10 @@ Result = TypeVar("Result")
 class Content:
     """What a commit consists of, but for its numbers."""
 
+    layers: dict[str, LayerVersion]
+    """Every layer that was due."""
     versions: dict[str, BlobRef]
-    """Of every layer that was due."""
+    """Of the same."""
     states: tuple[BlobRef, ...]
     """By rank."""
     bytes_derived: int
@@ -115,8 +117,10 @@ class _Transfer:
             for state in self._checkpoint.states
         ]
         self._checksums.check(self._checkpoint.checks, self._readers.slices)
+        versions = {layer.layer: self._version(layer, objects[layer.layer]) for layer in layers}
         return Content(
-            versions={layer.layer: self._version(layer, objects[layer.layer]) for layer in layers},
+            layers=versions,
+            versions={name: self._staging.version(version) for name, version in versions.items()},
             states=tuple(states),
             bytes_derived=self._check.bytes_derived,
         )
@@ -136,15 +140,14 @@ class _Transfer:
             source = ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices)
             yield self._staging.object(source)
 
-    def _version(self, layer: LayerSource, objects: list[StoredObject]) -> BlobRef:
-        version = LayerVersion(
+    def _version(self, layer: LayerSource, objects: list[StoredObject]) -> LayerVersion:
+        return LayerVersion(
             layer=layer.layer,
             parameters=layer.parameters,
             buffers=layer.buffers,
             world_size=self._checkpoint.world_size,
-            objects=tuple(objects),
+            objects=in_order(objects),
         )
-        return self._staging.version(version)
 
     # -- what is not a layer -------------------------------------------------------------------------------------
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from layerstore.errors import LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
-from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry
+from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.ops.needs import Needs
 from layerstore.ops.rooms import Rooms
+from layerstore.ops.transfer import Content
+from layerstore.storage.objects import ObjectWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +37,10 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     versions: dict[BlobRef, bytes] = {}
     objects: list[BlobRef] = []
     for entry in record.layers:
-        version = rooms.version_of(entry)
-        kept = tuple(stored for stored in version.objects if stored.kind is not Kind.OPTIMIZER)
-        data = encode_version(replace(version, objects=kept))
+        version = _without_moments(rooms.version_of(entry))
+        data = encode_version(version)
         versions[ref_of(data)] = data
-        objects += [stored.ref for stored in kept]
+        objects += [stored.ref for stored in version.objects]
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
     trimmed = replace(
         record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
@@ -47,6 +48,25 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     # Saved when the other was: rules about age go on as before.
     observed = replace(commit.observed, bytes_new=0, bytes_reused=0)
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
+
+
+def is_trimmed(record: CommitRecord, content: Content) -> bool:
+    """Whether *record* is what a collection has left of a commit that saved *content*."""
+    if WITHOUT_MOMENTS not in record.flags or record.states != content.states:
+        return False
+    left = {entry.layer: entry.version for entry in record.layers if entry.saved_by(record)}
+    return left == {of: ref_of(encode_version(_without_moments(each))) for of, each in content.layers.items()}
+
+
+def stage_trimmed(content: Content, writer: ObjectWriter) -> None:
+    """Stage the version blobs that a collection leaves of *content*."""
+    for version in content.layers.values():
+        data = encode_version(_without_moments(version))
+        writer.put(data, ref_of(data))
+
+
+def _without_moments(version: LayerVersion) -> LayerVersion:
+    return replace(version, objects=tuple(stored for stored in version.objects if stored.kind is not Kind.OPTIMIZER))
 
 
 def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:

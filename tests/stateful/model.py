@@ -220,7 +220,7 @@ class Model:
         of = self.run(run)
         rival = of.at(of.newest, content.step)
         if rival is not None:
-            return rival if rival.content == content and rival.has_moments else "conflict"
+            return rival if rival.content == content else "conflict"  # without its moments, too
         for attempt in of.attempts:
             twin = of.at(attempt, content.step)
             if twin is None or twin.content != content or not (twin.has_moments and twin.has_own):

@@ -11,6 +11,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
+from layerstore.format.blobs import decode_version, ref_of
 from layerstore.model import Kind
 from layerstore.ops.gc import GcOutcome
 from layerstore.ops.setup import open_rooms
@@ -270,18 +271,56 @@ def test_pins_keep_their_moments(store: Store, saved: Checkpoints, tmp_path: Pat
     store.compose("r@10").write(tmp_path / "commit")
 
 
-def test_moments_come_back_with_the_checkpoint(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
-    """As other content of the step, which has to be asked for."""
+@pytest.mark.parametrize("policy", ["full", "parity"])
+def test_the_checkpoint_of_a_trimmed_commit_is_known(
+    store: Store, saved: Checkpoints, tmp_path: Path, policy: str
+) -> None:
+    """Whoever ingests all there is once more meets no conflict; moments come back where they are asked for."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r", policy=policy)
+    collect(store, Keep(drop_optimizer_older_than=5))
+    before, there = objects(store), store.show("r@20").commit
+
+    again = store.ingest(saved(20), run="r")
+    assert (again.is_new, again.commit) == (False, there)
+    assert any("stored without its moments" in note and "--replace" in note for note in again.notes)
+    assert objects(store) == before
+    with pytest.raises(Conflict, match="saved already, with other content"):
+        store.ingest(saved(20, seed=1), run="r")
+    assert store.ingest(saved(20), run="r", replace=True).is_new
+    store.compose("r@20").write(tmp_path / "resume")
+    collect(store)
+    assert store.verify(read_data=True).orphans == 0
+
+
+@pytest.mark.parametrize("lost", ["version", "master"])
+def test_the_checkpoint_of_a_trimmed_commit_heals_it(store: Store, saved: Checkpoints, lost: str) -> None:
+    """What is left of it is written again; what a collection took is not."""
     for step in (10, 20):
         store.ingest(saved(step), run="r")
     collect(store, Keep(drop_optimizer_older_than=5))
+    weights, blob = masters(store, "r@10"), store.compose("r@10").layers["lm_head"].version
+    data = (store.path / "objects" / blob[:2] / blob).read_bytes()
+    name = blob if lost == "version" else decode_version(data, ref=ref_of(data)).objects[0].ref.id
+    (store.path / "objects" / name[:2] / name).unlink()
+    assert not store.verify().ok
 
-    with pytest.raises(Conflict, match="saved already"):
-        store.ingest(saved(10), run="r")
-    store.ingest(saved(10), run="r", replace=True)
-    store.compose("r@10").write(tmp_path / "resume")
-    collect(store)
-    assert store.verify(read_data=True).orphans == 0
+    assert not store.ingest(saved(10), run="r").is_new
+
+    assert store.verify(read_data=True).ok
+    assert masters(store, "r@10") == weights
+
+
+def test_dropping_what_was_collected_says_so(store: Store, saved: Checkpoints) -> None:
+    """Of an abandoned attempt a record without layers stays: it is no drop."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(15), run="r", rollback=True)
+    store.ingest(saved(25), run="r")
+    collect(store, Keep(last=1))
+
+    with pytest.raises(NotFound, match="r@20 was removed by a collection"):
+        store.drop("r@20")
 
 
 # -- attempts ------------------------------------------------------------------------------------------------------
