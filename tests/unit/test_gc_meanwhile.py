@@ -552,6 +552,31 @@ def test_composites_do_without_what_an_attempt_was_resumed_from(
     after.write(tmp_path / "out")
 
 
+def test_damage_that_the_second_look_finds_is_told_as_it_is(store: Store, saved: Checkpoints) -> None:
+    """By then records are gone, and objects lie aside: nobody is told that nothing was removed."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    new: dict[Path, bytes] = {}
+
+    def save_and_damage() -> None:
+        with layerstore.open(store.path) as other:
+            other.ingest(saved(30), run="r")
+        [record] = (store.path / "commits" / "r").glob("30.*")
+        new[record] = record.read_bytes()
+        record.write_bytes(new[record][:-1])
+
+    hook = once("mkdir", "aside", save_and_damage)
+    with Store(store.path, hook=hook) as collecting, pytest.raises(IntegrityError) as caught:
+        collect(collecting, FIRST)
+
+    assert str(caught.value).endswith("; objects that were to go lie aside until a gc succeeds")
+    for record, data in new.items():
+        record.write_bytes(data)
+    collect(store, FIRST)
+    assert store.verify(read_data=True).ok
+    assert store.verify().orphans == 0
+
+
 @pytest.mark.parametrize("is_export", [False, True])
 @pytest.mark.parametrize("policy", ["latest", "parity"])
 def test_a_composite_that_is_collected_while_it_is_read_is_no_damage(
