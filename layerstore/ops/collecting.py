@@ -199,8 +199,8 @@ def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
         marks.look(Silent())
     except IntegrityError as exc:
         # As the first look says it; by now records are gone.
-        said = exc.message.removesuffix("nothing was removed")
-        exc.message = f"{said}objects that were to go lie aside until a gc succeeds"
+        said = exc.message.removesuffix("; nothing was removed")
+        exc.message = f"{said}; objects that were to go lie aside until a gc succeeds"
         raise
     for collection_id in ready:
         for each in marks.aside(collection_id):

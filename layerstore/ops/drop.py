@@ -61,10 +61,10 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
         InvalidInput: *ref* is a pin, or the last commit of its attempt and *last* is False.
     """
     if hidden_by := _hiding_records(rooms, ref):
-        hint = "to see it again, ingest its checkpoint again"
         if all(rooms.catalog.commit(row.name).record.policy.name == STAND_IN for row in hidden_by):
+            hint = f"layerstore log {parse_reference(ref).name} lists what is kept"
             raise NotFound(f"{ref} was removed by a collection", hint=hint)
-        raise NotFound(f"{ref} is dropped already", hint=hint)
+        raise NotFound(f"{ref} is dropped already", hint="to see it again, ingest its checkpoint again")
     resolved = resolve(rooms, ref)
     record = resolved.record
     if resolved.pin is not None:

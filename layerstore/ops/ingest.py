@@ -13,10 +13,9 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.errors import Conflict, IntegrityError, StorageIO
+from layerstore.errors import Conflict, StorageIO
 from layerstore.format.records import WITHOUT_MOMENTS, commit_id, make_commit
 from layerstore.model import (
-    BlobRef,
     Commit,
     CommitId,
     CommitRecord,
@@ -38,7 +37,6 @@ from layerstore.ops.claims import claim, publish
 from layerstore.ops.fall_back import FELL_BACK
 from layerstore.ops.given_up import lost_at
 from layerstore.ops.ingest_plan import IngestPlan
-from layerstore.ops.needs import objects_of_state
 from layerstore.ops.past import asked_again
 from layerstore.ops.place import (
     Place,
@@ -52,12 +50,13 @@ from layerstore.ops.place import (
     rows_at,
 )
 from layerstore.ops.progress import Progress, Silent
+from layerstore.ops.recognition import is_same_content, is_whole
 from layerstore.ops.resumed import resumed_decision
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.seats import reserve
 from layerstore.ops.selection import layers_due
-from layerstore.ops.transfer import Content, transfer
-from layerstore.ops.trimming import is_trimmed, stage_trimmed
+from layerstore.ops.transfer import Content, transfer, without_moments
+from layerstore.ops.trimming import lacks_moments
 from layerstore.policy import Latest
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
@@ -117,9 +116,16 @@ def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: P
     with contextlib.ExitStack() as opened, ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
         lost = lost_at(rooms, plan.run, plan.step)
         intent = opened.enter_context(_reserved(rooms, plan, view, _intent(rooms, plan, view)))
-        content = transfer(plan.checkpoint, writer, progress, due=intent.due, known_before=bool(intent.rivals))
+        content = transfer(
+            plan.checkpoint,
+            writer,
+            progress,
+            due=intent.due,
+            known_before=bool(intent.rivals),
+            moments=intent.moments,
+        )
         check_unchanged(plan.checkpoint.found)
-        commit, is_new, record_healed = _commit(rooms, plan, intent, content, writer, lost=lost)
+        commit, is_new, record_healed, published = _commit(rooms, plan, intent, content, writer, lost=lost)
     return Ingested(
         run=plan.run,
         step=commit.record.step,
@@ -129,10 +135,10 @@ def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: P
         record_healed=record_healed,
         layers=tuple(entry.layer for entry in commit.record.layers),
         layers_saved=tuple(entry.layer for entry in commit.record.layers if entry.saved_by(commit.record)),
-        objects_new=writer.count_new,
-        objects_reused=writer.count_reused,
-        bytes_new=writer.bytes_new,
-        bytes_reused=writer.bytes_reused,
+        objects_new=published.count_new if published else 0,
+        objects_reused=(published or writer).count_reused,
+        bytes_new=published.bytes_new if published else 0,
+        bytes_reused=(published or writer).bytes_reused,
         bytes_derived=content.bytes_derived,
         seconds=time.monotonic() - started,
         source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
@@ -207,6 +213,8 @@ class _Intent:
     """The layers to be stored; the others are inherited."""
     rivals: list[RecordRow]
     """What stands at this step of the newest attempt already."""
+    moments: bool = True
+    """Whether they are to be stored: they are not where a collection has dropped them from what stands there."""
 
 
 def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
@@ -215,7 +223,8 @@ def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
     if rivals and not (plan.replace or plan.opens_attempt):
         # Most likely the same again: only by the very layers that were stored then can it be seen to be the same.
         place, use = place_beside(rooms, rivals[0])
-        return _Intent(place=place, policy=use, due=names - place.inherited.keys(), rivals=rivals)
+        moments = not all(lacks_moments(rooms, rival) for rival in rivals)
+        return _Intent(place=place, policy=use, due=names - place.inherited.keys(), rivals=rivals, moments=moments)
     place = place_of(rooms, view, step=plan.step, rivals=rivals, rollback=plan.rollback, resumed_from=plan.resumed_from)
     resumed = {} if plan.resumed_from is None else resumed_decision(place.inherited.values())
     if isinstance(plan.policy, Latest):
@@ -247,41 +256,8 @@ class _Outcome(NamedTuple):
     commit: Commit
     is_new: bool
     record_healed: bool
-
-
-def _is_same_content(rooms: Rooms, plan: IngestPlan, record: CommitRecord, content: Content) -> bool:
-    """
-    Whether *record* holds what *content* was taken from: all that is no layer, and the layers that both saved.
-
-    Equal states alone prove nothing: a raw checkpoint says there little more than its counters and its schedule, which
-    another attempt comes to at the same step with other weights. Nor do frozen layers, which all attempts share.
-    So where no trained layer was saved by both, those that *record* saved are read from the source, too.
-    """
-    if record.states != content.states:
-        return False
-    trained = {layer.layer for layer in plan.checkpoint.layers if not all(of.frozen for of in layer.parameters)}
-    saved = {entry.layer: entry.version for entry in record.layers if entry.saved_by(record)}
-    versions = content.versions
-    if not saved.keys() & versions.keys() & trained:
-        versions = _versions_in_source(rooms, plan, saved.keys())
-    both = saved.keys() & versions.keys()
-    return bool(both & trained) and all(saved[of] == versions[of] for of in both)
-
-
-def _is_whole(rooms: Rooms, record: CommitRecord) -> bool:
-    """Whether all is there that the save of *record* wrote."""
-    if any(rooms.whole_version_of(entry) is None for entry in record.layers if entry.saved_by(record)):
-        return False
-    try:
-        return all(rooms.objects.find(ref) for state in record.states for ref in objects_of_state(rooms.state(state)))
-    except IntegrityError:
-        return False
-
-
-def _versions_in_source(rooms: Rooms, plan: IngestPlan, layers: Collection[str]) -> dict[str, BlobRef]:
-    """Return what *layers* would be stored as; nothing is kept of it."""
-    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as aside:
-        return transfer(plan.checkpoint, aside, Silent(), due=layers, known_before=True).versions
+    published: ObjectWriter | None = None
+    """What was written for it; None where nothing was."""
 
 
 def _commit(
@@ -315,13 +291,11 @@ def _commit(
     if not plan.opens_attempt:
         for row in elsewhere(view, plan.step):
             twin = rooms.catalog.commit(row.name)
-            if _is_same_content(rooms, plan, twin.record, content):
-                if not _is_whole(rooms, twin.record):
+            if is_same_content(rooms, plan, twin.record, content):
+                if not is_whole(rooms, twin.record):
                     # Written again, whosesoever it is: composites and pins outlive the attempt that saved it.
                     saved = frozenset(entry.layer for entry in twin.record.layers if entry.saved_by(twin.record))
-                    _ = transfer(plan.checkpoint, writer, Silent(), due=saved, known_before=True)
-                    check_unchanged(plan.checkpoint.found)
-                    return _published(rooms, twin.record, replaced(intent, due=saved), writer)
+                    return _written_again(rooms, plan, twin.record, replaced(intent, due=saved))
                 check_not_abandoned(view, row)
                 return _Outcome(twin, is_new=False, record_healed=False)
     # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
@@ -335,20 +309,29 @@ def _as_it_stands(
     for rival in intent.rivals:
         if plan.opens_attempt and not opens_the_same(view, rival, intent.place):
             continue
+        if plan.replace and lacks_moments(rooms, rival):
+            continue  # that is how they are asked for
         beside, use = place_beside(rooms, rival)
         if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
             continue
-        record = _record(plan, content, replaced(intent, place=beside, policy=use))
+        held = without_moments(content) if lacks_moments(rooms, rival) else content
+        record = _record(plan, held, replaced(intent, place=beside, policy=use))
         if commit_id(record) == rival.id:
             # A collection may be taking it, and then it is new.
-            return _published(rooms, record, intent, writer)
-        trimmed = None if plan.replace or plan.opens_attempt else rooms.catalog.commit(rival.name)
-        if trimmed is not None and is_trimmed(trimmed.record, content):
-            if not _is_whole(rooms, trimmed.record):
-                stage_trimmed(content, writer)
-                return _published(rooms, trimmed.record, intent, writer)
-            return _Outcome(trimmed, is_new=False, record_healed=False)
+            is_staged = held.has_moments == content.has_moments
+            return (
+                _published(rooms, record, intent, writer) if is_staged else _written_again(rooms, plan, record, intent)
+            )
     return None
+
+
+def _written_again(rooms: Rooms, plan: IngestPlan, record: CommitRecord, intent: _Intent) -> _Outcome:
+    """Store what *record*, which is there, has saved of the checkpoint: no other layers, and no moments it has not."""
+    moments = WITHOUT_MOMENTS not in record.flags
+    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+        _ = transfer(plan.checkpoint, writer, Silent(), due=intent.due, known_before=True, moments=moments)
+        check_unchanged(plan.checkpoint.found)
+        return _published(rooms, record, intent, writer)
 
 
 def _once_more(
@@ -401,7 +384,7 @@ def _published(
     if is_damaged:
         keep_damaged(rooms, rooms.records.name_of(commit))
     is_new = publish(rooms, writer, commit)
-    return _Outcome(commit, is_new=is_new, record_healed=is_lost or (is_damaged and not is_new))
+    return _Outcome(commit, is_new=is_new, record_healed=is_lost or (is_damaged and not is_new), published=writer)
 
 
 def _observed(writer: ObjectWriter) -> Observed:
@@ -410,6 +393,9 @@ def _observed(writer: ObjectWriter) -> Observed:
 
 def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord:
     place, found = intent.place, plan.checkpoint.found
+    layers = plan.checkpoint.layers
+    if not content.has_moments:
+        layers = tuple(replaced(layer, optimizer_step=None) for layer in layers)
     origin = Origin(run=plan.run, attempt=place.attempt, step=plan.step, save_number=place.save_number)
     return CommitRecord(
         run=plan.run,
@@ -419,7 +405,7 @@ def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord
         save_number=place.save_number,
         world_size=plan.checkpoint.world_size,
         layers=entries_of(
-            plan.checkpoint.layers,
+            layers,
             due=intent.due,
             versions=content.versions,
             origin=origin,
@@ -429,4 +415,5 @@ def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord
         layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=plan.layer_pattern),
         policy=intent.policy,
         supersedes=place.supersedes,
+        flags=() if content.has_moments else (WITHOUT_MOMENTS,),
     )

@@ -8,10 +8,11 @@ before this returns, so that rot is never kept under a valid hash.
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.objects import canonical_order
 from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import (
@@ -50,13 +51,30 @@ class Content:
     """By rank."""
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
+    has_moments: bool = True
+
+
+def without_moments(content: Content) -> Content:
+    """Return what a collection leaves of *content* that drops its moments."""
+    bare = {
+        name: replace(version, objects=tuple(each for each in version.objects if each.kind is not Kind.OPTIMIZER))
+        for name, version in content.layers.items()
+    }
+    versions = {name: ref_of(encode_version(version)) for name, version in bare.items()}
+    return replace(content, layers=bare, versions=versions, has_moments=False)
 
 
 def transfer(
-    checkpoint: Checkpoint, writer: ObjectWriter, progress: Progress, *, due: Collection[str], known_before: bool
+    checkpoint: Checkpoint,
+    writer: ObjectWriter,
+    progress: Progress,
+    *,
+    due: Collection[str],
+    known_before: bool,
+    moments: bool = True,
 ) -> Content:
     """
-    Stage the layers *due* of *checkpoint*, and all that is not a layer.
+    Stage the layers *due* of *checkpoint*, with or without their *moments*, and all that is not a layer.
 
     *known_before* says that the store is likely to have all of it.
 
@@ -64,7 +82,8 @@ def transfer(
         SourceCheckpoint: A byte of the source is not as it was written; *writer* publishes nothing then.
     """
     with _ThreadReaders() as readers, ThreadPoolExecutor(WORKERS_MAX) as pool:
-        return _Transfer(checkpoint, writer, progress, readers, due=due, known_before=known_before).run(pool)
+        moving = _Transfer(checkpoint, writer, progress, readers, due=due, known_before=known_before, moments=moments)
+        return moving.run(pool)
 
 
 class _Transfer:
@@ -79,8 +98,10 @@ class _Transfer:
         *,
         due: Collection[str],
         known_before: bool,
+        moments: bool,
     ) -> None:
         self._checkpoint = checkpoint
+        self._moments = moments
         self._progress = progress
         self._readers = readers
         self._layers = [layer for layer in checkpoint.layers if layer.layer in due]
@@ -103,7 +124,12 @@ class _Transfer:
 
     def run(self, pool: ThreadPoolExecutor) -> Content:
         layers = self._layers
-        sources = [(layer.layer, source) for layer in layers for source in layer.objects]
+        sources = [
+            (layer.layer, source)
+            for layer in layers
+            for source in layer.objects
+            if self._moments or source.kind is not Kind.OPTIMIZER
+        ]
         self._progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
         for (name, _), stored in zip(sources, _run_all(pool, self._object, [of for _, of in sources]), strict=True):
@@ -123,6 +149,7 @@ class _Transfer:
             versions={name: self._staging.version(version) for name, version in versions.items()},
             states=tuple(states),
             bytes_derived=self._check.bytes_derived,
+            has_moments=self._moments,
         )
 
     # -- layers --------------------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from layerstore.errors import LayoutMismatch
+from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
-from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry
 from layerstore.ops.needs import Needs
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.transfer import Content
-from layerstore.storage.objects import ObjectWriter
+from layerstore.storage.manifest import RecordRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +36,11 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     versions: dict[BlobRef, bytes] = {}
     objects: list[BlobRef] = []
     for entry in record.layers:
-        version = _without_moments(rooms.version_of(entry))
-        data = encode_version(version)
+        version = rooms.version_of(entry)
+        kept = tuple(stored for stored in version.objects if stored.kind is not Kind.OPTIMIZER)
+        data = encode_version(replace(version, objects=kept))
         versions[ref_of(data)] = data
-        objects += [stored.ref for stored in version.objects]
+        objects += [stored.ref for stored in kept]
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
     trimmed = replace(
         record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
@@ -50,23 +50,12 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
 
 
-def is_trimmed(record: CommitRecord, content: Content) -> bool:
-    """Whether *record* is what a collection has left of a commit that saved *content*."""
-    if WITHOUT_MOMENTS not in record.flags or record.states != content.states:
+def lacks_moments(rooms: Rooms, row: RecordRow) -> bool:
+    """Whether a collection has dropped the moments of *row*; of a damaged record that is not known."""
+    try:
+        return WITHOUT_MOMENTS in rooms.catalog.commit(row.name).record.flags
+    except IntegrityError:
         return False
-    left = {entry.layer: entry.version for entry in record.layers if entry.saved_by(record)}
-    return left == {of: ref_of(encode_version(_without_moments(each))) for of, each in content.layers.items()}
-
-
-def stage_trimmed(content: Content, writer: ObjectWriter) -> None:
-    """Stage the version blobs that a collection leaves of *content*."""
-    for version in content.layers.values():
-        data = encode_version(_without_moments(version))
-        writer.put(data, ref_of(data))
-
-
-def _without_moments(version: LayerVersion) -> LayerVersion:
-    return replace(version, objects=tuple(stored for stored in version.objects if stored.kind is not Kind.OPTIMIZER))
 
 
 def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:

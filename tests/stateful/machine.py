@@ -22,6 +22,7 @@ from layerstore import Keep
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.blobs import decode_version, ref_of
+from layerstore.layers import parse_reference
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.refs import resolve
 from layerstore.ops.repair import Repaired
@@ -651,7 +652,8 @@ class StoreMachine(RuleBasedStateMachine):
         seen = {commit.id for commit in self.model.commits()}
         for entry in [entry for entry in self.store.log() if entry.commit not in seen]:
             assert harm.parts.hiders[entry.commit] <= owed.records, entry
-            assert told is None or any(name.startswith(f"{entry.run}@{entry.step}") for name in told), (entry, told)
+            names = None if told is None else {(each.name, each.step) for each in map(parse_reference, told)}
+            assert names is None or (entry.run, entry.step) in names, (entry, told)
             self.store.drop(entry.commit, last=True)
             self.lab.counts["shown again"] += 1
 

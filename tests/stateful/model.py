@@ -223,7 +223,7 @@ class Model:
             return rival if rival.content == content else "conflict"  # without its moments, too
         for attempt in of.attempts:
             twin = of.at(attempt, content.step)
-            if twin is None or twin.content != content or not (twin.has_moments and twin.has_own):
+            if twin is None or twin.content != content or not twin.has_own:
                 continue
             return twin if twin in of.history(of.newest, upto=content.step) else "conflict"
         return None

@@ -282,7 +282,7 @@ def test_the_checkpoint_of_a_trimmed_commit_is_known(
     before, there = objects(store), store.show("r@20").commit
 
     again = store.ingest(saved(20), run="r")
-    assert (again.is_new, again.commit) == (False, there)
+    assert (again.is_new, again.commit, again.objects_new, again.bytes_new) == (False, there, 0, 0)
     assert any("stored without its moments" in note and "--replace" in note for note in again.notes)
     assert objects(store) == before
     with pytest.raises(Conflict, match="saved already, with other content"):
@@ -293,22 +293,48 @@ def test_the_checkpoint_of_a_trimmed_commit_is_known(
     assert store.verify(read_data=True).orphans == 0
 
 
+@pytest.mark.parametrize("attempt", ["newest", "abandoned"])
 @pytest.mark.parametrize("lost", ["version", "master"])
-def test_the_checkpoint_of_a_trimmed_commit_heals_it(store: Store, saved: Checkpoints, lost: str) -> None:
+def test_the_checkpoint_of_a_trimmed_commit_heals_it(store: Store, saved: Checkpoints, lost: str, attempt: str) -> None:
     """What is left of it is written again; what a collection took is not."""
-    for step in (10, 20):
+    for step in (10, 20, 30):
         store.ingest(saved(step), run="r")
-    collect(store, Keep(drop_optimizer_older_than=5))
+    if attempt == "abandoned":
+        store.ingest(saved(15), run="r", rollback=True)
+    collect(store, Keep(drop_optimizer_older_than=1))
     weights, blob = masters(store, "r@10"), store.compose("r@10").layers["lm_head"].version
     data = (store.path / "objects" / blob[:2] / blob).read_bytes()
     name = blob if lost == "version" else decode_version(data, ref=ref_of(data)).objects[0].ref.id
     (store.path / "objects" / name[:2] / name).unlink()
     assert not store.verify().ok
+    time.sleep(0.02)
 
-    assert not store.ingest(saved(10), run="r").is_new
+    healed = store.ingest(saved(10), run="r")
 
+    assert (healed.is_new, healed.objects_new) == (False, 1)
     assert store.verify(read_data=True).ok
     assert masters(store, "r@10") == weights
+    assert collect(store).bytes_freed == 0, "nothing lies about"
+
+
+def test_trimmed_commits_of_other_attempts_are_known(store: Store, saved: Checkpoints) -> None:
+    """As they were before: neither comes an abandoned one into the newest attempt, nor is one begun twice."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(25), run="r", rollback=True)
+    for step in (35, 45):
+        store.ingest(saved(step), run="r")
+    listed = [(entry.attempt, entry.step) for entry in store.log("r")]
+
+    for _ in range(2):
+        before = store.show("r~1@10").commit
+        known, again = store.ingest(saved(10), run="r"), store.ingest(saved(25), run="r", rollback=True)
+        assert (known.is_new, known.commit, known.objects_new) == (False, before, 0)
+        assert (again.is_new, again.attempt, again.objects_new) == (False, 2, 0)
+        with pytest.raises(Conflict, match="r@30 belongs to attempt 1, which training has left"):
+            store.ingest(saved(30), run="r")
+        assert [(entry.attempt, entry.step) for entry in store.log("r")] == listed
+        collect(store, Keep(drop_optimizer_older_than=5))
 
 
 def test_dropping_what_was_collected_says_so(store: Store, saved: Checkpoints) -> None:

@@ -552,7 +552,8 @@ def test_composites_do_without_what_an_attempt_was_resumed_from(
     after.write(tmp_path / "out")
 
 
-def test_damage_that_the_second_look_finds_is_told_as_it_is(store: Store, saved: Checkpoints) -> None:
+@pytest.mark.parametrize("kind", ["record", "pin"])
+def test_damage_that_the_second_look_finds_is_told_as_it_is(store: Store, saved: Checkpoints, kind: str) -> None:
     """By then records are gone, and objects lie aside: nobody is told that nothing was removed."""
     for step in (10, 20):
         store.ingest(saved(step), run="r")
@@ -560,8 +561,8 @@ def test_damage_that_the_second_look_finds_is_told_as_it_is(store: Store, saved:
 
     def save_and_damage() -> None:
         with layerstore.open(store.path) as other:
-            other.ingest(saved(30), run="r")
-        [record] = (store.path / "commits" / "r").glob("30.*")
+            other.ingest(saved(30), run="r", pin="p")
+        [record] = (store.path / "commits" / "r").glob("30.*") if kind == "record" else [store.path / "pins" / "p"]
         new[record] = record.read_bytes()
         record.write_bytes(new[record][:-1])
 
@@ -569,6 +570,7 @@ def test_damage_that_the_second_look_finds_is_told_as_it_is(store: Store, saved:
     with Store(store.path, hook=hook) as collecting, pytest.raises(IntegrityError) as caught:
         collect(collecting, FIRST)
 
+    assert "nothing was removed" not in str(caught.value)
     assert str(caught.value).endswith("; objects that were to go lie aside until a gc succeeds")
     for record, data in new.items():
         record.write_bytes(data)
