@@ -8,7 +8,7 @@ whether they fit together is checked here.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from layerstore.errors import LayoutMismatch
+from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
 from layerstore.ops.past import Past, Turns, turn_of, turns_of
 from layerstore.ops.refs import Resolved, references_to
@@ -165,7 +165,8 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
     own = {entry.layer: entry for entry in composition.base.layers}
     for entry, version in zip(composition.layers, versions, strict=True):
         if own[entry.layer].version != entry.version:
-            problem = difference(rooms.version_of(own[entry.layer]), version)
+            base = _version_of_base(rooms, own[entry.layer], taken=entry)
+            problem = None if base is None else difference(base, version)
             if problem is not None:
                 theirs, ours = references_to(rooms, [entry.origin, composition.base])
                 raise LayoutMismatch(
@@ -173,6 +174,20 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
                     hint="take this layer from a save of the same model and optimizer",
                 )
     return versions
+
+
+def _version_of_base(rooms: Rooms, own: LayerEntry, *, taken: LayerEntry) -> LayerVersion | None:
+    """
+    Return what the base itself has of a layer; None where that is lost and an older save of its run is *taken*.
+
+    A training has one model: the composite stands without it, and lengths that do not fit are found in assembly.
+    """
+    try:
+        return rooms.version_of(own)
+    except IntegrityError:
+        if taken.origin.run != own.origin.run:
+            raise
+        return None
 
 
 def difference(base: LayerVersion, other: LayerVersion) -> str | None:

@@ -367,6 +367,27 @@ def test_verify_tells_which_policies_avoid_the_damage(store: Store, folder: Path
     assert set(more.layers) == {older, own}
 
 
+def test_what_is_said_to_stand_is_composed_without_the_bases_own_version(
+    store: Store, folder: Path, tmp_path: Path
+) -> None:
+    """To hold the older version against it would need it; where the older one is another run's, that is refused."""
+    store.ingest(folder / "30", run="r")
+    store.ingest(folder / "20", run="other")
+    choices = store.compose("r@30", policy="parity").layers
+    older = next(layer for layer, choice in choices.items() if choice.step == 20)
+    lost = store.compose("r@30").layers[older].version
+    (store.path / "objects" / lost[:2] / lost).unlink()
+
+    (hurt,) = store.verify().standing.hurt
+
+    assert "parity" in (hurt.stands or ())
+    store.compose("r@30", policy="parity").write(tmp_path / "resume")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"base: r@30\nlayers:\n  {older}: other@20\nrest: base\n")
+    with pytest.raises(IntegrityError):
+        store.compose(recipe=recipe).write(tmp_path / "mixed")
+
+
 def test_lost_moments_leave_the_weights(store: Store) -> None:
     """An export needs no optimizer."""
     object_of(store, "r@20", "lm_head", "optimizer").unlink()
