@@ -10,6 +10,7 @@ import pytest
 
 from layerstore.format.identity import decode_identity, encode_identity
 from tests.cli.conftest import Run
+from tests.faults.harness import flip
 
 FIELDS = [
     "schema",
@@ -100,7 +101,7 @@ def test_the_policy_of_a_save_is_named_with_it(run: Run, checkpoints: Path) -> N
         run("ingest", checkpoints / f"global_step{step}", "--run", "sft", "--policy", "parity")
     path = last_object(Path(".layerstore"))
     path.chmod(0o644)
-    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    flip(path)
 
     verified = run("verify", "--read-data")
     planned = run("repair", "--read-data", "--dry-run")

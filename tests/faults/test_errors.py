@@ -34,6 +34,7 @@ from tests.faults.harness import (
     composed,
     copied,
     descriptors,
+    flip,
     in_child,
     leftovers,
     problems,
@@ -122,7 +123,7 @@ def do_repair(folder: Path, hook: Hook) -> object:
             harmed = [store.rooms.layout.object(record.layers[0].version.id)]
             harmed += [store.rooms.layout.record(name.run, name.step, name.id)]
         for path in harmed:
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            flip(path)
         (folder / "store" / "commits" / "run" / "notes.txt").write_text("?")
     with Store(folder / "store", hook=hook) as store:
         return store.repair(sources=[copy])

@@ -19,7 +19,7 @@ import pytest
 from layerstore.errors import IntegrityError, LayerstoreError, NoStore
 from layerstore.model import ObjectId
 from layerstore.store import Store, init
-from tests.faults.harness import composed, copied, in_child, problems, seeded, snapshot, tiny_checkpoint
+from tests.faults.harness import composed, copied, flip, in_child, problems, seeded, snapshot, tiny_checkpoint
 
 FLIPS = 150
 """Bits flipped in a usual run."""
@@ -267,7 +267,7 @@ def test_a_damaged_record_is_healed_by_the_same_checkpoint(sound: Path, fast_pat
     """An ingest that reports success leaves a sound record, also where a damaged one has its name."""
     path = copied(sound, fast_path / "store")
     record = next((path / "commits" / "run").iterdir())
-    record.write_bytes(record.read_bytes()[:-1] + b"?")
+    flip(record)
     if not has_index:
         shutil.rmtree(path / "manifest")
 

@@ -17,6 +17,7 @@ from layerstore.live.demo_store import (
 )
 from layerstore.policy.keep import Keep
 from tests.bench.generate import generate
+from tests.faults.harness import flip
 
 SMALL: dict[str, Any] = {"layers": 6, "hidden": 32, "vocab": 32}
 STEPS = [1, 2, 3]
@@ -78,7 +79,7 @@ def test_a_collection_is_measured_and_what_it_left_is_read(checkpoints: Path, tm
         found = collect(store, Keep(last=2))
         victim = max((tmp_path / "store" / "objects").rglob("*/*"), key=lambda path: path.stat().st_size)
         victim.chmod(0o644)
-        victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+        flip(victim)
         again = collect(store, Keep(last=2))
 
     assert (found.removed, found.kept, found.is_sound) == (1, 2, True)

@@ -26,6 +26,7 @@ from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.manifest import BLOCK_ROWS, RecordRow, row_of
 from layerstore.storage.runview import RunView
+from tests.faults.harness import flip
 from tests.unit import samples
 
 RUN = "sft"
@@ -151,8 +152,8 @@ class Run:
         if removes:
             path.unlink()
             self.gone.add(key)
-        else:
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        elif key not in self.damaged:
+            flip(path)
             self.damaged.add(key)
 
     def look(self) -> RunView | None:
