@@ -55,7 +55,7 @@ from layerstore.ops.resumed import resumed_decision
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.seats import reserve
 from layerstore.ops.selection import layers_due
-from layerstore.ops.transfer import Content, transfer, without_moments
+from layerstore.ops.transfer import Content, content_without_moments, transfer
 from layerstore.ops.trimming import lacks_moments
 from layerstore.policy import Latest
 from layerstore.storage.commits import RecordName
@@ -309,12 +309,13 @@ def _as_it_stands(
     for rival in intent.rivals:
         if plan.opens_attempt and not opens_the_same(view, rival, intent.place):
             continue
-        if plan.replace and lacks_moments(rooms, rival):
+        is_trimmed = lacks_moments(rooms, rival)
+        if plan.replace and is_trimmed:
             continue  # that is how they are asked for
         beside, use = place_beside(rooms, rival)
         if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
             continue
-        held = without_moments(content) if lacks_moments(rooms, rival) else content
+        held = content_without_moments(content) if is_trimmed else content
         record = _record(plan, held, replaced(intent, place=beside, policy=use))
         if commit_id(record) == rival.id:
             # A collection may be taking it, and then it is new.

@@ -9,7 +9,7 @@ from layerstore.ops.ingest_plan import IngestPlan
 from layerstore.ops.needs import objects_of_state
 from layerstore.ops.progress import Silent
 from layerstore.ops.rooms import Rooms
-from layerstore.ops.transfer import Content, transfer, without_moments
+from layerstore.ops.transfer import Content, content_without_moments, transfer
 from layerstore.storage.objects import ObjectWriter
 
 
@@ -26,7 +26,7 @@ def is_same_content(rooms: Rooms, plan: IngestPlan, record: CommitRecord, conten
     trained = {layer.layer for layer in plan.checkpoint.layers if not all(of.frozen for of in layer.parameters)}
     saved = {entry.layer: entry.version for entry in record.layers if entry.saved_by(record)}
     moments = WITHOUT_MOMENTS not in record.flags
-    versions = (content if moments else without_moments(content)).versions
+    versions = (content if moments else content_without_moments(content)).versions
     if not saved.keys() & versions.keys() & trained:
         versions = _versions_in_source(rooms, plan, saved.keys(), moments=moments)
     both = saved.keys() & versions.keys()

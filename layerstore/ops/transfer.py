@@ -30,6 +30,7 @@ from layerstore.ops.derive import GatheredCheck
 from layerstore.ops.hashing import Checksums, SourceReader, crc32_of
 from layerstore.ops.progress import Progress
 from layerstore.ops.staging import Staging, in_order
+from layerstore.ops.trimming import without_moments
 from layerstore.storage.objects import ObjectWriter
 from layerstore.zero3.beside import rank_of_file
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
@@ -54,12 +55,9 @@ class Content:
     has_moments: bool = True
 
 
-def without_moments(content: Content) -> Content:
+def content_without_moments(content: Content) -> Content:
     """Return what a collection leaves of *content* that drops its moments."""
-    bare = {
-        name: replace(version, objects=tuple(each for each in version.objects if each.kind is not Kind.OPTIMIZER))
-        for name, version in content.layers.items()
-    }
+    bare = {name: without_moments(version) for name, version in content.layers.items()}
     versions = {name: ref_of(encode_version(version)) for name, version in bare.items()}
     return replace(content, layers=bare, versions=versions, has_moments=False)
 

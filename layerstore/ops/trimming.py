@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
-from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry
+from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.ops.needs import Needs
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
@@ -29,6 +29,11 @@ def has_moments(rooms: Rooms, record: CommitRecord) -> bool:
     )
 
 
+def without_moments(version: LayerVersion) -> LayerVersion:
+    """Return what a collection that drops moments leaves of *version*."""
+    return replace(version, objects=tuple(each for each in version.objects if each.kind is not Kind.OPTIMIZER))
+
+
 def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     """Return what takes the place of *commit*, which has moments."""
     record = commit.record
@@ -36,11 +41,10 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     versions: dict[BlobRef, bytes] = {}
     objects: list[BlobRef] = []
     for entry in record.layers:
-        version = rooms.version_of(entry)
-        kept = tuple(stored for stored in version.objects if stored.kind is not Kind.OPTIMIZER)
-        data = encode_version(replace(version, objects=kept))
+        bare = without_moments(rooms.version_of(entry))
+        data = encode_version(bare)
         versions[ref_of(data)] = data
-        objects += [stored.ref for stored in kept]
+        objects += [stored.ref for stored in bare.objects]
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
     trimmed = replace(
         record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))

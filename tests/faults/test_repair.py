@@ -1071,22 +1071,29 @@ def test_what_is_healed_meanwhile_is_left_alone(store: Store, folder: Path) -> N
         assert [entry.step for entry in fresh.log()] == [20, 10]
 
 
-def test_an_ingest_that_reuses_what_repair_takes_away_does_not_report_success(store: Store, folder: Path) -> None:
-    """It looks again after its record: then the object is gone, and it says so, or it has written it again."""
-    flip(object_of(store, "r@20", "lm_head"))
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("moment", [["touch", "touch"], ["touch", "touch", "link"]], ids=["before it", "with it"])
+def test_an_ingest_that_reuses_what_repair_takes_away_does_not_report_success(
+    store: Store, folder: Path, moment: list[str]
+) -> None:
+    """It looks before its record, where it touches what it reuses once more, and after it; and says what to do."""
+    damaged = object_of(store, "r@20", "lm_head")
+    flip(damaged)
     source = folder / "20"
-    once: list[str] = []
+    seen: list[str] = []
 
     def meanwhile(operation: str, path: Path) -> None:
-        if operation == "link" and path.parent.name == "other" and not once:
-            once.append(operation)
-            with layerstore.open(store.path) as repairing:
-                repairing.repair(read_data=True)
+        if (operation, path) == ("touch", damaged) or (operation == "link" and path.parent.name == "other"):
+            seen.append(operation)
+            if seen == moment:
+                with layerstore.open(store.path) as repairing:
+                    repairing.repair(read_data=True)
 
-    with Store(store.path, hook=meanwhile) as ingesting, pytest.raises(layerstore.errors.Conflict):
+    with Store(store.path, hook=meanwhile) as ingesting, pytest.raises(Conflict, match="were removed") as raised:
         ingesting.ingest(source, run="other")
 
-    assert once
+    assert seen[: len(moment)] == moment
+    assert str(raised.value.hint).startswith("repeat the command")
     with layerstore.open(store.path) as fresh:
         fresh.ingest(source, run="other")
         fresh.ingest(source, run="r")
