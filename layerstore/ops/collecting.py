@@ -8,10 +8,11 @@ need not wait (docs/reference/format.md, section 6.11).
 from collections.abc import Set
 from dataclasses import replace
 
-from layerstore.errors import Conflict, IntegrityError, Locked, StorageIO
+from layerstore.errors import Conflict, Locked, StorageIO
 from layerstore.model import CollectedRecord, Collection
 from layerstore.ops.gc import GcOutcome, GcPlan, Gone, Request, plan_gc
 from layerstore.ops.given_up import is_hidden
+from layerstore.ops.marking import concluding
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.retention import waves
 from layerstore.ops.rooms import Rooms
@@ -195,13 +196,8 @@ def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
     late = [each for each in asides if rooms.garbage.opened_ns(each) >= plan.old_before_ns]
     waiting = late if rooms.garbage.is_network() else []
     ready = [each for each in asides if each not in waiting]
-    try:
+    with concluding("objects that were to go lie aside until a gc succeeds"):  # by now records are gone
         marks.look(Silent())
-    except IntegrityError as exc:
-        # As the first look says it; by now records are gone.
-        said = exc.message.removesuffix("; nothing was removed")
-        exc.message = f"{said}; objects that were to go lie aside until a gc succeeds"
-        raise
     for collection_id in ready:
         for each in marks.aside(collection_id):
             if each.is_young:

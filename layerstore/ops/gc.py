@@ -14,7 +14,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS
 from layerstore.model import Collection
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.ops.marking import Marks, named, pinned_commits
+from layerstore.ops.marking import Marks, concluding, named, pinned_commits
 from layerstore.ops.needs import Needs
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import references_to
@@ -167,6 +167,11 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
         IntegrityError: A record, pin, part or blob cannot be read: what it needs is not known, so nothing may go.
             Or records would go, and what is to stay lacks an object.
     """
+    with concluding("nothing was removed"):
+        return _plan(rooms, request, progress)
+
+
+def _plan(rooms: Rooms, request: Request, progress: Progress) -> GcPlan:
     now_ns = rooms.garbage.now_ns()
     given = request.grace_seconds
     old_before_ns = now_ns - int((GC_GRACE_SECONDS if given is None else given) * 1e9)

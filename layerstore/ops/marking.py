@@ -92,7 +92,7 @@ class Marks:
                     called = references_to(self._rooms, [of])[0]
                     given_up_by = f"layerstore drop {called}"
                 raise IntegrityError(
-                    f"{called} is to stay and is not whole: {exc}; nothing was removed",
+                    f"{called} is to stay and is not whole: {exc}",
                     hint=f"layerstore verify lists the damage, layerstore repair heals it; {given_up_by} gives it up",
                 ) from exc
 
@@ -213,18 +213,28 @@ def readable_pins(rooms: Rooms) -> Iterator[Pin]:
 
 @contextlib.contextmanager
 def named(called: str) -> Iterator[None]:
-    """Say of a damage whose it is, and that nothing was removed."""
+    """Say of a damage whose it is."""
     try:
         yield
     except IntegrityError as exc:
         raise IntegrityError(
-            f"what {called} needs is not known: {exc}; nothing was removed",
+            f"what {called} needs is not known: {exc}",
             hint="layerstore verify lists the damage",
         ) from exc
 
 
+@contextlib.contextmanager
+def concluding(outcome: str) -> Iterator[None]:
+    """Say of a damage what it means for the collection that found it."""
+    try:
+        yield
+    except IntegrityError as exc:
+        exc.message = f"{exc.message}; {outcome}"
+        raise
+
+
 def _held_back(called: str, command: str) -> IntegrityError:
     return IntegrityError(
-        f"what {called} needs is not known: a repair has put it into quarantine; nothing was removed",
+        f"what {called} needs is not known: a repair has put it into quarantine",
         hint=f"{command} gives it up; layerstore repair --from COPY may heal it",
     )
