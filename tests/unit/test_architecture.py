@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -206,8 +207,13 @@ MODULES = load()
 NAMES = {module.name for module in MODULES}
 
 
-def imports_of(module: Module) -> Iterator[Import]:
-    """Yield what *module* imports, relative imports resolved, with submodules told from names."""
+@cache
+def imports_of(module: Module) -> tuple[Import, ...]:
+    """Return what *module* imports, relative imports resolved, with submodules told from names."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[Import]:
     lazy = {id(inner) for part in ast.walk(module.tree) if _is_lazy(part) for inner in ast.walk(part)}
     for node in ast.walk(module.tree):
         is_lazy = id(node) in lazy

@@ -1,11 +1,9 @@
 """The mark that samples a matrix leaves out what it says, by the seed, and nothing where all is asked for."""
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests.environment import REPOSITORY
 
@@ -24,56 +22,60 @@ def test_one(): pass
 """
 
 
-@pytest.fixture
-def collected(tmp_path: Path) -> "type[Collected]":
-    """Return what collects the matrix."""
-    (tmp_path / "test_matrix.py").write_text(MATRIX)
-    return type("Here", (Collected,), {"folder": tmp_path})
+PROGRAM = """
+import json, os, sys
+import pytest
+
+class Names:
+    def pytest_collection_finish(self, session):
+        self.found = [item.name for item in session.items]
+
+def collected(options):
+    names = Names()
+    pytest.main(["--collect-only", "-q", "-p", "tests.sampling", "-c", os.devnull, *options], plugins=[names])
+    return names.found
+
+print("\\n" + json.dumps([collected(options) for options in json.loads(sys.argv[1])]))
+"""
+
+USUAL = ["-m", "not exhaustive", "test_matrix.py", "-p", "pytest_randomly"]
 
 
-class Collected:
-    """What a run would take."""
-
-    folder: Path
-
-    def __init__(self, *options: str) -> None:
-        """Ask pytest, in a process of its own."""
-        words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "tests.sampling", "-c", os.devnull]
-        done = subprocess.run(
-            [*words, f"--rootdir={self.folder}", *options],
-            cwd=self.folder,
-            env={"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        self.names = {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
-        assert self.names, done.stdout + done.stderr
+def collected(folder: Path, *runs: list[str]) -> list[set[str]]:
+    """Return what runs with these options would take, all asked of one process."""
+    (folder / "test_matrix.py").write_text(MATRIX)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(runs)],
+        cwd=folder,
+        env={"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [set(names) for names in json.loads(done.stdout.splitlines()[-1])]
 
 
-USUAL = ("-m", "not exhaustive", "test_matrix.py")
+def test_a_sample_is_as_large_as_it_says_and_its_seed_decides(tmp_path: Path) -> None:
+    """Three at random, two in any case; what is no matrix is not touched. Other seeds look at others."""
+    runs = [[*USUAL, f"--randomly-seed={seed}"] for seed in (1, 1, 2)]
+    first, again, other = collected(tmp_path, *runs)
+
+    assert {"test_one", "test_number[7]", "test_number[11]"} <= first
+    assert len(first) == 6
+    assert "test_all" not in first
+    assert first == again
+    assert len(first | other) > 6
 
 
-def test_a_sample_is_as_large_as_it_says_and_has_what_it_must(collected: type[Collected]) -> None:
-    """Three at random, two in any case; what is no matrix is not touched."""
-    names = collected(*USUAL, "-p", "pytest_randomly", "--randomly-seed=1").names
-
-    assert {"test_one", "test_number[7]", "test_number[11]"} <= names
-    assert len(names) == 6
-    assert "test_all" not in names
-
-
-def test_the_seed_decides(collected: type[Collected]) -> None:
-    """The same twice, others with another one: after many of them everything has been looked at."""
-    by_seed = [collected(*USUAL, "-p", "pytest_randomly", f"--randomly-seed={seed}").names for seed in (1, 1, 2)]
-
-    assert by_seed[0] == by_seed[1]
-    assert len(set.union(*by_seed)) > 6
-
-
-def test_the_full_run_has_all(collected: type[Collected]) -> None:
+def test_the_full_run_has_all(tmp_path: Path) -> None:
     """However it is asked for; and who names a case has that one."""
-    assert len(collected("-m", "exhaustive", "test_matrix.py").names) == 21
-    assert len(collected("-m", "exhaustive and not slow", "test_matrix.py").names) == 21
-    assert len(collected("-m", "", "test_matrix.py").names) == 22
-    assert collected("-m", "not exhaustive", "test_matrix.py::test_number[5]").names == {"test_number[5]"}
+    full, narrow, every, one = collected(
+        tmp_path,
+        ["-m", "exhaustive", "test_matrix.py"],
+        ["-m", "exhaustive and not slow", "test_matrix.py"],
+        ["-m", "", "test_matrix.py"],
+        ["-m", "not exhaustive", "test_matrix.py::test_number[5]"],
+    )
+
+    assert (len(full), len(narrow), len(every)) == (21, 21, 22)
+    assert one == {"test_number[5]"}
