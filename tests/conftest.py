@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import operators, sampling
+from tests import generated, operators, sampling
 from tests.environment import memory
 
 # A busy machine is no failure. Examples are random: a failure prints how to repeat it.
@@ -25,7 +25,7 @@ MEMORY_BYTES_MIN = 8 << 30
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sample large matrices; let tests compile DeepSpeed's operators apart from the user's, workers as their head."""
+    """Sample large matrices, and let all processes share what was compiled or generated, apart from the user's own."""
     config.pluginmanager.register(sampling)
     # Most tests wait for a disk to sync what nobody will read again. What wants a disk makes itself one.
     if (folder := memory()) is not None and shutil.disk_usage(folder).free >= MEMORY_BYTES_MIN:
@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput") and (claimed := operators.claim()):
         config.add_cleanup(claimed.release)
+    if not generated.is_kept():
+        config.add_cleanup(generated.keep_made())
 
 
 @pytest.hookimpl(trylast=True)

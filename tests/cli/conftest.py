@@ -11,7 +11,7 @@ import pytest
 
 import layerstore
 from layerstore.cli.app import main
-from tests.bench.generate import generate
+from tests.generated import generate
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.generate import generate
 from tests.cli.conftest import Run
+from tests.generated import generate
 
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
 PIN_FIELDS_SINCE = ["attempt", "mixture", "policy", "policy_parameters"]

@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 import layerstore
-from tests.bench.generate import generate
 from tests.cli.conftest import Run
+from tests.generated import generate
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from layerstore.format.hashing import crc32
 from layerstore.tree import Located
 from layerstore.zero3.ptfile import read_pt
 from layerstore.zero3.trees import TreeView
-from tests.bench.generate import generate
 from tests.cli.conftest import Run
 from tests.cli.test_commands import LAYERS
+from tests.generated import generate
 
 DIFF_FIELDS = ["a", "b", "layers", "same_state", "bytes_same", "bytes_changed", "bytes_only_a", "bytes_only_b"]
 STATS_FIELDS = [

@@ -12,8 +12,8 @@ import pytest
 from rich.text import Text
 
 from layerstore.cli import progress
-from tests.bench.generate import generate
 from tests.cli.conftest import Run
+from tests.generated import generate
 
 FIELDS = [
     "schema",

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench.generate import generate
 from tests.cli.conftest import Run
 from tests.cli.test_commands import INGEST_FIELDS
+from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 16, "vocab": 16}
 

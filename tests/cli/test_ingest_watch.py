@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import layerstore
-from tests.bench.generate import generate
+from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 16, "vocab": 16}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.generate import generate
 from tests.cli.conftest import Run
+from tests.generated import generate
 
 RECIPE = """
 base: 3

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import layerstore
 from layerstore.cli.app import main
-from tests.bench.generate import generate
 from tests.docs.pages import DOCS, Block, blocks
+from tests.generated import generate
 
 STEPS = (100, 200, 1100, 1200)
 LATER = (850, 1250)

@@ -32,7 +32,8 @@ from typing import Any
 
 from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.store import Store
-from tests.bench.generate import Layout, generate
+from tests.bench.generate import Layout
+from tests.generated import generate
 
 TIMEOUT_SECONDS = 120.0
 

@@ -30,7 +30,6 @@ from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, No
 from layerstore.ops import transfer
 from layerstore.ops.refs import resolve
 from layerstore.store import Store, init
-from tests.bench.generate import generate
 from tests.faults.harness import (
     Call,
     Failure,
@@ -48,6 +47,7 @@ from tests.faults.harness import (
     wait_for,
 )
 from tests.faults.saving import begun_after
+from tests.generated import generate
 
 STEPS = (1, 2, 3, 4, 5, 6)
 HURT = "hurt"

@@ -14,7 +14,6 @@ from layerstore.limits import MIB
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile, no_hook
 from layerstore.store import Store, init
-from tests.bench.generate import generate
 from tests.faults.harness import (
     Failure,
     attempt,
@@ -27,6 +26,7 @@ from tests.faults.harness import (
     seeded,
 )
 from tests.faults.verbs import VERBS, make_scene, scene_on, store_of, wrong
+from tests.generated import generate
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
 from layerstore.storage.objects import ObjectWriter
-from tests.bench.generate import generate
+from tests.generated import generate
 
 
 @pytest.fixture(scope="module")

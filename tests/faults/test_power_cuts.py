@@ -22,12 +22,13 @@ from layerstore.ops.refs import resolve
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, NewFile, no_hook
 from layerstore.store import Store, init
-from tests.bench.generate import Layout, generate
+from tests.bench.generate import Layout
 from tests.faults import older, test_crash
 from tests.faults.harness import composed, copied, in_child, problems, seeded
 from tests.faults.saving import begun_after
 from tests.faults.simulated_disk import Choice, Disk, Trace, TracedFiles, Tree, digest, samples, written
 from tests.faults.test_crash import VERBS, Scene, Verb, do_ingest, do_reindex
+from tests.generated import generate
 
 IMAGES = 4
 """How many of a verb's images are looked at in a usual run."""

@@ -31,8 +31,8 @@ from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.quarantine import Quarantine
 from layerstore.store import restore_identity
-from tests.bench.generate import generate
 from tests.faults.harness import snapshot
+from tests.generated import generate
 
 
 @pytest.fixture(scope="module")

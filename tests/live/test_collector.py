@@ -15,7 +15,7 @@ from layerstore.errors import Conflict
 from layerstore.live import collector
 from layerstore.live.collector import Collector
 from layerstore.policy.keep import Best
-from tests.bench.generate import generate
+from tests.generated import generate
 
 RUN = "r"
 

@@ -16,8 +16,8 @@ from layerstore.live.demo_store import (
     saved_under,
 )
 from layerstore.policy.keep import Keep
-from tests.bench.generate import generate
 from tests.faults.harness import flip
+from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 6, "hidden": 32, "vocab": 32}
 STEPS = [1, 2, 3]

@@ -24,7 +24,7 @@ from layerstore.model import Fork
 from layerstore.ops.composition import Composition
 from layerstore.ops.place import Place
 from layerstore.storage.runview import RunView
-from tests.bench.generate import generate
+from tests.generated import generate
 
 RUN = "sft"
 CHILDREN = multiprocessing.get_context("forkserver")

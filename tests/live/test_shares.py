@@ -15,8 +15,8 @@ from layerstore.ops.place import place_begun
 from layerstore.ops.shares import fail_share
 from layerstore.storage import kernel, stream
 from layerstore.store import Store
-from tests.bench.generate import generate
 from tests.faults.saving import Save, begun
+from tests.generated import generate
 
 
 class Saves:

@@ -21,7 +21,7 @@ from layerstore.live.seams import SavedStates
 from layerstore.live.watch import Watch
 from layerstore.ops.movement import RUN_ELEMENTS, RUNS
 from layerstore.policy.due import Save
-from tests.bench.generate import generate
+from tests.generated import generate
 from tests.live.launched import DEVICES
 
 WIDE: dict[str, Any] = {"layers": 3, "hidden": 52, "vocab": 64, "layout": "raw"}

@@ -11,7 +11,7 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, InvalidInput
 from layerstore.live.resume import check_run
 from layerstore.live.settings import Settings
-from tests.bench.generate import generate
+from tests.generated import generate
 
 USUAL: dict[str, Any] = {
     "mode": "async",

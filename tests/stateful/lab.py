@@ -13,10 +13,10 @@ from layerstore.ops.needs import objects_of_state, objects_of_version
 from layerstore.store import Store, init
 from layerstore.zero3.discover import discover
 from layerstore.zero3.read import read_checkpoint
-from tests.bench.generate import generate
 from tests.bench.shapes import ModelShape
 from tests.bench.values import EXP_AVG, EXP_AVG_SQ, MASTER, words
 from tests.faults.harness import fingerprint
+from tests.generated import generate
 from tests.stateful.model import Content, Layers
 
 _SHAPE = ModelShape(layers=3, hidden=4, vocab=4, intermediate=12)

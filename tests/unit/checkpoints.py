@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.bench.generate import generate
+from tests.generated import generate
 
 
 class Checkpoints:

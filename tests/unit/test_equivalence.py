@@ -23,7 +23,7 @@ from layerstore.ops.queries import LogEntry
 from layerstore.policy import Policy
 from layerstore.policy.due import Save
 from layerstore.tree import Tree
-from tests.bench.generate import generate
+from tests.generated import generate
 
 FULL, SELECTIVE = "full", "selective"
 

@@ -20,9 +20,9 @@ from layerstore.ops.estimate import Estimate, Line, Training, cycle_of, due_sets
 from layerstore.ops.found_model import model_at, model_of_commit
 from layerstore.policy import Policy
 from layerstore.zero3.pointers import Pointer, pointer_bytes
-from tests.bench.generate import generate
 from tests.bench.loop_table import models
 from tests.bench.shapes import ModelShape
+from tests.generated import generate
 
 SHAPE: dict[str, Any] = {"layers": 7, "hidden": 64, "vocab": 101, "world_size": 3}
 SAVES = 10

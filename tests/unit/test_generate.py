@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -13,9 +14,11 @@ import layerstore
 from layerstore.dtypes import by_code
 from layerstore.zero3.ptfile import read_pt
 from layerstore.zero3.slices import slice_length
-from tests.bench.generate import generate, generate_size
+from tests import generated
+from tests.bench.generate import LAYOUTS, generate, generate_size
 from tests.bench.shapes import GROUPINGS, ModelShape, shape_of_size
 from tests.bench.trees import PRECISIONS, Precision
+from tests.faults.harness import snapshot
 
 ODD = ModelShape(layers=2, hidden=17, intermediate=23, vocab=29, world_size=3)
 """Sizes that divide by nothing, so that every parameter has padding."""
@@ -135,6 +138,21 @@ def test_equal_arguments_give_equal_bytes_and_other_seeds_and_steps_give_others(
     for other in others:
         found = digests(generate_odd(tmp_path / "c", layout="hf", **other))
         assert first["model.safetensors"] != found["model.safetensors"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_tests_share_is_as_if_it_were_made_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any
+) -> None:
+    """Made once and copied from then on; two steps in one folder are still two steps."""
+    (tmp_path / "made").mkdir()
+    monkeypatch.setenv("PYTEST_GENERATED_CHECKPOINTS", str(tmp_path / "made"))
+
+    def both(make: Callable[..., Path], name: str) -> list[dict[str, str]]:
+        return [snapshot(make(tmp_path / name, layout=layout, seed=3, step=step)) for step in (2, 4)]
+
+    assert both(generated.generate, "first") == both(generated.generate, "again") == both(generate, "elsewhere")
+    assert len(list((tmp_path / "made").iterdir())) == 1
 
 
 def test_numbers_do_not_depend_on_ranks_or_groups(tmp_path: Path) -> None:

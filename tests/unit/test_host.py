@@ -16,7 +16,7 @@ import pytest
 import layerstore
 from layerstore.errors import LayerstoreError, StorageIO, Unsupported
 from layerstore.host import NEEDS, check_host
-from tests.bench.generate import generate
+from tests.generated import generate
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +95,7 @@ _WORK = """
 import contextlib, io, json, re, shutil, sys
 from pathlib import Path
 from layerstore.cli.app import main
-from tests.bench.generate import generate
+from tests.generated import generate
 folder = Path(sys.argv[1])
 source, store = folder / "sft", folder / "store"
 for step in (2, 4):

@@ -8,7 +8,7 @@ import pytest
 import layerstore
 from layerstore import Filter, Parity, Store
 from layerstore.policy import Policy
-from tests.bench.generate import generate
+from tests.generated import generate
 from tests.report.test_facts import fields_of
 from tests.unit.test_equivalence import Waiting
 

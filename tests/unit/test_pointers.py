@@ -13,7 +13,7 @@ from layerstore.live.following import composition_of, pointer_to
 from layerstore.store import Store
 from layerstore.transformers import checkpoint
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer
-from tests.bench.generate import generate
+from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}
 POINTER = Pointer(store="/data/runs.old/store", store_id="5e" * 16, name="sft@4", run="sft", attempt=2, step=4)

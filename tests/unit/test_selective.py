@@ -12,7 +12,7 @@ from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMism
 from layerstore.model import LayerEntry
 from layerstore.policy.due import Save
 from layerstore.tree import Tree
-from tests.bench.generate import generate
+from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}
 BLOCKS = [f"model.layers.{index}" for index in range(4)]

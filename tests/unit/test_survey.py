@@ -8,7 +8,8 @@ import pytest
 
 import layerstore
 from layerstore.errors import SourceCheckpoint
-from tests.bench.generate import Layout, generate
+from tests.bench.generate import Layout
+from tests.generated import generate
 from tests.unit.test_verbs import SMALL, checkpoint
 
 

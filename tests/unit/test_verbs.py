@@ -16,7 +16,7 @@ from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidIn
 from layerstore.model import GatheredFile, GatheredTensor, Kind, TensorSource
 from layerstore.zero3.places import Slices
 from layerstore.zero3.regather import gathered_pieces
-from tests.bench.generate import generate
+from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 16, "vocab": 16}
 BLOCK_0 = "model.layers.0.self_attn.q_proj.weight"
