@@ -2,13 +2,21 @@
 Large matrices: of a test that is marked ``sample(n)`` the usual run takes n cases at random, the full one all.
 
 What no other test looks at is named, by the cases' ids, and always taken besides: ``sample(n, always=("init",))``.
+Where tests of a file share what takes long, they share the sample: ``sample(n, by="scenario")`` takes n values of that
+parameter, the same ones for all of them. A test with two marks has the cases that both take.
 The seed is pytest-randomly's, printed above the first test: ``-p randomly --randomly-seed=N`` takes the same cases
 again. Who names a case, by its id, has it whatever the seed.
 """
 
 import random
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from itertools import chain
 
 import pytest
+
+Cases = dict[str, list[pytest.Item]]
+"""By the name that a mark knows a case by."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -17,16 +25,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = config.getoption("markexpr")
     is_full = "exhaustive" in wanted and "not exhaustive" not in wanted
     seed = config.getoption("randomly_seed", default=0)
-    tests: dict[str, dict[str, pytest.Item]] = {}
+    for sampled, (mark, cases) in _sampled(items).items():
+        left = set(cases) if is_full else _left_out(mark, cases, f"{sampled}/{seed}")
+        for item in chain.from_iterable(cases[name] for name in left):
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def _sampled(items: list[pytest.Item]) -> dict[str, tuple[pytest.Mark, Cases]]:
+    """Return what samples are taken of, by its name, and the mark that says how."""
+    found: dict[str, tuple[pytest.Mark, Cases]] = {}
     for item in items:
-        if item.get_closest_marker("sample") is not None:
-            tests.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = item
-    for name, cases in tests.items():
-        mark = next(iter(cases.values())).get_closest_marker("sample")
-        assert mark is not None
-        [size] = mark.args
-        always = {f"{name}[{case}]" for case in mark.kwargs.get("always", ())} & cases.keys()
-        others = sorted(cases.keys() - always)
-        taken = random.Random(f"{name}/{seed}").sample(others, min(size, len(others)))
-        for case in cases if is_full else set(others) - set(taken):
-            cases[case].add_marker(pytest.mark.exhaustive)
+        for mark, sampled, case in _marked(item):
+            _, cases = found.setdefault(sampled, (mark, defaultdict(list)))
+            cases[case].append(item)
+    return found
+
+
+def _marked(item: pytest.Item) -> Iterator[tuple[pytest.Mark, str, str]]:
+    for mark in item.iter_markers("sample"):
+        if parameter := mark.kwargs.get("by"):
+            assert isinstance(item, pytest.Function)
+            value = item.callspec.params[parameter]
+            yield mark, f"{item.path.name}/{parameter}", str(getattr(value, "name", value))
+        else:
+            test, _, case = item.nodeid.partition("[")
+            yield mark, test, case.removesuffix("]")
+
+
+def _left_out(mark: pytest.Mark, cases: Collection[str], seed: str) -> set[str]:
+    [size] = mark.args
+    others = sorted(set(cases) - set(mark.kwargs.get("always", ())))
+    return set(others) - set(random.Random(seed).sample(others, min(size, len(others))))

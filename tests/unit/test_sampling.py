@@ -15,6 +15,18 @@ import pytest
 def test_number(number):
     pass
 
+@pytest.mark.parametrize("letter", "abc")
+@pytest.mark.parametrize("digit", "1234567")
+@pytest.mark.sample(2, by="digit", always=("7",))
+@pytest.mark.sample(1, by="letter")
+def test_both(digit, letter):
+    pass
+
+@pytest.mark.parametrize("digit", "12345678")
+@pytest.mark.sample(2, by="digit", always=("7",))
+def test_digit(digit):
+    pass
+
 @pytest.mark.exhaustive
 def test_all(): pass
 
@@ -61,10 +73,22 @@ def test_a_sample_is_as_large_as_it_says_and_its_seed_decides(tmp_path: Path) ->
     first, again, other = collected(tmp_path, *runs)
 
     assert {"test_one", "test_number[7]", "test_number[11]"} <= first
-    assert len(first) == 6
+    assert len([name for name in first if "number" in name]) == 5
     assert "test_all" not in first
     assert first == again
-    assert len(first | other) > 6
+    assert first != other
+
+
+def test_tests_of_a_file_share_what_they_sample_a_parameter_of(tmp_path: Path) -> None:
+    """The same digits for both, where both have them; and with each the one letter."""
+    for found in collected(tmp_path, *([*USUAL, f"--randomly-seed={seed}"] for seed in range(4))):
+        digits = {name[-2] for name in found if "digit" in name}
+        both = {(name[-4], name[-2]) for name in found if "both" in name}
+
+        assert len(digits) == 3
+        assert "7" in digits
+        assert {digit for digit, _ in both} == digits - {"8"}
+        assert len({letter for _, letter in both}) == 1
 
 
 def test_the_full_run_has_all(tmp_path: Path) -> None:
@@ -77,5 +101,5 @@ def test_the_full_run_has_all(tmp_path: Path) -> None:
         ["-m", "not exhaustive", "test_matrix.py::test_number[5]"],
     )
 
-    assert (len(full), len(narrow), len(every)) == (21, 21, 22)
+    assert (len(full), len(narrow), len(every)) == (50, 50, 51)
     assert one == {"test_number[5]"}

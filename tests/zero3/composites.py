@@ -115,31 +115,6 @@ MIXED: dict[str, layerstore.Parity | layerstore.Filter] = {
 """By the names in ``POLICIES``; of two saves the second is no turn of the filter, so that the rest is of the first."""
 
 
-RESUMED_SAMPLE = (
-    "grouped_blocks_first",
-    "tied",
-    "frozen",
-    "many_sub_groups",
-    "odd_sizes",
-    "partitioned_late",
-    "fp16",
-    "rank_buffers",
-    "amsgrad",
-    "offloaded",
-    "lightning",
-)
-"""Scenarios that DeepSpeed resumes from their composites in the usual test run."""
-
-MIXED_SAMPLE = (
-    "grouped_blocks_first",
-    "tied",
-    "many_sub_groups",
-    "odd_sizes",
-    "frozen",
-)
-"""Scenarios whose mixtures DeepSpeed takes up in the usual test run: a way to group, ties, sub-groups, padding."""
-
-
 def write_composite(store: layerstore.Store, run: str, out: Path) -> None:
     """Write *run*'s checkpoint of the step to resume from into the new folder *out*."""
     out.parent.mkdir(parents=True, exist_ok=True)

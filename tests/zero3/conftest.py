@@ -5,21 +5,13 @@ Nothing under a launch's folder may be written to: other tests, and other test r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 import layerstore
-from tests.zero3.composites import (
-    MIXED_SAMPLE,
-    RESUMED_SAMPLE,
-    Composites,
-    compose_hugging_face,
-    compose_scenarios,
-    mix_scenarios,
-)
+from tests.zero3.asked import scenarios_asked
+from tests.zero3.composites import Composites, compose_hugging_face, compose_scenarios, mix_scenarios
 from tests.zero3.launch import Launch, cached_launch
 
 
@@ -69,27 +61,19 @@ def mixed(trained: Launch, mixed_store: layerstore.Store, tmp_path_factory: pyte
 
 
 @pytest.fixture(scope="session")
-def went_on(launch_cache: Path, mixed: Composites) -> Callable[[str], Launch]:
-    """Return what tells what DeepSpeed made of a scenario's mixed composites: of a sample at once, or of all."""
-
-    @cache
-    def launch(*, is_sample: bool) -> Launch:
-        names = [name for name in mixed.some_names() if name in MIXED_SAMPLE or not is_sample]
-        return cached_launch(launch_cache, "mixed", resume_from=mixed.root, names=names)
-
-    return lambda name: launch(is_sample=name in MIXED_SAMPLE)
+def went_on(request: pytest.FixtureRequest, launch_cache: Path, mixed: Composites) -> Launch:
+    """Return what DeepSpeed made of the mixed composites that tests ask about."""
+    asked = scenarios_asked(request, "went_on")
+    names = [name for name in mixed.some_names() if name in asked]
+    return cached_launch(launch_cache, "mixed", resume_from=mixed.root, names=names)
 
 
 @pytest.fixture(scope="session")
-def resumed(launch_cache: Path, composed: Composites) -> Callable[[str], Launch]:
-    """Return what tells which training went on from a scenario's composite: a sample's at once, or that of all."""
-
-    @cache
-    def launch(*, is_sample: bool) -> Launch:
-        names = [name for name in composed.some_names() if name in RESUMED_SAMPLE or not is_sample]
-        return cached_launch(launch_cache, "training", resume_from=composed.root, names=names)
-
-    return lambda name: launch(is_sample=name in RESUMED_SAMPLE)
+def resumed(request: pytest.FixtureRequest, launch_cache: Path, composed: Composites) -> Launch:
+    """Return the training that went on from the composites that tests ask about."""
+    asked = scenarios_asked(request, "resumed")
+    names = [name for name in composed.some_names() if name in asked]
+    return cached_launch(launch_cache, "training", resume_from=composed.root, names=names)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 import layerstore
 from layerstore.layers import layer_of
 from tests.zero3.compare import checkpoint_differences, full_tensors
-from tests.zero3.composites import MIXED, MIXED_SAMPLE, Composites
+from tests.zero3.composites import MIXED, Composites
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
 from tests.zero3.scenarios import (
     POLICIES,
@@ -38,18 +37,8 @@ each_mixture = pytest.mark.parametrize(
 )
 
 
-each_taken_up = pytest.mark.parametrize(
-    ("scenario", "policy"),
-    [
-        pytest.param(
-            scenario,
-            policy,
-            id=f"{scenario.name}-{policy}",
-            marks=() if scenario.name in MIXED_SAMPLE else pytest.mark.exhaustive,
-        )
-        for scenario, policy in product(SCENARIOS, POLICIES)
-    ],
-)
+sampled = pytest.mark.sample(4, by="scenario", always=("many_sub_groups",))
+"""What DeepSpeed takes up: one launch for all."""
 
 
 def sources(store: layerstore.Store, scenario: Scenario, policy: str) -> dict[str, int]:
@@ -94,24 +83,24 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.known_fault("llmtailor 6", "llmtailor 8")
-@each_taken_up
+@each_mixture
+@sampled
 def test_what_deepspeed_loads_is_what_was_composed(
-    scenario: Scenario, policy: str, mixed: Composites, went_on: Callable[[str], Launch]
+    scenario: Scenario, policy: str, mixed: Composites, went_on: Launch
 ) -> None:
     """Saved again right after loading, every tree and tensor is the composite's."""
     mixed.need(scenario.name)
-    composed, saved = (
-        scenario.tag_dir(root / policy, step=BASE_STEP) for root in (mixed.root, went_on(scenario.name).root)
-    )
+    composed, saved = (scenario.tag_dir(root / policy, step=BASE_STEP) for root in (mixed.root, went_on.root))
 
     assert not checkpoint_differences(composed, saved)
 
 
-@each_taken_up
-def test_training_goes_on(scenario: Scenario, policy: str, mixed: Composites, went_on: Callable[[str], Launch]) -> None:
+@each_mixture
+@sampled
+def test_training_goes_on(scenario: Scenario, policy: str, mixed: Composites, went_on: Launch) -> None:
     """All later steps are taken, with finite losses."""
     mixed.need(scenario.name)
-    trace = Launch(went_on(scenario.name).root / policy).trace(scenario.name)
+    trace = Launch(went_on.root / policy).trace(scenario.name)
 
     assert [entry["step"] for entry in trace] == list(range(BASE_STEP + 1, STEPS + 1))
     assert all(math.isfinite(float.fromhex(loss)) for entry in trace for loss in entry["losses"])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.zero3.compare import checkpoint_differences, file_tree
-from tests.zero3.composites import RESUMED_SAMPLE, Composites
+from tests.zero3.composites import Composites
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
 from tests.zero3.scenarios import (
     HUGGING_FACE_SCENARIOS,
@@ -21,35 +19,30 @@ from tests.zero3.scenarios import (
 # The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
-each_scenario = pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(
-            scenario, id=scenario.name, marks=() if scenario.name in RESUMED_SAMPLE else pytest.mark.exhaustive
-        )
-        for scenario in SCENARIOS
-    ],
-)
+each_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+sampled = pytest.mark.sample(6, by="scenario")
 each_library = pytest.mark.parametrize("scenario", HUGGING_FACE_SCENARIOS, ids=lambda scenario: scenario.name)
 
 
 @each_scenario
+@sampled
 def test_a_resumed_run_has_the_losses_and_norms_of_the_uninterrupted_one(
-    scenario: Scenario, trained: Launch, composed: Composites, resumed: Callable[[str], Launch]
+    scenario: Scenario, trained: Launch, composed: Composites, resumed: Launch
 ) -> None:
     """After a composite of step 2, every later loss, gradient norm and learning rate has the same bits."""
     composed.need(scenario.name)
 
-    assert trained.trace(scenario.name)[RESUME_STEP:] == resumed(scenario.name).trace(scenario.name)
+    assert trained.trace(scenario.name)[RESUME_STEP:] == resumed.trace(scenario.name)
 
 
 @each_scenario
+@sampled
 def test_a_resumed_run_saves_what_the_uninterrupted_one_saved(
-    scenario: Scenario, trained: Launch, composed: Composites, resumed: Callable[[str], Launch]
+    scenario: Scenario, trained: Launch, composed: Composites, resumed: Launch
 ) -> None:
     """Two steps after resuming, DeepSpeed saves the same trees and tensors as if nothing had happened."""
     composed.need(scenario.name)
-    launches = (trained, resumed(scenario.name))
+    launches = (trained, resumed)
     expected, actual = (scenario.tag_dir(launch.root, step=SAVE_STEPS[1]) for launch in launches)
 
     assert not checkpoint_differences(expected, actual)

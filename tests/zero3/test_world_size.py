@@ -20,6 +20,7 @@ from layerstore.ops.composition import compose_latest
 from layerstore.ops.progress import Silent
 from layerstore.ops.refs import resolve
 from tests.environment import REPOSITORY, environment
+from tests.zero3.asked import scenarios_asked
 from tests.zero3.compare import (
     checkpoint_differences,
     full_tensors,
@@ -44,11 +45,6 @@ from tests.zero3.scenarios import (
 # The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
-SAMPLE = ("odd_sizes", "frozen", "tied", "rank_buffers", "fp16")
-"""Scenarios of the usual test run: padding of whole ranks, fragments, aliases, buffers per rank, no bf16_ prefix."""
-
-SAMPLE_WORLD_SIZE = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized:
@@ -62,23 +58,16 @@ class Resized:
     """By scenario, what zero_to_fp32 makes of the source and of the composite."""
 
 
-def each(world_sizes: Iterable[int]) -> pytest.MarkDecorator:
-    """Ask for every scenario at every world size; all but the sample belong to the full matrix."""
-    return pytest.mark.parametrize(
-        ("resized", "scenario"),
-        [
-            pytest.param(
-                (world_size, is_sample),
-                scenario,
-                id=f"{scenario.name}-{world_size}",
-                marks=() if is_sample else pytest.mark.exhaustive,
-            )
-            for world_size in world_sizes
-            for scenario in SCENARIOS
-            for is_sample in [world_size == SAMPLE_WORLD_SIZE and scenario.name in SAMPLE]
-        ],
-        indirect=["resized"],
-    )
+def each(test: Callable[..., None]) -> Callable[..., None]:
+    """Ask for every scenario at every world size; a usual run, for some at one, which is one launch."""
+    for mark in (
+        pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name),
+        pytest.mark.sample(4, by="scenario", always=("rank_buffers",)),
+        pytest.mark.parametrize("world_size", [1, 3, 4]),
+        pytest.mark.sample(1, by="world_size"),
+    ):
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(scope="session")
@@ -93,14 +82,18 @@ def stored(trained: Launch, tmp_path_factory: pytest.TempPathFactory) -> layerst
 
 @pytest.fixture(scope="session")
 def resizings(
-    trained: Launch, stored: layerstore.Store, launch_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int, bool], Resized]:
-    """Return what composes the sample or all scenarios for a world size, and lets as many ranks take them up: once."""
+    request: pytest.FixtureRequest,
+    trained: Launch,
+    stored: layerstore.Store,
+    launch_cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int], Resized]:
+    """Return what composes for a world size all that tests ask about, and lets as many ranks take it up: once."""
 
     @cache
-    def resize(world_size: int, is_sample: bool) -> Resized:
+    def resize(world_size: int) -> Resized:
         composed, notes = tmp_path_factory.mktemp(f"resized-{world_size}"), {}
-        names = SAMPLE if is_sample else tuple(SCENARIO_OF)
+        names = sorted(scenarios_asked(request, "resized", world_size=world_size))
         for name in names:
             out = SCENARIO_OF[name].save_dir(composed, step=RESUME_STEP)
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -118,9 +111,9 @@ def resizings(
 
 
 @pytest.fixture
-def resized(request: pytest.FixtureRequest, resizings: Callable[[int, bool], Resized]) -> Resized:
+def resized(world_size: int, resizings: Callable[[int], Resized]) -> Resized:
     """Return the composites for the world size that the test is about."""
-    return resizings(*request.param)
+    return resizings(world_size)
 
 
 def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str, list[dict[str, str]]]:
@@ -139,7 +132,7 @@ def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str,
 
 
 @pytest.mark.known_fault("llmtailor 11")
-@each([1, 3, 4])
+@each
 def test_deepspeed_saves_what_the_composite_holds(resized: Resized, scenario: Scenario) -> None:
     """
     Loaded and saved again by an engine of this size, every tree and tensor is the composite's, padding aside.
@@ -151,7 +144,7 @@ def test_deepspeed_saves_what_the_composite_holds(resized: Resized, scenario: Sc
     assert not checkpoint_differences(*folders)
 
 
-@each([1, 3, 4])
+@each
 def test_every_parameter_keeps_its_master_and_moments(resized: Resized, scenario: Scenario, trained: Launch) -> None:
     """What the engine holds, put together from all its ranks, is bit for bit what the two ranks had saved."""
     source, taken_up = (
@@ -162,7 +155,7 @@ def test_every_parameter_keeps_its_master_and_moments(resized: Resized, scenario
     assert not tree_differences(source, taken_up)
 
 
-@each([1, 3, 4])
+@each
 def test_training_goes_on(resized: Resized, scenario: Scenario) -> None:
     """The next step has a loss on every rank and a norm, none of them broken."""
     (entry,) = resized.taken_up.trace(scenario.name)
@@ -172,7 +165,7 @@ def test_training_goes_on(resized: Resized, scenario: Scenario) -> None:
     assert all(math.isfinite(float.fromhex(loss)) for loss in entry["losses"])
 
 
-@each([1, 3, 4])
+@each
 def test_padding_is_zero(resized: Resized, scenario: Scenario) -> None:
     """DeepSpeed leaves there whatever was in its memory; a composite does not."""
     for rank in range(resized.world_size):
@@ -190,7 +183,7 @@ def test_padding_is_zero(resized: Resized, scenario: Scenario) -> None:
                 end += length
 
 
-@each([1, 3, 4])
+@each
 def test_deepspeeds_own_converter_gives_the_same_weights(resized: Resized, scenario: Scenario) -> None:
     """zero_to_fp32 gives the same names, shapes and bits as from the source, or fails at both."""
     source, composite = resized.consolidated[scenario.name]
@@ -200,12 +193,15 @@ def test_deepspeeds_own_converter_gives_the_same_weights(resized: Resized, scena
         assert source == composite
 
 
-@each([SAMPLE_WORLD_SIZE])
+@each
 def test_notes_name_the_global_batch_and_buffers_that_differ(resized: Resized, scenario: Scenario) -> None:
     """Each scenario has what it is noted for, and nothing else."""
     notes = resized.notes[scenario.name]
 
-    batch = f"was a global batch of {2 * WORLD_SIZE}; with 3 ranks it is 6 unless you change them"
+    ranks = "1 rank" if resized.world_size == 1 else f"{resized.world_size} ranks"
+    batch = (
+        f"was a global batch of {2 * WORLD_SIZE}; with {ranks} it is {2 * resized.world_size} unless you change them"
+    )
     assert batch in notes[-1]
     has_own = scenario.name == "rank_buffers"
     assert notes[-2].startswith("the learning rate schedule and global_samples go on where they were")
