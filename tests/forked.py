@@ -28,7 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.environment import REPOSITORY, environment, free_port
+from layerstore.live.ranks import cpu_environment, free_port
+from tests.environment import REPOSITORY
 
 MARK = "@rank "
 POLL_SECONDS = 0.02
@@ -111,7 +112,7 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forked"],
             cwd=REPOSITORY,
-            env=environment(),
+            env=cpu_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

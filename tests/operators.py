@@ -13,7 +13,8 @@ import os
 
 from filelock import FileLock, Timeout
 
-from tests.environment import REPOSITORY, environment
+from layerstore.live.ranks import cpu_environment
+from tests.environment import REPOSITORY
 
 FOLDER = REPOSITORY / ".pytest_cache" / "operators"
 
@@ -34,7 +35,7 @@ def claim() -> FileLock | None:
 
 def main() -> None:
     """Compile all that the tests train with."""
-    os.environ |= environment()
+    os.environ |= cpu_environment()
     claimed = claim()
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder
 

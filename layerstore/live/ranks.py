@@ -63,7 +63,7 @@ class Ranks:
     def __init__(self, module: str, arguments: Sequence[str], *, count: int, folder: Path, log: Path) -> None:
         self.log = log
         self._command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-        self._command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "-m", module, *arguments]
+        self._command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
         self._folder = folder
         self._count = count
         self._pids: list[int] = []
@@ -75,7 +75,7 @@ class Ranks:
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self._folder,
-                env=_environment(),
+                env=cpu_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -190,7 +190,7 @@ def _tail(log: Path) -> list[str]:
     return lines[-TAIL_LINES:]
 
 
-def _environment() -> dict[str, str]:
+def cpu_environment() -> dict[str, str]:
     """Return the environment of ranks that use the CPU alone."""
     return {
         **os.environ,
@@ -201,12 +201,16 @@ def _environment() -> dict[str, str]:
         # gloo resolves the host's name otherwise, which a machine without a network cannot.
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
-        # DeepSpeed looks for ninja on the path, where it is not if the environment was not activated.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "PATH": search_path(),
     }
 
 
-def _free_port() -> int:
+def search_path() -> str:
+    """Return a path on which DeepSpeed finds ninja, also where the environment was not activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def free_port() -> int:
     """Return a port that is free now; that another program takes it within the second is not excluded."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
@@ -59,6 +59,8 @@ from tests.unit.recipes import FILE, llama
 _SOURCE = (SourceCheckpoint, Unsupported)
 _STORED = (IntegrityError, Unsupported)
 CANARY = "canary"
+
+Blob = TypeVar("Blob")
 
 
 def _either(*inputs: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
@@ -394,26 +396,22 @@ def _collection() -> Parser:
 
 
 def _version() -> Parser:
-    sound = encode_version(samples.version())
-
-    def parse(data: bytes, folder: Path) -> object:
-        found = decode_version(data, ref=ref_of(data))
-        assert encode_version(found) == data, "another spelling was accepted"
-        return found
-
-    values = _encodable([unpack(sound[8:], what="")]).map(lambda data: VERSION_MAGIC + data)
-    return Parser(inputs=_either(changed([sound]), values), parse=parse, right=_STORED)
+    return _blob(samples.version(), encode_version, decode_version, magic=VERSION_MAGIC)
 
 
 def _state() -> Parser:
-    sound = encode_state(samples.state())
+    return _blob(samples.state(), encode_state, decode_state, magic=STATE_MAGIC)
+
+
+def _blob(sample: Blob, encode: Callable[[Blob], bytes], decode: Callable[..., Blob], *, magic: bytes) -> Parser:
+    sound = encode(sample)
 
     def parse(data: bytes, folder: Path) -> object:
-        found = decode_state(data, ref=ref_of(data))
-        assert encode_state(found) == data, "another spelling was accepted"
+        found = decode(data, ref=ref_of(data))
+        assert encode(found) == data, "another spelling was accepted"
         return found
 
-    values = _encodable([unpack(sound[8:], what="")]).map(lambda data: STATE_MAGIC + data)
+    values = _encodable([unpack(sound[len(magic) :], what="")]).map(lambda data: magic + data)
     return Parser(inputs=_either(changed([sound]), values), parse=parse, right=_STORED)
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 import layerstore
-from tests.environment import environment, free_port
+from layerstore.live.ranks import cpu_environment, free_port
 from tests.live.cases import EXAMPLES, EXAMPLES_FOLDER
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, stop, train
 
@@ -107,7 +107,7 @@ def job(out: Path, *, steps: int, log: BinaryIO) -> Iterator[subprocess.Popen[by
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(free_port()), str(EXAMPLES_FOLDER / "with_slurm.py")]
     command += ["--store", str(out / "store"), "--steps", str(steps)]
-    process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, env=cpu_environment(), stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:

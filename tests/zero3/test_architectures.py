@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from layerstore.live.ranks import cpu_environment
 from layerstore.ops.architectures import known_architectures, model_of
-from tests.environment import REPOSITORY, environment
+from tests.environment import REPOSITORY
 from tests.zero3.launch import LAUNCH_SECONDS_MAX
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -23,7 +24,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Shapes]:
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
-        env=environment(),
+        env=cpu_environment(),
         timeout=LAUNCH_SECONDS_MAX,
         check=False,
     )

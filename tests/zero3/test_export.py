@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 import layerstore
 from layerstore import Store
+from layerstore.live.ranks import cpu_environment
 from layerstore.model import Kind
-from tests.environment import REPOSITORY, environment
+from tests.environment import REPOSITORY
 from tests.unit.test_export import mixed, objects_of, weights_in
 from tests.zero3.compare import file_tree, rank_trees
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
@@ -211,9 +212,8 @@ def loaded(
         other, _ = mixed(store, f"{name}@4", f"{name}@2")
         folders[f"{name} mixed"] = other.export(root / f"{name}-mixed").out
     command = [sys.executable, "-m", "tests.zero3.pretrained", *map(str, folders.values())]
-    variables = environment() | {"HF_HUB_OFFLINE": "1"}
-    output = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, capture_output=True, text=True).stdout
-    described = json.loads(output.splitlines()[-1])
+    done = subprocess.run(command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True)
+    described = json.loads(done.stdout.splitlines()[-1])
     return {name: described[str(folder)] for name, folder in folders.items()}
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from tests.environment import REPOSITORY, environment
+from layerstore.live.ranks import cpu_environment
+from tests.environment import REPOSITORY
 from tests.zero3.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
 from tests.zero3.composites import Composites, write_composite
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
@@ -55,7 +56,7 @@ def consolidated(trained: Launch, composed: Composites) -> dict[str, tuple[objec
     }
     command = [sys.executable, "-m", "tests.zero3.consolidate", *chain.from_iterable(arguments.values())]
     output = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), check=True, capture_output=True, text=True
+        command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True
     ).stdout
     digests = json.loads(output.splitlines()[-1])
     return {name: (digests[source], digests[composite]) for name, (source, composite) in arguments.items()}

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 import layerstore
+from layerstore.live.ranks import cpu_environment
 from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import compose_latest
 from layerstore.ops.progress import Silent
 from layerstore.ops.refs import resolve
-from tests.environment import REPOSITORY, environment
+from tests.environment import REPOSITORY
 from tests.zero3.asked import scenarios_asked
 from tests.zero3.compare import (
     checkpoint_differences,
@@ -126,7 +127,7 @@ def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str,
         for name in names
     }
     command = [sys.executable, "-m", "tests.zero3.consolidate", *chain.from_iterable(arguments.values())]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True)
     digests = json.loads(done.stdout.splitlines()[-1])
     return {name: [digests[argument] for argument in pair] for name, pair in arguments.items()}
 
