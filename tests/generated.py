@@ -33,7 +33,7 @@ def _shared(make: Callable[Concatenate[Path, Options], Path]) -> Callable[Concat
         if not made.exists():
             aside = make(made.with_name(secrets.token_hex(8)), *arguments, **options)
             _put(aside, made)
-        shutil.copytree(made, folder, copy_function=shutil.copyfile)  # as new as if it had been written just now
+        shutil.copytree(made, folder, copy_function=shutil.copy)  # as new as if it had been written just now
         return folder
 
     return copied

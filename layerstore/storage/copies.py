@@ -6,6 +6,7 @@ and in the index itself they would be a hundred times what it needs to find reco
 Each is sealed by its own envelope, so whatever became of the file, a copy that is found is right.
 """
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from layerstore.errors import LayerstoreError
 from layerstore.format.envelope import HEAD_BYTES_MAX, MAGIC, stated_name, unseal
 from layerstore.limits import IO_CHUNK_BYTES, RECORD_BYTES_MAX
+from layerstore.storage.kernel import mapped_errors
 
 
 class Copies:
@@ -46,21 +48,27 @@ class Copies:
         return found
 
     def sound(self, wanted: str | None = None) -> Iterator[tuple[str, bytes]]:
-        """Yield every sound copy with its record's name in the store, oldest first; only those of *wanted* if given."""
-        try:
+        """
+        Yield every sound copy with its record's name in the store, oldest first; only those of *wanted* if given.
+
+        Raises:
+            StorageIO: The file is there and cannot be read: whether it has a copy is not known.
+        """
+        with mapped_errors(self._path, doing="read"), contextlib.suppress(FileNotFoundError):
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return
-        try:
-            for at in _places(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else ():
-                stated = stated_name(os.pread(fd, HEAD_BYTES_MAX, at))
-                if stated is None or wanted not in {None, stated[0]} or stated[1] > RECORD_BYTES_MAX:
-                    continue
-                data = self._sound(os.pread(fd, stated[1], at), stated[0])
-                if data is not None:
-                    yield stated[0], data
-        finally:
-            os.close(fd)
+            try:
+                yield from self._sound_in(fd, wanted)
+            finally:
+                os.close(fd)
+
+    def _sound_in(self, fd: int, wanted: str | None) -> Iterator[tuple[str, bytes]]:
+        for at in _places(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else ():
+            stated = stated_name(os.pread(fd, HEAD_BYTES_MAX, at))
+            if stated is None or wanted not in {None, stated[0]} or stated[1] > RECORD_BYTES_MAX:
+                continue
+            data = self._sound(os.pread(fd, stated[1], at), stated[0])
+            if data is not None:
+                yield stated[0], data
 
     def _sound(self, data: bytes, name: str) -> bytes | None:
         try:

@@ -535,6 +535,25 @@ def test_every_record_has_a_verbatim_copy(rooms: Rooms) -> None:
         assert manifest.copy(names[0]) is None
 
 
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_copies_that_cannot_be_read_are_an_error_of_ours(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """None at all would be a wrong answer: what is lost might have one."""
+    name = rooms.catalog.view("sft").visible[0].name
+    expected = rooms.records.read_bytes(name)
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"layerstore.storage.copies.os.{call}", refuse)
+        with pytest.raises(StorageIO, match=r"cannot read .*/copies: Cannot allocate memory"):
+            rooms.catalog.copy(name)
+
+    assert rooms.catalog.copy(name) == expected
+
+
 def test_a_record_is_copied_once(rooms: Rooms) -> None:
     """Whoever catches up on what another process has told the index adds nothing to it."""
     commit = rooms.records.read(rooms.catalog.view("sft").visible[0].name)
