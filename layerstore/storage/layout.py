@@ -105,7 +105,7 @@ class Layout:
         """Return the path of an object; raises InvalidInput for what is no id."""
         if not OBJECT_ID.fullmatch(object_id):
             raise InvalidInput(f"{object_id!r} is not an object id", hint="ids are 32 lower-case hex digits")
-        return self.objects / object_id[:2] / object_id
+        return self.objects.joinpath(object_id[:2], object_id)
 
     def object_name(self, object_id: str) -> str:
         """Return how an object is called inside the store, for messages: also what is no id, and lies nowhere."""

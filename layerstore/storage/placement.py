@@ -82,10 +82,11 @@ def mount_of(path: Path) -> Mount | None:
     except OSError:
         return None  # not Linux, or no /proc: LMDB's own checks remain
     real = Path(os.path.realpath(path))
-    best = None
+    above = {str(place): len(place.parts) for place in (real, *real.parents)}
+    best, depth = None, 0
     for line in mounts:
         fields, _, tail = line.partition(" - ")
-        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4]))
-        if point in (real, *real.parents) and (best is None or len(point.parts) >= len(best.point.parts)):
-            best = Mount(point, tail.split()[0], tuple(fields.split()[5].split(",")))
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
+        if above.get(point, 0) >= max(depth, 1):
+            best, depth = Mount(Path(point), tail.split()[0], tuple(fields.split()[5].split(","))), above[point]
     return best
