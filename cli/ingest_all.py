@@ -1,5 +1,6 @@
 """``layerstore ingest --all``: many checkpoints, of which some may not be whole."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,10 +65,17 @@ def take_all(folders: Iterable[Path], take: Take, taken: Taken, *, as_json: bool
 
 
 def take_or_note(checkpoint: "FoundTag", take: Take, taken: Taken) -> None:
-    """Ingest *checkpoint*, or note in *taken* and say what is wrong with it; raise what concerns all."""
-    from layerstore.errors import LayerstoreError
+    """
+    Ingest *checkpoint*, or note in *taken* and say what is wrong with it; raise what concerns all.
+
+    Once more where a collection or a repair was faster: what it has taken is written anew.
+    """
+    from layerstore.errors import LayerstoreError, Overtaken
 
     try:
+        with contextlib.suppress(Overtaken):
+            take_one(checkpoint.folder, checkpoint.tag, take)
+            return
         take_one(checkpoint.folder, checkpoint.tag, take)
     except LayerstoreError as exc:
         if _concerns_all(exc, checkpoint.folder):

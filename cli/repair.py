@@ -177,7 +177,11 @@ def _hint(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> str:
         first = repaired.reingest[0]
         after = "after a repair " if dry_run else ""
         ways.append(f"{after}{_ingest(first)} heals what {first.reference} saved")
-    ways += [f"layerstore pin {name} REF names a lost pin again" for name in lost if _is_pin(name)][:1]
+    ways += [
+        f"pins/{name} of a copy of the store, put back, heals a lost pin; layerstore pin {name} REF names one again"
+        for name in lost
+        if _is_pin(name)
+    ][:1]
     return "; ".join(ways)
 
 
@@ -235,7 +239,7 @@ def _tell_lost(repaired: "Repaired") -> None:
         say(f"lost of {shown(cost.holder)}: {shown(lost)}")
     _more(len(repaired.lost))
     for name in repaired.lost_records:
-        what = "nobody knows what this pin meant" if _is_pin(name) else "no copy of its record is left"
+        what = "what this pin meant cannot be read" if _is_pin(name) else "no copy of its record is left"
         say(f"lost {shown(name)}: {what}")
     for name, layers in repaired.cannot_fall_back.items():
         say(f"{shown(name)} cannot fall back: no older version of {shown(_some(layers, limit=4))} is whole and fits")

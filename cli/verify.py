@@ -81,8 +81,13 @@ def verify(
     if verdict.quarantined:
         raise IntegrityError(
             f"lost and in quarantine: {_some(verdict.quarantined, limit=5)}; gc removes nothing, nothing was changed",
-            hint=f"layerstore repair --from COPY may heal it; {given_up_by(verdict.quarantined[0])} gives it up",
+            hint=f"{healed_by(verdict.quarantined[0])} may heal it; {given_up_by(verdict.quarantined[0])} gives it up",
         )
+
+
+def healed_by(name: str) -> str:
+    """Return what may bring back *name*, a commit or a pin in quarantine."""
+    return "layerstore repair --from COPY" if "@" in name else f"pins/{name} of a copy of the store, put back,"
 
 
 def given_up_by(name: str) -> str:

@@ -120,6 +120,10 @@ class Conflict(LayerstoreError):
     kind = "conflict"
 
 
+class Overtaken(Conflict):
+    """What was relied on was taken away meanwhile: the same again finds it as it is now, and succeeds."""
+
+
 class Unsupported(LayerstoreError):
     """A newer format, or a setting or dtype that is not supported."""
 

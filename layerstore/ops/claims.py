@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from layerstore.errors import Conflict, IntegrityError
+from layerstore.errors import IntegrityError, Overtaken
 from layerstore.format.records import make_commit
 from layerstore.model import BlobRef, Commit, CommitId, LayerEntry
 from layerstore.ops.hiding import WITHDRAWN, hiding_commit
@@ -17,17 +17,17 @@ def claim(rooms: Rooms, writer: ObjectWriter, entries: Iterable[LayerEntry], sta
     Claim the versions of *entries*, and *states*, for a record that is about to name them.
 
     Raises:
-        Conflict: A collection has taken one of them.
+        Overtaken: A collection has taken one of them.
     """
     for entry in entries:
         if not (writer.claim(entry.version) or _reuse_version(rooms, writer, entry)):
-            raise Conflict(
+            raise Overtaken(
                 f"the version of {entry.layer!r} that was to be inherited was collected meanwhile; nothing was saved",
                 hint="repeat the command",
             )
     for state in states:
         if not (writer.claim(state) or _reuse_state(rooms, writer, state)):
-            raise Conflict("what this names was collected meanwhile; nothing was saved", hint="repeat the command")
+            raise Overtaken("what this names was collected meanwhile; nothing was saved", hint="repeat the command")
 
 
 def publish(rooms: Rooms, writer: ObjectWriter, commit: Commit) -> bool:
@@ -35,7 +35,7 @@ def publish(rooms: Rooms, writer: ObjectWriter, commit: Commit) -> bool:
     Make *commit* visible, all of whose objects *writer* has published or claimed; return whether it was new.
 
     Raises:
-        Conflict: A collection took some of them all the same: the writer has slept for longer than the grace. What it
+        Overtaken: A collection took some of them all the same: the writer has slept for longer than the grace. What it
             was to replace shows as before.
     """
     is_new = rooms.records.publish(commit)
@@ -44,7 +44,7 @@ def publish(rooms: Rooms, writer: ObjectWriter, commit: Commit) -> bool:
         # One that was there and that a collection has removed came back without its objects when it was confirmed.
         if is_new or rooms.garbage.has_removed(rooms.records.name_of(commit)):
             take_back(rooms, commit)
-        raise Conflict(
+        raise Overtaken(
             f"{len(lost)} objects were removed while they were committed (first: {lost[0].id})",
             hint="repeat the command: it writes them again",
         )

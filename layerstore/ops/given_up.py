@@ -107,7 +107,7 @@ def records_meant(rooms: Rooms, ref: str) -> list[LostRecord]:
         there = sorted({f"{each.name.run}@{each.name.step}" for each in lost})
         raise NotFound(
             f"no record of {ref} is in quarantine; nothing was changed",
-            hint=f"in quarantine: {', '.join(there[:10])}" if there else "nothing is in quarantine",
+            hint=f"in quarantine: {', '.join(there[:10])}" if there else "layerstore repair --list says what is there",
         )
     return found
 

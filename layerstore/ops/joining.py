@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from layerstore.errors import Conflict, IntegrityError, LayerstoreError, LayoutMismatch
+from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
 from layerstore.format.records import make_commit
 from layerstore.model import (
     BlobRef,
@@ -103,19 +103,26 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
         record = _record(joint, parts, dict(_versions(staging, joint, parts)), inherited)
         try:
             claim(rooms, writer, [entry for entry in record.layers if entry.layer not in joint.work.due])
-        except Conflict as exc:
-            raise BaseLost(f"step {joint.step} is given up: {exc}", hint=_STORED_AGAIN) from exc
-        writer.publish()
-        commit = make_commit(
-            record,
-            Observed(
-                time_ns=time.time_ns(),
-                bytes_new=writer.bytes_new + sum(part.bytes_new for part in parts),
-                bytes_reused=writer.bytes_reused + sum(part.bytes_reused for part in parts),
-            ),
-        )
-        _check_there(rooms, joint, parts)
-        publish(rooms, writer, commit)
+        except Overtaken as exc:
+            raise BaseLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+        try:
+            return _published(rooms, writer, record, joint, parts)
+        except Overtaken as exc:
+            raise GivenUp(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+
+
+def _published(rooms: Rooms, writer: ObjectWriter, record: CommitRecord, joint: Joint, parts: Sequence[Part]) -> Commit:
+    writer.publish()
+    commit = make_commit(
+        record,
+        Observed(
+            time_ns=time.time_ns(),
+            bytes_new=writer.bytes_new + sum(part.bytes_new for part in parts),
+            bytes_reused=writer.bytes_reused + sum(part.bytes_reused for part in parts),
+        ),
+    )
+    _check_there(rooms, joint, parts)
+    publish(rooms, writer, commit)
     return commit
 
 

@@ -102,10 +102,17 @@ class Marks:
             is_settled = record.name in self._seen or record.name in without
             if not is_settled and not is_hidden(self._rooms, record.name):
                 called = f"{record.name.run}@{record.name.step}"
-                raise _held_back(called, f"layerstore drop {called} --quarantined")
+                raise _held_back(
+                    called,
+                    f"layerstore drop {called} --quarantined gives it up; layerstore repair --from COPY may heal it",
+                )
         for pin in self._rooms.quarantine.pins():
             if pin.name not in self._seen_pins:
-                raise _held_back(f"pin {pin.name!r}", f"layerstore pin --delete {pin.name}")
+                raise _held_back(
+                    f"pin {pin.name!r}",
+                    f"layerstore pin --delete {pin.name} gives it up; pins/{pin.name} of a copy of the store heals it, "
+                    "put back to its place",
+                )
 
     def _mark_parts(self) -> None:
         self.dead_sessions.clear()  # one may have come to life again
@@ -233,8 +240,8 @@ def concluding(outcome: str) -> Iterator[None]:
         raise
 
 
-def _held_back(called: str, command: str) -> IntegrityError:
+def _held_back(called: str, hint: str) -> IntegrityError:
     return IntegrityError(
         f"what {called} needs is not known: a repair has put it into quarantine",
-        hint=f"{command} gives it up; layerstore repair --from COPY may heal it",
+        hint=hint,
     )

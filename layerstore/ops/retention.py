@@ -211,11 +211,11 @@ def _logged_at(data: bytes, step: int) -> dict[str, float]:
         return {
             name: value
             for entry in entries
-            if entry.get("step") == step
+            if isinstance(entry, dict) and entry.get("step") == step
             for name, value in entry.items()
             if isinstance(value, float)
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}  # not the Trainer's own: then it names no metric
 
 

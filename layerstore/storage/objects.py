@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, StorageIO
+from layerstore.errors import DAMAGED_HINT, IntegrityError, Overtaken, StorageIO
 from layerstore.format.hashing import Bytes, ObjectHasher
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId
@@ -279,14 +279,14 @@ class ObjectWriter:
         that nothing names.
 
         Raises:
-            Conflict: A reused object is gone: a collection has taken it, or a repair, as it is damaged.
+            Overtaken: A reused object is gone: a collection has taken it, or a repair, as it is damaged.
         """
         # Once more, and right before they are named: what was found hours ago may be old again.
         lost = [ref for ref in self._reused.values() if not self._present(ref)]
         if lost:
-            raise Conflict(
-                f"{len(lost)} objects that were there were removed meanwhile (first: {lost[0].id}); nothing was saved",
-                hint="repeat the command: it writes them again",
+            raise Overtaken(
+                f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
+                hint="repeat the command",
             )
         # Reused objects and folders that were there too: their writer may have died before its own fsync.
         folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})

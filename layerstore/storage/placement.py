@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import InvalidInput
+from layerstore.format.hashing import digest
 from layerstore.storage.layout import Layout
 
 MANIFEST_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
+_PLACE_DIGITS = 8
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK_FILESYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "smb3"}
@@ -23,7 +25,8 @@ def manifest_directory(layout: Layout, *, store_id: str) -> Path:
     Return the folder for the index of the store *store_id*.
 
     Inside the store on a local disk; in the folder that LAYERSTORE_MANIFEST_DIR names, or in the user's cache,
-    when the store is on a network filesystem. There it is called by the store's id: two stores never share one.
+    when the store is on a network filesystem. There it is called by the store's id and by where the store lies:
+    two stores never share one, and a copy has its original's id.
 
     Raises:
         InvalidInput: LAYERSTORE_MANIFEST_DIR itself is on a network filesystem.
@@ -36,10 +39,15 @@ def manifest_directory(layout: Layout, *, store_id: str) -> Path:
                 f"{MANIFEST_DIR_VARIABLE} is {chosen}, which is on {kind}: an LMDB index must be on a local disk",
                 hint="name a folder on a disk of this node, such as one below /tmp",
             )
-        return Path(chosen).absolute() / store_id
+        return Path(chosen).absolute() / _name(layout, store_id)
     if network_filesystem(layout.root) is not None:
-        return _local_folder() / store_id
+        return _local_folder() / _name(layout, store_id)
     return layout.manifest
+
+
+def _name(layout: Layout, store_id: str) -> str:
+    place = digest(os.fsencode(os.path.realpath(layout.root)))
+    return f"{store_id}-{place.hex()[:_PLACE_DIGITS]}"
 
 
 def _local_folder() -> Path:

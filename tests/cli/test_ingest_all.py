@@ -120,6 +120,33 @@ def test_trouble_with_the_store_ends_it_at_once(run: Run, job: Path, monkeypatch
     assert (outcome.fields["commits"], outcome.fields["problems"]) == ([], [])
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_who_is_overtaken_by_a_collection_tries_once_more(
+    run: Run, job: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """What it took is written anew; whoever is overtaken again is named, and keeps no other from being saved."""
+    from layerstore import Store
+    from layerstore.errors import Overtaken
+
+    ingest = Store.ingest
+    tried: list[Path] = []
+
+    def overtaken(store: Store, checkpoint: Path, **options: object) -> object:
+        tried.append(checkpoint)
+        if checkpoint.name == "checkpoint-10" and tried.count(checkpoint) <= times:
+            raise Overtaken("an object was removed meanwhile; nothing was saved", hint="repeat the command")
+        return ingest(store, checkpoint, **options)  # type: ignore[arg-type]  # passed on as they are
+
+    monkeypatch.setattr(Store, "ingest", overtaken)
+    run("init")
+
+    outcome = run("ingest", "--all", job)
+
+    assert outcome.code == (0 if times == 1 else 15)
+    assert tried.count(job / "checkpoint-10") == 2
+    assert steps(run) == ([9, 10, 100] if times == 1 else [9, 100])
+
+
 def test_a_checkpoint_that_vanishes_meanwhile_is_said_to_have(
     run: Run, job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,10 +144,10 @@ def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
 
     assert repaired.code == 20
     assert "lost sft@4: no copy of its record is left" in repaired.out
-    assert "lost best: nobody knows what this pin meant" in repaired.out
+    assert "lost best: what this pin meant cannot be read" in repaired.out
     assert "warning: sft@4 holds gc back until it is healed or given up" in repaired.err
     assert "to give up sft@4: layerstore --store" in repaired.out
-    assert repaired.err.splitlines()[-1].endswith(" pin best REF names a lost pin again")
+    assert repaired.err.splitlines()[-1].endswith(" pin best REF names one again")
     assert "run sft heals" in repaired.err.splitlines()[-1]
     assert again.code == 20
     assert "nothing more can be done here" in again.out
@@ -164,6 +164,20 @@ def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
     assert run("pin", "--delete", "best", "--store", store).code == 0
     assert run("gc", "--store", store).code == 0
     assert run("drop", "sft@4", "--quarantined", "--store", store).code == 13
+
+
+def test_a_lost_pin_is_healed_by_its_file(run: Run, store: Path) -> None:
+    """As every hint says: a copy of the store has it under the same name."""
+    pin = store / "pins" / "best"
+    sound = pin.read_bytes()
+    pin.write_bytes(b"rot")
+    hints = [run(*words, "--store", store).err for words in (("repair",), ("gc",), ("verify",))]
+
+    for hint in hints:
+        assert "pins/best of a copy of the store" in " ".join(hint.split())
+    pin.write_bytes(sound)
+    assert run("verify", "--store", store).code == 0
+    assert run("gc", "--store", store).code == 0
 
 
 def test_the_plan_fails_as_the_deed_would(run: Run, store: Path) -> None:

@@ -639,10 +639,13 @@ def test_the_index_is_kept_off_network_filesystems(monkeypatch: pytest.MonkeyPat
 
     assert manifest_directory(Layout(Path("/home/u/store")), store_id=store_id) == Path("/home/u/store/manifest")
     cached = manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
-    assert cached == Path("/home/u/.cache/layerstore/manifests") / store_id
+    assert cached.parent == Path("/home/u/.cache/layerstore/manifests")
+    assert cached.name.startswith(f"{store_id}-")
 
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/fast")
-    assert manifest_directory(Layout(Path("/scratch/store")), store_id=store_id) == Path("/fast") / store_id
+    chosen = manifest_directory(Layout(Path("/scratch/store")), store_id=store_id)
+    assert chosen == Path("/fast") / cached.name
+    assert chosen != manifest_directory(Layout(Path("/scratch/copy")), store_id=store_id)
 
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/data/index")
     with pytest.raises(InvalidInput, match="is on nfs4: an LMDB index must be on a local disk"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -783,6 +784,28 @@ def test_another_nodes_index_learns_what_was_collected(
     with layerstore.open(store.path) as node:
         assert [(entry.step, entry.damage) for entry in node.log()] == [(20, None)]
         assert node.verify().ok
+
+
+@pytest.mark.fault(93)
+def test_a_store_and_its_copy_share_no_index(
+    store: Store, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what was collected or dropped in the one, nor what the other still has, is news to the other."""
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "node"))
+    with layerstore.open(store.path) as original:
+        for step in (10, 20, 30):
+            original.ingest(saved(step), run="r")
+        shutil.copytree(store.path, tmp_path / "copy")
+        collect(original, Keep(last=2))
+        original.drop("r@30")
+
+    with layerstore.open(tmp_path / "copy") as copy, layerstore.open(store.path) as original:
+        assert (steps(copy), steps(original)) == ([30, 20, 10], [20])
+        assert copy.verify().ok
+        assert original.verify().ok
+        assert copy.repair().healed == ()
+        assert [fate.reference for fate in collect(original, Keep(last=1)).removed] == ["r@30"]  # as dropped
+        assert steps(copy) == [30, 20, 10]
 
 
 @pytest.mark.fault(93)

@@ -290,6 +290,21 @@ def measured(source: Path, metric: str, value: float) -> Path:
     return source
 
 
+@pytest.mark.parametrize("odd", [3, None, "step", [], {"step": "20"}])
+def test_odd_entries_of_the_history_hide_no_others(store: Store, saved: Checkpoints, odd: object) -> None:
+    """The best commit must not go because of what somebody else has written into the Trainer's list."""
+    for step in (10, 20, 30):
+        source = measured(saved(step, layout="hf"), "eval_loss", step)
+        state = json.loads((source / "trainer_state.json").read_text())
+        state["log_history"] = [odd, *state["log_history"], odd]
+        (source / "trainer_state.json").write_text(json.dumps(state))
+        store.ingest(source, run="sft")
+
+    collect(store, Keep(best="eval_loss"))
+
+    assert steps(store, "sft") == [30, 10]
+
+
 def test_a_run_without_the_metric_keeps_what_it_has(store: Store, saved: Checkpoints) -> None:
     """It has no best commit, and so no worse ones either."""
     for run, metric in (("sft", "eval_loss"), ("dpo", "eval_rewards")):
