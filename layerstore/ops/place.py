@@ -133,9 +133,8 @@ def place_of(
     if rollback:
         return _after_rollback(view, step=step, before=before)
     own = [row for row in view.rows.values() if row.attempt == attempt]
-    # Hidden ones count too: a number is given once. What is filled in later comes later in the count.
-    replaced = rivals or _dropped(view, attempt, step)
-    number = replaced[0].save_number if replaced else 1 + max(row.save_number for row in own)
+    dropped = [] if rivals else _dropped(view, attempt, step)
+    number = _number(view, own, rivals=rivals, dropped=dropped, step=step)
     return Place(
         attempt=attempt,
         fork=own[0].fork,
@@ -145,8 +144,21 @@ def place_of(
         if before is None
         else missing_between(turn_of(before, view.turns), number, numbers_above(view, attempt=attempt, step=step)),
         turns=view.turns,
-        supersedes=tuple(sorted(CommitId(row.id) for row in replaced)),
+        supersedes=tuple(sorted(CommitId(row.id) for row in rivals or dropped)),
     )
+
+
+def _number(
+    view: RunView, own: list[RecordRow], *, rivals: list[RecordRow], dropped: list[RecordRow], step: int
+) -> int:
+    """Return the number of a save at *step*: of what it stands in for, if anything, or the next."""
+    if rivals:
+        return rivals[0].save_number
+    below = (row.save_number for row in own if row.step < step and row.id not in view.hidden)
+    if dropped and dropped[0].save_number > max(below, default=-1):
+        return dropped[0].save_number  # as long as nothing was saved below it since: numbers grow with the steps
+    # Hidden ones count too: a number is given once. What is filled in later comes later in the count.
+    return 1 + max(row.save_number for row in own)
 
 
 def newest_attempt(view: RunView) -> int:

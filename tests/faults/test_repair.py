@@ -1089,7 +1089,7 @@ def test_an_ingest_that_reuses_what_repair_takes_away_does_not_report_success(
                 with layerstore.open(store.path) as repairing:
                     repairing.repair(read_data=True)
 
-    with Store(store.path, hook=meanwhile) as ingesting, pytest.raises(Conflict, match="(was|were) removed") as raised:
+    with Store(store.path, hook=meanwhile) as ingesting, pytest.raises(Conflict, match=r"(was|were) removed") as raised:
         ingesting.ingest(source, run="other")
 
     assert seen[: len(moment)] == moment
