@@ -1,6 +1,7 @@
 """``layerstore repair``: take what is damaged out of the way, write back what there is a copy of, tell what is lost."""
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -178,7 +179,8 @@ def _hint(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> str:
         after = "after a repair " if dry_run else ""
         ways.append(f"{after}{_ingest(first)} heals what {first.reference} saved")
     ways += [
-        f"pins/{name} of a copy of the store, put back, heals a lost pin; layerstore pin {name} REF names one again"
+        f"pins/{name} of a copy of the store, put back, heals a lost pin; "
+        f"layerstore pin {quote(name)} REF names one again"
         for name in lost
         if _is_pin(name)
     ][:1]
@@ -188,7 +190,7 @@ def _hint(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> str:
 def _ingest(save: "Reingest") -> str:
     """Return the command that brings back what *save* wrote: under its own policy, else it is another commit."""
     policy = "" if save.policy is None else f" --policy {save.policy}"
-    return f"layerstore ingest CHECKPOINT --run {save.run}{policy}"
+    return f"layerstore ingest CHECKPOINT --run {quote(save.run)}{policy}"
 
 
 def _tell(repaired: "Repaired", *, dry_run: bool) -> None:

@@ -1,5 +1,6 @@
 """``layerstore verify``: is everything as it was written?"""
 
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -92,7 +93,7 @@ def healed_by(name: str) -> str:
 
 def given_up_by(name: str) -> str:
     """Return the command that gives up *name*, a commit or a pin in quarantine."""
-    return f"layerstore drop {name} --quarantined" if "@" in name else f"layerstore pin --delete {name}"
+    return f"layerstore drop {quote(name)} --quarantined" if "@" in name else f"layerstore pin --delete {quote(name)}"
 
 
 def _damage_in_words(verdict: "Verdict") -> str:

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
@@ -87,10 +88,10 @@ class Marks:
                     raise missing(ref)
             except IntegrityError as exc:
                 if isinstance(of, Pin):
-                    called, given_up_by = f"pin {of.name!r}", f"layerstore pin --delete {of.name}"
+                    called, given_up_by = f"pin {of.name!r}", f"layerstore pin --delete {quote(of.name)}"
                 else:
                     called = references_to(self._rooms, [of])[0]
-                    given_up_by = f"layerstore drop {called}"
+                    given_up_by = f"layerstore drop {quote(called)}"
                 raise IntegrityError(
                     f"{called} is to stay and is not whole: {exc}",
                     hint=f"layerstore verify lists the damage, layerstore repair heals it; {given_up_by} gives it up",
@@ -104,14 +105,15 @@ class Marks:
                 called = f"{record.name.run}@{record.name.step}"
                 raise _held_back(
                     called,
-                    f"layerstore drop {called} --quarantined gives it up; layerstore repair --from COPY may heal it",
+                    f"layerstore drop {quote(called)} --quarantined gives it up; "
+                    "layerstore repair --from COPY may heal it",
                 )
         for pin in self._rooms.quarantine.pins():
             if pin.name not in self._seen_pins:
                 raise _held_back(
                     f"pin {pin.name!r}",
-                    f"layerstore pin --delete {pin.name} gives it up; pins/{pin.name} of a copy of the store heals it, "
-                    "put back to its place",
+                    f"layerstore pin --delete {quote(pin.name)} gives it up; "
+                    f"pins/{pin.name} of a copy of the store heals it, put back to its place",
                 )
 
     def _mark_parts(self) -> None:

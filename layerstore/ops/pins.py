@@ -1,6 +1,7 @@
 """Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
 
 from dataclasses import dataclass
+from shlex import quote
 
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import check_name
@@ -31,7 +32,7 @@ def check_pin_free(rooms: Rooms, name: str, *, run: str, step: int) -> None:
 def _taken(rooms: Rooms, name: str, old: CommitRecord) -> AlreadyExists:
     return AlreadyExists(
         f"pin {name!r} means {reference_to(rooms, old)} already",
-        hint=f"layerstore pin --delete {name}, or choose another name",
+        hint=f"layerstore pin --delete {quote(name)}, or choose another name",
     )
 
 
@@ -62,7 +63,8 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         lost = writer.look_again()
     if lost:
         raise Conflict(
-            f"what pin {name!r} means was collected meanwhile", hint=f"layerstore pin --delete {name} takes it away"
+            f"what pin {name!r} means was collected meanwhile",
+            hint=f"layerstore pin --delete {quote(name)} takes it away",
         )
     return new
 

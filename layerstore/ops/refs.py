@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
+from shlex import quote
 from typing import Self
 
 from layerstore.errors import Conflict, InvalidInput, NotFound
@@ -136,7 +137,7 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
         raise NotFound(
             f"run {view.run!r} has no attempt ~{reference.back}: ~N counts attempts back from the newest, "
             f"and it has {len(attempts)}",
-            hint=f"layerstore log {view.run}; a step is named {view.run}@STEP",
+            hint=f"layerstore log {quote(view.run)}; a step is named {view.run}@STEP",
         )
     attempt = attempts[-1 - reference.back]
     step = reference.step if reference.step is not None else next(view.history(attempt)).step

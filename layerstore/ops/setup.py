@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from shlex import quote
 
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
 from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
@@ -34,7 +35,9 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     """
     layout = layout_at(path)
     if files.exists(layout.identity):
-        raise AlreadyExists(f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {path}")
+        raise AlreadyExists(
+            f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {quote(str(path))}"
+        )
     if files.exists(layout.root) and not files.is_directory(layout.root):
         raise AlreadyExists(f"{path} is there and is not a folder", hint="choose another path")
     sign = sign_of_a_store(layout, files)

@@ -9,6 +9,7 @@ import errno as errnos
 import os
 import re
 from pathlib import Path
+from shlex import quote
 
 from layerstore.errors import IntegrityError, NoStore, StorageIO, Unsupported
 from layerstore.format.identity import StoreIdentity, decode_identity
@@ -35,7 +36,9 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
         sign = sign_of_a_store(layout, files)
         if sign is not None:
             raise lost_identity(path, sign)
-        raise NoStore(f"there is no store at {path}", hint=f"layerstore init {path}, or name yours with --store")
+        raise NoStore(
+            f"there is no store at {path}", hint=f"layerstore init {quote(str(path))}, or name yours with --store"
+        )
     return files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
 
 

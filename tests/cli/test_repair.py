@@ -1,6 +1,7 @@
 """``layerstore repair`` and ``verify`` say what is damaged, what that costs, what was done, and what to type next."""
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -164,6 +165,23 @@ def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
     assert run("pin", "--delete", "best", "--store", store).code == 0
     assert run("gc", "--store", store).code == 0
     assert run("drop", "sft@4", "--quarantined", "--store", store).code == 13
+
+
+def test_what_is_to_be_typed_can_be_typed_whatever_names_hold(run: Run, store: Path, checkpoints: Path) -> None:
+    """A space, or what a shell would carry out, stays one word."""
+    name = "a $(touch b)"
+    run("ingest", checkpoints, "--run", name, "--store", store)
+    shutil.rmtree(store / "manifest")
+    next((store / "commits" / name).iterdir()).write_bytes(b"rot")
+    run("repair", "--store", store)
+
+    blocked = run("gc", "--store", store)
+    [line] = [line for line in blocked.err.splitlines() if line.startswith("hint: ")]
+    words = shlex.split(line.removeprefix("hint: ").partition(" gives it up")[0])
+
+    assert words[-3:] == ["drop", f"{name}@4", "--quarantined"]
+    assert run(*words[1:]).code == 0
+    assert run("gc", "--store", store).code == 0
 
 
 def test_a_lost_pin_is_healed_by_its_file(run: Run, store: Path) -> None:
