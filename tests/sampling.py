@@ -25,7 +25,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = config.getoption("markexpr")
     is_full = "exhaustive" in wanted and "not exhaustive" not in wanted
     seed = config.getoption("randomly_seed", default=0)
-    for sampled, (mark, cases) in _sampled(items).items():
+    named = {argument.partition("::")[2] for argument in config.args}
+    asked = [item for item in items if item.nodeid.partition("::")[2] not in named]
+    for sampled, (mark, cases) in _sampled(asked).items():
         left = set(cases) if is_full else _left_out(mark, cases, f"{sampled}/{seed}")
         for item in chain.from_iterable(cases[name] for name in left):
             item.add_marker(pytest.mark.exhaustive)

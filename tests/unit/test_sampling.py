@@ -93,13 +93,16 @@ def test_tests_of_a_file_share_what_they_sample_a_parameter_of(tmp_path: Path) -
 
 def test_the_full_run_has_all(tmp_path: Path) -> None:
     """However it is asked for; and who names a case has that one."""
-    full, narrow, every, one = collected(
+    several = [f"test_matrix.py::test_number[{number}]" for number in range(5)]
+    full, narrow, every, one, five = collected(
         tmp_path,
         ["-m", "exhaustive", "test_matrix.py"],
         ["-m", "exhaustive and not slow", "test_matrix.py"],
         ["-m", "", "test_matrix.py"],
         ["-m", "not exhaustive", "test_matrix.py::test_number[5]"],
+        ["-m", "not exhaustive", *several],
     )
 
     assert (len(full), len(narrow), len(every)) == (50, 50, 51)
     assert one == {"test_number[5]"}
+    assert len(five) == 5
