@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,6 +37,7 @@ from layerstore.cli.render import (
     shown,
     size,
 )
+from layerstore.layers import typed
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -261,7 +261,7 @@ def _tell_twins(store: "Store", taken: Taken) -> None:
         are = "is" if count == 1 else "are"
         say_note(
             f"{counted(count, 'step')} of {shown(run)} {are} stored already, as run {shown(other)}; "
-            f"to stay with that: --run {shown(quote(other))}"
+            f"to stay with that: --run {shown(typed(other))}"
         )
 
 

@@ -1,7 +1,6 @@
 """``layerstore repair``: take what is damaged out of the way, write back what there is a copy of, tell what is lost."""
 
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +22,7 @@ from layerstore.cli.render import (
     with_store,
 )
 from layerstore.cli.verify import given_up_by
+from layerstore.layers import typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,7 +180,7 @@ def _hint(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> str:
         ways.append(f"{after}{_ingest(first)} heals what {first.reference} saved")
     ways += [
         f"pins/{name} of a copy of the store, put back, heals a lost pin; "
-        f"layerstore pin {quote(name)} REF names one again"
+        f"layerstore pin {typed(name)} REF names one again"
         for name in lost
         if _is_pin(name)
     ][:1]
@@ -190,7 +190,7 @@ def _hint(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> str:
 def _ingest(save: "Reingest") -> str:
     """Return the command that brings back what *save* wrote: under its own policy, else it is another commit."""
     policy = "" if save.policy is None else f" --policy {save.policy}"
-    return f"layerstore ingest CHECKPOINT --run {quote(save.run)}{policy}"
+    return f"layerstore ingest CHECKPOINT --run {typed(save.run)}{policy}"
 
 
 def _tell(repaired: "Repaired", *, dry_run: bool) -> None:

@@ -1,6 +1,5 @@
 """``layerstore verify``: is everything as it was written?"""
 
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +7,7 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_note, say_paragraph, say_warning, shown, size
+from layerstore.layers import typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,7 @@ def healed_by(name: str) -> str:
 
 def given_up_by(name: str) -> str:
     """Return the command that gives up *name*, a commit or a pin in quarantine."""
-    return f"layerstore drop {quote(name)} --quarantined" if "@" in name else f"layerstore pin --delete {quote(name)}"
+    return f"layerstore drop {typed(name)} --quarantined" if "@" in name else f"layerstore pin --delete {typed(name)}"
 
 
 def _damage_in_words(verdict: "Verdict") -> str:

@@ -9,6 +9,7 @@ LayerstoreError
     NoStore                     no store at this path
   AlreadyExists                 the store, pin or target is there
   Conflict                      other content for one (run, step); changed meanwhile
+    Overtaken                   taken away meanwhile: the same again succeeds
   Unsupported                   a newer format, a setting, a dtype
   IntegrityError                damage found in the store
   SourceCheckpoint              the source is incomplete, damaged or untrusted

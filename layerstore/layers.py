@@ -7,6 +7,7 @@ What a run or a pin may be called, and how a reference is written, is said here 
 """
 
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +25,18 @@ _INDEX_DIGITS_MAX = 18
 _ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_module|ia3_\w+")
 
 # Whatever is no name is told by check_name.
+_ONE_WORD = re.compile(r"[\w@%+=:,./-][\w@%+=:,./~-]*", re.ASCII)
 _REF = re.compile(r"(?P<name>[^@~]+)(?:~(?P<back>\d{1,9}))?(?:@(?P<step>\d{1,18}))?")
+
+
+def typed(name: str) -> str:
+    """
+    Return *name* as it is typed in a shell, as one word.
+
+    >>> typed("sft~1@200"), typed("my run@200")
+    ('sft~1@200', "'my run@200'")
+    """
+    return name if _ONE_WORD.fullmatch(name) else shlex.quote(name)
 
 
 def strip_wrappers(name: str) -> str:

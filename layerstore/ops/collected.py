@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from shlex import quote
 
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError
+from layerstore.layers import typed
 from layerstore.model import BlobRef, CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
 from layerstore.ops.marking import readable_pins
@@ -32,7 +32,7 @@ def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
             base = composition.base
             raise Conflict(
                 f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
-                hint=f"layerstore log {quote(base.run)} lists what is kept; repeat the command if it is there",
+                hint=f"layerstore log {typed(base.run)} lists what is kept; repeat the command if it is there",
             ) from exc
         if isinstance(lost, str):
             entry = next((each for each in needing if isinstance(each, LayerEntry)), None)
@@ -43,7 +43,7 @@ def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
                 called = of_base  # collected: the layer has outlived the commit that saved it
             option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # what is missing is found without
             # Of a pin the base may be gone: then there is no reference to narrow it by.
-            narrow = f" {quote(called)}" if saved_at(rooms, composition.base) is not None else ""
+            narrow = f" {typed(called)}" if saved_at(rooms, composition.base) is not None else ""
             exc.hint = f"layerstore verify{narrow}{option} says which composites still stand; or {exc.hint}"
         raise
 

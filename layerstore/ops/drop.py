@@ -6,10 +6,9 @@ Commits that inherited layers keep exactly their versions, and ingesting the che
 """
 
 from dataclasses import dataclass
-from shlex import quote
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
-from layerstore.layers import parse_reference
+from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.ops.claims import take_back
 from layerstore.ops.given_up import records_meant
@@ -71,7 +70,7 @@ def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
     if resolved.pin is not None:
         raise InvalidInput(
             f"{resolved.pin!r} is a pin, and drop hides commits; nothing was changed",
-            hint=f"layerstore pin --delete {quote(resolved.pin)}; layerstore log {quote(record.run)} lists the commits",
+            hint=f"layerstore pin --delete {typed(resolved.pin)}; layerstore log {typed(record.run)} lists the commits",
         )
     view = rooms.catalog.view(record.run)
     tip = _tip_without(view, resolved.commit)
@@ -160,7 +159,7 @@ def _check_collections(rooms: Rooms, plan: DropPlan, *, last: bool) -> None:
         raise Conflict(
             f"a collection removes all other commits of {of}, or was stopped while it did; "
             f"{outcome.reference} was not dropped",
-            hint=f"layerstore gc finishes it; layerstore log {quote(outcome.run)} shows what is left then",
+            hint=f"layerstore gc finishes it; layerstore log {typed(outcome.run)} shows what is left then",
         )
 
 
@@ -188,7 +187,7 @@ def _publish(rooms: Rooms, hiding: Commit) -> None:
     except StorageIO as exc:
         if rooms.records.is_there(rooms.records.name_of(hiding)):
             # Not "repeat the command": RUN means another commit now.
-            exc.hint = f"layerstore drop {quote(f'{record.run}@{record.step}')} confirms it, once the disk is well"
+            exc.hint = f"layerstore drop {typed(f'{record.run}@{record.step}')} confirms it, once the disk is well"
         raise
 
 

@@ -8,10 +8,10 @@ import contextlib
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
+from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, ObjectId, Pin, Saving
 from layerstore.ops.given_up import is_hidden
@@ -88,10 +88,10 @@ class Marks:
                     raise missing(ref)
             except IntegrityError as exc:
                 if isinstance(of, Pin):
-                    called, given_up_by = f"pin {of.name!r}", f"layerstore pin --delete {quote(of.name)}"
+                    called, given_up_by = f"pin {of.name!r}", f"layerstore pin --delete {typed(of.name)}"
                 else:
                     called = references_to(self._rooms, [of])[0]
-                    given_up_by = f"layerstore drop {quote(called)}"
+                    given_up_by = f"layerstore drop {typed(called)}"
                 raise IntegrityError(
                     f"{called} is to stay and is not whole: {exc}",
                     hint=f"layerstore verify lists the damage, layerstore repair heals it; {given_up_by} gives it up",
@@ -105,14 +105,14 @@ class Marks:
                 called = f"{record.name.run}@{record.name.step}"
                 raise _held_back(
                     called,
-                    f"layerstore drop {quote(called)} --quarantined gives it up; "
+                    f"layerstore drop {typed(called)} --quarantined gives it up; "
                     "layerstore repair --from COPY may heal it",
                 )
         for pin in self._rooms.quarantine.pins():
             if pin.name not in self._seen_pins:
                 raise _held_back(
                     f"pin {pin.name!r}",
-                    f"layerstore pin --delete {quote(pin.name)} gives it up; "
+                    f"layerstore pin --delete {typed(pin.name)} gives it up; "
                     f"pins/{pin.name} of a copy of the store heals it, put back to its place",
                 )
 

@@ -1,10 +1,9 @@
 """Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
 
 from dataclasses import dataclass
-from shlex import quote
 
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
-from layerstore.layers import check_name
+from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.ops.claims import claim
 from layerstore.ops.refs import Resolved, is_mixture, reference_to
@@ -32,7 +31,7 @@ def check_pin_free(rooms: Rooms, name: str, *, run: str, step: int) -> None:
 def _taken(rooms: Rooms, name: str, old: CommitRecord) -> AlreadyExists:
     return AlreadyExists(
         f"pin {name!r} means {reference_to(rooms, old)} already",
-        hint=f"layerstore pin --delete {quote(name)}, or choose another name",
+        hint=f"layerstore pin --delete {typed(name)}, or choose another name",
     )
 
 
@@ -64,7 +63,7 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
     if lost:
         raise Conflict(
             f"what pin {name!r} means was collected meanwhile",
-            hint=f"layerstore pin --delete {quote(name)} takes it away",
+            hint=f"layerstore pin --delete {typed(name)} takes it away",
         )
     return new
 

@@ -7,10 +7,10 @@ Errors begin with the place in the recipe, and end with what to do about it.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
+from layerstore.layers import typed
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
@@ -172,7 +172,7 @@ def _explained(choice: "Choice", run: str) -> Iterator[None]:
             yield
     except NotFound as exc:
         if choice.path is not None:
-            exc.hint = f"layerstore ingest {quote(str(choice.path))} --run {quote(choice.run or run)}"
+            exc.hint = f"layerstore ingest {typed(str(choice.path))} --run {typed(choice.run or run)}"
         elif choice.step is not None and "layer" not in exc.facts:
-            exc.hint = f"layerstore ingest FOLDER/checkpoint-{choice.step} --run {quote(choice.run or run)}; {exc.hint}"
+            exc.hint = f"layerstore ingest FOLDER/checkpoint-{choice.step} --run {typed(choice.run or run)}; {exc.hint}"
         raise

@@ -7,12 +7,11 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from shlex import quote
 from typing import Self
 
 from layerstore.errors import Conflict, InvalidInput, NotFound
 from layerstore.format.records import commit_id
-from layerstore.layers import Reference, parse_reference
+from layerstore.layers import Reference, parse_reference, typed
 from layerstore.model import Commit, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
 from layerstore.ops.rooms import Rooms
@@ -137,7 +136,7 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
         raise NotFound(
             f"run {view.run!r} has no attempt ~{reference.back}: ~N counts attempts back from the newest, "
             f"and it has {len(attempts)}",
-            hint=f"layerstore log {quote(view.run)}; a step is named {view.run}@STEP",
+            hint=f"layerstore log {typed(view.run)}; a step is named {view.run}@STEP",
         )
     attempt = attempts[-1 - reference.back]
     step = reference.step if reference.step is not None else next(view.history(attempt)).step

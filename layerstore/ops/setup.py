@@ -3,10 +3,10 @@
 import os
 import time
 from pathlib import Path
-from shlex import quote
 
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
 from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
+from layerstore.layers import typed
 from layerstore.ops.identity import hinted
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.catalog import Catalog
@@ -36,7 +36,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     layout = layout_at(path)
     if files.exists(layout.identity):
         raise AlreadyExists(
-            f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {quote(str(path))}"
+            f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {typed(str(path))}"
         )
     if files.exists(layout.root) and not files.is_directory(layout.root):
         raise AlreadyExists(f"{path} is there and is not a folder", hint="choose another path")

@@ -9,10 +9,10 @@ import errno as errnos
 import os
 import re
 from pathlib import Path
-from shlex import quote
 
 from layerstore.errors import IntegrityError, NoStore, StorageIO, Unsupported
 from layerstore.format.identity import StoreIdentity, decode_identity
+from layerstore.layers import typed
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
@@ -37,7 +37,7 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
         if sign is not None:
             raise lost_identity(path, sign)
         raise NoStore(
-            f"there is no store at {path}", hint=f"layerstore init {quote(str(path))}, or name yours with --store"
+            f"there is no store at {path}", hint=f"layerstore init {typed(str(path))}, or name yours with --store"
         )
     return files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
 

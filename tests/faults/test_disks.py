@@ -16,6 +16,7 @@ import pytest
 
 from layerstore.errors import InvalidInput
 from layerstore.storage.handles import no_hook
+from layerstore.storage.placement import manifest_directory
 from layerstore.store import Store, init
 from tests.faults.disks import KINDS, disk, fill, remounted
 from tests.faults.harness import (
@@ -124,7 +125,7 @@ def _index_on_a_full_disk(source: Path, mounted: Path, earlier: dict[str, str]) 
     os.environ["LAYERSTORE_MANIFEST_DIR"] = str(mounted)
     problems(folder / "store", scratch, earlier)  # makes it
     with Store(folder / "store") as store:
-        (mounted / store.id / "lock.mdb").unlink()
+        (manifest_directory(store.rooms.layout, store_id=store.id) / "lock.mdb").unlink()
     ballast = fill(mounted, but_bytes=0)
     found = problems(folder / "store", scratch, earlier)
     for name in ("ingest", "commit", "pin", "compose", "gc"):

@@ -22,6 +22,7 @@ from layerstore import Keep, Store
 from layerstore.errors import InvalidInput
 from layerstore.storage import lease, placement
 from layerstore.storage.catalog import IndexNotice
+from layerstore.storage.placement import manifest_directory
 from tests.faults.harness import Failure, attempt, composed, in_child, problems, tiny_checkpoint
 
 NOBODY, OTHER, GROUP = 65534, 65533, 65533
@@ -90,7 +91,9 @@ def test_every_verb_works_on_a_network_filesystem(
         store_id = store.id
 
     assert use_all(network / "store", sources, fast_path) == expected
-    assert (fast_path / "cache" / "layerstore" / "manifests" / store_id / "data.mdb").is_file()
+    [index] = (fast_path / "cache" / "layerstore" / "manifests").iterdir()
+    assert index.name.startswith(store_id)
+    assert (index / "data.mdb").is_file()
     assert not (network / "store" / "manifest").exists()
     assert {path.name for path in (network / "store" / "locks").iterdir()} >= {"gc.lock", "run-run.lock", "gc.lock.1"}
 
@@ -112,12 +115,13 @@ def test_two_stores_may_be_given_one_folder_for_the_index(
 ) -> None:
     """Each has its own below it, by its id; exchanged, neither is believed."""
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(fast_path / "index"))
-    ids = []
+    indexes = []
     for name, step in (("a", 2), ("b", 4)):
         with layerstore.init(fast_path / name) as store:
             store.ingest(sources / f"step{step}", run="run")
-            ids.append(store.id)
-    first, second = (fast_path / "index" / store_id for store_id in ids)
+            indexes.append(manifest_directory(store.rooms.layout, store_id=store.id))
+    first, second = indexes
+    assert {path.parent for path in indexes} == {fast_path / "index"}
     first.rename(fast_path / "aside")
     second.rename(first)
     (fast_path / "aside").rename(second)

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from layerstore import errors
-from layerstore.errors import LayerstoreError, NotFound, StorageIO
+from layerstore.errors import Conflict, LayerstoreError, NotFound, StorageIO
 
 TREE = {
     "LayerstoreError": ((Exception,), "failure", 1),
@@ -17,6 +17,7 @@ TREE = {
     "NoStore": ((NotFound,), "no_store", 10),
     "AlreadyExists": ((LayerstoreError,), "already_exists", 14),
     "Conflict": ((LayerstoreError,), "conflict", 15),
+    "Overtaken": ((Conflict,), "conflict", 15),
     "Unsupported": ((LayerstoreError,), "unsupported", 16),
     "IntegrityError": ((LayerstoreError,), "damaged", 20),
     "SourceCheckpoint": ((LayerstoreError,), "source_checkpoint", 21),
