@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.faults.harness import flip
 from tests.generated import generate
 
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
@@ -497,10 +498,7 @@ def test_verify_of_a_sound_store(run: Run, store: Path) -> None:
 def test_verify_tells_what_is_damaged_and_who_needs_it(run: Run, store: Path) -> None:
     """Damage is on stdout, in full; the exit code and the last line of stderr say that there is some."""
     damaged = _largest_object(store)
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.chmod(0o644)
-    damaged.write_bytes(data)
+    flip(damaged)
 
     unread = run("verify", "--store", store)
     people = run("verify", "--read-data", "--store", store)

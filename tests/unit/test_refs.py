@@ -11,6 +11,7 @@ from layerstore.layers import Reference, parse_reference
 from layerstore.model import Commit, CommitId, Fork
 from layerstore.ops.refs import reference_to, resolve
 from layerstore.ops.rooms import Rooms
+from tests.faults.harness import flip
 from tests.unit import samples
 
 
@@ -333,9 +334,7 @@ def test_two_that_hide_the_same_third_are_ambiguous(rooms: Rooms) -> None:
 def damage(rooms: Rooms, commit: Commit) -> None:
     """Flip a bit of the record of *commit*."""
     path = rooms.layout.record(commit.record.run, commit.record.step, commit.id)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
 
 
 @pytest.mark.fault(91)

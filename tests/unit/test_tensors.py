@@ -19,6 +19,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.model import BlobRef, Kind
 from layerstore.ops.tensors import Tensors
 from layerstore.storage.objects import ObjectStore
+from tests.faults.harness import flip
 from tests.unit.test_export import mixed, objects_of
 from tests.unit.test_verbs import change_gathered, checkpoint
 from tests.zero3.compare import full_tensors, raw_bytes
@@ -210,9 +211,7 @@ def test_a_damaged_object_is_refused_whichever_of_its_tensors_is_asked_for(
     names = [name for name in store.compose("sft").tensors() if name.startswith("model.layers.1.")]
     tensors = store.compose("sft").tensors()
     damaged = Path(str(file_behind(tensors.parts(names[0])[0])))
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged)
     tensors = store.compose("sft").tensors()
 
     for name in names:

@@ -23,6 +23,7 @@ from layerstore.ops.refs import resolve
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3.ptfile import read_pt
 from layerstore.zero3.trees import replace_tensors
+from tests.faults.harness import flip
 from tests.unit.test_verbs import checkpoint, digests
 from tests.zero3.compare import load
 
@@ -342,10 +343,7 @@ def test_damage_in_a_cut_slice_is_found(store: Store, tmp_path: Path) -> None:
     version = store._rooms.version_of(resolve(store._rooms, "sft").record.layers[0])
     victim = next(stored for stored in version.objects if stored.kind is Kind.MASTER)
     path = store._rooms.layout.object(ObjectId(victim.id))
-    path.chmod(0o600)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
 
     with pytest.raises(IntegrityError, match="is damaged"):
         store.compose("sft").write(tmp_path / "out", world_size=3)
