@@ -21,7 +21,6 @@ from layerstore.cli.render import (
     size,
     with_store,
 )
-from layerstore.cli.verify import given_up_by
 from layerstore.layers import typed
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from layerstore.ops.given_up import Kept
     from layerstore.ops.healing import Elsewhere
     from layerstore.ops.identity import RestoredIdentity
-    from layerstore.ops.repair import Reingest, Repaired
+    from layerstore.ops.repaired import Reingest, Repaired
 
 _NAMES_MAX = 8
 _LINES_MAX = 50
@@ -64,7 +63,7 @@ def repair(
     Take damage out of the way, and write back what has a copy.
 
     Nothing is removed: damaged files go to quarantine/ in the store.
-    Records come back from the copies beside the index, objects from the stores that --from names.
+    Records come back from the copies beside the index, objects and pins from the stores that --from names.
     What is lost is listed, and a failure; ingesting the same checkpoint again brings it back,
     with --replace where its commit has fallen back.
     May be stopped and repeated at any time.
@@ -163,34 +162,32 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
 
 def _hint(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> str:
     """
-    Return what heals: a pin comes back by its name alone, and a rank's state has no older one to fall back to.
+    Return what heals: a rank's state has no older one to fall back to, and a pin may be named again.
 
     After a dry run what is damaged still lies at its place: there an ingest takes it for sound, and what only reading
     has found is only found by reading again.
     """
     lost = sorted({*repaired.lost_records, *repaired.held_back})
-    ways = []
-    if repaired.lost or not all(map(_is_pin, lost)):
-        has_layers = not repaired.cannot_fall_back and any(not cost.everything for cost in repaired.lost)
-        or_fall_back = ", or --fall-back where layers are lost" if has_layers else ""
-        ways.append(f"layerstore repair{' --read-data' if dry_run and read_data else ''} --from COPY{or_fall_back}")
+    has_layers = not repaired.cannot_fall_back and any(not cost.everything for cost in repaired.lost)
+    or_fall_back = ", or --fall-back where layers are lost" if has_layers else ""
+    ways = [f"layerstore repair{' --read-data' if dry_run and read_data else ''} --from COPY{or_fall_back}"]
     if repaired.reingest:
         first = repaired.reingest[0]
         after = "after a repair " if dry_run else ""
         ways.append(f"{after}{_ingest(first)} heals what {first.reference} saved")
-    ways += [
-        f"pins/{name} of a copy of the store, put back, heals a lost pin; "
-        f"layerstore pin {typed(name)} REF names one again"
-        for name in lost
-        if _is_pin(name)
-    ][:1]
+    ways += [f"layerstore pin {typed(name)} REF names a pin again" for name in lost if _is_pin(name)][:1]
     return "; ".join(ways)
 
 
 def _ingest(save: "Reingest") -> str:
-    """Return the command that brings back what *save* wrote: under its own policy, else it is another commit."""
+    """
+    Return the command that brings back what *save* wrote: under its own policy, else it is another commit.
+
+    Where its run has something else at its place by now, only a pin has lost it: any other run brings it back.
+    """
     policy = "" if save.policy is None else f" --policy {save.policy}"
-    return f"layerstore ingest CHECKPOINT --run {typed(save.run)}{policy}"
+    run = "OTHER" if save.run is None else typed(save.run)
+    return f"layerstore ingest CHECKPOINT --run {run}{policy}"
 
 
 def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
@@ -201,7 +198,8 @@ def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
     _more(len(repaired.quarantined))
     for each in repaired.healed[:_LINES_MAX]:
         say(f"{would}heal{'' if dry_run else 'ed'} {each.kind}  {shown(each.path)} ({size(each.size_bytes)})")
-        say(f"  from {shown(each.origin)}")
+        meant = ", as it was there: name it again if it was moved since" if each.kind == "pin" else ""
+        say(f"  from {shown(each.origin)}{meant}")
     _more(len(repaired.healed))
     for fall in repaired.fell_back[:_LINES_MAX]:
         say(f"{shown(fall.reference)} {would}fall{'' if dry_run else 's'} back: {shown(_ages(fall))}")
@@ -248,12 +246,15 @@ def _tell_lost(repaired: "Repaired") -> None:
     for name in repaired.shown_again:
         say(f"{shown(name)} shows again: what had hidden it is lost")
     for each in repaired.reingest[:_NAMES_MAX]:
-        say(f"to heal what {shown(each.reference)} saved, with the checkpoint of that step:")
+        elsewhere = ", in a run of its own" if each.run is None else ""
+        say(f"to heal what {shown(each.reference)} saved, with the checkpoint of that step{elsewhere}:")
         say(f"  {shown(with_store(_ingest(each)))}")  # on a line of its own, as it is copied
     for name in repaired.newer[:_LINES_MAX]:
         say(f"left as it is  {shown(name)}")
         say("  it is for a newer layerstore")
     _more(len(repaired.newer))
+    from layerstore.ops.given_up import given_up_by
+
     for name in repaired.held_back:
         say_warning(f"{name} holds gc back until it is healed or given up")
         say(f"to give up {shown(name)}: {shown(with_store(given_up_by(name)))}")

@@ -7,7 +7,6 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_note, say_paragraph, say_warning, shown, size
-from layerstore.layers import typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,20 +79,12 @@ def verify(
             _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run says what can be done"
         )
     if verdict.quarantined:
+        from layerstore.ops.given_up import given_up_by
+
         raise IntegrityError(
             f"lost and in quarantine: {_some(verdict.quarantined, limit=5)}; gc removes nothing, nothing was changed",
-            hint=f"{healed_by(verdict.quarantined[0])} may heal it; {given_up_by(verdict.quarantined[0])} gives it up",
+            hint=f"layerstore repair --from COPY may heal it; {given_up_by(verdict.quarantined[0])} gives it up",
         )
-
-
-def healed_by(name: str) -> str:
-    """Return what may bring back *name*, a commit or a pin in quarantine."""
-    return "layerstore repair --from COPY" if "@" in name else f"pins/{name} of a copy of the store, put back,"
-
-
-def given_up_by(name: str) -> str:
-    """Return the command that gives up *name*, a commit or a pin in quarantine."""
-    return f"layerstore drop {typed(name)} --quarantined" if "@" in name else f"layerstore pin --delete {typed(name)}"
 
 
 def _damage_in_words(verdict: "Verdict") -> str:

@@ -42,8 +42,9 @@ from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
 from layerstore.ops.refs import references_to, resolve
-from layerstore.ops.repair import Repaired, plan_repair
-from layerstore.ops.repair import Request as RepairRequest
+from layerstore.ops.repair import plan_repair
+from layerstore.ops.repaired import Repaired
+from layerstore.ops.repaired import Request as RepairRequest
 from layerstore.ops.report import Report
 from layerstore.ops.report_page import report_page
 from layerstore.ops.rooms import Rooms

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from layerstore.errors import LayerstoreError, NotFound
-from layerstore.layers import parse_reference
+from layerstore.layers import parse_reference, typed
 from layerstore.model import CommitId, CommitRecord, Quarantined
 from layerstore.ops.damage import is_readable
 from layerstore.ops.hiding import WITHDRAWN
@@ -88,6 +88,13 @@ def lost_pins(rooms: Rooms) -> list[LostPin]:
     """Return the quarantined pins of which there is no sound one."""
     sound = {pin.name for pin in rooms.records.readable_pins()}
     return [lost for lost in rooms.quarantine.pins() if lost.name not in sound]
+
+
+def given_up_by(called: str) -> str:
+    """Return the command that gives up *called*, a commit or a pin in quarantine."""
+    if "@" in called:
+        return f"layerstore drop {typed(called)} --quarantined"
+    return f"layerstore pin --delete {typed(called)}"
 
 
 def records_meant(rooms: Rooms, ref: str) -> list[LostRecord]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format.blobs import decode_state, decode_version
 from layerstore.limits import BLOB_BYTES_MAX, RECORD_BYTES_MAX
-from layerstore.model import BlobRef, Commit, CommitRecord
+from layerstore.model import BlobRef, Commit, CommitRecord, Pin
 from layerstore.ops.needs import objects_of_state, objects_of_version
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
@@ -99,6 +99,18 @@ class Healing:
             yield QUARANTINE, _Read(self._rooms, name, path=path)
         for other in self._others:
             yield str(other.layout.root), _Read(other, name)
+
+    def pin(self, name: str) -> tuple[Pin, str] | None:
+        """
+        Return the pin *name* as a copy of this very store has it, and which; None without one.
+
+        Ours may have been moved since. One in quarantine is no copy: which of several was the last nobody knows.
+        """
+        for other in self._others:
+            if other.identity.store_id == self._rooms.identity.store_id:
+                with contextlib.suppress(LayerstoreError):  # none there, or as damaged
+                    return other.records.read_pin(name), str(other.layout.root)
+        return None
 
     def is_quarantined(self, name: RecordName) -> bool:
         """Whether the record *name* is in quarantine, as whatever it is there."""

@@ -14,7 +14,7 @@ from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
 from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, ObjectId, Pin, Saving
-from layerstore.ops.given_up import is_hidden
+from layerstore.ops.given_up import given_up_by, is_hidden
 from layerstore.ops.needs import Needs
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import references_to
@@ -88,13 +88,13 @@ class Marks:
                     raise missing(ref)
             except IntegrityError as exc:
                 if isinstance(of, Pin):
-                    called, given_up_by = f"pin {of.name!r}", f"layerstore pin --delete {typed(of.name)}"
+                    called, command = f"pin {of.name!r}", given_up_by(of.name)
                 else:
                     called = references_to(self._rooms, [of])[0]
-                    given_up_by = f"layerstore drop {typed(called)}"
+                    command = f"layerstore drop {typed(called)}"
                 raise IntegrityError(
                     f"{called} is to stay and is not whole: {exc}",
-                    hint=f"layerstore verify lists the damage, layerstore repair heals it; {given_up_by} gives it up",
+                    hint=f"layerstore verify lists the damage, layerstore repair heals it; {command} gives it up",
                 ) from exc
 
     def _check_quarantine(self, without: Set[RecordName]) -> None:
@@ -102,19 +102,10 @@ class Marks:
         for record in self._rooms.quarantine.records():
             is_settled = record.name in self._seen or record.name in without
             if not is_settled and not is_hidden(self._rooms, record.name):
-                called = f"{record.name.run}@{record.name.step}"
-                raise _held_back(
-                    called,
-                    f"layerstore drop {typed(called)} --quarantined gives it up; "
-                    "layerstore repair --from COPY may heal it",
-                )
+                raise _held_back(f"{record.name.run}@{record.name.step}")
         for pin in self._rooms.quarantine.pins():
             if pin.name not in self._seen_pins:
-                raise _held_back(
-                    f"pin {pin.name!r}",
-                    f"layerstore pin --delete {typed(pin.name)} gives it up; "
-                    f"pins/{pin.name} of a copy of the store heals it, put back to its place",
-                )
+                raise _held_back(pin.name)
 
     def _mark_parts(self) -> None:
         self.dead_sessions.clear()  # one may have come to life again
@@ -242,8 +233,9 @@ def concluding(outcome: str) -> Iterator[None]:
         raise
 
 
-def _held_back(called: str, hint: str) -> IntegrityError:
+def _held_back(name: str) -> IntegrityError:
+    called = name if "@" in name else f"pin {name!r}"
     return IntegrityError(
         f"what {called} needs is not known: a repair has put it into quarantine",
-        hint=hint,
+        hint=f"{given_up_by(name)} gives it up; layerstore repair --from COPY may heal it",
     )

@@ -15,25 +15,25 @@ from functools import partial
 from pathlib import Path
 
 from layerstore.errors import Conflict, IntegrityError, LayerstoreError, StorageIO
-from layerstore.model import BlobRef, Commit, ObjectId, Quarantined, QuarantineLog
+from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Quarantined, QuarantineLog
 from layerstore.ops.claims import claim
 from layerstore.ops.damage import Damage, is_readable
 from layerstore.ops.fall_back import execute_fall_backs
 from layerstore.ops.needs import objects_of_state, objects_of_version
 from layerstore.ops.progress import Progress
 from layerstore.ops.repair import (
-    Healed,
+    FoundPin,
     Object,
     Record,
-    Repaired,
     RepairPlan,
-    Request,
     healed_object,
+    healed_pin,
     healed_record,
     plan_repair,
     read_again,
     unsound,
 )
+from layerstore.ops.repaired import Healed, Repaired, Request
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.holders import Hold
 from layerstore.storage.objects import ObjectWriter
@@ -121,6 +121,8 @@ class Work:
                 self._restore_absent(record)
         for damage in plan.others:
             self._set_right(damage)
+        for pin in plan.pins:
+            self._restore_pin(pin)
         if plan.outcome.reindexed:
             if not self._may_forget(plan):
                 return True  # vanished meanwhile: the next look finds it, while its copy is still there
@@ -177,14 +179,14 @@ class Work:
             self._take_away(path, kind="record", reason=record.reason)
         if record.copy is not None:
             with self._writer() as writer:
-                self._claim(writer, record.copy)  # as far as it goes: no more than that was lost before
+                self._claim(writer, record.copy.record)  # as far as it goes: no more than that was lost before
                 self._write_back(record, record.copy, writer)
 
     def _restore_absent(self, record: Record) -> None:
         """Write back a record that has vanished or is in quarantine; keep what is left of it where that cannot be."""
         if record.comes_back and record.copy is not None:
             with self._writer() as writer:
-                if self._claim(writer, record.copy):
+                if self._claim(writer, record.copy.record):
                     self._write_back(record, record.copy, writer)
                     return
         if not record.is_kept:
@@ -202,11 +204,11 @@ class Work:
     def _writer(self) -> ObjectWriter:
         return ObjectWriter(self._rooms.layout, self._rooms.files, self._rooms.objects)
 
-    def _claim(self, writer: ObjectWriter, copy: Commit) -> bool:
-        """Claim what *copy* names, as far as it is there; return whether all is."""
+    def _claim(self, writer: ObjectWriter, record: CommitRecord) -> bool:
+        """Claim what *record* names, as far as it is there; return whether all is."""
         by_one = [
-            *(partial(claim, entries=[entry]) for entry in copy.record.layers),
-            *(partial(claim, entries=(), states=[state]) for state in copy.record.states),
+            *(partial(claim, entries=[entry]) for entry in record.layers),
+            *(partial(claim, entries=(), states=[state]) for state in record.states),
         ]
         is_all = True
         for claim_one in by_one:
@@ -221,9 +223,12 @@ class Work:
         self._rooms.records.publish(copy)
         writer.look_again()  # what is gone all the same, the next look finds
         self.healed.append(healed_record(self._rooms, record))
-        for entry in copy.record.layers:
+        self._note_all_named(copy.record)
+
+    def _note_all_named(self, record: CommitRecord) -> None:
+        for entry in record.layers:
             self._note_named(entry.version, self._of_version)
-        for state in copy.record.states:
+        for state in record.states:
             self._note_named(state, self._of_state)
 
     def _note_named(self, ref: BlobRef, objects_of: Callable[[BlobRef], list[BlobRef]]) -> None:
@@ -268,3 +273,13 @@ class Work:
             name = name_at(path)
             assert name is not None, "verify has found it by its name"
             rooms.parts.publish_failure(name, "its part was damaged, and a repair has put it into quarantine")
+
+    def _restore_pin(self, pin: FoundPin) -> None:
+        """Write a lost pin back; one that was named again meanwhile stays as it is."""
+        with self._writer() as writer:
+            self._claim(writer, pin.copy.record)  # as far as it goes, as of a record
+            self._hold.check()
+            if self._rooms.records.restore_pin(pin.copy):
+                writer.look_again()
+                self.healed.append(healed_pin(self._rooms, pin))
+                self._note_all_named(pin.copy.record)

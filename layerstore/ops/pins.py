@@ -100,10 +100,11 @@ def delete_pin(rooms: Rooms, name: str) -> Unpinned | None:
     rooms.prepare_writing()
     found = _without(rooms, name)
     quarantined = [lost for lost in rooms.quarantine.pins() if lost.name == name]
-    if not quarantined or rooms.files.exists(rooms.layout.pin(name)):
-        rooms.records.delete_pin(name)
+    # First what an older one of that name has left: whoever is stopped then has deleted nothing.
     for lost in quarantined:
         rooms.quarantine.give_up(lost.path)
+    if not quarantined or rooms.files.exists(rooms.layout.pin(name)):
+        rooms.records.delete_pin(name)
     return found
 
 

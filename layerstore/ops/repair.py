@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.model import BlobRef, Commit, ObjectId, Quarantined
+from layerstore.model import BlobRef, Commit, ObjectId, Pin, Quarantined
 from layerstore.ops.brought_back import partly_saved_under
-from layerstore.ops.damage import Cost, Costs, Damage, Holder, has_passed, holders_of, problem_of
-from layerstore.ops.fall_back import FallBack, plan_fall_backs
+from layerstore.ops.damage import Costs, Damage, Holder, has_passed, holders_of, problem_of
+from layerstore.ops.fall_back import plan_fall_backs
 from layerstore.ops.given_up import is_hidden, lost_pins, lost_records
-from layerstore.ops.healing import Elsewhere, Healing
+from layerstore.ops.healing import Healing
 from layerstore.ops.past import saved_at
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import references_to
+from layerstore.ops.repaired import Healed, Reingest, Repaired, Request
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.verify import Verdict, verify
 from layerstore.storage.commits import RecordName
@@ -27,79 +28,6 @@ from layerstore.storage.objects import missing
 from layerstore.storage.parts import name_at
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a repair is asked for."""
-
-    read_data: bool = False
-    """Whether every byte is looked at, else what a quick verify finds."""
-    sources: tuple[Rooms, ...] = ()
-    """Other stores that may have what is lost."""
-    fall_back: bool = False
-    """Whether hurt commits are to take older versions of what they have lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Healed:
-    """A record or object that is whole again."""
-
-    kind: str
-    path: str
-    origin: str
-    """Where the copy was."""
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reingest:
-    """A save whose checkpoint would bring back what is lost."""
-
-    reference: str
-    """As its user calls it."""
-    run: str
-    step: int
-    policy: str | None
-    """Under which it was saved, and left layers out; ``POLICY`` where it is not known which, None if it left none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repaired:
-    """What a repair did, or would do."""
-
-    quarantine: str | None
-    """Under which name the files are kept; None where there are none, or nothing was done yet."""
-    quarantined: tuple[Quarantined, ...]
-    healed: tuple[Healed, ...]
-    fell_back: tuple[FallBack, ...]
-    cannot_fall_back: dict[str, tuple[str, ...]]
-    """Commits that have lost layers of which there is no older version that is whole and fits."""
-    lost: tuple[Cost, ...]
-    """What commits and pins have lost for now; what has fallen back has lost nothing."""
-    lost_records: tuple[str, ...]
-    """Commits and pins of whose record no copy was found."""
-    reingest: tuple[Reingest, ...]
-    """Saves whose checkpoints would bring back what is lost: those that wrote it, whoever has inherited it."""
-    held_back: tuple[str, ...]
-    """Commits and pins whose record is in quarantine: collections remove nothing until they are given up."""
-    shown_again: tuple[str, ...]
-    """Commits that a lost record had hidden."""
-    elsewhere: tuple[Elsewhere, ...]
-    """Commits of our runs that only the other stores have, as far as we know: nothing is done about them."""
-    newer: tuple[str, ...]
-    """What only a newer layerstore can read: it is left as it is."""
-    reindexed: bool
-
-    @property
-    def has_done(self) -> bool:
-        """Whether there was anything to do."""
-        return bool(self.quarantined or self.healed or self.fell_back or self.reindexed)
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether something is lost for now, and nobody has given it up."""
-        return bool(self.lost or self.lost_records or self.held_back)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +74,16 @@ class Object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPin:
+    """A pin that is damaged or in quarantine, as a copy has it."""
+
+    copy: Pin
+    origin: str
+    absent: tuple[BlobRef, ...]
+    """What it needs, is not there, and has a sound copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RepairPlan:
     """What is to be done, and all that was needed to find out."""
 
@@ -153,6 +91,8 @@ class RepairPlan:
     verdict: Verdict
     healing: Healing
     records: tuple[Record, ...]
+    pins: tuple[FoundPin, ...]
+    """Those that are written back."""
     objects: tuple[Object, ...]
     others: tuple[Damage, ...]
     """Pins, parts, logs of collections and strangers."""
@@ -177,14 +117,19 @@ def plan_repair(
     newer, damaged = _newer(rooms, verdict.damaged)
     verdict = replace(verdict, damaged=damaged)
     records = tuple(_records(rooms, healing, verdict))
-    objects = tuple(_objects(rooms, healing, verdict, records))
     others = tuple(damage for damage in verdict.damaged if damage.kind not in {"record", "index", *_OF_OBJECTS})
+    pins = tuple(_pins(rooms, healing, others))
+    absent = [ref for record in records if record.comes_back for ref in record.absent]
+    absent += [ref for pin in pins for ref in pin.absent]
+    objects = tuple(_objects(rooms, healing, verdict, absent))
     files = [*_record_files(rooms, records), *_object_files(rooms, objects), *_other_files(others)]
     healed = [
         *(healed_record(rooms, each) for each in records if each.comes_back),
         *(healed_object(rooms, each) for each in objects if each.origin is not None),
+        *(healed_pin(rooms, each) for each in pins),
     ]
-    told = _told(rooms, verdict=verdict, records=records, objects=objects, others=others, request=request)
+    lost_names = _lost_pin_names(rooms, others) - {pin.copy.name for pin in pins}
+    told = _told(rooms, verdict=verdict, records=records, objects=objects, pins=lost_names, request=request)
     newer_names = tuple(damage.path for damage in newer)
     outcome = replace(
         told,
@@ -194,7 +139,7 @@ def plan_repair(
         newer=newer_names,
     )
     return RepairPlan(
-        outcome=outcome, verdict=verdict, healing=healing, records=records, objects=objects, others=others
+        outcome=outcome, verdict=verdict, healing=healing, records=records, pins=pins, objects=objects, others=others
     )
 
 
@@ -227,24 +172,6 @@ def read_again(rooms: Rooms, damage: Damage) -> None:
                 raise problem
 
 
-def _nothing() -> Repaired:
-    return Repaired(
-        quarantine=None,
-        quarantined=(),
-        healed=(),
-        fell_back=(),
-        cannot_fall_back={},
-        lost=(),
-        lost_records=(),
-        reingest=(),
-        held_back=(),
-        shown_again=(),
-        elsewhere=(),
-        newer=(),
-        reindexed=False,
-    )
-
-
 # -- what can be done ----------------------------------------------------------------------------------------------
 
 
@@ -275,7 +202,19 @@ def _records(rooms: Rooms, healing: Healing, verdict: Verdict) -> Iterable[Recor
         )
 
 
-def _objects(rooms: Rooms, healing: Healing, verdict: Verdict, records: Iterable[Record]) -> Iterable[Object]:
+def _lost_pin_names(rooms: Rooms, others: Iterable[Damage]) -> set[str]:
+    return {*(damage.id for damage in others if damage.kind == "pin"), *(pin.name for pin in lost_pins(rooms))}
+
+
+def _pins(rooms: Rooms, healing: Healing, others: Iterable[Damage]) -> Iterable[FoundPin]:
+    for name in sorted(_lost_pin_names(rooms, others)):
+        found = healing.pin(name)
+        if found is not None:
+            absent, _ = healing.absent(found[0].record)
+            yield FoundPin(copy=found[0], origin=found[1], absent=tuple(absent))
+
+
+def _objects(rooms: Rooms, healing: Healing, verdict: Verdict, absent: Iterable[BlobRef]) -> Iterable[Object]:
     seen: set[tuple[str, BlobRef]] = set()
     for damage in (*verdict.damaged, *verdict.hidden):
         if damage.kind not in _OF_OBJECTS or damage.size_bytes is None:
@@ -291,12 +230,11 @@ def _objects(rooms: Rooms, healing: Healing, verdict: Verdict, records: Iterable
         copy = None if is_whole else healing.object(ref)
         yield Object(ref=ref, damage=damage, origin=copy.origin if copy else None, is_whole=is_whole)
     known = {ref for _, ref in seen}
-    for record in records:
-        for ref in record.absent if record.comes_back else ():
-            if ref not in known:
-                known.add(ref)
-                copy = healing.object(ref)
-                yield Object(ref=ref, damage=None, origin=copy.origin if copy else None)
+    for ref in absent:
+        if ref not in known:
+            known.add(ref)
+            copy = healing.object(ref)
+            yield Object(ref=ref, damage=None, origin=copy.origin if copy else None)
 
 
 def _check_use(rooms: Rooms, damage: Damage, ref: BlobRef) -> None:
@@ -350,6 +288,12 @@ def healed_object(rooms: Rooms, each: Object) -> Healed:
     return Healed(kind="object", path=path, origin=each.origin or "", size_bytes=each.ref.size_bytes)
 
 
+def healed_pin(rooms: Rooms, pin: FoundPin) -> Healed:
+    """Return *pin* as one that is healed."""
+    path = rooms.layout.name(rooms.layout.pin(pin.copy.name))
+    return Healed(kind="pin", path=path, origin=pin.origin, size_bytes=len(rooms.records.encode_pin(pin.copy)))
+
+
 # -- what is lost --------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +303,7 @@ def _told(
     verdict: Verdict,
     records: Sequence[Record],
     objects: Sequence[Object],
-    others: Sequence[Damage],
+    pins: Collection[str],
     request: Request,
 ) -> Repaired:
     """Return what is lost once everything is healed that can be, and what falls back."""
@@ -378,16 +322,15 @@ def _told(
     }
     gone_records = [each for each in records if not each.comes_back]
     lost = [each for each in gone_records if not each.is_hidden]
-    pins = [damage.id for damage in others if damage.kind == "pin"]
-    held_back = {*(_called(each) for each in lost), *pins, *(pin.name for pin in lost_pins(rooms))}
-    return replace(
-        _nothing(),
+    newly_lost = [*(_called(each) for each in lost if each.is_there or not each.is_quarantined)]
+    newly_lost += [name for name in sorted(pins) if rooms.files.exists(rooms.layout.pin(name))]
+    return Repaired(
         fell_back=fell_back,
         cannot_fall_back=falls.impossible if falls else {},
         lost=Costs(left)(blobs),
-        lost_records=(*(_called(each) for each in lost if each.is_there or not each.is_quarantined), *pins),
+        lost_records=tuple(newly_lost),
         reingest=_reingest(rooms, left.values(), lost),
-        held_back=tuple(sorted(held_back)),
+        held_back=tuple(sorted({*(_called(each) for each in lost), *pins})),
         shown_again=_shown_again(rooms, gone_records),
         reindexed=any(damage.kind in {"index", "record"} for damage in verdict.damaged)
         or any(each.comes_back for each in records),
@@ -396,6 +339,7 @@ def _told(
 
 def _reingest(rooms: Rooms, holders: Iterable[Holder], lost: Iterable[Record]) -> tuple[Reingest, ...]:
     """Return the saves that have what *holders* have lost, and those whose records are *lost*, by run and step."""
+    hurt = {holder.row.id for holder in holders if holder.pin is None} | {each.name.id for each in lost}
     origins = list({origin for holder in holders for origin in holder.origins})
     found = {
         (origin.run, origin.step, reference): saved_at(rooms, origin)
@@ -403,10 +347,11 @@ def _reingest(rooms: Rooms, holders: Iterable[Holder], lost: Iterable[Record]) -
     }
     found |= {(each.name.run, each.name.step, _called(each)): each.name for each in lost}
     return tuple(
-        # Where the commit is gone, its checkpoint makes a new one, with all that it holds.
-        Reingest(
-            reference=reference, run=run, step=step, policy=None if name is None else partly_saved_under(rooms, name)
-        )
+        # Where the commit is gone, its checkpoint makes a new one, with all that it holds. One that is whole has not
+        # what is lost: it has fallen back, was replaced, or has lost its moments, and that checkpoint adds nothing.
+        Reingest(reference=reference, run=run, step=step, policy=partly_saved_under(rooms, name) if name else None)
+        if name is None or name.id in hurt
+        else Reingest(reference=reference, run=None, step=step, policy=None)
         for (run, step, reference), name in sorted(found.items(), key=lambda item: item[0])
     )
 

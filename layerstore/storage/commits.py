@@ -335,11 +335,30 @@ class RecordStore:
         """
         self.check_store()
         target = self._layout.pin(pin.name)
-        data = seal_pin(pin, name=self._layout.name(target), store_id=self._store_id)
-        with self._temporary(data) as source:
+        with self._temporary(self.encode_pin(pin)) as source:
             self._files.rename(source, target)
         self._files.sync_directory(target.parent)
         self._look_again(self._layout.name(target))
+
+    def restore_pin(self, pin: Pin) -> bool:
+        """
+        Write *pin* as `write_pin` does where there is none of its name; return whether there was none.
+
+        Raises:
+            Unsupported: The store was migrated since it was opened.
+        """
+        self.check_store()
+        target = self._layout.pin(pin.name)
+        self._files.make_directory(target.parent)  # gone with the last pin that was taken out of the way
+        with self._temporary(self.encode_pin(pin)) as source:
+            is_new = self._files.link_exclusive(source, target)
+        self._files.sync_directory(target.parent)
+        self._look_again(self._layout.name(target))
+        return is_new
+
+    def encode_pin(self, pin: Pin) -> bytes:
+        """Return the file of *pin*."""
+        return seal_pin(pin, name=self._layout.name(self._layout.pin(pin.name)), store_id=self._store_id)
 
     def delete_pin(self, name: str) -> None:
         """Delete the pin *name*, readable or not."""

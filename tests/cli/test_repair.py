@@ -148,7 +148,7 @@ def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
     assert "lost best: what this pin meant cannot be read" in repaired.out
     assert "warning: sft@4 holds gc back until it is healed or given up" in repaired.err
     assert "to give up sft@4: layerstore --store" in repaired.out
-    assert repaired.err.splitlines()[-1].endswith(" pin best REF names one again")
+    assert repaired.err.splitlines()[-1].endswith(" pin best REF names a pin again")
     assert "run sft heals" in repaired.err.splitlines()[-1]
     assert again.code == 20
     assert "nothing more can be done here" in again.out
@@ -184,18 +184,36 @@ def test_what_is_to_be_typed_can_be_typed_whatever_names_hold(run: Run, store: P
     assert run("gc", "--store", store).code == 0
 
 
-def test_a_lost_pin_is_healed_by_its_file(run: Run, store: Path) -> None:
-    """As every hint says: a copy of the store has it under the same name."""
-    pin = store / "pins" / "best"
-    sound = pin.read_bytes()
-    pin.write_bytes(b"rot")
+def test_a_lost_pin_is_healed_by_a_copy(run: Run, store: Path, tmp_path: Path) -> None:
+    """As every hint says; what it meant there is what it means now, which is said."""
+    copy = shutil.copytree(store, tmp_path / "copy")
+    (store / "pins" / "best").write_bytes(b"rot")
     hints = [run(*words, "--store", store).err for words in (("repair",), ("gc",), ("verify",))]
 
     for hint in hints:
-        assert "pins/best of a copy of the store" in " ".join(hint.split())
-    pin.write_bytes(sound)
+        assert "repair --from COPY" in " ".join(hint.split())
+    healed = run("repair", "--from", copy, "--store", store)
+    assert healed.code == 0
+    assert "healed pin  pins/best (" in healed.out
+    assert f"from {copy}, as it was there: name it again if it was moved since" in " ".join(healed.out.split())
     assert run("verify", "--store", store).code == 0
     assert run("gc", "--store", store).code == 0
+
+
+def test_what_only_a_pin_has_lost_is_healed_in_a_run_of_its_own(run: Run, store: Path, checkpoints: Path) -> None:
+    """Its commit has fallen back meanwhile: the same checkpoint would be taken for it."""
+    run("pin", "last", "sft@4", "--store", store)
+    last_object(store).unlink()
+
+    done = run("repair", "--fall-back", "--store", store)
+    programs = run("repair", "--store", store, "--json")
+
+    assert done.code == 20
+    assert "to heal what sft@4 saved, with the checkpoint of that step, in a run of its own:" in done.out
+    assert done.err.splitlines()[-1].endswith(" ingest CHECKPOINT --run OTHER heals what sft@4 saved")
+    assert [each["run"] for each in programs.fields["reingest"]] == [None]
+    assert run("ingest", checkpoints / "global_step4", "--run", "OTHER", "--store", store).code == 0
+    assert run("verify", "--read-data", "--store", store).code == 0
 
 
 def test_the_plan_fails_as_the_deed_would(run: Run, store: Path) -> None:

@@ -33,6 +33,7 @@ def make_harmed(folder: Path, sound: Path, *, first: Path, second: Path, other: 
         opened.ingest(second, run="run")
         opened.ingest(first, run="lost")
         opened.pin("torn", "run@2")
+        opened.pin("unread", "run@2")
         facts: dict[str, Any] = {ref: composed(opened, ref, folder) for ref in ("whole@2", "run@2", "kept", "run@4")}
     _harm(store, folder / "copy")
     facts["damaged"] = sorted(_damaged(store, folder / "copy"))
@@ -41,7 +42,7 @@ def make_harmed(folder: Path, sound: Path, *, first: Path, second: Path, other: 
 
 
 def _harm(store: Path, copy: Path) -> None:
-    """Damage an object of each kind, a record with a copy and one without, a pin, and what nobody can heal."""
+    """Damage an object of each kind, a record and a pin with a copy and without, and what nobody can heal."""
     with Store(store) as opened:
         record, later = (opened.rooms.records.read(name).record for name in opened.rooms.records.names("run"))
         version = opened.rooms.version_of(record.layers[0])
@@ -53,7 +54,8 @@ def _harm(store: Path, copy: Path) -> None:
     # The state of a later step: without files that are kept, two checkpoints of one step have the same.
     for blob in (version.objects[0].id, record.layers[0].version.id, later.states[0].id):
         flip(place.object(blob))
-    flip(place.pin("torn"))
+    for pin in (place.pin("torn"), place.pin("unread"), copy / place.name(place.pin("unread"))):
+        flip(pin)
     flip(lost)
     flip(copy / lost.relative_to(store))
     for path in (*place.run("run").glob("2.*"), *place.run("lost").iterdir()):
@@ -100,7 +102,10 @@ def harmed_problems(store: Path, harmed: Path, scratch: Path, *, is_done: bool) 
         again = opened.repair(read_data=True, fall_back=True)
         found += [f"{path} is damaged still" for path in damaged]
         found += ["there is something to repair still"] if again.has_done else []
-        found += [] if again.held_back == ("lost@2", "torn") and "lost" in lost else [f"held back: {again.held_back}"]
-        composites = {name: composed(opened, name, scratch) for name in ("run@2", "kept", "run@4")}
-    found += [f"{name} composes to other bytes" for name in ("run@2", "kept") if composites[name] != facts[name]]
+        found += [] if again.held_back == ("lost@2", "unread") and "lost" in lost else [f"held back: {again.held_back}"]
+        composites = {name: composed(opened, name, scratch) for name in ("run@2", "kept", "torn", "run@4")}
+    facts["torn"] = facts["run@2"]
+    found += [
+        f"{name} composes to other bytes" for name in ("run@2", "kept", "torn") if composites[name] != facts[name]
+    ]
     return found + (["run@4 did not fall back"] if composites["run@4"] == facts["run@4"] else [])

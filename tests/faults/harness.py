@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from layerstore.errors import LayerstoreError, StorageIO
+from layerstore.ops.refs import resolve
 from layerstore.store import Store
 from tests.bench.generate import Layout
 from tests.generated import generate
@@ -349,6 +350,18 @@ def become_nobody() -> None:
 
 
 # -- what is left --------------------------------------------------------------------------------------------------
+
+
+def masters(store: Store, ref: str, *, policy: str = "latest") -> dict[str, bytes]:
+    """Return every tensor of a composite."""
+    return {name: value.tobytes() for name, value in store.compose(ref, policy=policy).tensors().items()}
+
+
+def object_of(store: Store, ref: str, layer: str, kind: str = "master") -> Path:
+    """Return the file of the first object of that *kind*."""
+    entry = next(entry for entry in resolve(store.rooms, ref).record.layers if entry.layer == layer)
+    stored = next(each for each in store.rooms.version_of(entry).objects if each.kind == kind)
+    return store.rooms.layout.object(stored.id)
 
 
 def composed(store: Store, ref: str | None, scratch: Path) -> str:

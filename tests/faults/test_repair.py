@@ -20,7 +20,7 @@ from layerstore.ops.damage import Costs, Holder
 from layerstore.ops.fall_back import FELL_BACK, FallBack, execute_fall_backs
 from layerstore.ops.mending import execute_repair
 from layerstore.ops.progress import Silent
-from layerstore.ops.repair import Repaired, Request
+from layerstore.ops.repaired import Repaired, Request
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
 from layerstore.storage.commits import RecordName, RecordStore
@@ -31,7 +31,7 @@ from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.quarantine import Quarantine
 from layerstore.store import restore_identity
-from tests.faults.harness import snapshot
+from tests.faults.harness import flip, masters, object_of, snapshot
 from tests.generated import generate
 
 
@@ -46,22 +46,10 @@ def pristine(fast_module_path: Path) -> Path:
     return fast_module_path
 
 
-def masters(store: Store, ref: str, *, policy: str = "latest") -> dict[str, bytes]:
-    """Return every tensor of a composite."""
-    return {name: value.tobytes() for name, value in store.compose(ref, policy=policy).tensors().items()}
-
-
 def version_of(store: Store, ref: str, layer: str) -> Path:
     """Return the file of the version blob that *ref* has of *layer*."""
     record = next(view for view in [store.compose(ref)]).layers[layer]
     return store.path / "objects" / record.version[:2] / record.version
-
-
-def object_of(store: Store, ref: str, layer: str, kind: str = "master") -> Path:
-    """Return the file of the first object of that *kind*."""
-    entry = next(entry for entry in _record(store, ref).layers if entry.layer == layer)
-    stored = next(each for each in store.rooms.version_of(entry).objects if each.kind == kind)
-    return store.rooms.layout.object(stored.id)
 
 
 def state_of(store: Store, ref: str) -> Path:
@@ -85,13 +73,6 @@ def record_of(store: Store, ref: str) -> Path:
     """Return the file of the record that *ref* means."""
     entry = next(entry for entry in store.log() if f"{entry.run}@{entry.step}" == ref)
     return store.path / "commits" / entry.run / f"{entry.step}.{entry.commit}"
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def truncate(path: Path) -> None:

@@ -23,6 +23,10 @@ class Owed:
     """Those that whoever reads every byte has to name."""
     records: frozenset[str]
     """Commits of whose record there is no copy, or that name what is lost and were gone."""
+    pins: frozenset[str]
+    """Pins that do not come back."""
+    held_back: frozenset[str]
+    """Those of them of which something is left."""
 
 
 class Harm:
@@ -35,7 +39,7 @@ class Harm:
         self.records: dict[str, Path] = {}
         """Where the records of commits are."""
         self.pins: dict[str, bool] = {}
-        """Whether a pin was removed."""
+        """Whether a pin went without a trace: one that an earlier repair has in quarantine is missed."""
         self._removed: set[str] = set()
         self.has_copies = True
         """Whether the index still has its copies of records."""
@@ -61,7 +65,7 @@ class Harm:
         if file.parent.parent.name == "objects":
             self.objects[file.name] = file.read_bytes()
         elif file.parent.name == "pins":
-            self.pins[file.name] = removes
+            self.pins[file.name] = removes and not any(self._path.glob(f"quarantine/*/pins/{file.name}"))
         else:
             commit = file.name.partition(".")[2]
             self.records[commit] = file
@@ -78,8 +82,9 @@ class Harm:
         """Return what a repair owes that reads every byte, or not, and may take copies from *source*."""
         copies = {name for name, data in self.objects.items() if source and _object(source, name) == data}
         lost_records = {name for name in self.records if not self._comes_back(name, copies, source)}
+        lost_pins = {name for name, is_unknown in self.pins.items() if is_unknown or source is None}
         live = [needed for name, needed in self.parts.records.items() if name not in lost_records]
-        live += [needed for name, needed in self.parts.pins.items() if name not in self.pins]
+        live += [needed for name, needed in self.parts.pins.items() if name not in lost_pins]
         blobs = {blob for needed in live for blob in (*needed.versions.values(), *needed.states)}
         gone = self.objects.keys()
         readable = blobs - (gone - copies)
@@ -93,6 +98,8 @@ class Harm:
             told=frozenset(found - healed),
             seen=frozenset((gone & reached) - healed),
             records=frozenset(lost_records),
+            pins=frozenset(lost_pins),
+            held_back=frozenset(name for name in lost_pins if not self.pins[name]),
         )
 
     def _comes_back(self, name: str, copies: set[str], source: Path | None) -> bool:

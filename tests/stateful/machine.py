@@ -25,7 +25,7 @@ from layerstore.format.blobs import decode_version, ref_of
 from layerstore.layers import parse_reference
 from layerstore.ops.ingest import Ingested
 from layerstore.ops.refs import resolve
-from layerstore.ops.repair import Repaired
+from layerstore.ops.repaired import Repaired
 from layerstore.store import Store, init
 from tests.faults.harness import fingerprint, flip
 from tests.stateful.harm import Harm, Owed
@@ -555,8 +555,9 @@ class StoreMachine(RuleBasedStateMachine):
         """What is owed is whole; what is lost is refused; all else composes to the model's bytes."""
         for name in harm.objects:
             assert harm.is_as_it_was(name) == (name in owed.healed), name
-        self.lab.counts["healed"] += len(owed.healed) + len(harm.records) - len(owed.records)
-        self.lab.counts["lost"] += len(owed.lost) + len(owed.records) + len(harm.pins)
+        harmed, lost = len(harm.records) + len(harm.pins), len(owed.records) + len(owed.pins)
+        self.lab.counts["healed"] += len(owed.healed) + harmed - lost
+        self.lab.counts["lost"] += len(owed.lost) + lost
         verdict = store.verify(read_data=True)
         found = [*verdict.damaged, *verdict.hidden]
         assert {damage.id for damage in found} == owed.seen, (found, owed)
@@ -565,7 +566,7 @@ class StoreMachine(RuleBasedStateMachine):
             if commit.id not in owed.records:
                 is_lost = bool(self._states(harm, commit.id) & owed.lost)
                 self._whole_or_refused(partial(store.compose, commit.id), commit, commit.layers, misses, is_lost)
-        if owed.records or harm.pins:
+        if owed.records or owed.pins:
             return  # what a lost record hid shows again, and so histories are others
         for name, pin in self.model.pins.items():
             is_lost = bool(self._states(harm, name) & owed.lost)
@@ -602,18 +603,18 @@ class StoreMachine(RuleBasedStateMachine):
         assert {Path(each.path).name for each in done.healed if each.kind == "object"} == owed.healed
         written_back = {Path(each.path).name.partition(".")[2] for each in done.healed if each.kind == "record"}
         assert written_back == harm.records.keys() - owed.records
+        assert {Path(each.path).name for each in done.healed if each.kind == "pin"} == harm.pins.keys() - owed.pins
         assert {each.hurt for each in done.fell_back} == fallen
         # One that a sound one hides is given up already.
         waited_for = [commit for commit in owed.records if harm.parts.hiders.get(commit, set()) <= owed.records]
         paths = [harm.records[commit] for commit in waited_for]
         lost_records = {f"{path.parent.name}@{path.name.partition('.')[0]}" for path in paths}
-        torn_pins = {name for name, is_removed in harm.pins.items() if not is_removed}
-        assert set(done.held_back) == lost_records | torn_pins
+        assert set(done.held_back) == lost_records | owed.held_back
         if owed.records:
             return  # what these had hidden may show again, and be hurt too
         misses = self._misses(harm, owed.told)
         users = {commit.id: commit.layers for commit in self.model.commits()}
-        users |= {name: pin.layers for name, pin in self.model.pins.items() if name not in harm.pins}
+        users |= {name: pin.layers for name, pin in self.model.pins.items() if name not in owed.pins}
         expected = {}
         for user, layers in users.items():
             lost = {name for name, layer in layers.items() if misses(name, layer)}
@@ -628,7 +629,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert costs == expected, (costs, expected)
 
     def _heal_all(self, harm: Harm, owed: Owed, sound: Path, *, again: bool) -> None:
-        """Ingest again what is lost, or some of it; take the rest from the sound copy, and give up the pins."""
+        """Ingest again what is lost, or some of it; take the rest from the sound copy, but for pins nobody misses."""
         if again and not owed.records:
             for name in sorted(owed.told & self.made_from.keys()):
                 self.runs_made += 1
@@ -636,11 +637,8 @@ class StoreMachine(RuleBasedStateMachine):
                 assert harm.is_as_it_was(name)
         with Store(self.path) as store:
             done = store.repair(read_data=True, sources=[sound])
-            torn_pins = {name for name, is_removed in harm.pins.items() if not is_removed}
-            assert (done.lost, done.lost_records, set(done.held_back)) == ((), (), torn_pins), done
-            for name in torn_pins:
-                store.delete_pin(name)
-            for name in harm.pins:
+            assert (done.lost, done.lost_records, done.held_back) == ((), (), ()), done
+            for name in [name for name, is_unknown in harm.pins.items() if is_unknown]:
                 del self.model.pins[name]
             verdict = store.verify(read_data=True)
         assert verdict.ok, verdict.damaged
