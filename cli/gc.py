@@ -119,7 +119,7 @@ def gc(
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
-            if not _is_confirmed(plan):
+            if not _is_confirmed(plan, has_grace=grace_seconds != 0):
                 say("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
@@ -127,13 +127,13 @@ def gc(
     if as_json:
         say_json(_fields(outcome, dry_run=dry_run))
     else:
-        _tell(outcome, is_done=not dry_run)
+        _tell(outcome, is_done=not dry_run, has_grace=grace_seconds != 0)
 
 
-def _is_confirmed(plan: "GcOutcome") -> bool:
+def _is_confirmed(plan: "GcOutcome", *, has_grace: bool) -> bool:
     """Show *plan* and ask; whatever is no yes is a no, the end of the input too. Ctrl-C ends the command as ever."""
     let_through()  # who is asked has to see what, also with --quiet
-    _tell(plan, is_done=False)
+    _tell(plan, is_done=False, has_grace=has_grace)
     if not (plan.removed or plan.trimmed):
         return True
     sys.stdout.write("Remove them? [y/N]: ")
@@ -144,7 +144,7 @@ def _is_confirmed(plan: "GcOutcome") -> bool:
     return answer.strip().lower() in {"y", "yes"}
 
 
-def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
+def _tell(outcome: "GcOutcome", *, is_done: bool, has_grace: bool) -> None:
     from layerstore.ops.retention import NOT_ASKED
 
     # What goes first: a long list is cut at its end.
@@ -173,7 +173,10 @@ def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     say_paragraph(f"{verb} {_parts(outcome)}: {freed}", indent=2)
     _warn_of_unserved(outcome, is_done=is_done)
     if outcome.young.count:
-        later = "a later collection takes them, or --grace 0s if nobody writes"
+        at_once = (
+            "--grace 0s if nobody writes" if has_grace else "their times are still to come by the filesystem's clock"
+        )
+        later = f"a later collection takes them{', or' if has_grace else ':'} {at_once}"
         say_paragraph(f"too young to go: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
         later = "on a network filesystem a later collection removes them"

@@ -24,8 +24,9 @@ _INDEX_DIGITS_MAX = 18
 # An adapter belongs to the layer of the module that it adapts.
 _ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_module|ia3_\w+")
 
-# Whatever is no name is told by check_name.
+# A word that no shell takes for more than itself.
 _ONE_WORD = re.compile(r"[\w@%+=:,./-][\w@%+=:,./~-]*", re.ASCII)
+# Whatever is no name is told by check_name.
 _REF = re.compile(r"(?P<name>[^@~]+)(?:~(?P<back>\d{1,9}))?(?:@(?P<step>\d{1,18}))?")
 
 

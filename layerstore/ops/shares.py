@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import Conflict
+from layerstore.errors import Overtaken
 from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import Kind, LayerPart, ObjectContent, Part, SourceFile, StoredObject
 from layerstore.ops.hashing import Checksums, Reader
@@ -58,7 +58,7 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen
     Frozen weights are read once: *frozen* has their objects, for as long as their marks stay and the store has them.
 
     Raises:
-        Conflict: An object vanished while the part that names it was written.
+        Overtaken: An object vanished while the part that names it was written.
     """
     share = work.share
     with ObjectWriter(rooms.layout, rooms.files, rooms.objects, past_cache=True) as writer:
@@ -92,7 +92,7 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen
         )
         lost = writer.look_again()
         if lost:
-            raise Conflict(f"{len(lost)} objects were removed while they were written (first: {lost[0].id})")
+            raise Overtaken(f"{len(lost)} objects were removed while they were written (first: {lost[0].id})")
         return writer.bytes_new
 
 

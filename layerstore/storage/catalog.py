@@ -6,7 +6,6 @@ Whatever is wrong with the index, the answers are the same.
 """
 
 import contextlib
-import dataclasses
 import glob
 import itertools
 import secrets
@@ -14,12 +13,13 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO
+from layerstore.layers import typed
 from layerstore.model import Commit, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
@@ -159,7 +159,7 @@ class Catalog:
         names = frozenset(self._records.listing(run))
         if names - known.strangers != known.rows.keys():
             return None
-        found = dataclasses.replace(known, stamp=stamp)
+        found = replace(known, stamp=stamp)
         self._known[run] = found
         return found
 
@@ -226,7 +226,7 @@ class Catalog:
                 raise
             raise NotFound(
                 f"{name.run}@{name.step} (commit {name.id[:12]}) was removed by a collection meanwhile",
-                hint=f"layerstore log {name.run} lists what is left",
+                hint=f"layerstore log {typed(name.run)} lists what is left",
             ) from exc
 
     def _known_runs(self, run: str) -> str:

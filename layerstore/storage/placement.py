@@ -95,6 +95,6 @@ def mount_of(path: Path) -> Mount | None:
     for line in mounts:
         fields, _, tail = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
-        if above.get(point, 0) >= max(depth, 1):
+        if point in above and above[point] >= depth:
             best, depth = Mount(Path(point), tail.split()[0], tuple(fields.split()[5].split(","))), above[point]
     return best

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
+from layerstore.layers import typed
 from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
 from layerstore.zero3.runname import run_name
 from layerstore.zero3.sourcefile import read_source_file, real_path, stat_source
@@ -143,9 +144,7 @@ def check_unchanged(found: FoundCheckpoint) -> None:
 def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise SourceCheckpoint(
-            f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint="give the folder of the checkpoint"
-        )
+        raise SourceCheckpoint(f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint="give that folder")
     if _is_tag_folder(path):
         if tag is not None and tag != path.name:
             raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
@@ -211,7 +210,7 @@ def _only_save_folder(path: Path) -> tuple[Path, str]:
         more = f" and {len(inner) - 10} more" if len(inner) > 10 else ""
         raise InvalidInput(
             f"{path} holds {len(inner)} checkpoints: {', '.join(inner[:10])}{more}",
-            hint=f"layerstore ingest --all {path}, or one: layerstore ingest {path}/{inner[-1]}",
+            hint=f"layerstore ingest --all {typed(str(path))}; one: layerstore ingest {typed(str(path / inner[-1]))}",
         )
     _refuse_foreign(path, list_folder(path))
     raise SourceCheckpoint(

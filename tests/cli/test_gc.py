@@ -151,6 +151,21 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
     assert "--grace 0s" in outcome.out
 
 
+def test_what_has_a_time_to_come_is_not_freed_without_grace_either(run: Run, store: Path) -> None:
+    """A clock was set back, or a copy kept its times: the same option again would change nothing."""
+    run("drop", "sft@4", "--store", store)
+    tomorrow = time.time() + 86400
+    for path in (store / "objects").rglob("*"):
+        os.utime(path, (tomorrow, tomorrow))
+
+    outcome = run("gc", "--grace", "0s", "--store", store)
+
+    assert outcome.code == 0
+    assert "too young to go: " in outcome.out
+    assert "their times are still to come by the filesystem's clock" in " ".join(outcome.out.split())
+    assert "--grace" not in outcome.out
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
