@@ -95,6 +95,7 @@ def _on(kind: str, folder: Path, work: Callable[..., list[str]], *cases: tuple[o
 
 @pytest.mark.fault(16, 18, 20, 21)
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.sample(1)
 def test_a_full_disk_is_an_error_or_success_and_no_damage(
     scene: tuple[Path, dict[str, str]], fast_path: Path, kind: str
 ) -> None:

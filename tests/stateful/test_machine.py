@@ -71,8 +71,8 @@ def test_a_record_kept_whole_heals_its_next_loss(lab: Lab) -> None:
 
 @pytest.mark.fault(35, 41, 45, 101)
 def test_histories_are_what_the_model_says(lab: Lab) -> None:
-    """A few hundred steps."""
-    _run(lab, histories=8, steps=30)
+    """More than a hundred steps; those of another seed are others."""
+    _run(lab, histories=5, steps=30)
 
 
 @pytest.mark.fault(35, 41, 45, 101)

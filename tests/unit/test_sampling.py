@@ -39,6 +39,9 @@ import json, os, sys
 import pytest
 
 class Names:
+    def pytest_addoption(self, parser):  # as pytest-randomly has it, which is seconds to start
+        parser.addoption("--randomly-seed", type=int, default=0)
+
     def pytest_collection_finish(self, session):
         self.found = [item.name for item in session.items]
 
@@ -50,7 +53,7 @@ def collected(options):
 print("\\n" + json.dumps([collected(options) for options in json.loads(sys.argv[1])]))
 """
 
-USUAL = ["-m", "not exhaustive", "test_matrix.py", "-p", "pytest_randomly"]
+USUAL = ["-m", "not exhaustive", "test_matrix.py"]
 
 
 def collected(folder: Path, *runs: list[str]) -> list[set[str]]:
