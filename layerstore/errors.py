@@ -61,6 +61,8 @@ class LayerstoreError(Exception):
 
 
 def _in_one_line(text: str) -> str:
+    if text.isprintable():
+        return text
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
