@@ -118,7 +118,8 @@ def plan_repair(
     verdict = replace(verdict, damaged=damaged)
     records = tuple(_records(rooms, healing, verdict))
     others = tuple(damage for damage in verdict.damaged if damage.kind not in {"record", "index", *_OF_OBJECTS})
-    pins = tuple(_pins(rooms, healing, others))
+    lost_names = {*(damage.id for damage in others if damage.kind == "pin"), *(pin.name for pin in lost_pins(rooms))}
+    pins = tuple(_pins(healing, lost_names))
     absent = [ref for record in records if record.comes_back for ref in record.absent]
     absent += [ref for pin in pins for ref in pin.absent]
     objects = tuple(_objects(rooms, healing, verdict, absent))
@@ -128,7 +129,7 @@ def plan_repair(
         *(healed_object(rooms, each) for each in objects if each.origin is not None),
         *(healed_pin(rooms, each) for each in pins),
     ]
-    lost_names = _lost_pin_names(rooms, others) - {pin.copy.name for pin in pins}
+    lost_names -= {pin.copy.name for pin in pins}
     told = _told(rooms, verdict=verdict, records=records, objects=objects, pins=lost_names, request=request)
     newer_names = tuple(damage.path for damage in newer)
     outcome = replace(
@@ -202,12 +203,8 @@ def _records(rooms: Rooms, healing: Healing, verdict: Verdict) -> Iterable[Recor
         )
 
 
-def _lost_pin_names(rooms: Rooms, others: Iterable[Damage]) -> set[str]:
-    return {*(damage.id for damage in others if damage.kind == "pin"), *(pin.name for pin in lost_pins(rooms))}
-
-
-def _pins(rooms: Rooms, healing: Healing, others: Iterable[Damage]) -> Iterable[FoundPin]:
-    for name in sorted(_lost_pin_names(rooms, others)):
+def _pins(healing: Healing, names: Iterable[str]) -> Iterable[FoundPin]:
+    for name in sorted(names):
         found = healing.pin(name)
         if found is not None:
             absent, _ = healing.absent(found[0].record)
