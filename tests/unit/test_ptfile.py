@@ -24,6 +24,12 @@ from tests.unit.ptfiles import fingerprint, held, write_pt
 DTYPE_NAMES = [row.torch_name for row in DTYPES]
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Draw the same tensors in any order of tests."""
+    torch.manual_seed(7)
+
+
 def saved(path: Path, value: object) -> PtFile:
     """Save *value* with torch and read the file."""
     torch.save(value, path)
