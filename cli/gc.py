@@ -174,7 +174,9 @@ def _tell(outcome: "GcOutcome", *, is_done: bool, has_grace: bool) -> None:
     _warn_of_unserved(outcome, is_done=is_done)
     if outcome.young.count:
         at_once = (
-            "--grace 0s if nobody writes" if has_grace else "their times are still to come by the filesystem's clock"
+            "--grace 0s if nobody writes"
+            if has_grace
+            else "they were written just now, or their times are still to come"
         )
         later = f"a later collection takes them{', or' if has_grace else ':'} {at_once}"
         say_paragraph(f"too young to go: {_amount(outcome.young)}; {later}", indent=2)
