@@ -37,7 +37,11 @@ _LINES_MAX = 50
 
 Sources = Annotated[
     list[Path] | None,
-    typer.Option("--from", metavar="STORE", help="Another store that may have what is lost; may be given again."),
+    typer.Option(
+        "--from",
+        metavar="STORE",
+        help="Another store that may have what is lost, best a copy of this one; may be given again.",
+    ),
 ]
 
 
@@ -63,7 +67,8 @@ def repair(
     Take damage out of the way, and write back what has a copy.
 
     Nothing is removed: damaged files go to quarantine/ in the store.
-    Records come back from the copies beside the index, objects and pins from the stores that --from names.
+    Records come back from the copies beside the index, objects from the stores that --from names,
+    pins from those of them that are copies of this one.
     What is lost is listed, and a failure; ingesting the same checkpoint again brings it back,
     with --replace where its commit has fallen back.
     May be stopped and repeated at any time.
@@ -168,7 +173,9 @@ def _hint(repaired: "Repaired", *, dry_run: bool, read_data: bool) -> str:
     has found is only found by reading again.
     """
     lost = sorted({*repaired.lost_records, *repaired.held_back})
-    has_layers = not repaired.cannot_fall_back and any(not cost.everything for cost in repaired.lost)
+    has_layers = not repaired.cannot_fall_back and any(
+        not cost.everything and not _is_pin(cost.holder) for cost in repaired.lost
+    )
     or_fall_back = ", or --fall-back where layers are lost" if has_layers else ""
     ways = [f"layerstore repair{' --read-data' if dry_run and read_data else ''} --from COPY{or_fall_back}"]
     if repaired.reingest:
@@ -183,10 +190,10 @@ def _ingest(save: "Reingest") -> str:
     """
     Return the command that brings back what *save* wrote: under its own policy, else it is another commit.
 
-    Where its run has something else at its place by now, only a pin has lost it: any other run brings it back.
+    Where its run has something else at its place by now, any new run brings it back: equal bytes are one object.
     """
     policy = "" if save.policy is None else f" --policy {save.policy}"
-    run = "OTHER" if save.run is None else typed(save.run)
+    run = "NEW_RUN" if save.run is None else typed(save.run)
     return f"layerstore ingest CHECKPOINT --run {run}{policy}"
 
 
@@ -198,8 +205,7 @@ def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
     _more(len(repaired.quarantined))
     for each in repaired.healed[:_LINES_MAX]:
         say(f"{would}heal{'' if dry_run else 'ed'} {each.kind}  {shown(each.path)} ({size(each.size_bytes)})")
-        meant = ", as it was there: name it again if it was moved since" if each.kind == "pin" else ""
-        say(f"  from {shown(each.origin)}{meant}")
+        say(f"  from {shown(each.origin)}")
     _more(len(repaired.healed))
     for fall in repaired.fell_back[:_LINES_MAX]:
         say(f"{shown(fall.reference)} {would}fall{'' if dry_run else 's'} back: {shown(_ages(fall))}")
@@ -241,12 +247,15 @@ def _tell_lost(repaired: "Repaired") -> None:
     for name in repaired.lost_records:
         what = "what this pin meant cannot be read" if _is_pin(name) else "no copy of its record is left"
         say(f"lost {shown(name)}: {what}")
+    for pin in repaired.pins_elsewhere:
+        say(f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.store)}; nothing proves that it was so here:")
+        say(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
     for name, layers in repaired.cannot_fall_back.items():
         say(f"{shown(name)} cannot fall back: no older version of {shown(_some(layers, limit=4))} is whole and fits")
     for name in repaired.shown_again:
         say(f"{shown(name)} shows again: what had hidden it is lost")
     for each in repaired.reingest[:_NAMES_MAX]:
-        elsewhere = ", in a run of its own" if each.run is None else ""
+        elsewhere = ", as a new run" if each.run is None else ""
         say(f"to heal what {shown(each.reference)} saved, with the checkpoint of that step{elsewhere}:")
         say(f"  {shown(with_store(_ingest(each)))}")  # on a line of its own, as it is copied
     for name in repaired.newer[:_LINES_MAX]:
@@ -307,6 +316,9 @@ def _fields(repaired: "Repaired", *, dry_run: bool, restored: "RestoredIdentity 
         "elsewhere": [
             {"run": each.run, "step": each.step, "commit": each.commit, "store": each.store}
             for each in repaired.elsewhere
+        ],
+        "pins_elsewhere": [
+            {"pin": each.name, "reference": each.reference, "store": each.store} for each in repaired.pins_elsewhere
         ],
         "newer": list(repaired.newer),
         "reindexed": repaired.reindexed,

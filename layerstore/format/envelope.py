@@ -76,6 +76,17 @@ def unseal(data: bytes, *, name: str, store_id: str) -> Envelope:
     return Envelope(store_id=store_id, name=name, payload=payload)
 
 
+def was(damaged: bytes, sound: bytes) -> bool:
+    """
+    Whether what was left of an envelope, *damaged*, was *sound* once: it has the checksum of that, or all else of it.
+
+    >>> whole = seal(Envelope(store_id="5" * 32, name="pins/best", payload=b"what it means"))
+    >>> was(whole.replace(b"means", b"moans"), whole), was(whole[:-1], whole), was(whole[:40], whole)
+    (True, True, False)
+    """
+    return damaged[-DIGEST_BYTES:] == sound[-DIGEST_BYTES:] or damaged.startswith(sound[:-DIGEST_BYTES])
+
+
 def stated_store(data: bytes) -> str | None:
     """Return the id of the store that a whole envelope says it belongs to; None where *data* is none."""
     body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]

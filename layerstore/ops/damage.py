@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import LayerstoreError, StorageIO, Unsupported
-from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Observed, Origin
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Observed, Origin, Pin
 from layerstore.ops.refs import Resolved, references_to
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.manifest import RecordRow, row_of
@@ -64,7 +64,7 @@ class Holder:
     """Whether anybody can ask for it: a pin, or a commit that none hides."""
     lost: dict[BlobRef, tuple[str, ...]]
     """Damaged blobs that it names, each with the layers of it; none of a state."""
-    origins: frozenset[Origin]
+    origins: Mapping[Origin, frozenset[BlobRef]]
     """The saves that these are of: their checkpoints have what is lost. A composite has layers of several."""
 
     @property
@@ -142,6 +142,13 @@ def holders_of(rooms: Rooms, blobs: Collection[BlobRef], *, only: Resolved | Non
     return dict(zip(_called(rooms, found), found, strict=True))
 
 
+def holder_of_pin(pin: Pin, blobs: Collection[BlobRef]) -> Holder:
+    """Return *pin*, which is not in the store, as one that has lost *blobs*."""
+    row, record, name = _as_holder(Resolved.of_pin(pin))
+    lost = _lost(record, blobs)
+    return Holder(row=row, pin=name, is_shown=True, lost=lost, origins=_origins(record, lost))
+
+
 def _all_records(rooms: Rooms) -> Iterator[tuple[RecordRow, CommitRecord, str | None]]:
     for run in rooms.records.runs():
         for name in rooms.records.names(run):
@@ -168,10 +175,14 @@ def _lost(record: CommitRecord, blobs: Collection[BlobRef]) -> dict[BlobRef, tup
     return lost
 
 
-def _origins(record: CommitRecord, lost: Collection[BlobRef]) -> frozenset[Origin]:
+def _origins(record: CommitRecord, lost: Collection[BlobRef]) -> dict[Origin, frozenset[BlobRef]]:
     own = Origin(run=record.run, attempt=record.attempt, step=record.step, save_number=record.save_number)
-    found = {entry.origin for entry in record.layers if entry.version in lost}
-    return frozenset(found | {own for state in record.states if state in lost})
+    pairs = [*((entry.origin, entry.version) for entry in record.layers), *((own, state) for state in record.states)]
+    found: dict[Origin, frozenset[BlobRef]] = {}
+    for origin, blob in pairs:
+        if blob in lost:
+            found[origin] = found.get(origin, frozenset()) | {blob}
+    return found
 
 
 def _called(rooms: Rooms, holders: Sequence[Holder]) -> list[str]:

@@ -34,6 +34,16 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """What a record needs and is not there."""
+
+    to_be_had: tuple[BlobRef, ...]
+    """What there is a sound copy of."""
+    lost: tuple[BlobRef, ...]
+    """Version and state blobs that cannot be whole again: they, or objects that they name, are nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
     """A commit that another store shows, and that we neither have nor miss."""
 
@@ -100,17 +110,12 @@ class Healing:
         for other in self._others:
             yield str(other.layout.root), _Read(other, name)
 
-    def pin(self, name: str) -> tuple[Pin, str] | None:
-        """
-        Return the pin *name* as a copy of this very store has it, and which; None without one.
-
-        Ours may have been moved since. One in quarantine is no copy: which of several was the last nobody knows.
-        """
+    def pins(self, name: str) -> Iterator[tuple[Pin, str]]:
+        """Yield the pin *name* as copies of this very store have it, and which. Ours may have been moved since."""
         for other in self._others:
             if other.identity.store_id == self._rooms.identity.store_id:
                 with contextlib.suppress(LayerstoreError):  # none there, or as damaged
-                    return other.records.read_pin(name), str(other.layout.root)
-        return None
+                    yield other.records.read_pin(name), str(other.layout.root)
 
     def is_quarantined(self, name: RecordName) -> bool:
         """Whether the record *name* is in quarantine, as whatever it is there."""
@@ -124,8 +129,8 @@ class Healing:
                 return True
         return False
 
-    def absent(self, record: CommitRecord) -> tuple[list[BlobRef], list[BlobRef]]:
-        """Return what *record* needs and is not there: what there is a sound copy of, every byte read, and the rest."""
+    def absent(self, record: CommitRecord) -> Absent:
+        """Return what *record* needs and is not there, by whether there is a sound copy of it, every byte read."""
         to_be_had: dict[BlobRef, None] = {}
         lost: dict[BlobRef, None] = {}
         versions = ((entry.version, _objects_of_version) for entry in record.layers)
@@ -135,8 +140,11 @@ class Healing:
                 (lost if inner is None else to_be_had)[ref] = None
             for each in inner or ():
                 if not self._is_here(each):
-                    (lost if self.object(each) is None else to_be_had)[each] = None
-        return list(to_be_had), list(lost)
+                    if self.object(each) is None:
+                        lost[ref] = None
+                    else:
+                        to_be_had[each] = None
+        return Absent(to_be_had=tuple(to_be_had), lost=tuple(lost))
 
     def _blob(self, ref: BlobRef, objects_in: "_ObjectsIn") -> tuple[bool, list[BlobRef] | None]:
         """Return whether the blob *ref* is here and sound, and what it names; None where no sound one is anywhere."""

@@ -19,6 +19,7 @@ from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Quarantine
 from layerstore.ops.claims import claim
 from layerstore.ops.damage import Damage, is_readable
 from layerstore.ops.fall_back import execute_fall_backs
+from layerstore.ops.given_up import lost_pins
 from layerstore.ops.needs import objects_of_state, objects_of_version
 from layerstore.ops.progress import Progress
 from layerstore.ops.repair import (
@@ -275,11 +276,14 @@ class Work:
             rooms.parts.publish_failure(name, "its part was damaged, and a repair has put it into quarantine")
 
     def _restore_pin(self, pin: FoundPin) -> None:
-        """Write a lost pin back; one that was named again meanwhile stays as it is."""
+        """Write a lost pin back, unless it was given up or named again meanwhile, or a run has its name."""
+        rooms, name = self._rooms, pin.copy.name
         with self._writer() as writer:
-            self._claim(writer, pin.copy.record)  # as far as it goes, as of a record
+            if not self._claim(writer, pin.copy.record):
+                return
             self._hold.check()
-            if self._rooms.records.restore_pin(pin.copy):
-                writer.look_again()
-                self.healed.append(healed_pin(self._rooms, pin))
+            is_lost = any(lost.name == name for lost in lost_pins(rooms)) and not rooms.records.names(name)
+            if is_lost and rooms.records.restore_pin(pin.copy):
+                writer.look_again()  # what is gone all the same, the next look finds
+                self.healed.append(healed_pin(rooms, pin))
                 self._note_all_named(pin.copy.record)

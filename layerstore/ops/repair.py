@@ -4,22 +4,24 @@ Repair, the plan: what is damaged, what sound copies there are, what is lost, an
 Nothing is written here; `layerstore.ops.mending` does what is planned.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, Unsupported
+from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
+from layerstore.format.envelope import was
+from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import BlobRef, Commit, ObjectId, Pin, Quarantined
-from layerstore.ops.brought_back import partly_saved_under
-from layerstore.ops.damage import Costs, Damage, Holder, has_passed, holders_of, problem_of
+from layerstore.ops.damage import Costs, Damage, has_passed, holder_of_pin, holders_of, problem_of
 from layerstore.ops.fall_back import plan_fall_backs
 from layerstore.ops.given_up import is_hidden, lost_pins, lost_records
-from layerstore.ops.healing import Healing
-from layerstore.ops.past import saved_at
+from layerstore.ops.healing import Absent, Healing
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import references_to
-from layerstore.ops.repaired import Healed, Reingest, Repaired, Request
+from layerstore.ops.reingests import reingests
+from layerstore.ops.repaired import Healed, PinElsewhere, Repaired, Request
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.verify import Verdict, verify
 from layerstore.storage.commits import RecordName
@@ -79,8 +81,17 @@ class FoundPin:
 
     copy: Pin
     origin: str
-    absent: tuple[BlobRef, ...]
+    is_same: bool
+    """Whether what is left of ours proves that it was this one: it may have been moved since the copy was made."""
+    absent: tuple[BlobRef, ...] = ()
     """What it needs, is not there, and has a sound copy."""
+    lost: tuple[BlobRef, ...] = ()
+    """What it needs and nobody has."""
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether it is written back."""
+        return self.is_same and not self.lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +129,8 @@ def plan_repair(
     verdict = replace(verdict, damaged=damaged)
     records = tuple(_records(rooms, healing, verdict))
     others = tuple(damage for damage in verdict.damaged if damage.kind not in {"record", "index", *_OF_OBJECTS})
-    lost_names = {*(damage.id for damage in others if damage.kind == "pin"), *(pin.name for pin in lost_pins(rooms))}
-    pins = tuple(_pins(healing, lost_names))
+    found_pins = list(_pins(rooms, healing, others))
+    pins = tuple(pin for pin in found_pins if pin.comes_back)
     absent = [ref for record in records if record.comes_back for ref in record.absent]
     absent += [ref for pin in pins for ref in pin.absent]
     objects = tuple(_objects(rooms, healing, verdict, absent))
@@ -129,8 +140,7 @@ def plan_repair(
         *(healed_object(rooms, each) for each in objects if each.origin is not None),
         *(healed_pin(rooms, each) for each in pins),
     ]
-    lost_names -= {pin.copy.name for pin in pins}
-    told = _told(rooms, verdict=verdict, records=records, objects=objects, pins=lost_names, request=request)
+    told = _told(rooms, verdict=verdict, records=records, objects=objects, request=request, found_pins=found_pins)
     newer_names = tuple(damage.path for damage in newer)
     outcome = replace(
         told,
@@ -187,7 +197,7 @@ def _records(rooms: Rooms, healing: Healing, verdict: Verdict) -> Iterable[Recor
         reasons.setdefault(lost.name, "it is in quarantine")
     for name, reason in reasons.items():
         found = healing.record(name)
-        absent, gone = healing.absent(found[0].record) if found else ([], [])
+        absent = healing.absent(found[0].record) if found else Absent(to_be_had=(), lost=())
         yield Record(
             name=name,
             reason=reason,
@@ -198,17 +208,34 @@ def _records(rooms: Rooms, healing: Healing, verdict: Verdict) -> Iterable[Recor
             is_hidden=is_hidden(rooms, name),
             copy=found[0] if found else None,
             origin=found[1] if found else "",
-            absent=tuple(absent),
-            lost=tuple(gone),
+            absent=absent.to_be_had,
+            lost=absent.lost,
         )
 
 
-def _pins(healing: Healing, names: Iterable[str]) -> Iterable[FoundPin]:
-    for name in sorted(names):
-        found = healing.pin(name)
-        if found is not None:
-            absent, _ = healing.absent(found[0].record)
-            yield FoundPin(copy=found[0], origin=found[1], absent=tuple(absent))
+def _pins(rooms: Rooms, healing: Healing, others: Iterable[Damage]) -> Iterable[FoundPin]:
+    """Yield each lost pin as the first copy has it that proves to be the same; else as all have it."""
+    left = {lost.name: lost.path for lost in lost_pins(rooms)}  # what was taken last comes last
+    at_place = {name: rooms.layout.pin(name) for name in left}
+    left = {name: path for name, path in left.items() if not rooms.files.exists(at_place[name])}
+    left |= {damage.id: rooms.layout.root / damage.path for damage in others if damage.kind == "pin"}
+    for name, path in sorted(left.items()):
+        if rooms.records.names(name):
+            continue  # a run is called so by now, and no reference would find the pin
+        copies = list(healing.pins(name))
+        damaged = _what_is_left(rooms, path)
+        same = next((each for each in copies if was(damaged, rooms.records.encode_pin(each[0]))), None)
+        if same is None:
+            yield from (FoundPin(copy=copy, origin=origin, is_same=False) for copy, origin in copies)
+        else:
+            absent = healing.absent(same[0].record)
+            yield FoundPin(copy=same[0], origin=same[1], is_same=True, absent=absent.to_be_had, lost=absent.lost)
+
+
+def _what_is_left(rooms: Rooms, path: Path) -> bytes:
+    with contextlib.suppress(LayerstoreError):
+        return rooms.files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+    return b""
 
 
 def _objects(rooms: Rooms, healing: Healing, verdict: Verdict, absent: Iterable[BlobRef]) -> Iterable[Object]:
@@ -300,8 +327,8 @@ def _told(
     verdict: Verdict,
     records: Sequence[Record],
     objects: Sequence[Object],
-    pins: Collection[str],
     request: Request,
+    found_pins: Iterable[FoundPin],
 ) -> Repaired:
     """Return what is lost once everything is healed that can be, and what falls back."""
     gone = [each for each in objects if each.origin is None and each.damage is not None]
@@ -317,39 +344,32 @@ def _told(
         for name, holder in holders.items()
         if holder.is_shown and (holder.pin is not None or holder.row.id not in replaced)
     }
+    hurt = {pin.copy.name: holder_of_pin(pin.copy, pin.lost) for pin in found_pins if pin.lost}
+    left |= hurt
+    blobs |= {blob for holder in hurt.values() for blob in holder.lost}
     gone_records = [each for each in records if not each.comes_back]
     lost = [each for each in gone_records if not each.is_hidden]
-    newly_lost = [*(_called(each) for each in lost if each.is_there or not each.is_quarantined)]
-    newly_lost += [name for name in sorted(pins) if rooms.files.exists(rooms.layout.pin(name))]
+    newly_lost = [_called(each) for each in lost if each.is_there or not each.is_quarantined]
+    healed = {pin.copy.name for pin in found_pins if pin.comes_back}
+    damaged_pins = {damage.id for damage in verdict.damaged if damage.kind == "pin"} - healed
+    held_back = {_called(each) for each in lost} | damaged_pins | ({pin.name for pin in lost_pins(rooms)} - healed)
     return Repaired(
         fell_back=fell_back,
         cannot_fall_back=falls.impossible if falls else {},
         lost=Costs(left)(blobs),
-        lost_records=tuple(newly_lost),
-        reingest=_reingest(rooms, left.values(), lost),
-        held_back=tuple(sorted({*(_called(each) for each in lost), *pins})),
+        lost_records=(*newly_lost, *sorted(damaged_pins)),
+        reingest=reingests(rooms, left.values(), [each.name for each in lost]),
+        held_back=tuple(sorted(held_back)),
+        pins_elsewhere=tuple(
+            PinElsewhere(
+                name=pin.copy.name, reference=f"{pin.copy.record.run}@{pin.copy.record.step}", store=pin.origin
+            )
+            for pin in found_pins
+            if not pin.is_same
+        ),
         shown_again=_shown_again(rooms, gone_records),
         reindexed=any(damage.kind in {"index", "record"} for damage in verdict.damaged)
         or any(each.comes_back for each in records),
-    )
-
-
-def _reingest(rooms: Rooms, holders: Iterable[Holder], lost: Iterable[Record]) -> tuple[Reingest, ...]:
-    """Return the saves that have what *holders* have lost, and those whose records are *lost*, by run and step."""
-    hurt = {holder.row.id for holder in holders if holder.pin is None} | {each.name.id for each in lost}
-    origins = list({origin for holder in holders for origin in holder.origins})
-    found = {
-        (origin.run, origin.step, reference): saved_at(rooms, origin)
-        for origin, reference in zip(origins, references_to(rooms, origins), strict=True)
-    }
-    found |= {(each.name.run, each.name.step, _called(each)): each.name for each in lost}
-    return tuple(
-        # Where the commit is gone, its checkpoint makes a new one, with all that it holds. One that is whole has not
-        # what is lost: it has fallen back, was replaced, or has lost its moments, and that checkpoint adds nothing.
-        Reingest(reference=reference, run=run, step=step, policy=partly_saved_under(rooms, name) if name else None)
-        if name is None or name.id in hurt
-        else Reingest(reference=reference, run=None, step=step, policy=None)
-        for (run, step, reference), name in sorted(found.items(), key=lambda item: item[0])
     )
 
 

@@ -46,6 +46,16 @@ class Reingest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinElsewhere:
+    """A pin that is lost, as a copy of the store has it; nothing proves that ours meant the same."""
+
+    name: str
+    reference: str
+    """What it means there, as RUN@STEP; of a mixture its base."""
+    store: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
     """What a repair did, or would do."""
 
@@ -68,6 +78,8 @@ class Repaired:
     """Commits that a lost record had hidden."""
     elsewhere: tuple[Elsewhere, ...] = ()
     """Commits of our runs that only the other stores have, as far as we know: nothing is done about them."""
+    pins_elsewhere: tuple[PinElsewhere, ...] = ()
+    """Pins that are lost, as copies of the store have them: nothing is done about them."""
     newer: tuple[str, ...] = ()
     """What only a newer layerstore can read: it is left as it is."""
     reindexed: bool = False

@@ -334,7 +334,7 @@ class RecordStore:
             Unsupported: The store was migrated since it was opened.
         """
         self.check_store()
-        target = self._layout.pin(pin.name)
+        target = self._pin_to_be(pin.name)
         with self._temporary(self.encode_pin(pin)) as source:
             self._files.rename(source, target)
         self._files.sync_directory(target.parent)
@@ -348,13 +348,18 @@ class RecordStore:
             Unsupported: The store was migrated since it was opened.
         """
         self.check_store()
-        target = self._layout.pin(pin.name)
-        self._files.make_directory(target.parent)  # gone with the last pin that was taken out of the way
+        target = self._pin_to_be(pin.name)
         with self._temporary(self.encode_pin(pin)) as source:
             is_new = self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
         self._look_again(self._layout.name(target))
         return is_new
+
+    def _pin_to_be(self, name: str) -> Path:
+        target = self._layout.pin(name)
+        if not self._files.exists(target.parent):  # gone with the last pin that a repair has taken out of the way
+            self._files.make_directory(target.parent)
+        return target
 
     def encode_pin(self, pin: Pin) -> bytes:
         """Return the file of *pin*."""

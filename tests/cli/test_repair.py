@@ -29,6 +29,7 @@ FIELDS = [
     "held_back",
     "shown_again",
     "elsewhere",
+    "pins_elsewhere",
     "newer",
     "reindexed",
 ]
@@ -185,9 +186,9 @@ def test_what_is_to_be_typed_can_be_typed_whatever_names_hold(run: Run, store: P
 
 
 def test_a_lost_pin_is_healed_by_a_copy(run: Run, store: Path, tmp_path: Path) -> None:
-    """As every hint says; what it meant there is what it means now, which is said."""
+    """As every hint says."""
     copy = shutil.copytree(store, tmp_path / "copy")
-    (store / "pins" / "best").write_bytes(b"rot")
+    flip(store / "pins" / "best")
     hints = [run(*words, "--store", store).err for words in (("repair",), ("gc",), ("verify",))]
 
     for hint in hints:
@@ -195,9 +196,25 @@ def test_a_lost_pin_is_healed_by_a_copy(run: Run, store: Path, tmp_path: Path) -
     healed = run("repair", "--from", copy, "--store", store)
     assert healed.code == 0
     assert "healed pin  pins/best (" in healed.out
-    assert f"from {copy}, as it was there: name it again if it was moved since" in " ".join(healed.out.split())
+    assert f"from {copy}" in " ".join(healed.out.split())
     assert run("verify", "--store", store).code == 0
     assert run("gc", "--store", store).code == 0
+
+
+def test_a_pin_that_may_have_been_moved_since_the_copy_is_said(run: Run, store: Path, tmp_path: Path) -> None:
+    """Nothing proves that it meant the same here: the command that says so is there to be typed."""
+    copy = shutil.copytree(store, tmp_path / "copy")
+    (store / "pins" / "best").write_bytes(b"rot")
+
+    told = run("repair", "--from", copy, "--store", store)
+    [program] = run("repair", "--from", copy, "--store", store, "--json").fields["pins_elsewhere"]
+    [command] = [line for line in told.out.splitlines() if " pin best " in line]
+
+    assert told.code == 20
+    assert f" in {copy}; nothing proves that it was so here:" in " ".join(told.out.split())
+    assert (program["pin"], program["store"]) == ("best", str(copy))
+    assert run(*shlex.split(command)[1:]).code == 0
+    assert run("verify", "--store", store).code == 0
 
 
 def test_what_only_a_pin_has_lost_is_healed_in_a_run_of_its_own(run: Run, store: Path, checkpoints: Path) -> None:
@@ -209,10 +226,10 @@ def test_what_only_a_pin_has_lost_is_healed_in_a_run_of_its_own(run: Run, store:
     programs = run("repair", "--store", store, "--json")
 
     assert done.code == 20
-    assert "to heal what sft@4 saved, with the checkpoint of that step, in a run of its own:" in done.out
-    assert done.err.splitlines()[-1].endswith(" ingest CHECKPOINT --run OTHER heals what sft@4 saved")
+    assert "to heal what sft@4 saved, with the checkpoint of that step, as a new run:" in done.out
+    assert done.err.splitlines()[-1].endswith(" ingest CHECKPOINT --run NEW_RUN heals what sft@4 saved")
     assert [each["run"] for each in programs.fields["reingest"]] == [None]
-    assert run("ingest", checkpoints / "global_step4", "--run", "OTHER", "--store", store).code == 0
+    assert run("ingest", checkpoints / "global_step4", "--run", "NEW_RUN", "--store", store).code == 0
     assert run("verify", "--read-data", "--store", store).code == 0
 
 

@@ -1680,7 +1680,7 @@ def test_what_damage_costs_is_asked_once_for_each_that_needs_it() -> None:
             pin=None,
             is_shown=True,
             lost=Counted({ref(number): ("b",), ref("all"): ("a",)}),
-            origins=frozenset(),
+            origins={},
         )
         for number in range(count)
     }

@@ -40,6 +40,8 @@ class Harm:
         """Where the records of commits are."""
         self.pins: dict[str, bool] = {}
         """Whether a pin went without a trace: one that an earlier repair has in quarantine is missed."""
+        self._unproved: set[str] = set()
+        """Pins of which only that is left, and it was another one, or may have been."""
         self._removed: set[str] = set()
         self.has_copies = True
         """Whether the index still has its copies of records."""
@@ -65,7 +67,10 @@ class Harm:
         if file.parent.parent.name == "objects":
             self.objects[file.name] = file.read_bytes()
         elif file.parent.name == "pins":
-            self.pins[file.name] = removes and not any(self._path.glob(f"quarantine/*/pins/{file.name}"))
+            left = sorted(self._path.glob(f"quarantine/*/pins/{file.name}"))
+            self.pins[file.name] = removes and not left
+            if removes and left and not _is_flipped(left[-1].read_bytes(), file.read_bytes()):
+                self._unproved.add(file.name)
         else:
             commit = file.name.partition(".")[2]
             self.records[commit] = file
@@ -82,7 +87,7 @@ class Harm:
         """Return what a repair owes that reads every byte, or not, and may take copies from *source*."""
         copies = {name for name, data in self.objects.items() if source and _object(source, name) == data}
         lost_records = {name for name in self.records if not self._comes_back(name, copies, source)}
-        lost_pins = {name for name, is_unknown in self.pins.items() if is_unknown or source is None}
+        lost_pins = {name for name, is_unknown in self.pins.items() if is_unknown or source is None} | self._unproved
         live = [needed for name, needed in self.parts.records.items() if name not in lost_records]
         live += [needed for name, needed in self.parts.pins.items() if name not in lost_pins]
         blobs = {blob for needed in live for blob in (*needed.versions.values(), *needed.states)}
@@ -119,6 +124,11 @@ class Harm:
     def is_as_it_was(self, name: str) -> bool:
         """Whether the blob or object *name* lies at its place, with the bytes that it had."""
         return _object(self._path, name) == self.objects[name]
+
+
+def _is_flipped(data: bytes, sound: bytes) -> bool:
+    """Whether *data* is *sound* but for one byte, as a flip leaves it."""
+    return len(data) == len(sound) and sum(one != other for one, other in zip(data, sound, strict=True)) == 1
 
 
 def _object(store: Path, name: str) -> bytes | None:
