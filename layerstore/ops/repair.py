@@ -215,9 +215,8 @@ def _records(rooms: Rooms, healing: Healing, verdict: Verdict) -> Iterable[Recor
 
 def _pins(rooms: Rooms, healing: Healing, others: Iterable[Damage]) -> Iterable[FoundPin]:
     """Yield each lost pin as the first copy has it that proves to be the same; else as all have it."""
-    left = {lost.name: lost.path for lost in lost_pins(rooms)}  # what was taken last comes last
-    at_place = {name: rooms.layout.pin(name) for name in left}
-    left = {name: path for name, path in left.items() if not rooms.files.exists(at_place[name])}
+    quarantined = {lost.name: lost.path for lost in lost_pins(rooms)}  # of several the one that was taken last
+    left = {name: path for name, path in quarantined.items() if not rooms.files.exists(rooms.layout.pin(name))}
     left |= {damage.id: rooms.layout.root / damage.path for damage in others if damage.kind == "pin"}
     for name, path in sorted(left.items()):
         if rooms.records.names(name):
