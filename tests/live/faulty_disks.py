@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -109,8 +110,9 @@ def lost(store: Path) -> Callable[[Path], None]:
         new = [path for path in set((store / "objects").rglob("*")) - known if path.is_file()]
         inodes = {path.stat().st_ino for path in new}
         for path in (*new, *(store / "tmp").iterdir()):  # they have another name there until the end
-            if path.stat().st_ino in inodes:
-                path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # the other rank's come and go
+                if path.stat().st_ino in inodes:
+                    path.unlink()
 
     return lose
 
