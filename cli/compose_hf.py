@@ -83,7 +83,7 @@ def export(
     )
     say_mixture(composite)
     if "config.json" in exported.files:
-        say_paragraph("load it with AutoModelForCausalLM.from_pretrained(FOLDER), or whatever class it is of", indent=2)
+        say_paragraph(f"load it with {exported.model_class or 'AutoModel'}.from_pretrained(FOLDER)", indent=2)
 
 
 def _say_plan(composite: "Composite", plan: "ExportPlan", asked: PlanOptions, as_json: bool) -> None:

@@ -81,6 +81,12 @@ RECIPE_DEPTH_MAX = 16
 MODEL_DIMENSION_MAX = 10**9
 MODEL_BLOCKS_MAX = 2_000
 
+# Of one tensor that Transformers cuts or joins otherwise on disk than in memory. Rows of a large model stay below it;
+# a matrix that is turned over, element by element, does not.
+RENAMED_RUNS_MAX = 1 << 18
+# Building a model without its elements takes seconds; a config may claim any number of layers.
+RENAMING_SECONDS_MAX = 300.0
+
 # The address space of the index, not its size: the file is sparse and grows as it is used.
 MANIFEST_MAP_BYTES = 1 * GIB
 MANIFEST_MAP_BYTES_MAX = 256 * GIB

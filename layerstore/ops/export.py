@@ -4,26 +4,30 @@ Export: a composite's weights become a folder that Transformers loads, without a
 Planned like a compose: which bytes of which object go where. `fill` moves them.
 """
 
+import json
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.export import hf
-from layerstore.export.members import Member, choose_members
-from layerstore.limits import BLOB_BYTES_MAX
+from layerstore.export.members import Member, Run, SavedTensor, choose_members, saved_tensors, tensors_in
+from layerstore.limits import BLOB_BYTES_MAX, SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.fill import Filling
 from layerstore.ops.loading import content_of
 from layerstore.ops.progress import Progress
+from layerstore.ops.renaming import ask_transformers, may_be_renamed
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.target import Product, appearing, checked_target
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole
 from layerstore.zero3.rounding import can_convert
-from layerstore.zero3.slices import elements_of, valid_elements
+from layerstore.zero3.slices import elements_of, stretches, valid_elements
 from layerstore.zero3.trees import TreeView
 from layerstore.zero3.write import plan_source_file
 
@@ -44,6 +48,8 @@ class ExportPlan:
     """What the reader of the folder should know, whether or not it is written yet."""
     config_dtype: str | None
     """The element type that the config is made to name, where the base's does not."""
+    model_class: str | None
+    """The class of Transformers that the config names."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -79,6 +85,8 @@ class Exported:
     seconds: float
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
+    model_class: str | None
+    """The class of Transformers that loads the folder, where its config names one."""
 
 
 def plan_export(
@@ -97,13 +105,16 @@ def plan_export(
     base = composition.base
     versions = check_members(rooms, composition)
     state = rooms.state(base.states[0])  # the first rank's: what is not a rank's own comes with it
+    config = _config(rooms, state.files)
     slices = Slices(versions)
     chosen = choose_members(
         parameters=slices.parameters,
         buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
-        gathered=state.gathered,
+        saved=[*saved_tensors(state.gathered), *_opaque_tensors(rooms, state.files)],
         dtype=wanted,
         is_own=composition.own_parameters(versions).__contains__,
+        ask=partial(ask_transformers, config),
+        is_always_asked=config is not None and may_be_renamed(config),
     )
     tensors = _in_model_order(chosen.tensors, state)
     shards = hf.shard_files(tensors, shard_bytes_max=shard_bytes_max)
@@ -118,6 +129,7 @@ def plan_export(
         files=(*(_weights_file(shard, slices) for shard in shards), *index, *beside),
         doubts=(*chosen.notes, *_doubts(state, versions, slices), *doubts),
         config_dtype=config_dtype,
+        model_class=_model_class(config),
     )
 
 
@@ -157,6 +169,7 @@ def execute_export(
         bytes_written=plan.size_bytes,
         seconds=time.monotonic() - started,
         notes=(*plan.notes_with("says {} now"), *filling.notes(plan.dtype)),
+        model_class=plan.model_class,
     )
 
 
@@ -165,6 +178,41 @@ def _is_older_form(path: Path) -> bool:
 
 
 # -- planning ------------------------------------------------------------------------------------------------------
+
+
+def _opaque_tensors(rooms: Rooms, files: Iterable[SourceFile]) -> Iterator[SavedTensor]:
+    """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
+    for file in files:
+        if hf.WEIGHTS_FILE.fullmatch(file.path):
+            yield from tensors_in(_safetensors_header(rooms, file), file.path)
+
+
+def _safetensors_header(rooms: Rooms, file: SourceFile) -> bytes:
+    if isinstance(file.content, bytes):
+        return file.content[: 8 + int.from_bytes(file.content[:8], "little")]
+    place = whole(file.content, 0)
+    rooms.objects.verify(place.object)
+    with rooms.objects.open(place.object) as source:
+        length = int.from_bytes(source.read_at(place.object_offset, 8), "little")
+        if not length < min(SAFETENSORS_HEADER_BYTES_MAX, place.size_bytes - 7):
+            raise Unsupported(f"the base's {file.path} is no safetensors file")
+        return source.read_at(place.object_offset, 8 + length)
+
+
+def _config(rooms: Rooms, files: Iterable[SourceFile]) -> dict[str, object] | None:
+    """Return the base's config, None where it has none that can be read."""
+    for file in files:
+        if file.path == hf.CONFIG:
+            with suppress(ValueError, RecursionError):
+                found = json.loads(_content(rooms, file.content))
+                return found if isinstance(found, dict) else None
+    return None
+
+
+def _model_class(config: dict[str, object] | None) -> str | None:
+    names = (config or {}).get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name.isidentifier() else None
 
 
 def _in_model_order(tensors: list[Member], state: RankState) -> list[Member]:
@@ -223,51 +271,44 @@ def _pieces(tensor: Member, slices: Slices, offset: int) -> Iterator[Piece]:
     elif tensor.source is TensorSource.BUFFER:
         yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
     else:
-        yield from _parameter_pieces(tensor, slices, elements, offset)
+        for run in tensor.runs or (Run(name=tensor.layer_name, start=0, elements=elements),):
+            yield from _run_pieces(run, tensor.dtype, slices, offset)
+            offset += run.elements * by_code(tensor.dtype).bytes
 
 
-def _parameter_pieces(tensor: Member, slices: Slices, elements: int, offset: int) -> Iterator[Piece]:
-    """Yield every slice of a parameter, cut by however many ranks."""
-    name, kind = tensor.layer_name, _kind(tensor, slices)
-    shards = slices.shards(kind, name)
-    for shard in range(shards):
-        valid = valid_elements(elements, shards, shard)
-        if not valid:
-            break  # from here on, padding
-        place = slices.find(kind, name, shard=shard)
-        source = place.tensor.dtype
+def _run_pieces(run: Run, dtype: str, slices: Slices, offset: int) -> Iterator[Piece]:
+    """Yield what every slice has of *run*, cut by however many ranks."""
+    name, kind = run.name, _kind(run.name, dtype, slices)
+    elements, shards = elements_of(slices.parameter(name).shape), slices.shards(kind, name)
+    for stretch in stretches(elements, shards, begin=run.start, end=run.start + run.elements):
+        place = slices.find(kind, name, shard=stretch.shard)
+        source, valid = place.tensor.dtype, valid_elements(elements, shards, stretch.shard)
         if place.tensor.elements != valid:
             raise LayoutMismatch(f"{name!r} is stored in a slice of {place.tensor.elements} elements, not {valid}")
-        if not can_convert(source, tensor.dtype):
+        if not can_convert(source, dtype):
             raise Unsupported(
-                f"{name!r} is stored as {source} and cannot be written as {tensor.dtype}", hint="choose a --dtype"
+                f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose a --dtype"
             )
-        piece = place.piece(offset)
-        yield piece if source == tensor.dtype else _converted(piece, source, tensor.dtype)
-        offset += valid * by_code(tensor.dtype).bytes
+        yield Piece(
+            object=place.object.ref,
+            object_offset=place.offset + stretch.start * by_code(source).bytes,
+            size_bytes=stretch.elements * by_code(source).bytes,
+            offset=offset,
+            rounding=None if source == dtype else (source, dtype),
+        )
+        offset += stretch.elements * by_code(dtype).bytes
 
 
-def _converted(piece: Piece, source: str, target: str) -> Piece:
-    return Piece(
-        object=piece.object,
-        object_offset=piece.object_offset,
-        size_bytes=piece.size_bytes,
-        offset=piece.offset,
-        rounding=(source, target),
-    )
-
-
-def _kind(tensor: Member, slices: Slices) -> Kind:
+def _kind(name: str, dtype: str, slices: Slices) -> Kind:
     """
     Return which of its bytes a parameter is exported from.
 
     Stored weights are what the trainer itself would have saved, so they are taken where they have the type asked for;
     a frozen parameter has nothing else. Everything else comes from the master, which knows more than they do.
     """
-    name = tensor.layer_name
     if slices.shards(Kind.WEIGHTS, name):
         stored = slices.find(Kind.WEIGHTS, name, shard=0).tensor.dtype
-        if stored == tensor.dtype or not slices.shards(Kind.MASTER, name):
+        if stored == dtype or not slices.shards(Kind.MASTER, name):
             return Kind.WEIGHTS
     elif not slices.shards(Kind.MASTER, name):
         raise LayoutMismatch(f"the chosen layers have neither a master nor weights of {name!r}", name=name)

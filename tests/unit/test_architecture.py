@@ -103,7 +103,8 @@ FOREIGN = {
 }
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
 # A callback is a subclass of theirs; nothing imports it but `layerstore.transformers`, when it is asked for it.
-EAGER = {"layerstore.live.callback"}
+# Nothing imports saved_names: it is a program.
+EAGER = {"layerstore.live.callback", "layerstore.live.saved_names"}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}

@@ -21,7 +21,7 @@ from layerstore.export.hf import (
     shard_files,
     size_in_bytes,
 )
-from layerstore.export.members import Member, Members, choose_members
+from layerstore.export.members import Member, Members, Run, Written, choose_members, saved_tensors
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import (
     BlobRef,
@@ -254,9 +254,19 @@ def chosen(*items: Parameter | Buffer, files: tuple[GatheredFile, ...] = (), **o
     return choose_members(
         parameters={item.name: item for item in items if isinstance(item, Parameter)},
         buffers={item.name: item for item in items if isinstance(item, Buffer)},
-        gathered=files,
-        **{"dtype": None, "is_own": is_own} | options,
+        saved=saved_tensors(files),
+        **{"dtype": None, "is_own": is_own, "ask": nobody} | options,
     )
+
+
+def nobody(shapes: object, expected: object) -> dict[str, Written]:
+    """Answer as where there is no Transformers to ask."""
+    raise Unsupported("nobody knows")
+
+
+def whole(name: str) -> Written:
+    """Return a tensor that is all of the parameter or buffer *name*."""
+    return Written(shape=(2,), runs=(Run(name=name, start=0, elements=2),))
 
 
 def names(members: Members) -> dict[str, str]:
@@ -335,15 +345,63 @@ def test_parameters_that_no_file_names_are_written_and_noted() -> None:
 
 
 def test_what_only_the_file_has_goes_along_as_it_is() -> None:
-    """As long as it cannot be a parameter in another form."""
-    file = gathered(derived("a"), stored("extra"))
-
-    members = chosen(parameter("a"), files=(file,), dtype="F32")
-    unsure = chosen(parameter("a"), parameter("b"), files=(file,))
+    """Nobody need be asked: it cannot be a parameter in another form."""
+    members = chosen(parameter("a"), files=(gathered(derived("a"), stored("extra")),), dtype="F32")
 
     assert [(tensor.name, tensor.dtype) for tensor in members.tensors] == [("a", "F32"), ("extra", "BF16")]
-    assert names(unsure) == {"a": "a", "b": "b"}
-    assert any("'extra': in the base's own weights files, but in no layer; left out" in note for note in unsure.notes)
+
+
+def test_other_names_in_the_file_are_asked_for() -> None:
+    """With the model's names, wrappers aside, and what the file has of it; the answer says which is which."""
+    asked: list[tuple[object, object]] = []
+
+    def ask(shapes: object, expected: object) -> dict[str, Written]:
+        asked.append((shapes, expected))
+        first, second = (Written(shape=(1,), runs=(Run(name="b", start=start, elements=1),)) for start in (0, 1))
+        return {"a": whole("a"), "b.0": first, "b.1": second, "shift.old": whole("shift")}
+
+    file = gathered(derived("a"), stored("b.0"), stored("b.1"), stored("shift.old"))
+    members = chosen(parameter("a"), parameter("module.b"), buffer("shift"), files=(file,), ask=ask)
+
+    assert asked == [({"a": (2,), "b": (2,), "shift": (2,)}, {"b.0": (2,), "b.1": (2,), "shift.old": (2,)})]
+    assert names(members) == {"a": "a", "b.0": "module.b", "b.1": "module.b", "shift.old": "shift"}
+    runs = {tensor.name: tensor.runs for tensor in members.tensors}
+    assert runs["b.1"] == (Run(name="module.b", start=1, elements=1),)
+    assert not runs["a"]
+    assert not runs["shift.old"]
+    assert {tensor.name: tensor.crc32 for tensor in members.tensors}["b.0"] == 1
+
+
+def test_other_names_that_nobody_knows_are_refused() -> None:
+    """They are no warning: whoever loads the folder would miss its weights."""
+    file = gathered(derived("a"), stored("extra"))
+
+    with pytest.raises(Unsupported, match="nobody knows"):
+        chosen(parameter("a"), parameter("b"), files=(file,))
+
+
+def test_a_parameter_that_no_name_in_the_file_means_is_refused() -> None:
+    """Though all names there are understood."""
+    file = gathered(derived("a"), stored("b.old"))
+
+    with pytest.raises(Unsupported, match="no tensor there is 'c'"):
+        chosen(parameter("a"), parameter("b"), parameter("c"), files=(file,), ask=lambda *_: {"b.old": whole("b")})
+
+
+def test_without_a_file_all_names_are_asked_for() -> None:
+    """A tied parameter is written once, under the first of its names."""
+    answer = {"old.b": whole("b"), "old.head": whole("head"), "old.a": whole("a")}
+
+    members = chosen(parameter("a"), parameter("b", aliases=("head",)), ask=lambda *_: answer, is_always_asked=True)
+
+    assert names(members) == {"old.b": "b", "old.a": "a"}
+
+
+def test_an_adapter_is_nothing_to_ask_about() -> None:
+    """Its names are its own library's."""
+    adapter = "base_model.model.lm_head.lora_A.default.weight"
+
+    assert names(chosen(parameter(adapter), is_always_asked=True)) == {adapter: adapter}
 
 
 def test_weights_unlike_their_layer_come_from_the_layer_and_are_noted() -> None:

@@ -1,0 +1,214 @@
+"""
+How Transformers writes a model's weights: under which names, and cut or joined in which way.
+
+    python -m layerstore.live.saved_names <question.json >answer.json
+
+Transformers 5 holds some models otherwise than their files do: Mixtral's experts are one tensor in memory and many on
+disk. Only it knows its mappings, so it is asked, in a process of its own: whoever exports need not import torch.
+The model is built on the meta device from its config alone. No element exists, and no code of the model's is run:
+its class must be one of Transformers' own.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerstore.errors import LayerstoreError, Unsupported
+from layerstore.limits import RENAMED_RUNS_MAX
+
+# Of a config, what has code fetched or weights packed otherwise when a model is built from it.
+_NOT_OF_THE_SHAPE = ("auto_map", "quantization_config", "attn_implementation", "_attn_implementation")
+
+_TRANSFORMERS = f"Transformers {transformers.__version__}"
+
+Run = tuple[str, int, int]
+"""Elements that lie together in a parameter: its name, the first of them, how many."""
+
+
+def saved_as(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[Sequence[int], list[Run]]]:
+    """
+    Return what ``save_pretrained`` would write of a model: each name with its shape, and where its elements lie.
+
+    *shapes* are of what the model holds in memory, by name; *expected* of what one of its own files holds, if there is
+    one: the model may have been loaded from a file with other prefixes than its class would write.
+
+    Raises:
+        Unsupported: Transformers does not know the model, or writes other tensors than are expected.
+    """
+    model = _model(config)
+    known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in shapes.items():
+        if known.get(name) != tuple(shape):
+            raise Unsupported(
+                f"a {type(model).__name__} has no {name!r} of shape {tuple(shape)} by the base's config "
+                f"and {_TRANSFORMERS}"
+            )
+    with torch.device("meta"):
+        tensors = {name: torch.empty(tuple(shape)) for name, shape in shapes.items()}
+    for mapping in _mappings(model):
+        written = _written(model, mapping, tensors)
+        if all(name in written and list(written[name][0]) == list(shape) for name, shape in expected.items()):
+            return written
+    missing = next(name for name, shape in expected.items() if list(written.get(name, [[]])[0]) != list(shape))
+    raise Unsupported(
+        f"{_TRANSFORMERS} would not write {missing!r} of shape {tuple(expected[missing])}, "
+        "which the base's own weights files have"
+    )
+
+
+def _model(config: Mapping[str, Any]) -> Any:
+    """Return the model that *config* describes, on the meta device."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    made = getattr(transformers, name, None) if name else None
+    if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel) and made.config_class):
+        raise Unsupported(f"the base's config names no model class of {_TRANSFORMERS}: {names!r}")
+    fields = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
+    settings = made.config_class.from_dict(fields)
+    with torch.device("meta"):
+        build: Any = made
+        return build._from_config(settings, attn_implementation="eager")
+
+
+def _mappings(model: Any) -> Iterator[list[Any] | None]:
+    """Yield what saving may have found attached to the model: nothing as it was made, or what loading had attached."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError as exc:
+        raise Unsupported(
+            f"{_TRANSFORMERS} cannot be asked how it writes weights", hint="pip install 'transformers>=5'"
+        ) from exc
+    yield None
+    yield get_model_conversion_mapping(model)  # by loading under ZeRO-3: all of it, used or not
+    yield get_model_conversion_mapping(model, add_legacy=False)
+
+
+def _written(
+    model: Any, mapping: list[Any] | None, tensors: Mapping[str, Any]
+) -> dict[str, tuple[Sequence[int], list[Run]]]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model._weight_conversions = mapping  # what loading attaches, and saving looks for
+    with Origins(tensors) as origins:
+        found = revert_weight_conversion(model, dict(tensors))
+        return {name: (list(tensor.shape), origins.runs(tensor)) for name, tensor in found.items()}
+
+
+class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
+    """Knows of every tensor that is made of *tensors*, without any element, where its elements come from."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._stored = {_key(tensor): [(name, 0, tensor.numel())] for name, tensor in tensors.items()}
+        self._kept = [*tensors.values()]  # a storage that is gone could lend its key to another one
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in {"clone", "_reshape_copy", "contiguous"}:
+            self._note(made, self.runs(args[0]))
+        elif name in {"cat", "stack"}:
+            dimension = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            parts = [part.unsqueeze(dimension) for part in args[0]] if name == "stack" else args[0]
+            self._note(made, _joined([self._blocks(part, dimension % made.dim()) for part in parts]))
+        return made
+
+    def runs(self, tensor: Any) -> list[Run]:
+        """Return where the elements of *tensor* come from, in its own order."""
+        return [run for block in self._blocks(tensor, 0) for run in block]
+
+    def _note(self, made: Any, runs: list[Run]) -> None:
+        self._stored[_key(made)] = _merged(runs)
+        self._kept.append(made)
+
+    def _blocks(self, tensor: Any, dimension: int) -> list[list[Run]]:
+        """Return the runs of *tensor*, apart for each index of what lies before *dimension*."""
+        stored = self._stored.get(_key(tensor))
+        if stored is None:
+            raise Unsupported(f"{_TRANSFORMERS} converts this model's weights in a way not known here")
+        outer = _places(tensor.shape[:dimension], tensor.stride()[:dimension])
+        shape, strides = tensor.shape[dimension:], tensor.stride()[dimension:]
+        inner, length = _dense(shape, strides)
+        begin = tensor.storage_offset()
+        return [
+            _merged(
+                piece
+                for place in _places(shape[:inner], strides[:inner])
+                for piece in _within(stored, begin + block + place, length)
+            )
+            for block in outer
+        ]
+
+
+def _key(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _joined(parts: list[list[list[Run]]]) -> list[Run]:
+    """Return the blocks of all *parts* in turns, as ``cat`` lays them."""
+    return [run for blocks in zip(*parts, strict=True) for block in blocks for run in block]
+
+
+def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
+    """Return from which dimension on the elements lie together, and how many these are."""
+    length = 1
+    for dimension in reversed(range(len(shape))):
+        if shape[dimension] != 1 and strides[dimension] != length:
+            return dimension + 1, length
+        length *= shape[dimension]
+    return 0, length
+
+
+def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Return where each index of *shape* begins, the last dimension fastest."""
+    if prod(shape) > RENAMED_RUNS_MAX:
+        raise Unsupported(f"{_TRANSFORMERS} turns this model's weights over, element by element")
+    places = [0]
+    for size, stride in zip(shape, strides, strict=True):
+        places = [place + index * stride for place in places for index in range(size)]
+    return places
+
+
+def _within(runs: Sequence[Run], begin: int, length: int) -> Iterator[Run]:
+    """Yield what *runs*, laid one after another, hold of *length* elements from *begin* on."""
+    for name, start, count in runs:
+        first, last = max(begin, 0), min(begin + length, count)
+        if first < last:
+            yield name, start + first, last - first
+        begin -= count
+
+
+def _merged(runs: Iterable[Run]) -> list[Run]:
+    merged: list[Run] = []
+    for name, start, count in runs:
+        if merged and merged[-1][0] == name and merged[-1][1] + merged[-1][2] == start:
+            merged[-1] = (name, merged[-1][1], merged[-1][2] + count)
+        else:
+            merged.append((name, start, count))
+    return merged
+
+
+def main() -> None:
+    """Answer one question; what Transformers itself says goes to stderr."""
+    question = json.load(sys.stdin)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    try:
+        found = saved_as(question["config"], question["shapes"], question["expected"])
+        answer: dict[str, Any] = {"tensors": found}
+    except LayerstoreError as exc:
+        answer = {"error": str(exc), "hint": exc.hint}
+    json.dump(answer, answers)
+
+
+if __name__ == "__main__":
+    main()
