@@ -12,10 +12,13 @@ from pathlib import Path, PurePosixPath
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.export import hf
+from layerstore.export.adapter import ADAPTER_CONFIG
 from layerstore.export.members import Member, choose_members
+from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.ops.composition import Composition, check_members
+from layerstore.ops.export_adapters import AdapterExport, configs_of, plan_adapters
 from layerstore.ops.fill import Filling
 from layerstore.ops.loading import content_of
 from layerstore.ops.progress import Progress
@@ -27,7 +30,7 @@ from layerstore.zero3.slices import elements_of, valid_elements
 from layerstore.zero3.trees import TreeView
 from layerstore.zero3.write import plan_source_file
 
-_EXPORT = Product(what="an export", signs=(hf.WEIGHTS, hf.INDEX))
+_EXPORT = Product(what="an export", signs=(hf.WEIGHTS, hf.INDEX, ADAPTER_CONFIG))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +101,16 @@ def plan_export(
     versions = check_members(rooms, composition)
     state = rooms.state(base.states[0])  # the first rank's: what is not a rank's own comes with it
     slices = Slices(versions)
+    own = composition.own_parameters(versions)
+    if configs_of(state.files):
+        adapters = plan_adapters(rooms, state.files, slices, tag=base.layout.tag, own=own, dtype=wanted, pieces=_pieces)
+        return _adapter_plan(composition, adapters)
     chosen = choose_members(
         parameters=slices.parameters,
         buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
         gathered=state.gathered,
         dtype=wanted,
-        is_own=composition.own_parameters(versions).__contains__,
+        is_own=own.__contains__,
     )
     tensors = _in_model_order(chosen.tensors, state)
     shards = hf.shard_files(tensors, shard_bytes_max=shard_bytes_max)
@@ -118,6 +125,18 @@ def plan_export(
         files=(*(_weights_file(shard, slices) for shard in shards), *index, *beside),
         doubts=(*chosen.notes, *_doubts(state, versions, slices), *doubts),
         config_dtype=config_dtype,
+    )
+
+
+def _adapter_plan(composition: Composition, adapters: AdapterExport) -> ExportPlan:
+    code = _uniform_dtype(tensor for shard in adapters.weights for tensor in shard.tensors)
+    return ExportPlan(
+        composition=composition,
+        dtype="mixed" if code is None else hf.dtype_name(code),
+        shards=adapters.weights,
+        files=adapters.files,
+        doubts=adapters.notes,
+        config_dtype=None,
     )
 
 
@@ -161,7 +180,7 @@ def execute_export(
 
 
 def _is_older_form(path: Path) -> bool:
-    return str(path) == hf.INDEX or bool(hf.WEIGHTS_FILE.fullmatch(str(path)))
+    return str(path) in {hf.INDEX, ADAPTER_WEIGHTS} or bool(hf.WEIGHTS_FILE.fullmatch(str(path)))
 
 
 # -- planning ------------------------------------------------------------------------------------------------------
