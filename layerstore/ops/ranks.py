@@ -11,7 +11,7 @@ from typing import Literal
 
 from layerstore.errors import InvalidInput
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TreeFile
-from layerstore.ops.composition import Composition, check_members
+from layerstore.ops.composition import Composition, check_members, check_whole
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.trimming import check_has_moments
 from layerstore.tree import Tree
@@ -83,6 +83,7 @@ def plan_composite(rooms: Rooms, composition: Composition, *, world_size: int | 
         LayoutMismatch: Its layers do not fit together, its base has no moments, or it cannot be had that way.
     """
     check_has_moments(composition.base, called=f"{composition.base.run}@{composition.base.step}")
+    check_whole(rooms, composition, world_size=world_size)
     versions = check_members(rooms, composition)
     slices = Slices(versions)
     layers = list(zip(composition.layers, versions, strict=True))
