@@ -30,8 +30,8 @@ from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.sample import Sample
 from layerstore.ops.standing import Standing, standing
+from layerstore.storage.checks import missing
 from layerstore.storage.manifest import row_of
-from layerstore.storage.objects import missing
 
 Answer = TypeVar("Answer")
 
