@@ -6,6 +6,7 @@ then the index. The link of the record is what makes it a commit.
 """
 
 import contextlib
+import errno as errnos
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.errors import Conflict, StorageIO
+from layerstore.errors import Conflict, Overtaken, StorageIO
 from layerstore.format.records import WITHOUT_MOMENTS, commit_id, make_commit
 from layerstore.model import (
     Commit,
@@ -112,7 +113,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         SourceCheckpoint: The source is damaged, or changed meanwhile.
     """
     started = time.monotonic()
-    with rooms.lock_run(plan.run), _space_explained(rooms, plan):
+    with rooms.lock_run(plan.run), _disk_explained(rooms, plan):
         return asked_again(rooms, plan.run, lambda view: _stored(rooms, plan, view, progress=progress, started=started))
 
 
@@ -208,11 +209,17 @@ def _filled_in(plan: IngestPlan, record: CommitRecord, view: RunView | None) -> 
 
 
 @contextlib.contextmanager
-def _space_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
-    """Add to a full disk's error how much was asked for and how much there is."""
+def _disk_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
+    """Say who removes files of an ingest; add to a full disk's error how much was asked for and how much there is."""
     try:
         yield
     except StorageIO as exc:
+        if exc.errno == errnos.ENOENT and rooms.layout.root in Path(exc.filename).parents:
+            rooms.records.check_store()  # a migration moves folders, and is the better word for that
+            raise Overtaken(
+                f"files that this ingest had written were removed from the store: {exc}",
+                hint="repeat the command; gc --grace 0s takes what others are writing: not beside an ingest or a save",
+            ) from exc
         if exc.kind == "no_space":
             free = rooms.files.free_bytes(rooms.layout.root)
             exc.message += (
