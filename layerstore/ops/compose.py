@@ -73,7 +73,7 @@ def execute_compose(
     planned = plan_composite(rooms, composition, world_size=world_size, adam_step=adam_step)
     ranks = planned.ranks
     own = composition.own_parameters(planned.versions)
-    is_older_form = _older_form(rooms, target, tag=base.layout.tag)
+    is_older_form = _older_form(rooms, target.path, tag=base.layout.tag)
     with appearing(rooms, target, what="the composite", is_older_form=is_older_form) as partial:
         assembly = Assembly(
             rooms=rooms,
@@ -95,7 +95,7 @@ def execute_compose(
         step=base.step,
         policy=composition.policy,
         world_size=ranks.world_size,
-        out=target,
+        out=target.path,
         bytes_written=assembly.bytes_written + summary_size,
         seconds=time.monotonic() - started,
         notes=ranks.notes,

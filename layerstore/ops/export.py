@@ -184,7 +184,7 @@ def execute_export(
         policy=plan.composition.policy,
         format="hf",
         dtype=plan.dtype,
-        out=target,
+        out=target.path,
         files=tuple(file.path for file in plan.files),
         bytes_written=plan.size_bytes,
         seconds=time.monotonic() - started,

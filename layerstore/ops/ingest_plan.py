@@ -28,6 +28,8 @@ class IngestPlan:
     """Training went back to an earlier step."""
     resumed_from: str | None
     """The commit or composite that training went on from, if it is to open an attempt."""
+    trust_store: bool = False
+    """Whether what the store has already is reused without reading it."""
 
     @property
     def opens_attempt(self) -> bool:
@@ -53,6 +55,7 @@ def plan_ingest(
     policy: Policy | None = None,
     rollback: bool = False,
     resumed_from: str | None = None,
+    trust_store: bool = False,
 ) -> IngestPlan:
     """Read what is at *path* and decide what it is; nothing is written."""
     if rollback and resumed_from is not None:
@@ -85,4 +88,5 @@ def plan_ingest(
         policy=policy,
         rollback=rollback,
         resumed_from=resumed_from,
+        trust_store=trust_store,
     )
