@@ -11,6 +11,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,6 +68,18 @@ def back(engine: Engine, out: Path) -> None:
     """Let *engine* be at step 1, by nothing of ours."""
     with plainly(engine):
         engine.load_checkpoint(str(out / "shards"), tag="global_step1")
+
+
+def in_turn(options: Any) -> None:
+    """Load where DeepSpeed lets one rank after the other load its optimizer's state."""
+    scenario = replace(SCENARIO_OF["odd_sizes"], zero={"pipeline_loading_checkpoint": True})
+    with built_engine(scenario) as engine, layerstore.attach(engine, options["store"], run="in-turn"):
+        train_step(scenario, engine, step=1)
+        engine.save_checkpoint(options["out"])
+        train_step(scenario, engine, step=2)
+        attempt(lambda: engine.load_checkpoint(options["out"]), "load")
+        assert engine.global_steps == 1
+    done()
 
 
 def anew(options: Any) -> None:

@@ -122,3 +122,10 @@ def test_whoever_knows_nothing_of_layerstore_is_told_what_to_type(ranks: Nursery
     for name, event in told.items():
         assert "_model_states.pt is a pointer: the state is in the layerstore" in event["message"], name
         assert command in event["message"], name
+
+
+def test_ranks_that_load_in_turn_do_not_wait_for_each_other(ranks: Nursery, tmp_path: Path) -> None:
+    """Under `pipeline_loading_checkpoint` a rank begins behind the one before it: savers hear of it at the end."""
+    launch = launched(ranks, tmp_path, "in_turn")
+
+    assert {event["rank"] for event in launch.events("worked")} == {0, 1}
