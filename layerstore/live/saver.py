@@ -342,6 +342,8 @@ class Saver:
             mark=taken.captured.mark,
         )
         joint = self._joint(step, number, taken, work, movements) if share.rank == 0 else None
+        if joint is not None:
+            self._seat.begin(self._place)
         snapshot = Snapshot(taken.captured, changing(objects_due(share, due)))
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         job.timing.queued = sum(not earlier.is_written.is_set() for earlier in self._jobs)
