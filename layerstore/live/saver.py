@@ -168,9 +168,9 @@ class Saver:
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
         self._measure()
-        parts = self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"
+        in_parts = self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"
         taken, trouble = take_stock(
-            self._engine, states, place, pattern=self._pattern, watch=self._watch, in_parts=parts
+            self._engine, states, place, pattern=self._pattern, watch=self._watch, in_parts=in_parts
         )
         mistyped = wish.mistyped or check_client_state(wish.client_state)
         problem = next(iter(wish.problems), trouble)

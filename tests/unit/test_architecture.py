@@ -153,7 +153,7 @@ FILE_MODULES = {"shutil", "tempfile", "fcntl", "mmap"}
 # Objects with methods of the same names that are the seam, or stand on it.
 SEAM_OBJECTS = {"files", "_files", "self", "objects", "_store", "lmdb"}
 
-MODULE_LINES_MAX = 450
+MODULE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 
 
