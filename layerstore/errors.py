@@ -28,7 +28,10 @@ PROCESS_ERRNOS = frozenset({errnos.EMFILE, errnos.ENFILE, errnos.ENOMEM})
 NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
 
 
-DAMAGED_HINT = "layerstore repair --read-data takes it out of the way; then ingest the same checkpoint again"
+DAMAGED_HINT = (
+    "ingest the same checkpoint again, which puts its bytes in place of the damaged ones; "
+    "or layerstore repair --read-data --from COPY"
+)
 
 
 class LayerstoreError(Exception):
