@@ -259,7 +259,7 @@ def _is_out_of_memory(exc: BaseException | None) -> bool:
             or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's own libraries
         ):
             return True
-        exc = exc.__cause__ or exc.__context__
+        exc = exc.__cause__
     return False
 
 
@@ -268,7 +268,7 @@ def _out_of_memory() -> Failure:
     return Failure(
         kind="no_memory",
         code=EXIT_NO_MEMORY,
-        message="memory ran out; nothing half-done is left behind",
+        message="memory ran out; what was saved before is not affected",
         hint="give it more (ulimit -v, the job's or the container's limit), or end what else uses it, and repeat it",
     )
 

@@ -129,10 +129,12 @@ class _Choice:
         self._notes: list[str] = []
 
     def made(self, saved: list[SavedTensor], *, is_always_asked: bool) -> Members:
+        # What ZeRO-3 leaves of a parameter that nobody gathered is a name without elements, which tells nothing.
+        saved = [tensor for tensor in saved if prod(tensor.shape) or self._fits(tensor, self._supplier(tensor))]
         unlike, others = [], []
         for tensor in saved:
-            supplier = tensor.layer_name or self._known.get(tensor.name) or self._known.get(strip_wrappers(tensor.name))
-            if supplier is None:
+            supplier = self._supplier(tensor)
+            if supplier is None or not self._fits(tensor, supplier):
                 others.append(tensor)
             elif supplier in self._buffers and tensor.stored is not None:
                 self._add(_stored(tensor))
@@ -151,6 +153,15 @@ class _Choice:
             fixed = [name for name, parameter in self._parameters.items() if parameter.dtype not in FLOATS]
             self._note(fixed, "no floating point, so written unchanged")
         return Members(tensors=list(self._members.values()), notes=self._notes)
+
+    def _supplier(self, tensor: SavedTensor) -> str | None:
+        """Return the parameter or buffer that *tensor* has the name of."""
+        return tensor.layer_name or self._known.get(tensor.name) or self._known.get(strip_wrappers(tensor.name))
+
+    def _fits(self, tensor: SavedTensor, supplier: str | None) -> bool:
+        """Whether *tensor* has as many elements as *supplier*; of one that no chosen layer has, that is told later."""
+        of = self._parameters.get(supplier or "") or self._buffers.get(supplier or "")
+        return of is None or prod(of.shape) == prod(tensor.shape)
 
     def _plain_rest(self) -> list[str]:
         """Return the parameters that are in none of the base's files so far, adapters aside."""

@@ -66,6 +66,8 @@ class StoreCheckpointEngine:
         self._uninstall: Callable[[], None] | None = None
         self.loaded: Composition | None = None
         """What the engine was last filled with, if it came from a store."""
+        self.trouble = ""
+        """Why what the engine holds is nothing to save: a load has failed half-way."""
         self._held: dict[str, tuple[Any, Path]] = {}
         self._load: tuple[Pointer, Loaded] | None = None
         self._is_whole = True
@@ -105,6 +107,7 @@ class StoreCheckpointEngine:
 
     def went_to(self, composition: Composition | None) -> None:
         """Let all that save the engine go on from *composition*, which it was filled with, or None that we know."""
+        self.trouble = ""
         for saver in self._savers:
             saver.went_to(composition)
 
@@ -151,7 +154,12 @@ class StoreCheckpointEngine:
         """
         self._is_whole, self._has_begun = is_whole, False
         try:
-            yield
+            try:
+                yield
+            except BaseException:
+                if self._has_begun:
+                    self.trouble = "the last load_checkpoint failed half-way, so the engine holds parts of two states"
+                raise
             if note and self._load is not None and self._known_engine().global_rank == 0:
                 LOG.warning("%s: %s", self._load[0].name, note)
             if self._has_begun:

@@ -207,7 +207,7 @@ def main() -> None:
         answer: dict[str, Any] = {"tensors": found}
     except LayerstoreError as exc:
         answer = {"error": str(exc), "hint": exc.hint}
-    json.dump(answer, answers)
+    answers.write("\n" + json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

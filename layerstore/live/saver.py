@@ -173,7 +173,7 @@ class Saver:
             self._engine, states, place, pattern=self._pattern, watch=self._watch, in_parts=in_parts
         )
         mistyped = wish.mistyped or check_client_state(wish.client_state)
-        problem = next(iter(wish.problems), trouble)
+        problem = next(iter(wish.problems), trouble or self._dropin.trouble)
         facts = agree(self._exchange, self._report(step=number, mistyped=mistyped, problem=problem))
         assert taken is not None, "a rank that could not capture has said so"
         self._learn(facts)

@@ -330,7 +330,7 @@ def _beside(rooms: Rooms, files: list[SourceFile], code: str | None) -> tuple[li
     if config is None:
         note = (
             f"the base has no {hf.CONFIG}: from_pretrained needs the model's {hf.CONFIG} beside the weights, "
-            "and its tokenizer files"
+            "and its tokenizer files; the weights have the names that they have in memory, if no file told others"
         )
         return planned, [note], None
     if code is None:

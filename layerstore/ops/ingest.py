@@ -216,6 +216,8 @@ def _disk_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
     except StorageIO as exc:
         if exc.errno == errnos.ENOENT and rooms.layout.root in Path(exc.filename).parents:
             rooms.records.check_store()  # a migration moves folders, and is the better word for that
+            if not all(folder.is_dir() for folder in (rooms.layout.tmp, rooms.layout.objects)):
+                raise  # no collection removes folders
             raise Overtaken(
                 f"files that this ingest had written were removed from the store: {exc}",
                 hint="repeat the command; gc --grace 0s takes what others are writing: not beside an ingest or a save",

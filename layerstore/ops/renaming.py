@@ -84,5 +84,6 @@ def _answer(question: str) -> dict[str, Any]:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise Unsupported(f"Transformers cannot say how it writes the weights: {said[-1]}", hint=_INSTEAD)
-    answer: dict[str, Any] = json.loads(done.stdout)
+    # Whatever was imported on the way may have said something before.
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

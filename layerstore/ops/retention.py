@@ -17,7 +17,7 @@ from layerstore.ops.place import newest_attempt
 from layerstore.ops.resumed import beginning, what_resumed
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.seats import saved_now
-from layerstore.ops.trimming import has_moments
+from layerstore.ops.trimming import has_moments, saved_ns
 from layerstore.policy.keep import Candidate, Keep
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
@@ -155,12 +155,10 @@ def _being_saved(rooms: Rooms, view: RunView) -> set[CommitId]:
 
 def _candidate(rooms: Rooms, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
     commit = rooms.catalog.commit(row.name)
-    # A node whose clock stands still writes old times. Its record's file has the disk's, by which now is told, too.
-    written_ns = rooms.files.modified_ns(rooms.layout.record(row.run, row.step, row.id)) or 0
     return Candidate(
         id=row.id,
         step=row.step,
-        time_ns=max(commit.observed.time_ns, written_ns),
+        time_ns=saved_ns(rooms, commit),
         is_in_history=is_in_history,
         metrics=_metrics(rooms, commit.record) if needs_metrics else {},
     )

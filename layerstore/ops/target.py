@@ -32,8 +32,8 @@ class Target:
     """Where a folder is to be, and what it may replace there."""
 
     path: Path
-    older: tuple[int, int] | None
-    """Device and inode of the folder that is there; None where nothing is."""
+    older: tuple[int, ...] | None
+    """The identity of the folder that is there; None where nothing is."""
     is_empty: bool
     """Whether that folder has nothing in it."""
 
@@ -50,11 +50,11 @@ def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) ->
         target = placed(rooms, out, what="folder")
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
-        older = rooms.files.occupied(target)
+        older = rooms.files.identity(target)
         is_empty = older is None or not any(target.iterdir())
         if not is_empty:
             _check_replaceable(target, product, force=force)
-        return Target(path=target, older=None if older is None else older.identity, is_empty=is_empty)
+        return Target(path=target, older=older, is_empty=is_empty)
 
 
 @contextmanager
@@ -118,8 +118,7 @@ def appearing(
 
     def check(aside: Path) -> None:
         """Look at what was there, now that nobody finds it any more."""
-        found = rooms.files.occupied(aside)
-        if found is None or found.identity != target.older or (target.is_empty and any(aside.iterdir())):
+        if rooms.files.identity(aside) != target.older or (target.is_empty and any(aside.iterdir())):
             raise _came_meanwhile(target.path)
         _check_nothing_else_is_lost(target.path, aside, partial, what=what, is_older_form=is_older_form)
 

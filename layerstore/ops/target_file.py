@@ -18,8 +18,8 @@ class FileTarget:
     """Where a file is to be."""
 
     path: Path
-    older: tuple[int, int] | None
-    """Device and inode of an older one of its kind that is there; None where nothing is."""
+    older: tuple[int, ...] | None
+    """The identity of an older one of its kind that is there; None where nothing is."""
 
 
 def checked_file(rooms: Rooms, out: Path, *, what: str, begins: bytes) -> FileTarget:
@@ -39,8 +39,8 @@ def checked_file(rooms: Rooms, out: Path, *, what: str, begins: bytes) -> FileTa
                 f"{out} is there and is not {what}; nothing was changed",
                 hint="choose another -o, or remove it by hand",
             )
-        older = rooms.files.occupied(target)
-    return FileTarget(path=target, older=None if older is None else older.identity)
+        older = rooms.files.identity(target)
+    return FileTarget(path=target, older=older)
 
 
 def _begins(rooms: Rooms, path: Path, begins: bytes) -> bool:
@@ -63,8 +63,7 @@ def write_file(rooms: Rooms, target: FileTarget, data: bytes) -> None:
         with files.create(partial) as file:
             file.write_at(0, data)
             file.sync()
-        there = files.occupied(path)
-        if there is not None and there.identity == target.older:
+        if target.older is not None and files.identity(path) == target.older:
             files.rename(partial, path)
         elif not files.link_exclusive(partial, path):
             raise AlreadyExists(

@@ -54,6 +54,20 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
 
 
+def saved_ns(rooms: Rooms, commit: Commit) -> int:
+    """
+    Return when *commit* was saved: the younger of its record's time and its file's.
+
+    A node whose clock stands still writes old times; the file has the disk's, by which now is told, too. But the file
+    of a commit without moments is as young as the collection that dropped them.
+    """
+    record = commit.record
+    if WITHOUT_MOMENTS in record.flags:
+        return commit.observed.time_ns
+    path = rooms.layout.record(record.run, record.step, commit.id)
+    return max(commit.observed.time_ns, rooms.files.modified_ns(path) or 0)
+
+
 def lacks_moments(rooms: Rooms, row: RecordRow) -> bool:
     """Whether a collection has dropped the moments of *row*; of a damaged record that is not known."""
     try:

@@ -140,6 +140,15 @@ class Files:
         # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are.
         return Occupied(identity=(state.st_dev, state.st_ino), disk_bytes=state.st_blocks * 512)
 
+    def identity(self, path: Path) -> tuple[int, ...] | None:
+        """
+        Return what tells the file or folder *path* from one that comes into its place; None where nothing is there.
+
+        A new one may have the inode of one that was removed, but not the time of its last change.
+        """
+        state = self._lstat(path)
+        return None if state is None else (state.st_dev, state.st_ino, state.st_mtime_ns)
+
     def is_directory(self, path: Path) -> bool:
         """Whether *path* is a folder; a link to one is not."""
         state = self._lstat(path)

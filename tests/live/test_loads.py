@@ -80,7 +80,16 @@ def test_a_load_of_weights_alone_begins_an_attempt(attempts: Launch) -> None:
     assert len(due(attempts, "all")[2]) < LAYERS
     with Store(attempts.log.parent / "store") as store:
         found = sorted((entry.attempt, entry.step) for entry in store.log("anew"))
-    assert found == [(1, 1), (1, 2), (2, 2), (3, 2), (4, 2), (5, 1), (5, 2)]
+    assert found == [(1, 1), (1, 2), (2, 2), (3, 2), (4, 2), (5, 1), (5, 2), (6, 3)]
+
+
+def test_nothing_is_saved_after_a_load_that_failed_half_way(attempts: Launch) -> None:
+    """The engine holds parts of two states, until it is loaded once more."""
+    told = {event["name"]: event for event in attempts.events("hinted") if event["rank"] == 0}
+
+    assert told.keys() == {"cut", "held back"}
+    assert "the last load_checkpoint failed half-way" in told["held back"]["message"]
+    assert {event["rank"] for event in attempts.events("worked") if event["name"] == "whole again"} == {0, 1}
 
 
 def test_an_attempt_that_begins_anew_is_told_of_at_its_first_save(attempts: Launch) -> None:

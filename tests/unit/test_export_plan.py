@@ -21,7 +21,7 @@ from layerstore.export.hf import (
     shard_files,
     size_in_bytes,
 )
-from layerstore.export.members import Member, Members, Run, Written, choose_members, saved_tensors
+from layerstore.export.members import Member, Members, Run, SavedTensor, Written, choose_members, saved_tensors
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import (
     BlobRef,
@@ -254,8 +254,7 @@ def chosen(*items: Parameter | Buffer, files: tuple[GatheredFile, ...] = (), **o
     return choose_members(
         parameters={item.name: item for item in items if isinstance(item, Parameter)},
         buffers={item.name: item for item in items if isinstance(item, Buffer)},
-        saved=saved_tensors(files),
-        **{"dtype": None, "is_own": is_own, "ask": nobody} | options,
+        **{"saved": saved_tensors(files), "dtype": None, "is_own": is_own, "ask": nobody} | options,
     )
 
 
@@ -386,6 +385,25 @@ def test_a_parameter_that_no_name_in_the_file_means_is_refused() -> None:
 
     with pytest.raises(Unsupported, match="no tensor there is 'c'"):
         chosen(parameter("a"), parameter("b"), parameter("c"), files=(file,), ask=lambda *_: {"b.old": whole("b")})
+
+
+def unknown(name: str, *, shape: tuple[int, ...]) -> SavedTensor:
+    """Return a tensor of a weights file that is kept byte for byte."""
+    return SavedTensor(name=name, dtype="BF16", shape=shape)
+
+
+def test_a_file_without_elements_lends_nothing() -> None:
+    """ZeRO-3 leaves such names where nobody gathers the weights."""
+    members = chosen(parameter("a"), saved=[unknown("a", shape=(0,))])
+
+    assert [(tensor.name, tensor.shape) for tensor in members.tensors] == [("a", (2,))]
+
+
+@pytest.mark.parametrize("elements", [1, 4])
+def test_a_name_with_another_number_of_elements_is_asked_about(elements: int) -> None:
+    """It is the parameter in another form, or none at all: nothing is cut short, and nothing padded."""
+    with pytest.raises(Unsupported, match="nobody knows"):
+        chosen(parameter("a"), saved=[unknown("a", shape=(elements,))])
 
 
 def test_without_a_file_all_names_are_asked_for() -> None:

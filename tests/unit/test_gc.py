@@ -473,6 +473,25 @@ def test_a_commit_of_a_node_whose_clock_stands_still_is_young(
     assert steps(store) == [30, 10]
 
 
+def test_a_commit_that_lost_its_moments_is_as_old_as_before(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collection has written a new record for it, and that is no save."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(time, "time_ns", lambda: 10**9)
+        for step in (10, 20):
+            store.ingest(saved(step), run="r")
+    for path in (store.path / "commits" / "r").iterdir():
+        os.utime(path, (1, 1))
+    store.ingest(saved(30), run="r")
+    collect(store, Keep(drop_optimizer_older_than=10))
+
+    collected = collect(store, Keep(within="1h"))
+
+    assert sorted(fate.step for fate in collected.removed) == [10, 20]
+    assert steps(store, "r") == [30]
+
+
 def test_a_young_blob_keeps_what_it_names(store: Store, saved: Checkpoints) -> None:
     """Who inherits a layer claims its version alone."""
     store.ingest(saved(10), run="r")

@@ -109,6 +109,17 @@ def test_a_collection_without_grace_beside_an_ingest_is_named(
     assert store.verify(read_data=True).ok
 
 
+def test_a_folder_that_somebody_removed_is_no_collections_doing(store: Store, saved: Checkpoints) -> None:
+    """None removes folders."""
+    with (
+        Store(store.path, hook=once("link", "objects", lambda: shutil.rmtree(store.path / "tmp"))) as hooked,
+        pytest.raises(StorageIO, match="No such file") as caught,
+    ):
+        hooked.ingest(saved(10), run="r")
+
+    assert "gc" not in (caught.value.hint or "")
+
+
 @pytest.mark.fault(49, 51)
 def test_a_commit_whose_times_are_old_is_seen_at_the_second_look(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
