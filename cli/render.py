@@ -237,6 +237,7 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
 # -- stderr --------------------------------------------------------------------------------------------------------
 
 
+_STORE_OPTION = re.compile(r"--store(?![\w-])")
 _COMMAND = re.compile(
     r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|verify)\b)"
 )
@@ -257,7 +258,7 @@ def named_store() -> str | None:
 def with_store(text: str) -> str:
     """Return *text* with the commands in it aimed at the store that this command was aimed at."""
     path = named_store()
-    if path is None or "--store" in text:
+    if path is None or _STORE_OPTION.search(text):
         return text
     return _COMMAND.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
 

@@ -53,6 +53,8 @@ class ExportPlan:
     """The element type that the config is made to name, where the base's does not."""
     model_class: str | None
     """The class of Transformers that the config names."""
+    seconds: float
+    """That planning took, asking Transformers included."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -104,6 +106,7 @@ def plan_export(
         InvalidInput: *dtype* or *max_shard_size* is none.
         LayoutMismatch: A layer has no weights to export.
     """
+    started = time.monotonic()
     wanted, shard_bytes_max = hf.dtype_code(dtype), hf.size_in_bytes(max_shard_size)
     base = composition.base
     versions = check_members(rooms, composition)
@@ -113,7 +116,7 @@ def plan_export(
     own = composition.own_parameters(versions)
     if configs_of(state.files):
         adapters = plan_adapters(rooms, state.files, slices, tag=base.layout.tag, own=own, dtype=wanted, pieces=_pieces)
-        return _adapter_plan(composition, adapters)
+        return _adapter_plan(composition, adapters, started=started)
     chosen = choose_members(
         parameters=slices.parameters,
         buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
@@ -137,10 +140,11 @@ def plan_export(
         doubts=(*chosen.notes, *_doubts(state, versions, slices), *doubts),
         config_dtype=config_dtype,
         model_class=_model_class(config),
+        seconds=time.monotonic() - started,
     )
 
 
-def _adapter_plan(composition: Composition, adapters: AdapterExport) -> ExportPlan:
+def _adapter_plan(composition: Composition, adapters: AdapterExport, *, started: float) -> ExportPlan:
     code = _uniform_dtype(tensor for shard in adapters.weights for tensor in shard.tensors)
     return ExportPlan(
         composition=composition,
@@ -150,6 +154,7 @@ def _adapter_plan(composition: Composition, adapters: AdapterExport) -> ExportPl
         doubts=adapters.notes,
         config_dtype=None,
         model_class=None,
+        seconds=time.monotonic() - started,
     )
 
 
@@ -187,7 +192,7 @@ def execute_export(
         out=target.path,
         files=tuple(file.path for file in plan.files),
         bytes_written=plan.size_bytes,
-        seconds=time.monotonic() - started,
+        seconds=plan.seconds + time.monotonic() - started,
         notes=(*plan.notes_with("says {} now"), *filling.notes(plan.dtype)),
         model_class=plan.model_class,
     )

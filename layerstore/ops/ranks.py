@@ -168,13 +168,13 @@ def _gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
         if strange:
             yield (
                 f"{file.path} has {len(strange)} tensors under names that no layer has ({strange[0]!r} …), as the base "
-                "saved them: a resume does not read them, and compose --format hf writes those of the chosen layers"
+                "saved them: a resume does not read them; for from_pretrained use compose --format hf, not this folder"
             )
     for kept in first.files:
         if WEIGHTS_FILE.fullmatch(kept.path):
             yield (
-                f"{kept.path} is as the base saved it, since no layer has its names: a resume does not read it, and "
-                "compose --format hf writes the weights of the chosen layers"
+                f"{kept.path} is as the base saved it, since no layer has its names: a resume does not read it; "
+                "for from_pretrained use compose --format hf, not this folder"
             )
 
 

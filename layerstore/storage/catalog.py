@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO
+from layerstore.errors import PROCESS_ERRNOS, IntegrityError, LayerstoreError, NotFound, StorageIO
 from layerstore.layers import typed
 from layerstore.model import Commit, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
@@ -403,8 +403,13 @@ class Catalog:
 
     def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
         """Drop a damaged index, so that the next look makes a new one; go on without if that is not possible."""
-        # What an index of another format remembers bears other names by now: nothing of it is taken over.
-        if is_last_try or not self._drop(wholly=bool(problem.facts.get("is_of_another_format"))):
+        # A process without memory or descriptors says nothing of the index. What one of another format remembers bears
+        # other names by now: nothing of it is taken over.
+        if (
+            is_last_try
+            or _errno_of(problem) in PROCESS_ERRNOS
+            or not self._drop(wholly=bool(problem.facts.get("is_of_another_format")))
+        ):
             self.index_problem, self._refusal = str(problem), problem
         outcome = "going on without it, slower" if self.index_problem else "rebuilding it from the commit records"
         warnings.warn(f"{problem}; {outcome}; no record is lost by it", IndexNotice, stacklevel=2)
@@ -430,14 +435,22 @@ def _batches(records: Iterator[_Copy]) -> Iterator[list[_Copy]]:
         yield batch
 
 
-def _not_made(problem: ManifestUnusable, directory: Path) -> StorageIO:
-    number, cause = None, problem.__cause__
-    while cause is not None and number is None:
-        number = getattr(cause, "errno", None) or getattr(cause, "code", None)  # LMDB's errors have the second
+def _errno_of(problem: ManifestUnusable) -> int | None:
+    """Return the system's own number for *problem*, None where it was none of the system's."""
+    cause = problem.__cause__
+    while cause is not None:
+        # LMDB's errors have the second.
+        number: int | None = getattr(cause, "errno", None) or getattr(cause, "code", None)
+        if number is not None:
+            return number
         cause = cause.__cause__
+    return None
+
+
+def _not_made(problem: ManifestUnusable, directory: Path) -> StorageIO:
     return StorageIO(
         f"{problem}; no record is lost, and questions are answered without an index",
-        errno=number,
+        errno=_errno_of(problem),
         filename=str(directory),
         hint="make it possible there, or name another folder by LAYERSTORE_MANIFEST_DIR, and repeat the command",
     )

@@ -108,5 +108,6 @@ def test_what_names_no_store_or_needs_none_stays_as_it_is() -> None:
         assert with_store("layerstore verify, then layerstore gc") == (
             "layerstore --store a verify, then layerstore --store a gc"
         )
+        assert with_store("layerstore repair --store-id 7") == "layerstore --store a repair --store-id 7"
     finally:
         name_store(None)

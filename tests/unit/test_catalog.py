@@ -298,6 +298,22 @@ def test_a_rebuild_is_told(rooms: Rooms) -> None:
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
 
 
+def test_too_little_memory_says_nothing_of_the_index(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays where it is, for whoever can map it; the answer comes without."""
+    rooms.catalog.close()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise lmdb.MemoryError("Cannot allocate memory") from OSError(errno.ENOMEM, "it says so by its code otherwise")
+
+    with monkeypatch.context() as poor:
+        poor.setattr(lmdb, "open", refuse)
+        with reopened(rooms) as again, pytest.warns(IndexNotice, match="going on without it, slower"):
+            assert steps(again.catalog.view("sft")) == [2, 4, 6]
+
+    assert (rooms.layout.manifest / "data.mdb").exists()
+    assert not [*rooms.layout.root.glob("manifest.*")]
+
+
 def flipped_answers(root: Path, position: int) -> subprocess.CompletedProcess[str]:
     """Ask for the steps in a process of its own, after one byte of the index was flipped."""
     path = root / "manifest" / "data.mdb"
