@@ -27,7 +27,13 @@ from typer.core import TyperArgument, TyperGroup
 from typer.exceptions import TyperException
 
 import layerstore
-from layerstore.cli.exits import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE
+from layerstore.cli.exits import (
+    EXIT_CLOSED_PIPE,
+    EXIT_INTERRUPTED,
+    EXIT_NO_MEMORY,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+)
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
 from layerstore.cli.shells import Shell, script_for
@@ -228,6 +234,8 @@ def _run(words: list[str]) -> Failure | None:
             raise BrokenPipeError from exc
         raise
     except Exception as exc:  # noqa: BLE001  # the last resort: whatever it is, it is our fault and must be reported
+        if _is_out_of_memory(exc):
+            return _out_of_memory()
         _show_traceback(always=True)
         return Failure(
             kind=Internal.kind,
@@ -238,6 +246,31 @@ def _run(words: list[str]) -> Failure | None:
     if code == EXIT_INTERRUPTED:  # typer's way to pass on Ctrl-C
         raise KeyboardInterrupt
     return Failure(kind="usage", code=code, message="") if code else None
+
+
+def _is_out_of_memory(exc: BaseException | None) -> bool:
+    """Whether *exc*, or what it came from, is Python's or the system's word for too little memory."""
+    while exc is not None:
+        says = str(exc)
+        if (
+            isinstance(exc, MemoryError)
+            or (isinstance(exc, OSError) and exc.errno == errnos.ENOMEM)
+            or (isinstance(exc, RuntimeError) and says == "can't start new thread")
+            or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's own libraries
+        ):
+            return True
+        exc = exc.__cause__ or exc.__context__
+    return False
+
+
+def _out_of_memory() -> Failure:
+    _show_traceback()
+    return Failure(
+        kind="no_memory",
+        code=EXIT_NO_MEMORY,
+        message="memory ran out; nothing half-done is left behind",
+        hint="give it more (ulimit -v, the job's or the container's limit), or end what else uses it, and repeat it",
+    )
 
 
 def _stopped(reason: BaseException) -> Failure:

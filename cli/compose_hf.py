@@ -82,7 +82,9 @@ def export(
         indent=2,
     )
     say_mixture(composite)
-    if "config.json" in exported.files:
+    if "adapter_config.json" in exported.files:
+        say_paragraph("load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)", indent=2)
+    elif "config.json" in exported.files:
         say_paragraph(f"load it with {exported.model_class or 'AutoModel'}.from_pretrained(FOLDER)", indent=2)
 
 

@@ -79,6 +79,9 @@ AllowGlobal = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Keep this class of a foreign pickle as an inert object; may be repeated."),
 ]
+TrustStore = Annotated[
+    bool, typer.Option("--trust-store", help="Do not read what the store has already; its size has to do.")
+]
 Follow = Annotated[bool, typer.Option("--follow", help="Follow links to files inside the checkpoint.")]
 
 
@@ -106,15 +109,15 @@ def ingest(
     layer_pattern: LayerPattern = None,
     allow_global: AllowGlobal = None,
     follow: Follow = False,
+    trust_store: TrustStore = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
     Save ZeRO-3 checkpoints in the store.
 
-    They may come from DeepSpeed itself, the HF Trainer, Accelerate or Lightning.
-    The same checkpoint a second time writes nothing.
-    Several are taken in the order of the numbers in their names.
+    They may come from DeepSpeed, the HF Trainer, Accelerate or Lightning; several go in the order of their numbers.
+    The same checkpoint a second time writes nothing, but for what is missing or damaged in the store.
     Without --run the run is called like the folder of the training: sft for sft/checkpoint-200,
     for Accelerate's sft/step_200 and sft/epoch_2, and for its own sft/checkpoints/checkpoint_2.
 
@@ -139,6 +142,7 @@ def ingest(
                 layer_pattern=layer_pattern,
                 allowed_globals=allow_global or (),
                 follow=follow,
+                trust_store=trust_store,
                 rollback=rollback,
                 resumed_from=resumed_from,
                 pin=pin,
@@ -224,13 +228,12 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
         return
     name = f"{shown(ingested.run)}@{ingested.step} (commit {ingested.commit[:SHORT_ID_DIGITS]})"
     if not ingested.is_new:
-        objects = [f"{counted(ingested.objects_new, 'missing object')} written again"] if ingested.objects_new else []
-        record = ["its record was damaged and is written again"] if ingested.record_healed else []
-        healed = ", ".join(objects + record)
+        healed = ", ".join(_written_again(ingested))
+        unread = "" if ingested.reused_read else "; reused, not read"
         if pin is None:
-            say(f"already saved: {name}; {healed or 'nothing was written'}")
+            say(f"already saved: {name}; {healed or 'nothing was written'}{unread}")
         else:
-            say(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}")
+            say(f"already saved: {name}; pinned as {shown(pin)}, {healed or 'no layer was written'}{unread}")
         return
     if ingested.record_healed:
         say(f"{name} had lost its record, and has the very same again")
@@ -239,12 +242,24 @@ def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
     layers = counted(len(ingested.layers_saved), "layer")
     if len(ingested.layers_saved) < len(ingested.layers):
         layers += f" of {len(ingested.layers)}"
+    unread = "" if ingested.reused_read else ", not read"
     say_paragraph(
         f"saved {name}: {layers}, {size(ingested.bytes_new)} new, "
-        f"{size(ingested.bytes_reused)} reused{derived}, in {ingested.seconds:.1f} s, "
+        f"{size(ingested.bytes_reused)} reused{unread}{derived}, in {ingested.seconds:.1f} s, "
         f"from {shown(ingested.source)}{pinned}",
         indent=2,
     )
+
+
+def _written_again(ingested: "Ingested") -> Iterator[str]:
+    """Yield what an ingest wrote of a commit that was saved before."""
+    missing = ingested.objects_new - ingested.objects_healed
+    if missing:
+        yield f"{counted(missing, 'missing object')} written again"
+    if ingested.objects_healed:
+        yield f"{counted(ingested.objects_healed, 'damaged object')} written again"
+    if ingested.record_healed:
+        yield "its record was damaged and is written again"
 
 
 def _tell_twins(store: "Store", taken: Taken) -> None:
@@ -287,6 +302,8 @@ def _fields(ingested: "Ingested") -> dict[str, object]:
         "objects_reused": ingested.objects_reused,
         "bytes_new": ingested.bytes_new,
         "bytes_reused": ingested.bytes_reused,
+        "objects_healed": ingested.objects_healed,
+        "reused_read": ingested.reused_read,
         "bytes_derived": ingested.bytes_derived,
         "seconds": ingested.seconds,
     }

@@ -18,7 +18,7 @@ from layerstore.ops import pins as pin_verb
 from layerstore.ops import queries
 from layerstore.ops.collected import losses_told
 from layerstore.ops.compose import Written
-from layerstore.ops.composition import Composition, as_resolved, check_members
+from layerstore.ops.composition import Composition, as_resolved, check_members, check_whole
 from layerstore.ops.export import Exported, ExportPlan
 from layerstore.ops.progress import Progress, Silent
 from layerstore.ops.queries import LayerLine
@@ -128,6 +128,8 @@ class Composite:
     def pin(self, name: str) -> Pin:
         """Keep this composite under *name*: it outlives the commits that it was made from."""
         self.check()
+        with losses_told(self._rooms, self._composition):
+            check_whole(self._rooms, self._composition)
         return pin_verb.pin(self._rooms, name, as_resolved(self._composition))
 
     def ls(self) -> list[LayerLine]:

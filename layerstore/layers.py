@@ -21,6 +21,9 @@ _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 _WRAPPER_PREFIXES = ("base_model.model.", "module.")
 # No model has more blocks than that; Python itself refuses to read much longer numbers.
 _INDEX_DIGITS_MAX = 18
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""What PEFT calls the file of an adapter's weights."""
+
 # An adapter belongs to the layer of the module that it adapts.
 _ADAPTER_COMPONENTS = re.compile(r"base_layer|lora_\w+|modules_to_save|original_module|ia3_\w+")
 

@@ -94,6 +94,9 @@ MANIFEST_MAP_BYTES_MAX = 256 * GIB
 # How long a command waits for a lock before it says who holds it.
 LOCK_DEADLINE_SECONDS = 60.0
 
+# How long a load waits for what savers of its own process still write; gloo's groups wait for three times that.
+LOAD_WAIT_SECONDS = 600.0
+
 # A lease on a network filesystem runs out so long after it was last renewed: longer than a busy server takes to answer,
 # and shorter than anybody waits for a lock, so that a dead holder's is free before the deadline.
 LEASE_SECONDS = 30.0

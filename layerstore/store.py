@@ -121,6 +121,7 @@ class Store:
         rollback: bool = False,
         resumed_from: str | None = None,
         pin: str | None = None,
+        trust_store: bool = False,
         progress: Progress | None = None,
     ) -> Ingested:
         """
@@ -129,6 +130,7 @@ class Store:
         Once this returns the commit survives a power cut. The same content a second time writes nothing.
         Only the layers are stored that are due under *policy*; the commit inherits the others.
         *rollback* says that training went back to an earlier step, *resumed_from* to which commit or pinned composite.
+        What the store has already is read, and replaced if it is damaged; with *trust_store* its size has to do.
 
         Raises:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
@@ -148,6 +150,7 @@ class Store:
             policy=policy_named(policy) if isinstance(policy, str) else checked(policy),
             rollback=rollback,
             resumed_from=resumed_from,
+            trust_store=trust_store,
         )
         if pin is not None:
             pin_verb.check_pin_free(self._rooms, pin, run=plan.run, step=plan.step)

@@ -14,7 +14,7 @@ from layerstore.migrations import STEPS
 from layerstore.migrations.journal import Journal, ended, read_journal
 from layerstore.migrations.step import Step
 from layerstore.storage.files import Files
-from layerstore.storage.identity import read_identity
+from layerstore.storage.identity import hinted, read_identity
 from layerstore.storage.layout import Layout, layout_at
 
 
@@ -108,10 +108,13 @@ def look_at(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) 
     """Return the plan without its volume: nothing but ``store.json`` and what an interrupted migration left is read."""
     newest = steps[-1].target if steps else FORMAT
     what = str(layout.identity)
-    data = read_identity(layout, files, path=path)
-    found = format_of(data, what=what, known=newest)
-    if found == FORMAT:
-        decode_identity(data, what=what)
+    try:
+        data = read_identity(layout, files, path=path)
+        found = format_of(data, what=what, known=newest)
+        if found == FORMAT:
+            decode_identity(data, what=what)
+    except IntegrityError as exc:
+        raise hinted(exc, layout, files) from exc
     todo = tuple(step for step in steps if step.source >= found)
     if found < newest and (not todo or todo[0].source != found):
         raise Unsupported(

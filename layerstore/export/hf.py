@@ -77,6 +77,11 @@ def shard_files(tensors: Iterable[Member], *, shard_bytes_max: int) -> tuple[Sha
     return tuple(_laid_out(name, shard) for name, shard in zip(names, shards, strict=True))
 
 
+def single_file(name: str, tensors: Iterable[Member]) -> ShardFile:
+    """Return *tensors* in one file called *name*, however large."""
+    return _laid_out(name, [*tensors])
+
+
 def _split(tensors: Iterable[Member], shard_bytes_max: int) -> Iterator[list[Member]]:
     current: list[Member] = []
     current_bytes = 0

@@ -66,22 +66,39 @@ def crc32_of_zeros(size_bytes: int) -> int:
     return total
 
 
-class ObjectHasher:
-    """Digest an object while its bytes stream by: the whole, and every 16 MiB of it."""
+class NameHasher:
+    """Find out what an object is called while its bytes stream by."""
 
-    __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks", "_whole", "size_bytes")
+    __slots__ = ("_whole", "size_bytes")
 
     def __init__(self) -> None:
         self._whole = xxhash.xxh3_128()
-        self._chunk = xxhash.xxh3_64()
-        self._chunk_left_bytes = VERIFY_CHUNK_BYTES
-        self._chunks: list[bytes] = []
         self.size_bytes = 0
 
     def update(self, data: Bytes) -> None:
         """Take the next bytes of the object."""
         self._whole.update(data)
         self.size_bytes += len(data)
+
+    def id(self) -> ObjectId:
+        """Return the name of what was seen so far."""
+        return ObjectId(self._whole.hexdigest())
+
+
+class ObjectHasher(NameHasher):
+    """Digest an object while its bytes stream by: the whole, and every 16 MiB of it."""
+
+    __slots__ = ("_chunk", "_chunk_left_bytes", "_chunks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunk = xxhash.xxh3_64()
+        self._chunk_left_bytes = VERIFY_CHUNK_BYTES
+        self._chunks: list[bytes] = []
+
+    def update(self, data: Bytes) -> None:
+        """Take the next bytes of the object."""
+        super().update(data)
         view = memoryview(data)
         while view:
             part, view = view[: self._chunk_left_bytes], view[self._chunk_left_bytes :]
@@ -94,10 +111,6 @@ class ObjectHasher:
         self._chunks.append(self._chunk.digest())
         self._chunk = xxhash.xxh3_64()
         self._chunk_left_bytes = VERIFY_CHUNK_BYTES
-
-    def id(self) -> ObjectId:
-        """Return the name of what was seen so far."""
-        return ObjectId(self._whole.hexdigest())
 
     def chunks(self) -> bytes:
         """Return the digests of all chunks, the last one possibly short."""

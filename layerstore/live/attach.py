@@ -17,7 +17,6 @@ from layerstore.live.seams import Engine
 from layerstore.live.seat import Seat
 from layerstore.live.settings import Frozen, Mode, Pressure, Settings
 from layerstore.ops.composition import Composition
-from layerstore.ops.place import Place
 from layerstore.ops.timings import SaveTiming
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.policy.keep import Keep
@@ -49,8 +48,9 @@ def attach(
     *on_saved* hears, on the first rank and in its training thread, what each save took once that is known.
 
     On a run that has commits already this begins a new attempt, whose first save is full; to go on with one,
-    call ``layerstore.resume`` first. An engine that had a saver of this run goes on with that one's attempt.
-    Where another job saves the attempt that would go on, this one begins the next, and a warning says whose it is.
+    call ``layerstore.resume`` first, or load through the engine before the first save.
+    An engine that had a saver of this run goes on with that one's attempt. Where another job saves the attempt that
+    would go on, this one begins the next, and a warning says whose it is.
     There may be savers for several runs; what the engine saves by itself goes to the one that was attached last.
 
     Raises:
@@ -79,9 +79,6 @@ def attach(
         with ExitStack() as unless_made:
             unless_made.callback(seat.leave)
             place = seat.take(partial(place_resumed, composition=resumed))
-            with exchange.together():
-                if resumed is None and known.global_rank == 0:
-                    _warn_of_earlier(opened, run, place)
             saver = Saver(known, opened, exchange, settings, run=run, policy=chosen, seat=seat, place=place)
             unless_made.pop_all()
     except BaseException:
@@ -113,20 +110,6 @@ def _agreed(
     if not exchange.is_same(object_id(repr(policy.parameters).encode())):
         raise InvalidInput(f"the ranks want different settings of policy {policy.name!r}", hint="give all the same")
     return opened, resumed
-
-
-def _warn_of_earlier(store: Store, run: str, place: Place) -> None:
-    """Say so where *run* has commits that an engine, which was not resumed, does not go on from."""
-    view = store.rooms.catalog.find(run)
-    if view is not None and view.visible:
-        LOG.warning(
-            "run %r has commits up to step %d, and this engine was not resumed: attempt %d begins anew; "
-            "layerstore.resume(engine, store, run=%r) before attach goes on with it",
-            run,
-            max(row.step for row in view.of_attempt(view.attempts[-1])),
-            place.attempt,
-            run,
-        )
 
 
 def _loaded(engine: Engine) -> Composition | None:

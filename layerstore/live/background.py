@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from layerstore.errors import LayerstoreError
+from layerstore.errors import LayerstoreError, Locked
+from layerstore.limits import LOAD_WAIT_SECONDS
 from layerstore.live.clock import Clock, Hold
 from layerstore.live.collector import Collector
 from layerstore.live.council import SAVES_MAX
@@ -27,6 +28,9 @@ from layerstore.ops.rooms import Rooms
 from layerstore.ops.shares import Frozen, ShareWork, fail_share, write_share
 from layerstore.policy.keep import Keep
 from layerstore.tree import Tree
+
+_OPEN: list["Background"] = []
+"""Those of this process that are not closed."""
 
 POLL_SECONDS = 0.02
 """How often the first rank looks for the others' parts; they come over a filesystem, which tells nobody."""
@@ -88,6 +92,11 @@ class Job:
     failure: str = ""
     commit: Commit | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has nothing left to do for it."""
+        return self.is_written.is_set() and (self.joint is None or self.is_resolved.is_set())
+
     def result(self) -> Result:
         """Return what is known of it by now."""
         return Result(
@@ -98,6 +107,20 @@ class Job:
             copied_bytes=self.snapshot.size_bytes,
             written_bytes=self.timing.written_bytes,
         )
+
+
+def wait_for_saves(store_id: str, run: str) -> None:
+    """
+    Return once what savers of this process write of *run* is there, or given up; asks no other rank.
+
+    Only the rank that commits waits; on the others nothing holds their parts back any more.
+
+    Raises:
+        Locked: They are still writing after `LOAD_WAIT_SECONDS`.
+    """
+    for background in _OPEN:
+        if background.writes(store_id, run):
+            background.publish(LOAD_WAIT_SECONDS)
 
 
 class _Worker:
@@ -129,6 +152,9 @@ class Background:
         self, rooms: Rooms, pool: Pool, copier: Copier, *, is_first: bool, run: str, keep: Keep | None
     ) -> None:
         self._rooms = rooms
+        self._run = run
+        self._jobs: list[Job] = []
+        """Those that were not over when the last one began."""
         self._pool = pool
         self._copier = copier
         self._frozen: Frozen = {}
@@ -144,9 +170,27 @@ class Background:
         self._collector = Collector(rooms, keep, run=run) if is_first and keep is not None else None
         self.has_lost_base = False
         """Whether a layer was collected that the next commit was to inherit: none can be before all are saved."""
+        _OPEN.append(self)
+
+    def writes(self, store_id: str, run: str) -> bool:
+        """Whether this is what saves *run* to the store *store_id*."""
+        return (self._rooms.identity.store_id, self._run) == (store_id, run)
+
+    def publish(self, seconds: float) -> None:
+        """Let every save be complete as it is, and wait *seconds* for their commits, on the rank that makes them."""
+        end = time.monotonic() + seconds
+        for job in self._jobs:
+            job.files.seal()
+        for job in self._jobs:
+            if job.joint is not None and not job.is_resolved.wait(max(end - time.monotonic(), 0)):
+                raise Locked(
+                    f"step {job.step} of run {self._run!r} is still being saved after {seconds:.0f} s",
+                    hint="wait() of its saver returns once it is there; then load it",
+                )
 
     def add(self, job: Job) -> None:
         """Begin with *job*."""
+        self._jobs = [*(earlier for earlier in self._jobs if not earlier.is_over), job]
         self._copying.add(job)
         self._writing.add(job)
         if self._committing is not None:
@@ -165,6 +209,7 @@ class Background:
 
     def close(self, *, at_once: bool) -> None:
         """End the threads, when their work is done or *at_once*."""
+        _OPEN.remove(self)
         if at_once:
             self._stop.set()
             self._pool.close()

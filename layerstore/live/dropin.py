@@ -5,17 +5,20 @@ What it saves is captured as ``Saver.save`` captures it; in the folder it leaves
 store, and everything else as before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from layerstore.errors import Conflict, IntegrityError
+from layerstore.errors import Conflict, IntegrityError, Unsupported
+from layerstore.live.background import wait_for_saves
 from layerstore.live.exchange import Exchange
 from layerstore.live.following import composition_of
 from layerstore.live.log import LOG
 from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, engine_with
+from layerstore.live.weights import whole_weights
 from layerstore.ops.collected import losses_told
 from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
@@ -65,6 +68,10 @@ class StoreCheckpointEngine:
         """What the engine was last filled with, if it came from a store."""
         self._held: dict[str, tuple[Any, Path]] = {}
         self._load: tuple[Pointer, Loaded] | None = None
+        self._is_whole = True
+        """Whether the optimizer's state is loaded too."""
+        self._has_begun = False
+        """Whether anything was loaded yet."""
 
     # -- who is attached -----------------------------------------------------------------------------------------
 
@@ -77,7 +84,7 @@ class StoreCheckpointEngine:
         """Save *engine* to *saver* from now on."""
         self._savers.append(saver)
         self._engine = engine
-        if engine.checkpoint_engine is not self:
+        if self._uninstall is None:
             self._uninstall = engine.install(self)
 
     def detach(self, saver: Taking) -> None:
@@ -85,6 +92,7 @@ class StoreCheckpointEngine:
         self._savers = [other for other in self._savers if other is not saver]
         if not self._savers and self._uninstall is not None:
             self._uninstall()
+            self._uninstall = None
 
     def saves_to(self, store: Store, run: str) -> bool:
         """Whether a saver that is not closed saves run *run* of *store*."""
@@ -134,22 +142,60 @@ class StoreCheckpointEngine:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
+        """
+        Surround one load of the engine; not *is_whole*: one without the optimizer's state. *note* is for pointers.
+
+        Savers go on from what was loaded, and begin anew if that was not all that a commit holds.
+        """
+        self._is_whole, self._has_begun = is_whole, False
+        try:
+            yield
+            if note and self._load is not None and self._known_engine().global_rank == 0:
+                LOG.warning("%s: %s", self._load[0].name, note)
+            if self._has_begun:
+                self.went_to(self.loaded)
+        finally:
+            self._is_whole, self._load = True, None
+
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return what *path* holds, or what it points at."""
         if path.endswith(_MODEL):
             self.settle()  # what is loaded changes masters without an update, and no gate holds it
             self._load = self._agreed(Path(path))
+            self._has_begun, self.loaded = True, None
         if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
-            if path.endswith(_OPTIMIZER):
-                self._went_to(None)
             return self.real.load(path, map_location=map_location)
         _, loaded = self._load
         if path.endswith(_MODEL):
             return loaded.model()
         optimizer = loaded.optimizer()
         self._load = None  # the optimizer's state is the last that is asked for, and the engine's own from now on
-        self._went_to(loaded.composition)
+        self.loaded = loaded.composition
         return optimizer
+
+    def whole_weights(self, path: Path) -> dict[str, Any] | None:
+        """Return all weights that the pointer *path* means, the same on all ranks; None if it is none."""
+        found = self._agreed(path)
+        if found is None:
+            return None
+        pointer, loaded = found
+        if self._load is not None and self._load[0] != pointer and self._known_engine().global_rank == 0:
+            LOG.warning(
+                "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names: "
+                "they are those of %s, all else is of %s",
+                pointer.name,
+                self._load[0].name,
+            )
+        exchange = Exchange()
+        try:
+            with exchange.together():
+                store = self._store_of(pointer)
+                with losses_told(store.rooms, loaded.composition):
+                    return whole_weights(store, loaded.composition)
+        finally:
+            exchange.close()
 
     def _agreed(self, path: Path) -> tuple[Pointer, Loaded] | None:
         """
@@ -160,7 +206,11 @@ class StoreCheckpointEngine:
         exchange = Exchange()
         try:
             with exchange.together():
-                found = self._found(path)
+                pointer = read_pointer(path)
+                if pointer is not None:
+                    wait_for_saves(pointer.store_id, pointer.run)
+            with exchange.together():
+                found = self._found(path, pointer)
             texts = exchange.texts("shards" if found is None else f"a pointer to {found[1].composition.commit}")
             for rank, text in enumerate(texts):
                 if text != texts[0]:
@@ -172,24 +222,27 @@ class StoreCheckpointEngine:
             exchange.close()
         return found
 
-    def _found(self, path: Path) -> tuple[Pointer, Loaded] | None:
-        pointer = read_pointer(path)
+    def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer, Loaded] | None:
         # The loader asks for its first half more than once.
         if pointer is None or (self._load is not None and self._load[0] == pointer):
             return None if pointer is None else self._load
-        engine = self._engine or Engine(engine_with(self))
+        engine = self._known_engine()
+        if engine.loads_universal:
+            raise Unsupported(
+                f"{path.parent} holds pointers, and the engine loads universal checkpoints",
+                hint=f"{pointer.command}; then DeepSpeed's ds_to_universal.py makes one of FOLDER",
+            )
         store = self._store_of(pointer)
         composition = composition_of(store, pointer)
         with losses_told(store.rooms, composition):
             loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size)
-            notes = loaded.fit(engine)
+            notes = loaded.fit(engine, is_whole=self._is_whole)
         for note in notes if engine.global_rank == 0 else ():
             LOG.warning("%s: %s", pointer.name, note)
         return pointer, loaded
 
-    def _went_to(self, composition: Composition | None) -> None:
-        self.loaded = composition
-        self.went_to(composition)
+    def _known_engine(self) -> Engine:
+        return self._engine or Engine(engine_with(self))
 
     def _store_of(self, pointer: Pointer) -> Store:
         if self.saver is not None and self.saver.store.id == pointer.store_id:

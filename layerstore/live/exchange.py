@@ -16,6 +16,7 @@ from layerstore.errors import (
     InvalidInput,
     LayerstoreError,
     LayoutMismatch,
+    Locked,
     NotFound,
     SourceCheckpoint,
     StorageIO,
@@ -30,7 +31,10 @@ _NUMBERS = 8
 
 _KINDS: dict[str, type[LayerstoreError]] = {
     kind.__name__: kind
-    for kind in (Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported)
+    for kind in (
+        *(Conflict, IntegrityError, InvalidInput, LayoutMismatch),
+        *(Locked, NotFound, SourceCheckpoint, Unsupported),
+    )
 }
 """What a rank may raise because another one has."""
 

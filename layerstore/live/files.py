@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import GIB
 from layerstore.live.inert import Memory
 from layerstore.live.log import LOG
@@ -105,7 +106,9 @@ class Files:
     def _beside(self) -> Iterator[tuple[str, Path]]:
         for path in beside_shards(self._place.folder, self._place.tag):
             owner = rank_of_file(path.name)
-            if (owner if owner is not None and owner < self._engine.world_size else 0) == self._engine.rank:
+            if path.name == ADAPTER_WEIGHTS and path.stat().st_size > _FILE_BYTES_MAX:
+                LOG.warning("%s is not kept: it is too large to be held in memory; --format hf makes it", path)
+            elif (owner if owner is not None and owner < self._engine.world_size else 0) == self._engine.rank:
                 yield path.relative_to(self._place.folder).as_posix(), path
 
 

@@ -9,6 +9,7 @@ from layerstore.format.fields import from_plain, to_plain
 from layerstore.model import LayerEntry
 from layerstore.ops.composition import Composition, compose_latest
 from layerstore.ops.refs import Resolved, reference_to
+from layerstore.ops.seats import saved_now
 from layerstore.storage.runview import RunView
 from layerstore.store import Store
 from layerstore.tree import Tree
@@ -44,8 +45,10 @@ def composition_of(store: Store, pointer: Pointer) -> Composition:
     return replace(composition, layers=layers, policy=pointer.policy)
 
 
-def _newest_instead(view: RunView | None, pointer: Pointer) -> str:
+def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str:
     """Say what there is where a pointer leads to nothing: as a rule the job was killed before that save was whole."""
+    if saved_now(store.rooms, pointer.run, [pointer.attempt]):
+        return f"a job still saves attempt {pointer.attempt}: that save is not complete yet, or it failed; try again"
     if view is None or not view.visible:
         return f"its save was not complete when the job ended, or it was removed; {pointer.run} has no other"
     newest = f"{pointer.run}@{next(view.history(view.attempts[-1])).step}"
@@ -65,6 +68,6 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
     if row is None:
         raise NotFound(
             f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
-            hint=_newest_instead(view, pointer),
+            hint=_newest_instead(store, view, pointer),
         )
     return Resolved.of_commit(rooms.catalog.commit(row.name))

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.layers import check_name, parse_reference
+from layerstore.live.background import wait_for_saves
 from layerstore.live.exchange import Exchange
 from layerstore.live.fitting import check_fits, schedule_notes
 from layerstore.live.log import LOG
@@ -150,6 +151,8 @@ def resume(
     try:
         with exchange.together():
             opened = as_store(store)
+            wait_for_saves(opened.id, run)
+        with exchange.together():
             composite = _composite(opened, run, step=step, policy=policy, must_exist=must_exist)
         if not exchange.is_same("" if composite is None else composite.commit):
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
@@ -253,9 +256,11 @@ class Loaded:
         """Return what is in ``optim_states``."""
         return self._optimizer.make()
 
-    def fit(self, engine: Engine) -> tuple[str, ...]:
+    def fit(self, engine: Engine, *, is_whole: bool = True) -> tuple[str, ...]:
         """
         Return what does not carry over to *engine*. All that is loaded is read and verified here.
+
+        Not *is_whole*: the optimizer's state is not loaded, and need not fit; the loader compares the weights.
 
         Raises:
             InvalidInput: Gradients are being accumulated for an update that is still to come.
@@ -267,6 +272,9 @@ class Loaded:
                 "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
                 hint="resume after engine.step() at the end of an accumulation, best before training",
             )
+        if not is_whole:
+            self.model()
+            return (*self.load.notes, *_age_notes(self.composition))
         states = engine.states("resumed", {}, exclude_frozen=True)
         self._check_precision(engine.optimizer_file.name)
         check_fits(self.model(), self.optimizer(), states, frozen=engine.frozen_shapes)

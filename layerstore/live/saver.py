@@ -50,7 +50,7 @@ from layerstore.ops.composition import Composition
 from layerstore.ops.joining import Joint
 from layerstore.ops.place import Place
 from layerstore.ops.shares import ShareWork, objects_due
-from layerstore.policy import Policy
+from layerstore.policy import Latest, Policy
 from layerstore.store import Store, StrPath
 from layerstore.zero3.pointers import Pointer
 from layerstore.zero3.share import Share
@@ -168,7 +168,10 @@ class Saver:
         if self._is_closed:
             raise Conflict(f"step {number} is not saved: the saver is closed", hint="attach another one")
         self._measure()
-        taken, trouble = take_stock(self._engine, states, place, pattern=self._pattern, watch=self._watch)
+        in_parts = self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"
+        taken, trouble = take_stock(
+            self._engine, states, place, pattern=self._pattern, watch=self._watch, in_parts=in_parts
+        )
         mistyped = wish.mistyped or check_client_state(wish.client_state)
         problem = next(iter(wish.problems), trouble)
         facts = agree(self._exchange, self._report(step=number, mistyped=mistyped, problem=problem))
@@ -339,6 +342,8 @@ class Saver:
             mark=taken.captured.mark,
         )
         joint = self._joint(step, number, taken, work, movements) if share.rank == 0 else None
+        if joint is not None:
+            self._seat.begin(self._place)
         snapshot = Snapshot(taken.captured, changing(objects_due(share, due)))
         job = Job(step=step, number=number, work=work, snapshot=snapshot, joint=joint, files=files)
         job.timing.queued = sum(not earlier.is_written.is_set() for earlier in self._jobs)

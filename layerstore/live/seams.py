@@ -1,21 +1,23 @@
 """
 Where layerstore meets DeepSpeed's engine: everything here uses names of DeepSpeed's own, and nothing elsewhere does.
 
-All of them were there from 0.12 to 0.19; docs/reference/support.md lists what was tried.
+docs/reference/support.md says which versions of DeepSpeed were tried.
 """
 
 import copy
 import functools
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from layerstore.errors import InvalidInput, Unsupported
+from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.live.scratch import put, scratch
+from layerstore.zero3.discover import read_latest
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,11 @@ _ENGINE_KEYS = """
 """
 ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
 
+_MODULE_ONLY = (
+    "under ZeRO stage 3 DeepSpeed's load_module_only=True loads buffers and frozen weights, and none that is trained; "
+    "load_optimizer_states=False loads them all"
+)
+
 # What the engine believes to save to: nothing is ever written there.
 FOLDER = Path("live")
 
@@ -41,6 +48,16 @@ class SavedStates:
     model_path: Path
     optimizer: dict[str, Any]
     optimizer_path: Path
+
+
+class Loading(Protocol):
+    """The checkpoint engine that hears of an engine's loads, and answers what DeepSpeed asks past it."""
+
+    def loading(self, *, is_whole: bool, note: str) -> AbstractContextManager[None]:
+        """Surround one load; not *is_whole*: one without the optimizer's state. *note* is for its caller."""
+
+    def whole_weights(self, path: Path) -> "dict[str, torch.Tensor] | None":
+        """Return all weights of the checkpoint that has the ``model_states`` *path*; None where these are shards."""
 
 
 class Engine:
@@ -129,21 +146,30 @@ class Engine:
         return ""
 
     @property
+    def loads_universal(self) -> bool:
+        """Whether the engine's config asks for universal checkpoints."""
+        return bool(self.engine.load_universal_checkpoint())
+
+    @property
     def checkpoint_engine(self) -> Any:
         """What the engine saves and loads its files with."""
         return self.engine.checkpoint_engine
 
-    def install(self, checkpoint_engine: Any) -> Callable[[], None]:
+    def install(self, checkpoint_engine: Loading) -> Callable[[], None]:
         """Have the engine save and load with *checkpoint_engine*; return what undoes that."""
         engine, before = self.engine, self.engine.checkpoint_engine
         engine.checkpoint_engine = checkpoint_engine
         # DeepSpeed's own copies frozen weights to the host at each save; they are copied once, and not by training.
         engine._get_param_fragment_func = _fragment
+        load, engine.load_checkpoint = vars(engine).get("load_checkpoint"), _told(engine, checkpoint_engine)
 
         def undo() -> None:
             if engine.checkpoint_engine is checkpoint_engine:
                 engine.checkpoint_engine = before
             vars(engine).pop("_get_param_fragment_func", None)
+            vars(engine).pop("load_checkpoint", None)
+            if load is not None:
+                engine.load_checkpoint = load
 
         return undo
 
@@ -278,6 +304,51 @@ class Engine:
 
         folder = Path(os.path.dirname(deepspeed.__file__), "utils")  # noqa: PTH120  # as DeepSpeed finds them
         return [path for name in ("zero_to_fp32.py", "zero_to_torch.py") if (path := folder / name).is_file()]
+
+
+def _told(engine: Any, own: Loading) -> Callable[..., Any]:
+    """Return *engine*'s ``load_checkpoint``, which tells *own* first what is asked for."""
+    load = engine.load_checkpoint
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_checkpoint(*arguments: Any, **named: Any) -> Any:
+        if engine.checkpoint_engine is not own:
+            return load(*arguments, **named)
+        asked = signature.bind(*arguments, **named).arguments
+        has_optimizer = bool(asked.get("load_optimizer_states", True))
+        is_module_only = bool(asked.get("load_module_only", False))
+        note = _MODULE_ONLY if is_module_only and has_optimizer else ""
+        with own.loading(is_whole=has_optimizer and not is_module_only, note=note), _asking(engine, own):
+            return load(*arguments, **named)
+
+    return load_checkpoint
+
+
+@contextmanager
+def _asking(engine: Any, own: Loading) -> Iterator[None]:
+    """
+    Let *own* be asked for whole weights, while *engine* loads.
+
+    Without the optimizer's states DeepSpeed puts the masters together from all ranks' files, by a function that reads
+    these itself. Only the name by which its engine calls that is another one meanwhile.
+    """
+    from deepspeed.runtime import engine as module
+
+    real = module.get_fp32_state_dict_from_zero_checkpoint
+
+    def weights(folder: str, tag: str | None = None, *arguments: Any, **named: Any) -> Any:
+        with suppress(SourceCheckpoint):
+            tag = tag or read_latest(Path(folder))
+        # Also where this rank finds no tag: the others may, and wait to hear from it.
+        found = own.whole_weights(Path(engine._get_ckpt_name(folder, tag or "")))
+        return real(folder, tag, *arguments, **named) if found is None else found
+
+    module.get_fp32_state_dict_from_zero_checkpoint = weights
+    try:
+        yield
+    finally:
+        module.get_fp32_state_dict_from_zero_checkpoint = real
 
 
 def engine_of(model: Any) -> Any:

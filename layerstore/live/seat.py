@@ -32,6 +32,8 @@ class Seat:
         self._lock = ExitStack()
         self._held = 0
         """The attempt that is this saver's; 0 while it has none."""
+        self._has_begun = False
+        """Whether anything is saved there yet."""
 
     def take(self, wish: Wish) -> Place:
         """
@@ -60,8 +62,25 @@ class Seat:
                         hint="does every host see the same store?",
                     )
                 self._move(attempt, unless_agreed.pop_all())
+                self._has_begun = False
                 return place
         raise Conflict(f"run {self._run!r} is changed by others again and again", hint="try again, or wait for them")
+
+    def begin(self, place: Place) -> None:
+        """Say so at the first save at *place* if the run has commits that it does not go on from; until then it may."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        view = self._rooms.catalog.find(self._run)
+        if view is not None and view.visible and place.fork is None and not place.inherited:
+            LOG.warning(
+                "run %r has commits up to step %d, and this engine was not resumed from them: attempt %d begins anew; "
+                "layerstore.resume(engine, store, run=%r) before training goes on with them",
+                self._run,
+                max(row.step for row in view.of_attempt(view.attempts[-1])),
+                place.attempt,
+                self._run,
+            )
 
     def leave(self) -> None:
         """Let others save this attempt."""

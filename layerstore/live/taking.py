@@ -9,6 +9,7 @@ from layerstore.live.files import Destination, Files
 from layerstore.live.log import LOG, words_of
 from layerstore.live.seams import Engine, SavedStates
 from layerstore.live.watch import Sample, Watch
+from layerstore.zero3.undivided import undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,13 @@ def take_stock(
     *,
     pattern: re.Pattern[str] | None,
     watch: Watch | None,
+    in_parts: bool,
 ) -> tuple[Taken | None, str]:
-    """Return what *engine* holds, and why that could not be found out, empty if it could: the others wait to hear."""
+    """
+    Return what *engine* holds, and why that cannot be saved, empty if it can: the others wait to hear.
+
+    *in_parts* says that some saves may have some layers only.
+    """
     try:
         captured = capture(states(), rank=engine.rank, folder=place.folder, pattern=pattern)
         taken = Taken(
@@ -40,4 +46,8 @@ def take_stock(
     except Exception as exc:  # noqa: BLE001  # whatever it is, it is told: no rank saves what another one cannot
         LOG.debug("what the engine holds could not be captured", exc_info=True)
         return None, words_of(exc)
-    return taken, ""
+    kept = undivided(captured.share.state) if in_parts else ""
+    return taken, kept and f"the optimizer keeps {kept}, which cannot be cut into layers: {_WHOLE_SAVES}"
+
+
+_WHOLE_SAVES = "save all of them, with policy='full' and without on_pressure='degrade'"

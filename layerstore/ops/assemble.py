@@ -7,7 +7,7 @@ two copying threads would only fight for the disk. Memory does not grow with the
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from pathlib import Path
 from layerstore.errors import IntegrityError
 from layerstore.format.hashing import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.model import BlobRef, GatheredFile, RankState
+from layerstore.model import BlobRef, GatheredFile, RankState, SourceFile
 from layerstore.ops.progress import Progress
 from layerstore.ops.ranks import Ranks
 from layerstore.ops.rooms import Rooms
@@ -58,6 +58,8 @@ class Assembly:
     slices: Slices
     own_parameters: frozenset[str]
     """Parameters whose chosen version is the one that the base itself saved: of these even derived bytes are known."""
+    plan_file: Callable[[SourceFile], OutputFile]
+    """Says what becomes of a file beside the trees."""
     verify: bool
     durable: bool
     progress: Progress
@@ -103,7 +105,7 @@ class Assembly:
     ) -> None:
         """Write the files of one rank, and its share of the gathered weights beside the first of them."""
         world_size = self.ranks.world_size
-        outputs = plan_rank(state, self.slices, world_size=world_size)
+        outputs = plan_rank(state, self.slices, world_size=world_size, plan_file=self.plan_file)
         shared = [
             (file, tuple(merged(gathered_pieces(of, self.slices, rank=state.rank, world_size=world_size))))
             for of, file in gathered

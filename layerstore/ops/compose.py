@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerstore.ops.adapters import plan_beside
 from layerstore.ops.assemble import Assembly
 from layerstore.ops.composition import Composition
 from layerstore.ops.progress import Progress
@@ -71,7 +72,8 @@ def execute_compose(
     base = composition.base
     planned = plan_composite(rooms, composition, world_size=world_size, adam_step=adam_step)
     ranks = planned.ranks
-    is_older_form = _older_form(rooms, target, tag=base.layout.tag)
+    own = composition.own_parameters(planned.versions)
+    is_older_form = _older_form(rooms, target.path, tag=base.layout.tag)
     with appearing(rooms, target, what="the composite", is_older_form=is_older_form) as partial:
         assembly = Assembly(
             rooms=rooms,
@@ -79,7 +81,8 @@ def execute_compose(
             tag=base.layout.tag,
             ranks=ranks,
             slices=planned.slices,
-            own_parameters=composition.own_parameters(planned.versions),
+            own_parameters=own,
+            plan_file=lambda file: plan_beside(rooms, file, planned.slices, own=own),
             verify=verify,
             durable=durable,
             progress=progress,
@@ -92,7 +95,7 @@ def execute_compose(
         step=base.step,
         policy=composition.policy,
         world_size=ranks.world_size,
-        out=target,
+        out=target.path,
         bytes_written=assembly.bytes_written + summary_size,
         seconds=time.monotonic() - started,
         notes=ranks.notes,

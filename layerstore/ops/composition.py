@@ -19,6 +19,7 @@ from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
+from layerstore.zero3.undivided import undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,28 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
                     hint="take this layer from a save of the same model and optimizer",
                 )
     return versions
+
+
+def check_whole(rooms: Rooms, composition: Composition, *, world_size: int | None = None) -> None:
+    """
+    Make sure that nothing has to be cut that cannot be: the state of an optimizer that belongs to no layer.
+
+    Raises:
+        LayoutMismatch: The base has such a state, and layers are of other saves or *world_size* is another.
+    """
+    base = composition.base
+    count = base.world_size if world_size is None else world_size
+    older = [entry for entry in composition.layers if not entry.saved_by(base)]
+    if count == base.world_size and not older:
+        return
+    kept = undivided(rooms.state(base.states[0]))
+    if kept:
+        ours, *others = references_to(rooms, [base, *(entry.origin for entry in older[:1])])
+        wish = f"be mixed with layers of {others[0]}" if older else f"be had for {count} ranks"
+        raise LayoutMismatch(
+            f"{ours} cannot {wish}: its optimizer keeps {kept}, which cannot be cut into layers",
+            hint=f"only --policy exact at world size {base.world_size}, without --recipe",
+        )
 
 
 def _version_of_base(rooms: Rooms, own: LayerEntry, *, taken: LayerEntry) -> LayerVersion | None:

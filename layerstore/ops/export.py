@@ -15,12 +15,15 @@ from pathlib import Path, PurePosixPath
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.export import hf
+from layerstore.export.adapter import ADAPTER_CONFIG
 from layerstore.export.members import Member, Run, SavedTensor, choose_members, saved_tensors, tensors_in
-from layerstore.limits import BLOB_BYTES_MAX, SAFETENSORS_HEADER_BYTES_MAX
+from layerstore.layers import ADAPTER_WEIGHTS
+from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.ops.composition import Composition, check_members
+from layerstore.ops.export_adapters import AdapterExport, configs_of, plan_adapters
 from layerstore.ops.fill import Filling
-from layerstore.ops.loading import content_of
+from layerstore.ops.loading import content_of, header_of
 from layerstore.ops.progress import Progress
 from layerstore.ops.renaming import ask_transformers, may_be_renamed
 from layerstore.ops.rooms import Rooms
@@ -31,7 +34,7 @@ from layerstore.zero3.slices import elements_of, stretches, valid_elements
 from layerstore.zero3.trees import TreeView
 from layerstore.zero3.write import plan_source_file
 
-_EXPORT = Product(what="an export", signs=(hf.WEIGHTS, hf.INDEX))
+_EXPORT = Product(what="an export", signs=(hf.WEIGHTS, hf.INDEX, ADAPTER_CONFIG))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +110,16 @@ def plan_export(
     state = rooms.state(base.states[0])  # the first rank's: what is not a rank's own comes with it
     config = _config(rooms, state.files)
     slices = Slices(versions)
+    own = composition.own_parameters(versions)
+    if configs_of(state.files):
+        adapters = plan_adapters(rooms, state.files, slices, tag=base.layout.tag, own=own, dtype=wanted, pieces=_pieces)
+        return _adapter_plan(composition, adapters)
     chosen = choose_members(
         parameters=slices.parameters,
         buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
         saved=[*saved_tensors(state.gathered), *_opaque_tensors(rooms, state.files)],
         dtype=wanted,
-        is_own=composition.own_parameters(versions).__contains__,
+        is_own=own.__contains__,
         ask=partial(ask_transformers, config),
         is_always_asked=config is not None and may_be_renamed(config),
     )
@@ -130,6 +137,19 @@ def plan_export(
         doubts=(*chosen.notes, *_doubts(state, versions, slices), *doubts),
         config_dtype=config_dtype,
         model_class=_model_class(config),
+    )
+
+
+def _adapter_plan(composition: Composition, adapters: AdapterExport) -> ExportPlan:
+    code = _uniform_dtype(tensor for shard in adapters.weights for tensor in shard.tensors)
+    return ExportPlan(
+        composition=composition,
+        dtype="mixed" if code is None else hf.dtype_name(code),
+        shards=adapters.weights,
+        files=adapters.files,
+        doubts=adapters.notes,
+        config_dtype=None,
+        model_class=None,
     )
 
 
@@ -164,7 +184,7 @@ def execute_export(
         policy=plan.composition.policy,
         format="hf",
         dtype=plan.dtype,
-        out=target,
+        out=target.path,
         files=tuple(file.path for file in plan.files),
         bytes_written=plan.size_bytes,
         seconds=time.monotonic() - started,
@@ -174,7 +194,7 @@ def execute_export(
 
 
 def _is_older_form(path: Path) -> bool:
-    return str(path) == hf.INDEX or bool(hf.WEIGHTS_FILE.fullmatch(str(path)))
+    return str(path) in {hf.INDEX, ADAPTER_WEIGHTS} or bool(hf.WEIGHTS_FILE.fullmatch(str(path)))
 
 
 # -- planning ------------------------------------------------------------------------------------------------------
@@ -184,19 +204,7 @@ def _opaque_tensors(rooms: Rooms, files: Iterable[SourceFile]) -> Iterator[Saved
     """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
     for file in files:
         if hf.WEIGHTS_FILE.fullmatch(file.path):
-            yield from tensors_in(_safetensors_header(rooms, file), file.path)
-
-
-def _safetensors_header(rooms: Rooms, file: SourceFile) -> bytes:
-    if isinstance(file.content, bytes):
-        return file.content[: 8 + int.from_bytes(file.content[:8], "little")]
-    place = whole(file.content, 0)
-    rooms.objects.verify(place.object)
-    with rooms.objects.open(place.object) as source:
-        length = int.from_bytes(source.read_at(place.object_offset, 8), "little")
-        if not length < min(SAFETENSORS_HEADER_BYTES_MAX, place.size_bytes - 7):
-            raise Unsupported(f"the base's {file.path} is no safetensors file")
-        return source.read_at(place.object_offset, 8 + length)
+            yield from tensors_in(header_of(rooms, file)[0], file.path)
 
 
 def _config(rooms: Rooms, files: Iterable[SourceFile]) -> dict[str, object] | None:

@@ -12,11 +12,12 @@ from layerstore.model import BlobRef, Commit, CommitRecord, Pin
 from layerstore.ops.needs import objects_of_state, objects_of_version
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
+from layerstore.storage.checks import read_chunks
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from layerstore.storage.garbage import names_in
 from layerstore.storage.manifest import RecordRow, row_of
-from layerstore.storage.objects import ObjectWriter, read_chunks
+from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.runview import RunView
 
 INDEX_COPY = "its copy beside the index"

@@ -1,24 +1,18 @@
 """``store.json`` lost or damaged: the records say whose they are, so it can be written again and checked."""
 
-import itertools
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError
-from layerstore.format.envelope import stated_store
 from layerstore.format.identity import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage.files import Files
+from layerstore.storage.identity import stated_ids
 from layerstore.storage.layout import Layout
 from layerstore.storage.quarantine import Quarantine
 
 _STORE_ID = re.compile("[0-9a-f]{32}")
-# So many records are asked whose they are where it is only to be told.
-_ASKED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,37 +23,6 @@ class RestoredIdentity:
     """What the store needs of its readers and writers."""
     is_assumed: bool
     """Whether nothing said which flags it had: then it is assumed that it had none."""
-
-
-def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
-    """Return the stores that the readable records and pins say they belong to, each with how many say so."""
-    return Counter(
-        itertools.islice((found for path in _envelopes(layout, files) if (found := _stated(files, path))), limit)
-    )
-
-
-def _envelopes(layout: Layout, files: Files) -> Iterator[Path]:
-    for run in files.names(layout.commits) if files.is_directory(layout.commits) else ():
-        folder = layout.commits / run
-        yield from (folder / name for name in (files.names(folder) if files.is_directory(folder) else ()))
-    yield from (layout.pins / name for name in (files.names(layout.pins) if files.is_directory(layout.pins) else ()))
-
-
-def _stated(files: Files, path: Path) -> str | None:
-    try:
-        return stated_store(files.read(path, size_bytes_max=RECORD_BYTES_MAX))
-    except LayerstoreError:
-        return None
-
-
-def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
-    """Return *problem*, that ``store.json`` is damaged or gone, with the command that writes it again, if one can."""
-    # In the middle of a migration nothing but a copy will do.
-    stated = stated_ids(layout, files, limit=_ASKED) if not files.exists(layout.migrating) else None
-    if not stated:
-        return problem
-    command = f"layerstore repair --store-id {stated.most_common(1)[0][0]}"
-    return IntegrityError(str(problem), hint=f"{command}, or put back a copy of store.json")
 
 
 def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bool = False) -> RestoredIdentity | None:

@@ -6,6 +6,7 @@ then the index. The link of the record is what makes it a commit.
 """
 
 import contextlib
+import errno as errnos
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.errors import Conflict, StorageIO
+from layerstore.errors import Conflict, Overtaken, StorageIO
 from layerstore.format.records import WITHOUT_MOMENTS, commit_id, make_commit
 from layerstore.model import (
     Commit,
@@ -89,6 +90,10 @@ class Ingested:
     objects_reused: int
     bytes_new: int
     bytes_reused: int
+    objects_healed: int
+    """Those of the new ones that the store had, damaged: they have this checkpoint's bytes in their place."""
+    reused_read: bool
+    """Whether what was reused was read first, and not trusted."""
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
     seconds: float
@@ -108,12 +113,12 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         SourceCheckpoint: The source is damaged, or changed meanwhile.
     """
     started = time.monotonic()
-    with rooms.lock_run(plan.run), _space_explained(rooms, plan):
+    with rooms.lock_run(plan.run), _disk_explained(rooms, plan):
         return asked_again(rooms, plan.run, lambda view: _stored(rooms, plan, view, progress=progress, started=started))
 
 
 def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float) -> Ingested:
-    with contextlib.ExitStack() as opened, ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+    with contextlib.ExitStack() as opened, _writer(rooms, plan) as writer:
         lost = lost_at(rooms, plan.run, plan.step)
         intent = opened.enter_context(_reserved(rooms, plan, view, _intent(rooms, plan, view)))
         content = transfer(
@@ -139,6 +144,8 @@ def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: P
         objects_reused=(published or writer).count_reused,
         bytes_new=published.bytes_new if published else 0,
         bytes_reused=(published or writer).bytes_reused,
+        objects_healed=len(published.damaged) if published else 0,
+        reused_read=not plan.trust_store,
         bytes_derived=content.bytes_derived,
         seconds=time.monotonic() - started,
         source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
@@ -146,9 +153,25 @@ def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: P
             *plan.checkpoint.notes,
             *_doubts(plan, commit.record, is_new=is_new),
             *(_filled_in(plan, commit.record, view) if is_new else ()),
+            *(_healed(published) if published else ()),
             *what_became_of(rooms, lost),
         ),
     )
+
+
+def _writer(rooms: Rooms, plan: IngestPlan) -> ObjectWriter:
+    return ObjectWriter(rooms.layout, rooms.files, rooms.objects, reads_reused=not plan.trust_store)
+
+
+def _healed(writer: ObjectWriter) -> Iterator[str]:
+    """Say that the store had rotted: other objects may have, too."""
+    count = len(writer.damaged)
+    if count:
+        were = "object in the store was" if count == 1 else "objects in the store were"
+        yield (
+            f"{count} {were} damaged (first: {writer.damaged[0].id}) and written again from this checkpoint; "
+            "layerstore verify --read-data looks at all the others"
+        )
 
 
 def _doubts(plan: IngestPlan, record: CommitRecord, *, is_new: bool) -> Iterator[str]:
@@ -186,11 +209,17 @@ def _filled_in(plan: IngestPlan, record: CommitRecord, view: RunView | None) -> 
 
 
 @contextlib.contextmanager
-def _space_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
-    """Add to a full disk's error how much was asked for and how much there is."""
+def _disk_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
+    """Say who removes files of an ingest; add to a full disk's error how much was asked for and how much there is."""
     try:
         yield
     except StorageIO as exc:
+        if exc.errno == errnos.ENOENT and rooms.layout.root in Path(exc.filename).parents:
+            rooms.records.check_store()  # a migration moves folders, and is the better word for that
+            raise Overtaken(
+                f"files that this ingest had written were removed from the store: {exc}",
+                hint="repeat the command; gc --grace 0s takes what others are writing: not beside an ingest or a save",
+            ) from exc
         if exc.kind == "no_space":
             free = rooms.files.free_bytes(rooms.layout.root)
             exc.message += (
@@ -292,7 +321,7 @@ def _commit(
         for row in elsewhere(view, plan.step):
             twin = rooms.catalog.commit(row.name)
             if is_same_content(rooms, plan, twin.record, content):
-                if not is_whole(rooms, twin.record):
+                if writer.damaged or not is_whole(rooms, twin.record):
                     # Written again, whosesoever it is: composites and pins outlive the attempt that saved it.
                     saved = frozenset(entry.layer for entry in twin.record.layers if entry.saved_by(twin.record))
                     return _written_again(rooms, plan, twin.record, replaced(intent, due=saved))
@@ -329,7 +358,7 @@ def _as_it_stands(
 def _written_again(rooms: Rooms, plan: IngestPlan, record: CommitRecord, intent: _Intent) -> _Outcome:
     """Store what *record*, which is there, has saved of the checkpoint: no other layers, and no moments it has not."""
     moments = WITHOUT_MOMENTS not in record.flags
-    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+    with _writer(rooms, plan) as writer:
         _ = transfer(plan.checkpoint, writer, Silent(), due=intent.due, known_before=True, moments=moments)
         check_unchanged(plan.checkpoint.found)
         return _published(rooms, record, intent, writer)

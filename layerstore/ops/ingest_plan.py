@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint
+from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.layers import check_name, compile_pattern
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Latest, Policy
@@ -11,6 +11,7 @@ from layerstore.zero3.checkpoint import Checkpoint
 from layerstore.zero3.discover import discover
 from layerstore.zero3.pointers import refuse_pointer
 from layerstore.zero3.read import read_checkpoint
+from layerstore.zero3.undivided import undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class IngestPlan:
     """Training went back to an earlier step."""
     resumed_from: str | None
     """The commit or composite that training went on from, if it is to open an attempt."""
+    trust_store: bool = False
+    """Whether what the store has already is reused without reading it."""
 
     @property
     def opens_attempt(self) -> bool:
@@ -52,6 +55,7 @@ def plan_ingest(
     policy: Policy | None = None,
     rollback: bool = False,
     resumed_from: str | None = None,
+    trust_store: bool = False,
 ) -> IngestPlan:
     """Read what is at *path* and decide what it is; nothing is written."""
     if rollback and resumed_from is not None:
@@ -68,12 +72,21 @@ def plan_ingest(
     checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=allowed_globals)
     if not checkpoint.layers:
         raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
+    policy = policy or Latest()
+    kept = undivided(checkpoint.states[0])
+    if kept and not isinstance(policy, Latest):
+        raise Unsupported(
+            f"policy {policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
+            "which cannot be cut into layers",
+            hint="ingest it with policy full",
+        )
     return IngestPlan(
         checkpoint=checkpoint,
         run=name,
         replace=replace,
         layer_pattern=layer_pattern,
-        policy=policy or Latest(),
+        policy=policy,
         rollback=rollback,
         resumed_from=resumed_from,
+        trust_store=trust_store,
     )

@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
-from layerstore.model import BlobRef, ObjectContent, RankState
+from layerstore.model import BlobRef, ObjectContent, RankState, SourceFile
 from layerstore.ops.composition import Composition
 from layerstore.ops.ranks import AdamStep, plan_composite
 from layerstore.ops.rooms import Rooms
 from layerstore.tree import Storage
+from layerstore.zero3.gathered import read_header
 from layerstore.zero3.places import Part, whole
 from layerstore.zero3.trees import TreeView, sub_group_shapes
 from layerstore.zero3.write import filling_of
@@ -69,6 +70,17 @@ def content_of(rooms: Rooms, content: bytes | ObjectContent) -> bytes:
     rooms.objects.verify(content.object)
     _read_stretch(rooms, place.object, place.object_offset, memoryview(data))
     return bytes(data)
+
+
+def header_of(rooms: Rooms, file: SourceFile) -> tuple[bytes, int]:
+    """Return the header of a safetensors file that is kept byte for byte, not verified, and the size of the file."""
+    content, path = file.content, Path(file.path)
+    if isinstance(content, bytes):
+        return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
+    begin = whole(content, 0).object_offset
+    with rooms.objects.open(content.object) as source:
+        header = read_header(path, lambda start, count: bytes(source.read_at(begin + start, count)), content.size_bytes)
+    return header, content.size_bytes
 
 
 def _verify(rooms: Rooms, parts: Iterable[Part], verified: set[str]) -> None:

@@ -19,8 +19,8 @@ from layerstore.ops.needs import Needs
 from layerstore.ops.progress import Progress
 from layerstore.ops.refs import references_to
 from layerstore.ops.rooms import Rooms
+from layerstore.storage.checks import missing
 from layerstore.storage.commits import RecordName
-from layerstore.storage.objects import missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

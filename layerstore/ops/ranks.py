@@ -4,14 +4,16 @@ The ranks of a composite: the base's own states, or what becomes of them at anot
 What cannot go along is said in notes; nothing is left out in silence.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Literal
 
 from layerstore.errors import InvalidInput
-from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TreeFile
-from layerstore.ops.composition import Composition, check_members
+from layerstore.export.hf import WEIGHTS_FILE
+from layerstore.layers import strip_wrappers
+from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TensorSource, TreeFile
+from layerstore.ops.composition import Composition, check_members, check_whole
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.trimming import check_has_moments
 from layerstore.tree import Tree
@@ -83,6 +85,7 @@ def plan_composite(rooms: Rooms, composition: Composition, *, world_size: int | 
         LayoutMismatch: Its layers do not fit together, its base has no moments, or it cannot be had that way.
     """
     check_has_moments(composition.base, called=f"{composition.base.run}@{composition.base.step}")
+    check_whole(rooms, composition, world_size=world_size)
     versions = check_members(rooms, composition)
     slices = Slices(versions)
     layers = list(zip(composition.layers, versions, strict=True))
@@ -93,7 +96,7 @@ def plan_composite(rooms: Rooms, composition: Composition, *, world_size: int | 
 def _plan_ranks(
     rooms: Rooms,
     base: CommitRecord,
-    layers: Iterable[tuple[LayerEntry, LayerVersion]],
+    layers: Sequence[tuple[LayerEntry, LayerVersion]],
     slices: Slices,
     *,
     world_size: int | None,
@@ -110,10 +113,11 @@ def _plan_ranks(
         raise InvalidInput(f"a checkpoint cannot be of {count} ranks", hint="choose a world size of 1 or more")
     if adam_step not in ADAM_STEPS:
         raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
-    notes = [*_buffer_notes(slices, count)]
+    first = rooms.state(base.states[0])
+    is_mixed = any(not entry.saved_by(base) for entry, _ in layers)
+    notes = [*_buffer_notes(slices, count), *(_gathered_notes(first, slices) if is_mixed else ())]
     regrouping = None
     if count != base.world_size:
-        first = rooms.state(base.states[0])
         regrouping = plan_regrouping(first, world_size=count)
         notes += _notes_of_states(rooms, base, first, world_size=count)
     ranks = Ranks(
@@ -152,6 +156,26 @@ def _buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
             else f"those of ranks from {world_size} on are left out"
         )
         yield f"buffer {name!r}{others} differed between the {shards} ranks that saved it: {fate}"
+
+
+def _gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
+    """Say which whole weights do not follow the layers: in a mixture they are the base's alone."""
+    known = {name for of in slices.parameters.values() for name in (of.name, *of.aliases)} | slices.buffers()
+    bare = {strip_wrappers(name) for name in known}
+    for file in first.gathered:
+        stored = [tensor.name for tensor in file.tensors if tensor.source is TensorSource.STORED]
+        strange = [name for name in stored if strip_wrappers(name) not in bare]
+        if strange:
+            yield (
+                f"{file.path} has {len(strange)} tensors under names that no layer has ({strange[0]!r} …), as the base "
+                "saved them: a resume does not read them, and compose --format hf writes those of the chosen layers"
+            )
+    for kept in first.files:
+        if WEIGHTS_FILE.fullmatch(kept.path):
+            yield (
+                f"{kept.path} is as the base saved it, since no layer has its names: a resume does not read it, and "
+                "compose --format hf writes the weights of the chosen layers"
+            )
 
 
 def _notes_of_states(rooms: Rooms, base: CommitRecord, first: RankState, *, world_size: int) -> Iterator[str]:

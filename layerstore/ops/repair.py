@@ -24,9 +24,9 @@ from layerstore.ops.reingests import reingests
 from layerstore.ops.repaired import Healed, PinElsewhere, Repaired, Request
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.verify import Verdict, verify
+from layerstore.storage.checks import missing
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.objects import missing
 from layerstore.storage.parts import name_at
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})

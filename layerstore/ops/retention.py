@@ -39,7 +39,7 @@ class Fate:
     """Why it goes; empty where it is kept."""
     is_visible: bool
     time_ns: int = 0
-    """When it was saved; of visible ones."""
+    """When it was saved, by the younger of its record's time and its file's; of visible ones."""
     loses_moments: bool = False
     """Whether the commit stays and one without moments takes its record's place."""
     is_blind: bool = False
@@ -155,10 +155,12 @@ def _being_saved(rooms: Rooms, view: RunView) -> set[CommitId]:
 
 def _candidate(rooms: Rooms, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
     commit = rooms.catalog.commit(row.name)
+    # A node whose clock stands still writes old times. Its record's file has the disk's, by which now is told, too.
+    written_ns = rooms.files.modified_ns(rooms.layout.record(row.run, row.step, row.id)) or 0
     return Candidate(
         id=row.id,
         step=row.step,
-        time_ns=commit.observed.time_ns,
+        time_ns=max(commit.observed.time_ns, written_ns),
         is_in_history=is_in_history,
         metrics=_metrics(rooms, commit.record) if needs_metrics else {},
     )

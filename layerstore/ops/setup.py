@@ -7,13 +7,12 @@ from pathlib import Path
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
 from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
 from layerstore.layers import typed
-from layerstore.ops.identity import hinted
 from layerstore.ops.rooms import Rooms
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.garbage import Garbage
-from layerstore.storage.identity import lost_identity, read_identity, sign_of_a_store
+from layerstore.storage.identity import hinted, lost_identity, read_identity, sign_of_a_store
 from layerstore.storage.layout import Layout, layout_at
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore

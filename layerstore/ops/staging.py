@@ -90,7 +90,7 @@ class Staging:
         look = partial(inspect, slices, reader, self._checksums, witness=witness, advance=self._advance)
         if not self._reads_once and self._likely_known.get(kind, self._known_before):
             found = look()
-            is_known = self._writer.reuse(found.ref)
+            is_known = self._writer.spares_writing(found.ref)
             if not is_known:
                 self._writer.stage(found.ref, found.content(reader))
         else:

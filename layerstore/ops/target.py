@@ -6,6 +6,7 @@ All is written to a folder beside it, which is renamed once it is complete.
 
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,18 @@ class Product:
     """Files of which every such folder has at least one."""
 
 
-def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a folder is to be, and what it may replace there."""
+
+    path: Path
+    older: tuple[int, int] | None
+    """Device and inode of the folder that is there; None where nothing is."""
+    is_empty: bool
+    """Whether that folder has nothing in it."""
+
+
+def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) -> Target:
     """
     Return where *out* is, if it may be written.
 
@@ -38,9 +50,11 @@ def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) ->
         target = placed(rooms, out, what="folder")
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
-        if target.exists() and any(target.iterdir()):
+        older = rooms.files.occupied(target)
+        is_empty = older is None or not any(target.iterdir())
+        if not is_empty:
             _check_replaceable(target, product, force=force)
-        return target
+        return Target(path=target, older=None if older is None else older.identity, is_empty=is_empty)
 
 
 @contextmanager
@@ -91,32 +105,40 @@ def _check_replaceable(target: Path, product: Product, *, force: bool) -> None:
 
 @contextmanager
 def appearing(
-    rooms: Rooms, target: Path, *, what: str, is_older_form: Callable[[Path], bool]
+    rooms: Rooms, target: Target, *, what: str, is_older_form: Callable[[Path], bool]
 ) -> Generator[Path, None, None]:
     """
     Lend a folder beside *target*, which becomes *target* at the end, or goes again where anything fails.
 
     Raises:
-        AlreadyExists: *target* also holds what *what* does not replace, by *is_older_form*.
+        AlreadyExists: *target* also holds what *what* does not replace, by *is_older_form*; or something has come to
+            be there since it was checked, which stays as it is.
     """
-    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    partial = target.path.with_name(f"{target.path.name}.partial-{secrets.token_hex(4)}")
+
+    def check(aside: Path) -> None:
+        """Look at what was there, now that nobody finds it any more."""
+        found = rooms.files.occupied(aside)
+        if found is None or found.identity != target.older or (target.is_empty and any(aside.iterdir())):
+            raise _came_meanwhile(target.path)
+        _check_nothing_else_is_lost(target.path, aside, partial, what=what, is_older_form=is_older_form)
+
     try:
         rooms.files.make_directories(partial)
         yield partial
-        _check_nothing_else_is_lost(target, partial, what=what, is_older_form=is_older_form)
-        _move_into_place(rooms, partial, target)
+        _move_into_place(rooms, partial, target, check)
     except BaseException:
         rooms.files.remove_tree(partial)
         raise
 
 
 def _check_nothing_else_is_lost(
-    target: Path, partial: Path, *, what: str, is_older_form: Callable[[Path], bool]
+    target: Path, aside: Path, partial: Path, *, what: str, is_older_form: Callable[[Path], bool]
 ) -> None:
-    """Raise if *target*, which is about to be replaced, holds anything but *what*, in an older form."""
-    for folder, folders, files in os.walk(target):
+    """Raise if *target*, which lies at *aside* by now, holds anything but *what*, in an older form."""
+    for folder, folders, files in os.walk(aside):
         for name in sorted([*folders, *files]):
-            path = Path(folder, name).relative_to(target)
+            path = Path(folder, name).relative_to(aside)
             if not is_older_form(path) and not (partial / path).exists():
                 raise AlreadyExists(
                     f"{target} also holds {str(path)!r}, which {what} does not replace; nothing was changed",
@@ -124,27 +146,39 @@ def _check_nothing_else_is_lost(
                 )
 
 
-def _move_into_place(rooms: Rooms, partial: Path, target: Path) -> None:
-    """Let *partial*, which is complete, become *target*; what was there is gone afterwards."""
-    files = rooms.files
+def _came_meanwhile(path: Path) -> AlreadyExists:
+    return AlreadyExists(
+        f"{path} has come to be there meanwhile; it was left as it is, and nothing was written",
+        hint="choose another folder with -o, or move that one away and repeat the command",
+    )
+
+
+def _move_into_place(rooms: Rooms, partial: Path, target: Target, check: Callable[[Path], None]) -> None:
+    """Let *partial*, which is complete, become *target*; what was there, if *check* agrees, is gone afterwards."""
+    files, path = rooms.files, target.path
     aside = None
-    if target.exists():
-        aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
-        files.rename(target, aside)
+    if target.older is not None and files.exists(path):
+        aside = path.with_name(f"{path.name}.replaced-{secrets.token_hex(4)}")
+        files.rename(path, aside)
     try:
-        files.rename(partial, target)
-        files.sync_directory(target.parent)
+        if aside is not None:
+            check(aside)
+        if not files.move_folder(partial, path):
+            raise _came_meanwhile(path)
+        files.sync_directory(path.parent)
     except BaseException:
-        _move_back(rooms, partial, target, aside)
+        _move_back(rooms, partial, path, aside)
         raise
     if aside is not None:
         files.remove_tree(aside)
 
 
-def _move_back(rooms: Rooms, partial: Path, target: Path, aside: Path | None) -> None:
+def _move_back(rooms: Rooms, partial: Path, path: Path, aside: Path | None) -> None:
     """Put back what was there; where even that fails it stays whole, under the name of *aside*."""
     with suppress(StorageIO):
         if not partial.exists():
-            rooms.files.rename(target, partial)
-        if aside is not None:
-            rooms.files.rename(aside, target)
+            rooms.files.rename(path, partial)
+        if aside is not None and not rooms.files.move_folder(aside, path):
+            rooms.files.remove_empty(aside)
+            if rooms.files.exists(aside):
+                warnings.warn(f"what was at {path} is whole at {aside}", stacklevel=2)

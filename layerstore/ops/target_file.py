@@ -18,8 +18,8 @@ class FileTarget:
     """Where a file is to be."""
 
     path: Path
-    is_replaced: bool
-    """Whether an older one of its kind is there."""
+    older: tuple[int, int] | None
+    """Device and inode of an older one of its kind that is there; None where nothing is."""
 
 
 def checked_file(rooms: Rooms, out: Path, *, what: str, begins: bytes) -> FileTarget:
@@ -33,13 +33,14 @@ def checked_file(rooms: Rooms, out: Path, *, what: str, begins: bytes) -> FileTa
     with understood(out):
         target = placed(rooms, out, what="place")
         if not target.is_symlink() and not target.exists():
-            return FileTarget(path=target, is_replaced=False)
+            return FileTarget(path=target, older=None)
         if target.is_symlink() or not target.is_file() or not _begins(rooms, target, begins):
             raise AlreadyExists(
                 f"{out} is there and is not {what}; nothing was changed",
                 hint="choose another -o, or remove it by hand",
             )
-    return FileTarget(path=target, is_replaced=True)
+        older = rooms.files.occupied(target)
+    return FileTarget(path=target, older=None if older is None else older.identity)
 
 
 def _begins(rooms: Rooms, path: Path, begins: bytes) -> bool:
@@ -62,7 +63,8 @@ def write_file(rooms: Rooms, target: FileTarget, data: bytes) -> None:
         with files.create(partial) as file:
             file.write_at(0, data)
             file.sync()
-        if target.is_replaced:
+        there = files.occupied(path)
+        if there is not None and there.identity == target.older:
             files.rename(partial, path)
         elif not files.link_exclusive(partial, path):
             raise AlreadyExists(

@@ -30,8 +30,8 @@ from layerstore.ops.refs import Resolved
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.sample import Sample
 from layerstore.ops.standing import Standing, standing
+from layerstore.storage.checks import missing
 from layerstore.storage.manifest import row_of
-from layerstore.storage.objects import missing
 
 Answer = TypeVar("Answer")
 
@@ -229,7 +229,7 @@ def _read_pins(rooms: Rooms, named: _Named) -> None:
 def _read_beside(rooms: Rooms, named: _Named) -> None:
     """Look at what is no commit: strangers, parts of saves under way, and logs of collections."""
     for stranger in rooms.records.strangers():
-        problem = IntegrityError("it is not a record and nothing reads it")
+        problem = IntegrityError("it is not a record or a pin, and nothing reads it")
         named.note(_Fault(kind="stranger", id=stranger.name, path=rooms.layout.name(stranger), reason=str(problem)))
     for path, part in rooms.parts.all():
         if isinstance(part, LayerstoreError):

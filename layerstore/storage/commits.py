@@ -99,7 +99,7 @@ class RecordStore:
         return network_filesystem(self._layout.commits) is not None
 
     def strangers(self) -> Iterator[Path]:
-        """Yield what lies in ``commits/`` and is no record."""
+        """Yield what lies in ``commits/`` and is no record, and in ``pins/`` and is no pin."""
         for run in self._files.names(self._layout.commits):
             if run.startswith(_REMOVED_WHILE_OPEN):
                 continue
@@ -110,6 +110,9 @@ class RecordStore:
             for name in self._files.names(folder):
                 if not (RECORD_NAME.fullmatch(name) or name.startswith(_REMOVED_WHILE_OPEN)):
                     yield folder / name
+        for name in self._files.names(self._layout.pins):
+            if not (is_name(name) or name.startswith(_REMOVED_WHILE_OPEN)):
+                yield self._layout.pin(name)
 
     def read(self, name: RecordName) -> Commit:
         """

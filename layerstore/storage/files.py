@@ -330,6 +330,34 @@ class Files:
         with mapped_errors(target, doing="rename to"):
             source.rename(target)
 
+    def move_folder(self, source: Path, target: Path) -> bool:
+        """
+        Move the folder *source* to *target* unless something is there; return whether that was free.
+
+        Where no rename replaces nothing, *target* is made first: an ordinary rename replaces that empty folder, and
+        fails once somebody has put something into it.
+        """
+        self._hook("rename", target)
+        with mapped_errors(target, doing="rename to"):
+            try:
+                return rename_exclusive(source, target)
+            except OSError as exc:
+                if exc.errno not in _NO_EXCLUSIVE_RENAME:
+                    raise
+            try:
+                target.mkdir()
+            except FileExistsError:
+                return False
+            try:
+                source.rename(target)
+            except OSError as exc:
+                with contextlib.suppress(OSError):
+                    target.rmdir()
+                if exc.errno not in {errnos.EEXIST, errnos.ENOTEMPTY, errnos.ENOTDIR}:
+                    raise
+                return False
+            return True
+
     def unlink(self, path: Path) -> None:
         """Remove the file *path*; gone already is as good."""
         self._hook("unlink", path)

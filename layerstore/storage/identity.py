@@ -6,16 +6,23 @@ was published meanwhile; whoever publishes does so first and then looks at ``sto
 """
 
 import errno as errnos
+import itertools
 import os
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, NoStore, StorageIO, Unsupported
+from layerstore.errors import IntegrityError, LayerstoreError, NoStore, StorageIO, Unsupported
+from layerstore.format.envelope import stated_store
 from layerstore.format.identity import StoreIdentity, decode_identity
 from layerstore.layers import typed
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
+
+# So many records are asked whose they are where it is only to be told.
+_ASKED = 16
 
 
 def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
@@ -99,3 +106,34 @@ def check_still_writable(layout: Layout, files: Files, *, store_id: str) -> None
             "it can be read, not written",
             hint="use a newer layerstore",
         )
+
+
+def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
+    """Return the stores that the readable records and pins say they belong to, each with how many say so."""
+    return Counter(
+        itertools.islice((found for path in _envelopes(layout, files) if (found := _stated(files, path))), limit)
+    )
+
+
+def _envelopes(layout: Layout, files: Files) -> Iterator[Path]:
+    for run in files.names(layout.commits) if files.is_directory(layout.commits) else ():
+        folder = layout.commits / run
+        yield from (folder / name for name in (files.names(folder) if files.is_directory(folder) else ()))
+    yield from (layout.pins / name for name in (files.names(layout.pins) if files.is_directory(layout.pins) else ()))
+
+
+def _stated(files: Files, path: Path) -> str | None:
+    try:
+        return stated_store(files.read(path, size_bytes_max=RECORD_BYTES_MAX))
+    except LayerstoreError:
+        return None
+
+
+def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
+    """Return *problem*, that ``store.json`` is damaged or gone, with the command that writes it again, if one can."""
+    # In the middle of a migration nothing but a copy will do.
+    stated = stated_ids(layout, files, limit=_ASKED) if not files.exists(layout.migrating) else None
+    if not stated:
+        return problem
+    command = f"layerstore repair --store-id {stated.most_common(1)[0][0]}"
+    return IntegrityError(str(problem), hint=f"{command}, or put back a copy of store.json")

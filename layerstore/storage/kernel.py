@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import StorageIO
+from layerstore.layers import typed
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_CWD = -100
@@ -17,6 +18,16 @@ _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _FICLONE = ctypes.c_ulong(0x40049409)
 _START = _TO_THE_END = ctypes.c_int64(0)
+
+_FREE_SPACE = "free some space and repeat the command; nothing that was saved before is affected"
+_HINTS = {
+    errnos.EROFS: "the filesystem is read-only: what is there can be read and composed, nothing can be written",
+    errnos.ENOSPC: _FREE_SPACE,
+    errnos.EDQUOT: _FREE_SPACE,
+    errnos.EFBIG: "raise the limit on file sizes (ulimit -f) and repeat the command",
+    errnos.EMFILE: "raise the limit on open files (ulimit -n) and repeat the command",
+    errnos.ENOMEM: "raise the limit on memory (ulimit -v), or end what else uses it, and repeat the command",
+}
 
 
 @contextlib.contextmanager
@@ -28,6 +39,8 @@ def mapped_errors(path: Path, *, doing: str) -> Iterator[None]:
         raise
     except OSError as exc:
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
+        if exc.errno == errnos.ELOOP and path.is_symlink():
+            reason = "it is a link, which is never followed"
         raise StorageIO(
             f"cannot {doing} {path}: {reason}", errno=exc.errno, filename=str(path), hint=_hint(exc.errno, path)
         ) from exc
@@ -36,15 +49,9 @@ def mapped_errors(path: Path, *, doing: str) -> Iterator[None]:
 def _hint(number: int | None, path: Path) -> str | None:
     if number in {errnos.EACCES, errnos.EPERM}:
         return _whose(path)
-    if number == errnos.EROFS:
-        return "the filesystem is read-only: what is there can be read and composed, nothing can be written"
-    if number in {errnos.ENOSPC, errnos.EDQUOT}:
-        return "free some space and repeat the command; nothing that was saved before is affected"
-    if number == errnos.EFBIG:
-        return "raise the limit on file sizes (ulimit -f) and repeat the command"
-    if number == errnos.EMFILE:
-        return "raise the limit on open files (ulimit -n) and repeat the command"
-    return None
+    if number == errnos.ELOOP and path.is_symlink():
+        return f"remove {typed(str(path))} by hand, and find out who put it there; what is needed is made again"
+    return None if number is None else _HINTS.get(number)
 
 
 def _whose(path: Path) -> str | None:

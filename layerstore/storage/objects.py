@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import DAMAGED_HINT, IntegrityError, Overtaken, StorageIO
-from layerstore.format.hashing import Bytes, ObjectHasher
-from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
+from layerstore.errors import IntegrityError, Overtaken, StorageIO
+from layerstore.format.hashing import Bytes, NameHasher
+from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, ObjectId
+from layerstore.storage.checks import check_bytes, check_hash, check_size, missing, read_chunks
 from layerstore.storage.files import Files
 from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.layout import OBJECT_ID, Layout
@@ -53,7 +54,7 @@ class ObjectStore:
         for path in self.places(ref.id):
             size_bytes = self._files.size(path)
             if size_bytes is not None:
-                _check_size(ref, size_bytes, path)
+                check_size(ref, size_bytes, path)
                 return path
         return None
 
@@ -97,7 +98,7 @@ class ObjectStore:
             IntegrityError: A byte differs, or the object is missing or cut short.
         """
         with self.open(ref) as file:
-            _check_bytes(ref, file)
+            check_bytes(ref, file)
 
     def is_sound(self, path: Path, ref: BlobRef) -> bool:
         """Whether *path* is a file with the very bytes of *ref*; it is read."""
@@ -113,7 +114,7 @@ class ObjectStore:
         return self._hashed_once(path) or self._hashed_once(path)
 
     def _hashed_once(self, path: Path) -> BlobRef | None:
-        hasher = ObjectHasher()
+        hasher = NameHasher()
         try:
             with self._files.open(path) as file:
                 for data in read_chunks(file):
@@ -137,7 +138,7 @@ class ObjectStore:
         """
         with self.open(ref) as file:
             if verify:
-                _check_bytes(ref, file)
+                check_bytes(ref, file)
             return file.map()
 
     def ids(self) -> Iterator[tuple[ObjectId, Path]]:
@@ -159,15 +160,20 @@ class ObjectWriter:
 
     As a context manager it removes what was staged and never published.
     Safe to use from several threads. *past_cache* is for what nobody reads again soon.
+    With *reads_reused* whatever it does not write, because the store has it, is read once and compared with its name.
     """
 
-    def __init__(self, layout: Layout, files: Files, store: ObjectStore, *, past_cache: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, files: Files, store: ObjectStore, *, past_cache: bool = False, reads_reused: bool = False
+    ) -> None:
         self._layout = layout
         self._files = files
         self._store = store
         self._past_cache = past_cache
+        self._reads_reused = reads_reused
         self._guard = threading.Lock()
         self._staged: dict[ObjectId, StagedObject] = {}
+        self._damaged: dict[ObjectId, BlobRef] = {}
         self._reused: dict[ObjectId, BlobRef] = {}
         self._claimed: dict[ObjectId, BlobRef] = {}
         self.bytes_new = 0
@@ -183,6 +189,11 @@ class ObjectWriter:
         """How many were in the store before."""
         return len(self._reused)
 
+    @property
+    def damaged(self) -> list[BlobRef]:
+        """What the store has, but not as it was written: what is staged in its place replaces it."""
+        return list(self._damaged.values())
+
     def reuse(self, ref: BlobRef) -> bool:
         """
         Claim *ref* if the store has it already.
@@ -193,8 +204,37 @@ class ObjectWriter:
         with self._guard:
             if ref.id in self._reused or ref.id in self._staged:
                 return True
-        if not self._present(ref):
+        return self._present(ref) and self._claimed_as_reused(ref)
+
+    def spares_writing(self, ref: BlobRef) -> bool:
+        """
+        Claim *ref* if the store has it already; for whoever has its bytes in hand, and writes them if not.
+
+        A writer that reads what it reuses does so here, once: what is damaged has to be written again.
+        """
+        if not self._reads_reused:
+            return self.reuse(ref)
+        with self._guard:
+            if ref.id in self._damaged:
+                return False
+            if ref.id in self._reused or ref.id in self._staged:
+                return True
+        home = self._layout.object(ref.id)
+        try:
+            if not self._present(ref):
+                return False
+            is_sound = self._store.is_sound(home, ref)
+        except IntegrityError:
+            if not self._files.is_file(home):
+                raise  # a link, or a folder: that is for a person to look at
+            is_sound = False
+        if not is_sound:
+            with self._guard:
+                self._damaged[ref.id] = ref
             return False
+        return self._claimed_as_reused(ref)
+
+    def _claimed_as_reused(self, ref: BlobRef) -> bool:
         with self._guard:
             if ref.id not in self._reused:
                 self._reused[ref.id] = ref
@@ -237,7 +277,7 @@ class ObjectWriter:
             IntegrityError: *chunks* are not the bytes that *ref* names: they changed since they were hashed.
         """
         with self.draft() as draft:
-            hasher = ObjectHasher()
+            hasher = NameHasher()
             for data in chunks:
                 draft.write_at(hasher.size_bytes, data)
                 hasher.update(data)
@@ -268,7 +308,7 @@ class ObjectWriter:
 
     def put(self, data: bytes, ref: BlobRef) -> None:
         """Stage the small object *data*, unless it is there already."""
-        if not self.reuse(ref):
+        if not self.spares_writing(ref):
             self.stage(ref, [data])
 
     def publish(self) -> None:
@@ -295,7 +335,10 @@ class ObjectWriter:
         self._files.sync_directory(self._layout.objects)
         for staged in self._staged.values():
             self._files.touch(staged.path)  # a collection counts from now, however long the rest took to write
-            self._link(staged.path, staged.ref)
+            if staged.ref.id in self._damaged:
+                self._files.rename(staged.path, self._layout.object(staged.ref.id))
+            else:
+                self._link(staged.path, staged.ref)
         for folder in folders:
             self._files.sync_directory(folder)
 
@@ -308,7 +351,7 @@ class ObjectWriter:
             if size_bytes is None:
                 self._files.link_exclusive(source, target)
             else:
-                _check_size(ref, size_bytes, target)
+                check_size(ref, size_bytes, target)
 
     def look_again(self) -> list[BlobRef]:
         """
@@ -350,7 +393,7 @@ class Draft:
 
     def keep_as(self, ref: BlobRef) -> bool:
         """Sync what was written and stage it as *ref*, unless the store has that; return whether it was new."""
-        if self._writer.reuse(ref):
+        if self._writer.spares_writing(ref):
             return False
         if self._stream is not None:
             self._stream.finish()
@@ -362,52 +405,6 @@ class Draft:
         """Let go of the memory that held what was not written yet."""
         if self._stream is not None:
             self._stream.close()
-
-
-def read_chunks(file: OpenFile) -> Iterator[memoryview]:
-    """Yield the bytes of *file* in order; each chunk is valid until the next one is asked for."""
-    buffer = memoryview(bytearray(min(IO_CHUNK_BYTES, max(file.size_bytes, 1))))
-    for offset in range(0, file.size_bytes, len(buffer)):
-        chunk = buffer[: min(len(buffer), file.size_bytes - offset)]
-        file.read_into(chunk, offset)
-        yield chunk
-
-
-def _check_bytes(ref: BlobRef, file: OpenFile) -> None:
-    hasher = ObjectHasher()
-    for data in read_chunks(file):
-        hasher.update(data)
-    check_hash(ref, hasher)
-
-
-def check_hash(ref: BlobRef, hasher: ObjectHasher) -> None:
-    """Raise IntegrityError unless what *hasher* saw is *ref*."""
-    if hasher.id() != ref.id or hasher.size_bytes != ref.size_bytes:
-        raise IntegrityError(
-            f"object {ref.id} is damaged: its bytes hash to {hasher.id()}",
-            hint=DAMAGED_HINT,
-            object_id=ref.id,
-        )
-
-
-def missing(ref: BlobRef) -> IntegrityError:
-    """Return the error for an object that is nowhere."""
-    return IntegrityError(
-        f"object {ref.id} ({ref.size_bytes} bytes) is missing",
-        hint="ingest the same checkpoint again, or look at layerstore verify",
-        object_id=ref.id,
-    )
-
-
-def _check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
-    if size_bytes != ref.size_bytes:
-        raise IntegrityError(
-            f"object {ref.id} is damaged: {path} has {size_bytes} bytes, expected {ref.size_bytes}",
-            hint=DAMAGED_HINT,
-            object_id=ref.id,
-            expected=ref.size_bytes,
-            actual=size_bytes,
-        )
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
             raise NotFound(f"{folder} has no tag {wanted!r}", hint=known)
         return wanted
     if (folder / LATEST).exists():
-        named = _read_latest(folder)
+        named = read_latest(folder)
         if named in tags:
             return named
         if named:
@@ -187,7 +187,8 @@ def _other_tags(folder: Path, chosen: str) -> list[str]:
     ]
 
 
-def _read_latest(folder: Path) -> str:
+def read_latest(folder: Path) -> str:
+    """Return the tag that ``latest`` in *folder* names."""
     path = folder / LATEST
     data = read_source_file(path, size_bytes_max=LATEST_BYTES_MAX)
     try:

@@ -6,12 +6,12 @@ Whether it does is for ``ops`` to check, bit for bit.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
-from layerstore.layers import strip_wrappers
+from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
 from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX, TENSOR_DIMENSIONS_MAX
 from layerstore.model import Buffer, Parameter
 from layerstore.zero3.checkpoint import GatheredFileSource, GatheredSource
@@ -26,8 +26,9 @@ def read_gathered(
     suppliers = _suppliers(parameters, buffers)
     gathered, opaque = [], []
     for path in files:
-        source = _read_file(path, suppliers) if path.suffix == ".safetensors" else None
-        # A file in which nothing is known (another model's adapter, say) gains nothing from being taken apart.
+        is_gathered = path.suffix == ".safetensors" and path.name != ADAPTER_WEIGHTS  # which has names of its own
+        source = _read_file(path, suppliers) if is_gathered else None
+        # A file in which nothing is known (another model's weights, say) gains nothing from being taken apart.
         if source is not None and any(tensor.supplier for tensor in source.tensors):
             gathered.append(source)
         else:
@@ -55,19 +56,31 @@ def _suppliers(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer
 
 def _read_file(path: Path, suppliers: Mapping[str, tuple[str, int]]) -> GatheredFileSource | None:
     with open_source(path) as file:
-        if file.size_bytes < 8:
-            raise _damaged(path, "it is cut short")
-        length = int.from_bytes(file.read_at(0, 8), "little")
-        if not 2 <= length <= min(SAFETENSORS_HEADER_BYTES_MAX, file.size_bytes - 8):
-            raise _damaged(path, f"its header claims {length} bytes of {file.size_bytes}")
-        header = file.read_at(0, 8 + length)
+        header = read_header(path, file.read_at, file.size_bytes)
         size_bytes = file.size_bytes
     try:
-        tensors = tuple(_tensors(path, header, suppliers))
+        return GatheredFileSource(path=path, header=header, tensors=tensors_in(path, header, size_bytes, suppliers))
     except Unsupported:
         return None  # an element type that we need not know to keep the file as it is
+
+
+def read_header(path: Path, read_at: Callable[[int, int], bytes], size_bytes: int) -> bytes:
+    """Return the header of the safetensors file *path*, its length field included."""
+    if size_bytes < 8:
+        raise _damaged(path, "it is cut short")
+    length = int.from_bytes(read_at(0, 8), "little")
+    if not 2 <= length <= min(SAFETENSORS_HEADER_BYTES_MAX, size_bytes - 8):
+        raise _damaged(path, f"its header claims {length} bytes of {size_bytes}")
+    return read_at(0, 8 + length)
+
+
+def tensors_in(
+    path: Path, header: bytes, size_bytes: int, suppliers: Mapping[str, tuple[str, int]]
+) -> tuple[GatheredSource, ...]:
+    """Return the tensors that *header* lists, in file order; *suppliers* are parameters and lengths by name."""
+    tensors = tuple(_tensors(path, header, suppliers))
     _check_tiling(path, tensors, len(header), size_bytes)
-    return GatheredFileSource(path=path, header=header, tensors=tensors)
+    return tensors
 
 
 def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]) -> list[GatheredSource]:

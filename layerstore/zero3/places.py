@@ -155,6 +155,10 @@ class Slices:
         """Return into how many slices *name* was cut; 0 where this kind of it is not stored."""
         return self._shards.get((kind, name), 0)
 
+    def buffers(self) -> set[str]:
+        """Return the names of all buffers."""
+        return {name for kind, name in self._shards if kind is Kind.BUFFERS}
+
     def rank_buffers(self) -> dict[str, int]:
         """Return the buffers of which every rank saved its own, and how many ranks that were."""
         return {name: shards for (kind, name), shards in self._shards.items() if kind is Kind.BUFFERS and shards > 1}

@@ -5,19 +5,20 @@ Ranks that disagree, a length that does not fit, or a setting that keeps state o
 are errors that name what was found: the engine's own loader would take most of them in silence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.limits import WORKERS_MAX
-from layerstore.tree import Located, Size, Tensor
+from layerstore.tree import Located, Size, Tensor, Tree
 from layerstore.zero3.checkpoint import StorageCheck
 from layerstore.zero3.discover import SHARD_STEM, RankFiles
 from layerstore.zero3.ptfile import PtFile, read_pt
 from layerstore.zero3.slices import elements_of, slice_length
 from layerstore.zero3.trees import TreeView, refuse_settings, sub_group_shapes
+from layerstore.zero3.undivided import undivided_in
 
 MASTER = ""
 """What stands for the state of a master, which is no state of the optimizer."""
@@ -145,15 +146,35 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
     masters = optimizer["fp32_flat_groups"].children()
     states = optimizer["optimizer_state_dict"]["state"]
     _check_states_present(states, len(masters), model)
+    lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
+    names = _sliced(states, lengths)
+    # A quantized moment is no slice, however long: it means nothing without its block's scale, and the zero that
+    # pads it is no zero.
+    is_whole = bool(undivided_in(states, lambda key, _: key in names))
     for group, (_, master) in enumerate(masters):
         yield Flat(state=MASTER, group=group, tensor=master.tensor())
-        elements = master.tensor().elements
-        state = states.get(group)
+        state = None if is_whole else states.get(group)
         for key, value in state.children() if state is not None else ():
-            if isinstance(value.value, Tensor) and tuple(value.value.shape) == (elements,):
+            if _is_flat(value.value, lengths[group]):
                 if not isinstance(key, str) or key == MASTER:
                     raise SourceCheckpoint(f"{optimizer.path}: an optimizer state is called {key!r}")
                 yield Flat(state=key, group=group, tensor=value.value)
+
+
+def _sliced(states: TreeView, lengths: Mapping[int, int]) -> set[Tree]:
+    """Return the names of the states that have one number for each of a sub-group's."""
+    found = {
+        key
+        for group, elements in lengths.items()
+        if (state := states.get(group)) is not None
+        for key, value in state.children()
+        if _is_flat(value.value, elements)
+    }
+    return found | _MOMENTS
+
+
+def _is_flat(value: Tree, elements: int) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and tuple(value.shape) == (elements,)
 
 
 def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
@@ -207,14 +228,15 @@ def check_states(ranks: list[RankSource]) -> None:
 
     A moment of another length would pass for a scalar of its sub-group, and leave its layers.
     """
-    sliced = {flat.state for rank in ranks for flat in rank.flats} | _MOMENTS
     for rank in ranks:
-        known = {(flat.state, flat.group) for flat in rank.flats}
+        lengths = {flat.group: flat.tensor.elements for flat in rank.flats if flat.state == MASTER}
         tree = TreeView(rank.optimizer_file.tree, path=rank.optimizer_file.path)
-        for group, state in tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].children():
+        states = tree["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+        sliced = _sliced(states, lengths)
+        for group, state in states.children():
             for key, value in state.children():
-                odd = isinstance(value.value, Tensor) and (key, group) not in known
-                if odd and key in sliced:
+                length = lengths.get(group, -1) if isinstance(group, int) else -1
+                if key in sliced and isinstance(value.value, Tensor) and not _is_flat(value.value, length):
                     shape = tuple(value.tensor().shape)
                     raise LayoutMismatch(
                         f"{rank.optimizer_file.path}: {key!r} of flat group {group!r} has shape {shape}, "

@@ -5,7 +5,7 @@ The loader checks little, so all lengths are made here and nothing is taken from
 Padding is written as zeros.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -29,12 +29,18 @@ from layerstore.zero3.slices import elements_of, slice_length, valid_elements
 from layerstore.zero3.trees import TreeView, sub_group_shapes
 
 
-def plan_rank(state: RankState, slices: Slices, *, world_size: int) -> Iterator[OutputFile]:
-    """Yield the files of one rank of *world_size*, gathered weights left out: many ranks supply those."""
+def plan_rank(
+    state: RankState, slices: Slices, *, world_size: int, plan_file: Callable[[SourceFile], OutputFile]
+) -> Iterator[OutputFile]:
+    """
+    Yield the files of one rank of *world_size*, gathered weights left out: many ranks supply those.
+
+    *plan_file* says what becomes of a file beside the trees.
+    """
     groups = sub_group_shapes(TreeView(state.model.tree, path=PurePosixPath(state.model.path)))
     for file in (state.model, state.optimizer):
         yield _plan_tree_file(file, slices, groups, rank=state.rank, world_size=world_size)
-    yield from (plan_source_file(file) for file in state.files)
+    yield from map(plan_file, state.files)
 
 
 def _plan_tree_file(

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import layerstore
 from tests.cli.conftest import Run
-from tests.faults.harness import flip
+from tests.faults.harness import flip, object_of
 from tests.generated import generate
 
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
@@ -26,6 +27,8 @@ INGEST_FIELDS = [
     "objects_reused",
     "bytes_new",
     "bytes_reused",
+    "objects_healed",
+    "reused_read",
     "bytes_derived",
     "seconds",
 ]
@@ -58,6 +61,29 @@ def test_ingest_says_what_it_saved_and_that_it_was_saved_already(run: Run, check
     assert first.out.startswith("saved sft@2 (commit ")
     assert "5 layers" in first.out
     assert second.out.startswith("already saved: sft@2 (commit ")
+
+
+def test_ingest_says_that_the_store_had_rotted_or_was_not_read(run: Run, store: Path, checkpoints: Path) -> None:
+    """What was damaged is counted and warned of; with --trust-store nothing is read, which is said for both readers."""
+    words = ("ingest", "--store", store, checkpoints / "global_step2", "--run")
+    with layerstore.open(store) as opened:
+        rotten = object_of(opened, "sft@2", "lm_head")
+    flip(rotten)
+
+    trusting = run(*words, "first", "--trust-store")
+    trusting_again = run(*words, "first", "--trust-store", "--json")
+    reading = run(*words, "second")
+    flip(rotten)
+    again = run(*words, "second")
+    counts = run(*words, "second", "--json").fields
+
+    assert " reused, not read, in " in trusting.out.replace("\n  ", " ")
+    assert (trusting_again.fields["reused_read"], trusting_again.fields["objects_healed"]) == (False, 0)
+    assert "not read" not in reading.out
+    assert reading.err.startswith("warning: 1 object in the store was damaged")
+    assert again.out.rstrip().endswith("; 1 damaged object written again")
+    assert (counts["reused_read"], counts["objects_healed"], counts["objects_new"]) == (True, 0, 0)
+    assert run(*words, "second", "--trust-store").out.rstrip().endswith("; nothing was written; reused, not read")
 
 
 def test_ingest_tells_programs_all_counts(run: Run, checkpoints: Path) -> None:

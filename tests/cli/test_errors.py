@@ -5,7 +5,10 @@ import inspect
 import json
 import os
 import re
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,10 @@ import pytest
 from layerstore import errors
 from layerstore.cli import app as cli
 from layerstore.cli import exits
+from layerstore.limits import MIB
 from tests.cli.conftest import Run
+from tests.compat.format0 import as_format_0
+from tests.compat.steps import m0000_flags
 
 CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
@@ -317,6 +323,62 @@ def test_another_writer_is_named(run: Run, store: Path, checkpoints: Path, monke
     assert f"pid {os.getpid()}" in outcome.err
 
 
+@pytest.mark.parametrize("words", [["gc"], ["migrate"]])
+def test_a_link_in_the_place_of_a_lock_is_refused_with_the_way_out(
+    run: Run, store: Path, tmp_path: Path, words: list[str], request: pytest.FixtureRequest
+) -> None:
+    """It is not followed; what it is and what to do about it is said, and removing it is enough."""
+    if words == ["migrate"]:
+        request.getfixturevalue("monkeypatch").setattr("layerstore.migrations.STEPS", (m0000_flags.STEP,))
+        store = as_format_0(store)
+    lock = store / "locks" / "gc.lock"
+    lock.unlink(missing_ok=True)
+    lock.symlink_to(tmp_path / "elsewhere")
+
+    outcome = run(*words, "--store", store)
+
+    assert outcome.code == 1
+    assert outcome.err.splitlines() == [
+        f"error: cannot open the lock {lock}: it is a link, which is never followed",
+        f"hint: remove {lock} by hand, and find out who put it there; what is needed is made again",
+    ]
+    assert not (tmp_path / "elsewhere").exists()
+    lock.unlink()
+    assert run(*words, "--store", store).code == 0
+
+
+LAUNCH = """
+import resource, sys
+from layerstore.cli.app import main
+import layerstore.store
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)[1]))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("left_bytes", [MIB, 4 * MIB, 16 * MIB])
+def test_too_little_memory_is_said_in_one_line(store: Path, checkpoints: Path, left_bytes: int) -> None:
+    """It is nobody's fault that has to be reported; what to do is said, and nothing half-done is left."""
+    probe = "import layerstore.cli.app, layerstore.store, resource; print(open('/proc/self/statm').read().split()[0])"
+    pages = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
+    limit = int(pages) * resource.getpagesize() + left_bytes
+    words = ["ingest", str(checkpoints / "global_step2"), "--run", "other", "--store", str(store)]
+
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, str(limit), *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LAYERSTORE_NO_INDEX": "1"},
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2].startswith("error: memory ran out")
+    assert "ulimit -v" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not list((store / "tmp").iterdir())
+
+
 def test_a_forbidden_folder_is_a_matter_of_permission(run: Run) -> None:
     """Exit code 12; nobody, root included, may make folders in /sys."""
     assert run("init", "/sys/layerstore").code == 12
@@ -337,6 +399,7 @@ def _defined() -> set[tuple[int, str, str]]:
         (0, "", ""),
         *((error.exit_code, error.kind, "StorageIO") for error in of_disk),
         *((kind.exit_code, kind.kind, kind.__name__) for kind in classes if issubclass(kind, errors.LayerstoreError)),
+        (exits.EXIT_NO_MEMORY, "no_memory", ""),
         (exits.EXIT_USAGE, "usage", ""),
         (exits.EXIT_INTERRUPTED, "interrupted", ""),
         (exits.EXIT_CLOSED_PIPE, "closed_pipe", ""),

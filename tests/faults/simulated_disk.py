@@ -150,6 +150,11 @@ class TracedFiles(Files):
         self.trace.coming_from(source)
         super().rename(source, target)
 
+    def move_folder(self, source: Path, target: Path) -> bool:
+        """Rename."""
+        self.trace.coming_from(source)
+        return super().move_folder(source, target)
+
 
 def tree_of(root: Path) -> Tree:
     """Return all that is below *root*."""

@@ -83,7 +83,7 @@ RESUMPTIONS: tuple[Resumption, ...] = (
     *(
         Resumption(scenario=scenario, is_usual=False)
         for scenario in SCENARIO_OF.values()
-        if scenario.name not in _USUAL and scenario.client_state != "lightning"
+        if scenario.name not in _USUAL and scenario.client_state != "lightning" and scenario.resumes_alike
     ),
 )
 

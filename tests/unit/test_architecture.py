@@ -153,7 +153,7 @@ FILE_MODULES = {"shutil", "tempfile", "fcntl", "mmap"}
 # Objects with methods of the same names that are the seam, or stand on it.
 SEAM_OBJECTS = {"files", "_files", "self", "objects", "_store", "lmdb"}
 
-MODULE_LINES_MAX = 450
+MODULE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 
 
@@ -615,7 +615,7 @@ def test_functions_fit_a_screen() -> None:
 
 
 def test_modules_are_read_in_one_sitting() -> None:
-    """No module has more than 450 lines."""
+    """No module has more than 500 lines."""
     report(
         (
             f"{module.at(module.tree)}: {lines} lines"

@@ -170,8 +170,10 @@ def test_strangers_are_told(rooms: Rooms) -> None:
     for name in strangers:
         (rooms.layout.run("sft") / name).write_bytes(b"")
     (rooms.layout.commits / "README").write_bytes(b"")
+    for name in (".best.swp", ".nfs0001", "best"):
+        (rooms.layout.pins / name).write_bytes(b"")
 
-    assert {*strangers, "README"} == {path.name for path in rooms.records.strangers()}
+    assert {*strangers, "README", ".best.swp"} == {path.name for path in rooms.records.strangers()}
     assert len(rooms.records.names("sft")) == 1
 
 

@@ -258,6 +258,31 @@ def test_without_hard_links_names_are_exclusive_too(tmp_path: Path, monkeypatch:
     assert caught.value.errno == errno.ENOENT
 
 
+@pytest.mark.parametrize("number", [None, errno.EINVAL, errno.ENOSYS])
+def test_a_folder_is_moved_only_to_where_nothing_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    """Whether or not the filesystem has a rename for that: an empty folder counts as something, too."""
+
+    def refuse(*_: object) -> bool:
+        raise OSError(number, os.strerror(number or 0))
+
+    if number is not None:
+        monkeypatch.setattr("layerstore.storage.files.rename_exclusive", refuse)
+    files, source, full, empty = Files(), tmp_path / "source", tmp_path / "full", tmp_path / "empty"
+    for folder in (source, full, empty):
+        folder.mkdir()
+    (source / "new").touch()
+    (full / "old").touch()
+    (tmp_path / "file").touch()
+
+    assert [files.move_folder(source, tmp_path / name) for name in ("full", "empty", "file")] == [False] * 3
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["new", "old"]
+    assert files.move_folder(source, tmp_path / "free")
+    assert (tmp_path / "free" / "new").is_file()
+    assert not source.exists()
+
+
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
 def test_without_links_and_without_such_a_rename_it_is_said(

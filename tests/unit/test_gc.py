@@ -455,6 +455,24 @@ def test_a_clock_that_jumps_changes_neither_the_order_nor_the_grace(
     assert store.verify(read_data=True).ok
 
 
+@pytest.mark.fault(56)
+def test_a_commit_of_a_node_whose_clock_stands_still_is_young(
+    store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record says 1970, its file says when that was written: the younger of both is its age."""
+    with monkeypatch.context() as node:
+        node.setattr(time, "time_ns", lambda: 10**9)
+        for step in (10, 20, 30):
+            store.ingest(saved(step), run="r")
+    old = next((store.path / "commits" / "r").glob("20.*"))
+    os.utime(old, (1, 1))
+
+    collected = collect(store, Keep(within="1h"))
+
+    assert [fate.step for fate in collected.removed] == [20]
+    assert steps(store) == [30, 10]
+
+
 def test_a_young_blob_keeps_what_it_names(store: Store, saved: Checkpoints) -> None:
     """Who inherits a layer claims its version alone."""
     store.ingest(saved(10), run="r")

@@ -12,7 +12,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Conflict, IntegrityError, NotFound, StorageIO
+from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.model import BlobRef, Collection, Commit, CommitRecord, LayerVersion
 from layerstore.ops.marking import Marks
 from layerstore.ops.pins import pin
@@ -80,6 +80,33 @@ def blobs_of(record: CommitRecord) -> set[str]:
 
 
 # -- others at work ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize(
+    ("is_known", "operation", "part"),
+    [(False, "link", "objects"), (False, "link", "commits"), (True, "link", "commits"), (True, "rename", "commits")],
+)
+def test_a_collection_without_grace_beside_an_ingest_is_named(
+    store: Store, saved: Checkpoints, operation: str, part: str, is_known: bool
+) -> None:
+    """It takes what the ingest has in tmp/: one line says so, and that the same again succeeds."""
+    if is_known:
+        store.ingest(saved(10), run="r")
+
+    def collect_all() -> None:
+        with layerstore.open(store.path) as other:
+            other.gc(grace_seconds=0)
+
+    with (
+        Store(store.path, hook=once(operation, part, collect_all)) as hooked,
+        pytest.raises(Overtaken, match="were removed from the store") as caught,
+    ):
+        hooked.ingest(saved(10), run="r")
+
+    assert "gc --grace 0s" in (caught.value.hint or "")
+    assert store.ingest(saved(10), run="r").is_new != is_known
+    assert store.verify(read_data=True).ok
 
 
 @pytest.mark.fault(49, 51)

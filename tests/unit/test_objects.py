@@ -11,7 +11,8 @@ from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format.blobs import ref_of
 from layerstore.model import BlobRef, ObjectId
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.objects import ObjectWriter
+from layerstore.storage.objects import ObjectStore, ObjectWriter
+from tests.faults.harness import flip
 from tests.unit import samples
 
 DATA = b"layer" * 1000
@@ -107,6 +108,46 @@ def test_a_reused_object_is_young_again(rooms: Rooms) -> None:
         assert objects.reuse(REF)
 
     assert path.stat().st_mtime > 0
+
+
+class CountingStore(ObjectStore):
+    """Counts how often an object is read to see whether it is sound."""
+
+    reads = 0
+
+    def is_sound(self, path: Path, ref: BlobRef) -> bool:
+        """Count, and look."""
+        self.reads += 1
+        return super().is_sound(path, ref)
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_is_reused_is_read_once(rooms: Rooms, is_damaged: bool) -> None:
+    """However often it is put; a sound one is counted as reused, a damaged one as new and replaced."""
+    path = rooms.layout.object(publish(rooms).id)
+    if is_damaged:
+        flip(path)
+    store = CountingStore(rooms.layout, rooms.files)
+    with ObjectWriter(rooms.layout, rooms.files, store, reads_reused=True) as objects:
+        for _ in range(3):
+            objects.put(DATA, REF)
+        objects.publish()
+
+        assert store.reads == 1
+        assert (objects.count_new, objects.count_reused) == ((1, 0) if is_damaged else (0, 1))
+        assert objects.damaged == ([REF] if is_damaged else [])
+    rooms.objects.verify(REF)
+
+
+def test_a_writer_that_trusts_the_store_reads_nothing(rooms: Rooms) -> None:
+    """What saves while it trains looks at sizes alone: it has no time to read."""
+    publish(rooms)
+    store = CountingStore(rooms.layout, rooms.files)
+    with ObjectWriter(rooms.layout, rooms.files, store) as objects:
+        objects.put(DATA, REF)
+
+        assert (store.reads, objects.count_reused) == (0, 1)
 
 
 @pytest.mark.fault(34)

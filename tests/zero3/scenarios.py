@@ -78,6 +78,9 @@ class Scenario:
     client_state: ClientState = "none"
     """What the user's own state holds."""
 
+    resumes_alike: bool = True
+    """Whether DeepSpeed itself, resumed from its own shards, goes on as the training that was never interrupted."""
+
     def save_dir(self, root: Path, *, step: int) -> Path:
         """Return the folder that ``save_checkpoint`` is given after *step*."""
         if self.client_state == "lightning":
@@ -211,13 +214,23 @@ SCENARIOS: tuple[Scenario, ...] = (
         config={
             # The C++ Adam keeps the powers of its betas outside the checkpoint: it multiplies them up
             # while it runs, and calls pow() after a load. With the usual betas the two round differently,
-            # so that DeepSpeed's own resume is not bit-exact; the powers of these are exact either way.
+            # so that DeepSpeed's own resume is not bit-exact: `usual_betas`. The powers of these are exact either way.
             "optimizer": {
                 "type": "AdamW",
                 "params": {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.75, 0.875]},
             },
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}},
         },
+    ),
+    Scenario(
+        name="usual_betas",
+        why="DeepSpeedCPUAdam at the betas that everybody has, whose powers it keeps outside the checkpoint",
+        model="odd",
+        precision="fp32",  # which shows it in the losses at once
+        optimizer="configured",
+        zero={"offload_optimizer": {"device": "cpu"}},
+        config={"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "torch_adam": False}}},
+        resumes_alike=False,
     ),
     Scenario(
         name="offloaded",
@@ -244,6 +257,9 @@ SHARED_STORAGE = "fp32"
 """Scenario whose first checkpoint is also kept with all masters in one storage, below the next folder."""
 
 SHARED_STORAGE_FOLDER = "shared_storage"
+
+FROM_SHARDS_FOLDER = "from_shards"
+"""Below it is what DeepSpeed makes of its own first checkpoint, where that is another training than the first."""
 
 SCENARIO_OF = {scenario.name: scenario for scenario in SCENARIOS}
 

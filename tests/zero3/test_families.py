@@ -141,6 +141,15 @@ def test_a_mixture_has_each_tensor_from_the_step_of_its_layer(
     }
 
 
+def test_a_mixture_to_resume_from_says_which_whole_weights_are_the_bases_alone(store: Store, tmp_path: Path) -> None:
+    """They have names that no layer has; of a composite of one step nothing need be said."""
+    mixed = store.compose("mixtral", policy="parity").write(tmp_path / "mixed")
+    same = store.compose("mixtral").write(tmp_path / "same")
+
+    assert any("names that no layer has ('model.layers.0.block_sparse_moe" in note for note in mixed.notes)
+    assert same.notes == ()
+
+
 @pytest.mark.exhaustive
 def test_an_older_transformers_loads_exports_like_the_trainers_own_folders(
     exports: dict[str, Path], older: Path
