@@ -33,12 +33,21 @@ from tests.operators import claim
 
 WAYS = ("plain", "drop-in", "round-trip")
 
-LIMITS: dict[tuple[str, str], str] = {}
-"""Why what begins so may fail that way."""
+UNIVERSAL = "universal checkpoints are made from shards, which compose writes, and not from pointers"
+
+ACCUMULATING = "a saver refuses to save while gradients are being accumulated, since they would be lost"
+
+LIMITS = {
+    "drop-in": {
+        "test_universal_checkpoint.py": UNIVERSAL,
+        "test_zero_optimizer.py::TestZeROSaveLoadEdgeCase::test_save_before_accum_grad_is_done": ACCUMULATING,
+    }
+}
+"""What is not run a way, by how its name begins, and why. A rank that fails alone would hold up the others."""
 
 RANKS_MAX = 4
 
-WAY_SECONDS_MAX = 3600
+WIDTH = 115
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +65,17 @@ class Outcome:
         return f"{self.outcome}, {self.saves} saved" if self.outcome == "passed" else self.outcome
 
 
+LIMIT = Outcome("limit", 0, "")
+
+NOT_RUN = Outcome("not run", 0, "an earlier test hung, or pytest ended")
+
+
 def run(checkout: Path, folder: Path) -> dict[str, Outcome]:
     """Run the tests in *checkout* the way that *folder* is called; return what came of each."""
     folder.mkdir()
     command = [sys.executable, "-m", "pytest", "unit/checkpoint", "-p", "tests.foreign.plugin"]
     command += ["-p", "no:cacheprovider", "--continue-on-collection-errors", f"--basetemp={folder / 'pytest'}"]
+    command += [f"--deselect=unit/checkpoint/{name}" for name in LIMITS.get(folder.name, ())]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -72,7 +87,7 @@ def run(checkout: Path, folder: Path) -> dict[str, Outcome]:
             start_new_session=True,
         )
         try:
-            process.wait(WAY_SECONDS_MAX)
+            process.wait()  # the plugin ends what hangs
         finally:
             with suppress(ProcessLookupError):  # ranks that hang outlive their pytest
                 os.killpg(process.pid, signal.SIGKILL)
@@ -82,10 +97,11 @@ def run(checkout: Path, folder: Path) -> dict[str, Outcome]:
 
 def environment(folder: Path) -> dict[str, str]:
     """Return the environment of a pytest and its ranks."""
+    given = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {
         **cpu_environment(),
         FOLDER: str(folder),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *given]),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "DS_TEST_USE_INSTALLED_DEEPSPEED": "1",
         "DS_DISABLE_REUSE_DIST_ENV": "1",
@@ -108,34 +124,44 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     return found
 
 
-def limit(way: str, test: str) -> str | None:
-    """Return why *test* may fail the way *way*, None if it may not."""
-    return next((why for (of, part), why in LIMITS.items() if of == way and part in test), None)
+def is_limit(way: str, test: str) -> bool:
+    """Whether *test* is known not to run the way *way*."""
+    return any(test.startswith(f"unit/checkpoint/{name}") for name in LIMITS.get(way, ()))
+
+
+def outcome(way: str, test: str, each: Mapping[str, Outcome]) -> Outcome:
+    """Return what came of *test*."""
+    return LIMIT if is_limit(way, test) else each.get(test, NOT_RUN)
 
 
 def judged(found: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
-    """Return what is wrong: what passes plain, and not another way, or not with as many saves."""
+    """Return what is wrong: what hangs, or passes plain and not another way, or not with as many saves."""
     wrong = []
-    for way in found:
+    for way, each in found.items():
         for test, plain in found["plain"].items():
-            other = found[way].get(test, Outcome("not run", 0, ""))
+            other = outcome(way, test, each)
             is_same = (other.outcome, other.saves) == (plain.outcome, plain.saves)
-            if plain.outcome == "passed" and not is_same and (other.outcome == "passed" or not limit(way, test)):
-                wrong.append(f"{way}: {test}: {other}, after {plain}\n{other.reason}")
+            if plain.outcome == "hung" or (plain.outcome == "passed" and other is not LIMIT and not is_same):
+                wrong.append(f"{way}: {test}: {other}, and plain {plain}\n{other.reason}")
     return wrong
 
 
 def table(found: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """Return all outcomes as a table, and their counts."""
-    lines = ["\t".join(["test", *found])]
+    """Return all outcomes as a table, the limits, and counts."""
+    rows = [["test", *found]]
     for test in found["plain"]:
-        cells = (str(found[way].get(test, "not run")) for way in found)
-        lines.append("\t".join([test.removeprefix("unit/checkpoint/"), *cells]))
+        rows.append([test, *(str(outcome(way, test, each)) for way, each in found.items())])
+    lines = [
+        f"{row[0].removeprefix('unit/checkpoint/'):{WIDTH}}" + "".join(f"  {word:15}" for word in row[1:])
+        for row in rows
+    ]
+    lines += [f"limit, {way}: {name}: {why}" for way in found for name, why in LIMITS.get(way, {}).items()]
     counts = []
     for way, each in found.items():
-        numbers = Counter(outcome.outcome for outcome in each.values())
-        counts.append(f"{way}: " + ", ".join(f"{number} {what}" for what, number in sorted(numbers.items())))
-    return "\n".join([*lines, "; ".join(counts)])
+        counted = [test for test, plain in found["plain"].items() if way == "plain" or plain.outcome == "passed"]
+        words = Counter(outcome(way, test, each).outcome for test in counted)
+        counts.append(f"{way}: " + ", ".join(f"{number} {word}" for word, number in sorted(words.items())))
+    return "\n".join([*lines, "; ".join(counts) + " (others than plain: of those that passed plain)"])
 
 
 def main() -> None:
