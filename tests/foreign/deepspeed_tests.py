@@ -1,0 +1,188 @@
+"""
+DeepSpeed's own tests of checkpoints under ZeRO stage 3, run three ways.
+
+    git clone --branch v0.19.8 https://github.com/deepspeedai/DeepSpeed
+    pip install --target old-pytest 'pytest<8.4'
+    PYTHONPATH=old-pytest python -m tests.foreign.deepspeed_tests DeepSpeed
+
+They are DeepSpeed's and no part of this repository; take those of the version that is installed.
+Their fixtures need a pytest before 8.4. The ranks are processes on this machine's processors.
+
+plain: DeepSpeed alone. drop-in: a saver is attached to every engine, so the checkpoints hold pointers and are loaded
+from a store. round-trip: every checkpoint is ingested into a store and replaced by what the store composes.
+Whatever passes plain has to pass the other ways, with as many saves, but for what `LIMITS` names.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.live.ranks import cpu_environment
+from tests.environment import REPOSITORY, memory
+from tests.foreign.plugin import FOLDER, OUTCOMES
+from tests.operators import claim
+
+WAYS = ("plain", "drop-in", "round-trip")
+
+UNIVERSAL = "universal checkpoints are made from shards, which compose writes, and not from pointers"
+
+ACCUMULATING = "a saver refuses to save while gradients are being accumulated, since they would be lost"
+
+LIMITS = {
+    "drop-in": {
+        "test_universal_checkpoint.py": UNIVERSAL,
+        "test_zero_optimizer.py::TestZeROSaveLoadEdgeCase::test_save_before_accum_grad_is_done": ACCUMULATING,
+    }
+}
+"""What is not run a way, by how its name begins, and why. A rank that fails alone would hold up the others."""
+
+RANKS_MAX = 4
+
+WIDTH = 115
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a test."""
+
+    outcome: str
+    """``passed``, ``failed``, ``skipped`` or ``hung``."""
+    saves: int
+    """How many checkpoints were saved under stage 3."""
+    reason: str
+    """The traceback, or why it was skipped."""
+
+    def __str__(self) -> str:
+        return f"{self.outcome}, {self.saves} saved" if self.outcome == "passed" else self.outcome
+
+
+LIMIT = Outcome("limit", 0, "")
+
+NOT_RUN = Outcome("not run", 0, "an earlier test hung, or pytest ended")
+
+
+def run(checkout: Path, folder: Path) -> dict[str, Outcome]:
+    """Run the tests in *checkout* the way that *folder* is called; return what came of each."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "pytest", "unit/checkpoint", "-p", "tests.foreign.plugin"]
+    command += ["-p", "no:cacheprovider", "--continue-on-collection-errors", f"--basetemp={folder / 'pytest'}"]
+    command += [f"--deselect=unit/checkpoint/{name}" for name in LIMITS.get(folder.name, ())]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=checkout / "tests",
+            env=environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait()  # the plugin ends what hangs
+        finally:
+            with suppress(ProcessLookupError):  # ranks that hang outlive their pytest
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return outcomes(folder)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a pytest and its ranks."""
+    given = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {
+        **cpu_environment(),
+        FOLDER: str(folder),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *given]),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "DS_TEST_USE_INSTALLED_DEEPSPEED": "1",
+        "DS_DISABLE_REUSE_DIST_ENV": "1",
+        # DeepSpeed counts processors as devices by this.
+        "LOCAL_SIZE": str(RANKS_MAX),
+    }
+
+
+def outcomes(folder: Path) -> dict[str, Outcome]:
+    """Return what the plugin has noted in *folder*."""
+    path = folder / OUTCOMES
+    if not path.exists():
+        raise SystemExit(f"error: no test was run; the end of pytest's output:\n{(folder / 'log').read_text()[-2000:]}")
+    found: dict[str, Outcome] = {}
+    before: dict[str, int] = {}
+    for line in path.read_text().splitlines():
+        note = json.loads(line)
+        begun = before.setdefault(note["test"], note["saves"])
+        found[note["test"]] = Outcome(note["outcome"], note["saves"] - begun, note["reason"])
+    return found
+
+
+def is_limit(way: str, test: str) -> bool:
+    """Whether *test* is known not to run the way *way*."""
+    return any(test.startswith(f"unit/checkpoint/{name}") for name in LIMITS.get(way, ()))
+
+
+def outcome(way: str, test: str, each: Mapping[str, Outcome]) -> Outcome:
+    """Return what came of *test*."""
+    return LIMIT if is_limit(way, test) else each.get(test, NOT_RUN)
+
+
+def judged(found: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
+    """Return what is wrong: what hangs, or passes plain and not another way, or not with as many saves."""
+    wrong = []
+    for way, each in found.items():
+        for test, plain in found["plain"].items():
+            other = outcome(way, test, each)
+            is_same = (other.outcome, other.saves) == (plain.outcome, plain.saves)
+            if plain.outcome == "hung" or (plain.outcome == "passed" and other is not LIMIT and not is_same):
+                wrong.append(f"{way}: {test}: {other}, and plain {plain}\n{other.reason}")
+    return wrong
+
+
+def table(found: Mapping[str, Mapping[str, Outcome]]) -> str:
+    """Return all outcomes as a table, the limits, and counts."""
+    rows = [["test", *found]]
+    for test in found["plain"]:
+        rows.append([test, *(str(outcome(way, test, each)) for way, each in found.items())])
+    lines = [
+        f"{row[0].removeprefix('unit/checkpoint/'):{WIDTH}}" + "".join(f"  {word:15}" for word in row[1:])
+        for row in rows
+    ]
+    lines += [f"limit, {way}: {name}: {why}" for way in found for name, why in LIMITS.get(way, {}).items()]
+    counts = []
+    for way, each in found.items():
+        counted = [test for test, plain in found["plain"].items() if way == "plain" or plain.outcome == "passed"]
+        words = Counter(outcome(way, test, each).outcome for test in counted)
+        counts.append(f"{way}: " + ", ".join(f"{number} {word}" for word, number in sorted(words.items())))
+    return "\n".join([*lines, "; ".join(counts) + " (others than plain: of those that passed plain)"])
+
+
+def main() -> None:
+    """Run the tests; exit with 1 where something that passes plain fails another way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="the folder of DeepSpeed's repository")
+    parser.add_argument("--how", choices=[*WAYS, "all"], default="all", help="plain is always run; default: all")
+    asked = parser.parse_args()
+    if not (asked.checkout / "tests/unit/checkpoint").is_dir():
+        parser.error(f"{asked.checkout} has no tests/unit/checkpoint: name a checkout of DeepSpeed's repository")
+    ways = WAYS if asked.how == "all" else dict.fromkeys(["plain", asked.how])
+    claimed = claim()
+    subprocess.run([sys.executable, "-m", "tests.operators"], check=True)  # a test that has to compile takes too long
+    with tempfile.TemporaryDirectory(dir=memory()) as folder:
+        found = {way: run(asked.checkout.resolve(), Path(folder) / way) for way in ways}
+    if claimed is not None:
+        claimed.release()
+    wrong = judged(found)
+    print(*wrong, table(found), sep="\n")
+    sys.exit(1 if wrong or not any(each.outcome == "passed" for each in found["plain"].values()) else 0)
+
+
+if __name__ == "__main__":
+    main()
