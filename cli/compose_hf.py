@@ -81,7 +81,7 @@ def export(
         f"{size(exported.bytes_written)} in {exported.seconds:.1f} s",
         indent=2,
     )
-    say_mixture(composite)
+    say_mixture(composite, has_optimizer=False)
     if "adapter_config.json" in exported.files:
         say_paragraph("load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)", indent=2)
     elif "config.json" in exported.files:

@@ -85,14 +85,14 @@ def _age(steps: int | None) -> str:
     return f"{counted(abs(steps), 'step')} {'newer than' if steps < 0 else 'behind'} the base"
 
 
-def say_mixture(composite: "Composite") -> None:
+def say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
     """Say how old the oldest layer is, and what else of the mixture a reader should know."""
     staleness = composite.staleness
     if staleness.is_mixed:
         oldest = staleness.oldest
         [name] = composite.names_of([oldest])
         say_paragraph(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}", indent=2)
-    if len(staleness.optimizer_steps) > 1:
+    if has_optimizer and len(staleness.optimizer_steps) > 1:
         counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
         say_paragraph(f"updates that the optimizer had counted: {counts}; see --adam-step", indent=2)
     if composite.older_than_due:

@@ -89,17 +89,18 @@ def placed(rooms: Rooms, out: Path, *, what: str) -> Path:
 
 
 def _check_replaceable(target: Path, product: Product, *, force: bool) -> None:
-    if not force:
-        raise AlreadyExists(
-            f"{target} exists and is not empty; nothing was changed",
-            hint=f"choose another folder with -o, or replace {product.what} with --force",
-        )
     # A slip of the pen must not cost a home folder.
     if not any((target / sign).is_file() for sign in product.signs):
         signs = " or ".join(map(repr, product.signs))
         raise AlreadyExists(
-            f"{target} is not {product.what} (it has no file {signs}), so it is not replaced; nothing was changed",
+            f"{target} is not empty, and is not {product.what} (it has no file {signs}), so it is not replaced; "
+            "nothing was changed",
             hint="choose another folder with -o, or remove it by hand",
+        )
+    if not force:
+        raise AlreadyExists(
+            f"{target} exists and is not empty; nothing was changed",
+            hint=f"choose another folder with -o, or replace {product.what} with --force",
         )
 
 
