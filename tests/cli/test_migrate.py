@@ -43,7 +43,8 @@ def test_a_damaged_identity_is_refused_with_the_way_out(
     outcome = run(*words, "--store", store)
 
     assert outcome.code == 20
-    assert re.search(r"^hint: layerstore repair --store-id [0-9a-f]{32}", outcome.err, re.MULTILINE)
+    command = re.escape(f"layerstore --store {store} repair --store-id ")
+    assert re.search(rf"^hint: {command}[0-9a-f]{{32}}", outcome.err, re.MULTILINE)
 
 
 def test_the_list_needs_no_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

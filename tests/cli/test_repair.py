@@ -323,14 +323,14 @@ def test_a_lost_identity_comes_back(run: Run, store: Path) -> None:
     words = hint.removeprefix("hint: layerstore ").partition(",")[0].split()
 
     wrong = run("repair", "--store-id", "0" * 32, "--store", store)
-    planned = run(*words, "--dry-run", "--store", store)
+    planned = run(*words, "--dry-run")
     still = run("log", "--store", store)
-    done = run(*words, "--store", store)
+    done = run(*words)
 
-    assert words[:2] == ["repair", "--store-id"]
-    assert words[2] in identity
+    assert words[:-1] == ["--store", str(store), "repair", "--store-id"]
+    assert words[-1] in identity
     assert (wrong.code, planned.code, still.code, done.code) == (2, 0, 20, 0)
-    assert done.out.splitlines() == [f"wrote store.json again, for store {words[2]}", "nothing to repair"]
+    assert done.out.splitlines() == [f"wrote store.json again, for store {words[-1]}", "nothing to repair"]
     assert "warning: which features the store needs is not known; none is assumed" in done.err
     assert "none is assumed" in planned.err
     assert run("verify", "--read-data", "--store", store).code == 0
@@ -348,7 +348,7 @@ def test_a_damaged_identity_comes_back_with_its_flags(run: Run, store: Path) -> 
     done = run("repair", "--store-id", identity.store_id, "--store", store)
 
     assert (told.code, done.code) == (20, 16)
-    assert f"layerstore repair --store-id {identity.store_id}" in told.err
+    assert f"layerstore --store {store} repair --store-id {identity.store_id}" in told.err
     assert "none is assumed" not in done.err
     assert "uses packs, which this layerstore does not know" in done.err
     assert decode_identity(path.read_bytes(), what="store.json").flags == ("packs",)
