@@ -71,11 +71,19 @@ def _model(config: Mapping[str, Any]) -> Any:
     made = getattr(transformers, name, None) if name else None
     if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel) and made.config_class):
         raise Unsupported(f"the base's config names no model class of {_TRANSFORMERS}: {names!r}")
-    fields = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
-    settings = made.config_class.from_dict(fields)
+    settings = made.config_class.from_dict(_shape_of(config))
     with torch.device("meta"):
         build: Any = made
         return build._from_config(settings, attn_implementation="eager")
+
+
+def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *config*, and the configs inside it, without what says nothing of the shapes."""
+    return {
+        key: _shape_of(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _NOT_OF_THE_SHAPE
+    }
 
 
 def _mappings(model: Any) -> Iterator[list[Any] | None]:
