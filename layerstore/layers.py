@@ -17,7 +17,7 @@ from layerstore.errors import InvalidInput
 from layerstore.limits import NAME_BYTES_MAX
 
 # Wrappers add these in front of, or between, the names of the model itself.
-_WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_PREFIXES = ("base_model.model.", "module.")
 # No model has more blocks than that; Python itself refuses to read much longer numbers.
 _INDEX_DIGITS_MAX = 18
@@ -52,7 +52,7 @@ def strip_wrappers(name: str) -> str:
     >>> strip_wrappers("_orig_mod.model.norm.weight")
     'model.norm.weight'
     """
-    bare = ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
+    bare = ".".join(part for part in name.split(".") if part not in WRAPPER_COMPONENTS)
     for prefix in _WRAPPER_PREFIXES:
         bare = bare.removeprefix(prefix)
     return bare or name

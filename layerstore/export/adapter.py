@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.layers import WRAPPER_COMPONENTS
 from layerstore.model import Parameter
 
 ADAPTER_CONFIG = "adapter_config.json"
 DEFAULT = "default"
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _LORA = re.compile(r"lora_\w+|trainable_tokens_delta")
 _DORA = "lora_magnitude_vector"
 _TO_SAVE = "modules_to_save"
@@ -93,7 +93,7 @@ def of_adapter(parameters: Iterable[str], adapter: str) -> set[str]:
 
 
 def _parts(parameter: str) -> list[str]:
-    return [part for part in parameter.removeprefix("module.").split(".") if part not in _WRAPPERS]
+    return [part for part in parameter.removeprefix("module.").split(".") if part not in WRAPPER_COMPONENTS]
 
 
 def _is_lora(parameter: str) -> bool:

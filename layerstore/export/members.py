@@ -142,7 +142,7 @@ class _Choice:
                 self._covered.add(supplier)
                 unlike += [tensor.name] if tensor.stored is not None else []
                 self._add(self._from_layer(supplier, tensor))
-        if (others and self._plain_rest()) or (is_always_asked and not saved and self._plain_rest()):
+        if (others or (is_always_asked and not saved)) and self._plain_rest():
             self._add_renamed(others)
             others = []
         rest = [name for name in self._parameters if name not in self._covered]
