@@ -1,0 +1,1 @@
+"""A query becomes a composite, and a composite becomes files."""

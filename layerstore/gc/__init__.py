@@ -1,0 +1,1 @@
+"""Retention, mark, sweep and trim: what nobody wants to keep goes."""

@@ -1,0 +1,1 @@
+"""A checkpoint on disk becomes a commit."""

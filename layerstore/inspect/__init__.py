@@ -1,0 +1,1 @@
+"""What is in a store, for people and programs: log, show, ls, diff, stats, report, estimate."""

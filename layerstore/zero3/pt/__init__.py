@@ -1,0 +1,1 @@
+"""The ``.pt`` container: zip archives and inert pickles, read and written without torch. The security boundary."""
