@@ -9,7 +9,7 @@ from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
 from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_paragraph, shown
 
 if TYPE_CHECKING:
-    from layerstore.ops.doctor import Diagnosis
+    from layerstore.check.doctor import Diagnosis
 
 
 def doctor(

@@ -9,7 +9,7 @@ from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown
 
 if TYPE_CHECKING:
     from layerstore import Store
-    from layerstore.ops.drop import Dropped
+    from layerstore.gc.drop import Dropped
 
 _NAMES_SHOWN_MAX = 8
 

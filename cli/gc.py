@@ -24,7 +24,7 @@ from layerstore.cli.render import (
 )
 
 if TYPE_CHECKING:
-    from layerstore.ops.gc import CommitFate, GcOutcome, Gone
+    from layerstore.gc.plan import CommitFate, GcOutcome, Gone
 
 _LINES_MAX = 50
 _STEPS_SHOWN_MAX = 3
@@ -145,7 +145,7 @@ def _is_confirmed(plan: "GcOutcome", *, has_grace: bool) -> bool:
 
 
 def _tell(outcome: "GcOutcome", *, is_done: bool, has_grace: bool) -> None:
-    from layerstore.ops.retention import NOT_ASKED
+    from layerstore.gc.retention import NOT_ASKED
 
     # What goes first: a long list is cut at its end.
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))

@@ -41,7 +41,7 @@ from layerstore.layers import typed
 
 if TYPE_CHECKING:
     from layerstore import Store
-    from layerstore.ops.ingest import Ingested
+    from layerstore.ingest.execute import Ingested
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
 All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
@@ -265,7 +265,7 @@ def _written_again(ingested: "Ingested") -> Iterator[str]:
 def _tell_twins(store: "Store", taken: Taken) -> None:
     """Say that another run has these very steps: the folder's name has given this one another."""
     from layerstore.errors import LayerstoreError
-    from layerstore.ops.twins import stored_as
+    from layerstore.ingest.twins import stored_as
 
     try:
         found = stored_as(store.rooms, taken.saved)

@@ -22,7 +22,7 @@ from layerstore.cli.render import (
 
 if TYPE_CHECKING:
     from layerstore.ops.queries import LogEntry, LogLine
-    from layerstore.ops.timings import SaveTiming
+    from layerstore.storage.timings import SaveTiming
 
     Took = dict[tuple[str, int, int], SaveTiming]
     """By run, attempt and step."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Task, TaskID
     from rich.text import Text
 
-    from layerstore.ops.progress import Progress
+    from layerstore.progress import Progress
 
 LINE_SECONDS = 30.0
 """From one line in a log to the next."""
@@ -29,7 +29,7 @@ _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 
 class Bar:
-    """A `layerstore.ops.progress.Progress` that draws one bar on stderr, gone when the work is done."""
+    """A `layerstore.progress.Progress` that draws one bar on stderr, gone when the work is done."""
 
     def __init__(self, live: "Live") -> None:
         self._live = live
@@ -59,7 +59,7 @@ class Phase:
 
 
 class Lines:
-    """A `layerstore.ops.progress.Progress` that says where it is every half minute, in one line on stderr."""
+    """A `layerstore.progress.Progress` that says where it is every half minute, in one line on stderr."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -146,7 +146,7 @@ def _is_counted(what: str) -> bool:
 def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator["Progress"]:
     """Yield where a verb tells how far it is."""
     if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
-        from layerstore.ops.progress import Silent
+        from layerstore.progress import Silent
 
         yield Silent()
     elif sys.stderr.isatty():

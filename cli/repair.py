@@ -26,11 +26,11 @@ from layerstore.layers import typed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from layerstore.ops.fall_back import FallBack
-    from layerstore.ops.given_up import Kept
-    from layerstore.ops.healing import Elsewhere
-    from layerstore.ops.identity import RestoredIdentity
-    from layerstore.ops.repaired import Reingest, Repaired
+    from layerstore.check.fall_back import FallBack
+    from layerstore.check.given_up import Kept
+    from layerstore.check.healing import Elsewhere
+    from layerstore.check.identity import RestoredIdentity
+    from layerstore.check.repaired import Reingest, Repaired
 
 _NAMES_MAX = 8
 _LINES_MAX = 50
@@ -262,7 +262,7 @@ def _tell_lost(repaired: "Repaired") -> None:
         say(f"left as it is  {shown(name)}")
         say("  it is for a newer layerstore")
     _more(len(repaired.newer))
-    from layerstore.ops.given_up import given_up_by
+    from layerstore.check.given_up import given_up_by
 
     for name in repaired.held_back:
         say_warning(f"{name} holds gc back until it is healed or given up")

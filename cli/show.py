@@ -20,7 +20,7 @@ from layerstore.cli.render import (
 
 if TYPE_CHECKING:
     from layerstore.ops.queries import CommitView, LayerLine
-    from layerstore.ops.staleness import LayerAge
+    from layerstore.history.staleness import LayerAge
 
 _FILES_SHOWN_MAX = 6
 # What JSON tells of a layer that fell back.

@@ -11,9 +11,9 @@ from layerstore.cli.render import counted, say, say_json, say_note, say_paragrap
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from layerstore.ops.damage import Cost, Damage
-    from layerstore.ops.standing import Hurt
-    from layerstore.ops.verify import Verdict
+    from layerstore.check.damage import Cost, Damage
+    from layerstore.check.standing import Hurt
+    from layerstore.check.verify import Verdict
 
 _NAMES_MAX = 8
 _HURT_MAX = 20
@@ -79,7 +79,7 @@ def verify(
             _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run says what can be done"
         )
     if verdict.quarantined:
-        from layerstore.ops.given_up import given_up_by
+        from layerstore.check.given_up import given_up_by
 
         raise IntegrityError(
             f"lost and in quarantine: {_some(verdict.quarantined, limit=5)}; gc removes nothing, nothing was changed",

@@ -14,46 +14,46 @@ from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.model import Pin, Saving
 from layerstore.ops import diff as diff_verb
-from layerstore.ops import drop as drop_verb
-from layerstore.ops import gc as gc_verb
-from layerstore.ops import identity as identity_verb
-from layerstore.ops import ingest as ingest_verb
-from layerstore.ops import pins as pin_verb
+from layerstore.gc import drop as drop_verb
+from layerstore.gc import plan as gc_verb
+from layerstore.check import identity as identity_verb
+from layerstore.ingest import execute as ingest_verb
+from layerstore.publish import pins as pin_verb
 from layerstore.ops import queries
 from layerstore.ops import report as report_verb
 from layerstore.ops import stats as stats_verb
-from layerstore.ops import timings as timing_verb
-from layerstore.ops import verify as verify_verb
-from layerstore.ops.collected import losses_told
-from layerstore.ops.collecting import execute_gc
+from layerstore.storage import timings as timing_verb
+from layerstore.check import verify as verify_verb
+from layerstore.history.collected import losses_told
+from layerstore.gc.collect import execute_gc
 from layerstore.ops.composition import compose_by_policy, compose_exact, compose_latest
 from layerstore.ops.diff import Diff
-from layerstore.ops.doctor import Diagnosis, diagnose
-from layerstore.ops.drop import Dropped
-from layerstore.ops.gc import GcOutcome
-from layerstore.ops.given_up import Kept, kept
-from layerstore.ops.healing import opened_sources
-from layerstore.ops.identity import RestoredIdentity
-from layerstore.ops.ingest import Ingested
-from layerstore.ops.ingest_plan import plan_ingest
-from layerstore.ops.mending import execute_repair
-from layerstore.ops.pins import Unpinned
-from layerstore.ops.progress import Progress, Silent
+from layerstore.check.doctor import Diagnosis, diagnose
+from layerstore.gc.drop import Dropped
+from layerstore.gc.plan import GcOutcome
+from layerstore.check.given_up import Kept, kept
+from layerstore.check.healing import opened_sources
+from layerstore.check.identity import RestoredIdentity
+from layerstore.ingest.execute import Ingested
+from layerstore.ingest.plan import plan_ingest
+from layerstore.check.mending import execute_repair
+from layerstore.publish.pins import Unpinned
+from layerstore.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
-from layerstore.ops.refs import references_to, resolve
-from layerstore.ops.repair import plan_repair
-from layerstore.ops.repaired import Repaired
-from layerstore.ops.repaired import Request as RepairRequest
+from layerstore.history.references import references_to, resolve
+from layerstore.check.repair import plan_repair
+from layerstore.check.repaired import Repaired
+from layerstore.check.repaired import Request as RepairRequest
 from layerstore.ops.report import Report
 from layerstore.ops.report_page import report_page
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.sample import parse_sample
-from layerstore.ops.setup import make_store, open_rooms
+from layerstore.storage.rooms import Rooms
+from layerstore.check.sample import parse_sample
+from layerstore.storage.setup import make_store, open_rooms
 from layerstore.ops.stats import Stats
 from layerstore.ops.target_file import checked_file, write_file
-from layerstore.ops.timings import SaveTiming
-from layerstore.ops.verify import Verdict
+from layerstore.storage.timings import SaveTiming
+from layerstore.check.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.report.page import BEGINS

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from layerstore.live.files import FoundFile, find_or_say
 from layerstore.live.seams import ENGINE_KEYS
-from layerstore.ops.pins import check_pin_free, check_pin_name
-from layerstore.ops.rooms import Rooms
+from layerstore.publish.pins import check_pin_free, check_pin_name
+from layerstore.storage.rooms import Rooms
 
 _STEP_END = 10**18
 """Records are named with 18 digits."""

@@ -20,12 +20,12 @@ from layerstore.live.log import LOG, words_of
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
 from layerstore.model import Commit, LayerEntry, Part
-from layerstore.ops.joining import BaseLost, GivenUp, Joint, join, parts_of
-from layerstore.ops.pins import pin
-from layerstore.ops.place import Place
-from layerstore.ops.refs import Resolved
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.shares import Frozen, ShareWork, fail_share, write_share
+from layerstore.publish.joining import BaseLost, GivenUp, Joint, join, parts_of
+from layerstore.publish.pins import pin
+from layerstore.history.place import Place
+from layerstore.history.references import Resolved
+from layerstore.storage.rooms import Rooms
+from layerstore.publish.shares import Frozen, ShareWork, fail_share, write_share
 from layerstore.policy.keep import Keep
 from layerstore.tree import Tree
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from layerstore.errors import Locked
 from layerstore.live.log import LOG
-from layerstore.ops.gc import Request, has_work
-from layerstore.ops.rooms import Rooms
+from layerstore.gc.plan import Request, has_work
+from layerstore.storage.rooms import Rooms
 from layerstore.policy.keep import Best, Keep
 
 GRACE: str | None = None

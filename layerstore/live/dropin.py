@@ -19,7 +19,7 @@ from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, engine_with
 from layerstore.live.weights import whole_weights
-from layerstore.ops.collected import losses_told
+from layerstore.history.collected import losses_told
 from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
 from layerstore.zero3.pointers import Pointer, read_pointer

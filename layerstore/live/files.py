@@ -13,7 +13,7 @@ from layerstore.live.log import LOG
 from layerstore.live.randomness import random_state
 from layerstore.live.seams import Engine
 from layerstore.model import SourceLayout
-from layerstore.ops.shares import KeptFile
+from layerstore.publish.shares import KeptFile
 from layerstore.store import StrPath
 from layerstore.zero3.beside import beside_shards, rank_of_file
 from layerstore.zero3.discover import flavour_of

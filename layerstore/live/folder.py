@@ -18,7 +18,7 @@ from layerstore.live.scratch import lasting_scratch
 from layerstore.ops.composition import Composition
 from layerstore.ops.loading import content_of
 from layerstore.ops.ranks import Ranks, plan_composite
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.policy import Policy
 from layerstore.storage.files import Files
 from layerstore.store import Store, StrPath, as_store

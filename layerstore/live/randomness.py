@@ -13,7 +13,7 @@ from layerstore.live.inert import Memory
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.scratch import put, scratch
 from layerstore.model import RankState
-from layerstore.ops.shares import KeptFile
+from layerstore.publish.shares import KeptFile
 from layerstore.tree import Located, Storage
 from layerstore.zero3.discover import RANDOM_STATE
 from layerstore.zero3.ptfile import read_pt

@@ -20,12 +20,12 @@ from layerstore.live.log import LOG
 from layerstore.live.randomness import read_random_state, set_random_state
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.seams import ENGINE_KEYS, Engine
-from layerstore.ops.collected import losses_told
+from layerstore.history.collected import losses_told
 from layerstore.ops.composition import Composition, as_resolved, compose_latest
 from layerstore.ops.loading import RankLoad, plan_load
-from layerstore.ops.place import Place, place_after, place_begun
+from layerstore.history.place import Place, place_after, place_begun
 from layerstore.ops.ranks import AdamStep
-from layerstore.ops.refs import Resolved
+from layerstore.history.references import Resolved
 from layerstore.policy import Policy
 from layerstore.storage.runview import RunView
 from layerstore.store import Store, StrPath, as_store

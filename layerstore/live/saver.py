@@ -47,9 +47,9 @@ from layerstore.live.taking import Taken, take_stock
 from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
 from layerstore.ops.composition import Composition
-from layerstore.ops.joining import Joint
-from layerstore.ops.place import Place
-from layerstore.ops.shares import ShareWork, objects_due
+from layerstore.publish.joining import Joint
+from layerstore.history.place import Place
+from layerstore.publish.shares import ShareWork, objects_due
 from layerstore.policy import Latest, Policy
 from layerstore.store import Store, StrPath
 from layerstore.zero3.pointers import Pointer

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from layerstore.ops.place import Place, own_numbers
+from layerstore.history.place import Place, own_numbers
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from layerstore.errors import InvalidInput
-from layerstore.ops.timings import SaveTiming
+from layerstore.storage.timings import SaveTiming
 from layerstore.policy.keep import Keep
 
 Mode = Literal["async", "sync"]

@@ -4,7 +4,7 @@ import secrets
 
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.live.exchange import Exchange
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 
 
 def open_session(exchange: Exchange, rooms: Rooms) -> str:

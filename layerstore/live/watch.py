@@ -15,7 +15,7 @@ from layerstore.live.capture import Captured
 from layerstore.live.exchange import Exchange, Message
 from layerstore.model import Kind
 from layerstore.ops.distance import movement_of
-from layerstore.ops.movement import is_still, sampled
+from layerstore.ingest.movement import is_still, sampled
 from layerstore.zero3.share import Share
 from layerstore.zero3.slices import elements_of, slice_length, stretches
 

@@ -15,7 +15,7 @@ from layerstore.export.adapter import adapter_at, name_in_file, of_adapter, plai
 from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.model import Kind, Parameter, SourceFile
 from layerstore.ops.loading import header_of
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.checkpoint import GatheredSource
 from layerstore.zero3.gathered import tensors_in
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole

@@ -18,9 +18,9 @@ from layerstore.errors import IntegrityError
 from layerstore.format.hashing import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, GatheredFile, RankState, SourceFile
-from layerstore.ops.progress import Progress
+from layerstore.progress import Progress
 from layerstore.ops.ranks import Ranks
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.zero3.discover import LATEST
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged

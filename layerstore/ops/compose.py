@@ -12,9 +12,9 @@ from pathlib import Path
 from layerstore.ops.adapters import plan_beside
 from layerstore.ops.assemble import Assembly
 from layerstore.ops.composition import Composition
-from layerstore.ops.progress import Progress
+from layerstore.progress import Progress
 from layerstore.ops.ranks import AdamStep, Ranks, plan_composite
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.ops.summary import summary, summary_bytes
 from layerstore.ops.target import Product, appearing, checked_target
 from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
-from layerstore.ops.past import Past, Turns, turn_of, turns_of
-from layerstore.ops.refs import Resolved, references_to
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.staleness import Staleness, staleness_of
+from layerstore.history.past import Past, Turns, turn_of, turns_of
+from layerstore.history.references import Resolved, references_to
+from layerstore.storage.rooms import Rooms
+from layerstore.history.staleness import Staleness, staleness_of
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay

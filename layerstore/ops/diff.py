@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 from layerstore.model import BlobRef, Kind, LayerEntry, StoredObject
 from layerstore.ops.distance import Distance, nothing_between
 from layerstore.ops.measure import measure
-from layerstore.ops.progress import Progress
-from layerstore.ops.refs import Resolved, reference_to
-from layerstore.ops.rooms import Rooms
+from layerstore.progress import Progress
+from layerstore.history.references import Resolved, reference_to
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.slices import elements_of
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]

@@ -18,7 +18,7 @@ from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.model import SourceFile, TensorSource
 from layerstore.ops.adapters import AdapterFile, patched, read_adapter
 from layerstore.ops.loading import content_of
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged
 from layerstore.zero3.write import plan_source_file
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from layerstore.errors import InvalidInput
 from layerstore.model import Kind, Parameter
 from layerstore.ops.architectures import ADAM, CONFIG, INSTEAD, Model, Source, model_of
-from layerstore.ops.refs import resolve
-from layerstore.ops.rooms import Rooms
+from layerstore.history.references import resolve
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.discover import discover, holds_zero3, list_folder
 from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.read import read_checkpoint

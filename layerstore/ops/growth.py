@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError
 from layerstore.model import BlobRef, Commit, Kind, LayerEntry, RankState, TensorSource
-from layerstore.ops.needs import objects_of_state
-from layerstore.ops.rooms import Rooms
+from layerstore.history.needs import objects_of_state
+from layerstore.storage.rooms import Rooms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectContent, RankState, SourceFile
 from layerstore.ops.composition import Composition
 from layerstore.ops.ranks import AdamStep, plan_composite
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.tree import Storage
 from layerstore.zero3.gathered import read_header
 from layerstore.zero3.places import Part, whole

@@ -7,14 +7,14 @@ from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Not
 from layerstore.format.records import WITHOUT_MOMENTS
 from layerstore.model import Commit, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.ops.fall_back import FELL_BACK
-from layerstore.ops.history import GraphLine
-from layerstore.ops.history import graph as draw
-from layerstore.ops.needs import objects_of_state
-from layerstore.ops.past import Turns, turn_of, turns_of
-from layerstore.ops.refs import Resolved
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.staleness import LayerAge, staleness_of
+from layerstore.check.fall_back import FELL_BACK
+from layerstore.history.graph import GraphLine
+from layerstore.history.graph import graph as draw
+from layerstore.history.needs import objects_of_state
+from layerstore.history.past import Turns, turn_of, turns_of
+from layerstore.history.references import Resolved
+from layerstore.storage.rooms import Rooms
+from layerstore.history.staleness import LayerAge, staleness_of
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView

@@ -14,9 +14,9 @@ from layerstore.layers import typed
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
-from layerstore.ops.past import turns_of
-from layerstore.ops.refs import Resolved, locate, only_run, resolve
-from layerstore.ops.rooms import Rooms
+from layerstore.history.past import turns_of
+from layerstore.history.references import Resolved, locate, only_run, resolve
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
 
 if TYPE_CHECKING:

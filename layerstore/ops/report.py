@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.model import Commit, CommitId, LayerEntry
 from layerstore.ops.composition import compose_by_policy
-from layerstore.ops.gc import CommitFate, GcOutcome, Request, plan_gc
+from layerstore.gc.plan import CommitFate, GcOutcome, Request, plan_gc
 from layerstore.ops.growth import Amounts, Growth
-from layerstore.ops.past import Turns, turn_of
-from layerstore.ops.progress import Progress
+from layerstore.history.past import Turns, turn_of
+from layerstore.progress import Progress
 from layerstore.ops.queries import LogEntry, log_entry, names_of_pins
-from layerstore.ops.refs import Resolved, references_to
-from layerstore.ops.rooms import Rooms
+from layerstore.history.references import Resolved, references_to
+from layerstore.storage.rooms import Rooms
 from layerstore.ops.sampling import Wish, chosen, shares
-from layerstore.ops.staleness import Staleness, staleness_of
+from layerstore.history.staleness import Staleness, staleness_of
 from layerstore.ops.stats import Stats, count, views_of
-from layerstore.ops.timings import SaveTiming, timings
+from layerstore.storage.timings import SaveTiming, timings
 from layerstore.policy import Filter, Parity
 from layerstore.policy.keep import Keep
 from layerstore.storage.manifest import RecordRow

@@ -13,11 +13,11 @@ from datetime import timedelta
 from statistics import median
 
 from layerstore.model import LayerEntry, Origin
-from layerstore.ops.gc import CommitFate
-from layerstore.ops.past import turn_of
+from layerstore.gc.plan import CommitFate
+from layerstore.history.past import turn_of
 from layerstore.ops.report import CollectedSoFar, Report, RetentionReport, RunReport, ShownSave
 from layerstore.ops.stats import Stats
-from layerstore.ops.timings import SaveTiming
+from layerstore.storage.timings import SaveTiming
 from layerstore.policy.keep import Keep
 
 # Digits of a version's id: enough to tell two of one layer apart.

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from layerstore.ops.composition import Composition
-from layerstore.ops.staleness import LayerAge, Staleness
+from layerstore.history.staleness import LayerAge, Staleness
 
 SCHEMA = 1
 

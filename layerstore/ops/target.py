@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.kernel import mapped_errors
 
 

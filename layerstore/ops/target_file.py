@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.ops.target import placed, understood
 
 

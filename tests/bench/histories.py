@@ -29,7 +29,7 @@ from layerstore.model import (
     StoredObject,
     StoredTensor,
 )
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
 

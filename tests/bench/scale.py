@@ -36,8 +36,8 @@ from layerstore.model import (
     StoredTensor,
     TreeFile,
 )
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from tests.bench.histories import RUN, layer_names
 

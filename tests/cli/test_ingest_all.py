@@ -172,13 +172,13 @@ def test_a_checkpoint_that_vanishes_meanwhile_is_said_to_have(
 
 def test_one_that_is_removed_while_it_is_read(run: Run, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was noticed first, the message says that it was removed."""
-    from layerstore.ops.transfer import transfer
+    from layerstore.ingest.transfer import transfer
 
     def rotated(*arguments: object, **options: object) -> object:
         shutil.rmtree(job / "checkpoint-9", ignore_errors=True)
         return transfer(*arguments, **options)  # type: ignore[arg-type]  # passed on as they are
 
-    monkeypatch.setattr("layerstore.ops.ingest.transfer", rotated)
+    monkeypatch.setattr("layerstore.ingest.execute.transfer", rotated)
     run("init")
 
     outcome = run("ingest", job / "checkpoint-9")

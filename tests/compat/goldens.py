@@ -5,8 +5,8 @@ import zipfile
 from pathlib import Path
 
 from layerstore import Store
-from layerstore.ops.refs import resolve
-from layerstore.ops.setup import open_rooms
+from layerstore.history.references import resolve
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 
 STORES = Path(__file__).parent / "stores"

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from layerstore.errors import LayerstoreError, StorageIO
-from layerstore.ops.refs import resolve
+from layerstore.history.references import resolve
 from layerstore.store import Store
 from tests.bench.generate import Layout
 from tests.generated import generate

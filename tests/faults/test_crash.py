@@ -22,8 +22,8 @@ import pytest
 
 from layerstore import Keep
 from layerstore.errors import AlreadyExists
-from layerstore.ops import transfer
-from layerstore.ops.setup import make_store
+from layerstore.ingest import transfer
+from layerstore.storage.setup import make_store
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
 from layerstore.store import Store, init

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import NotFound, StorageIO
-from layerstore.ops.setup import make_store
+from layerstore.storage.setup import make_store
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
 from layerstore.store import Store, init

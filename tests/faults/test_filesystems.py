@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.ops.doctor import Diagnosis
+from layerstore.check.doctor import Diagnosis
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import WeakDurability
 from layerstore.store import Store

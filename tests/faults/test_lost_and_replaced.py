@@ -14,13 +14,13 @@ from layerstore.format.canonical import pack, unpack
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.hashing import digest
 from layerstore.model import BlobRef, ObjectId
-from layerstore.ops import given_up
-from layerstore.ops.ingest import execute_ingest
-from layerstore.ops.ingest_plan import plan_ingest
-from layerstore.ops.progress import Silent
-from layerstore.ops.refs import resolve
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.check import given_up
+from layerstore.ingest.execute import execute_ingest
+from layerstore.ingest.plan import plan_ingest
+from layerstore.progress import Silent
+from layerstore.history.references import resolve
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile

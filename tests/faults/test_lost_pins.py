@@ -11,8 +11,8 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import IntegrityError
 from layerstore.model import CommitRecord, Pin
-from layerstore.ops.mending import Work
-from layerstore.ops.refs import resolve
+from layerstore.check.mending import Work
+from layerstore.history.references import resolve
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.objects import ObjectWriter
 from tests.faults.harness import flip, masters, object_of

@@ -20,7 +20,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.files import Files
 from layerstore.storage.locks import lock

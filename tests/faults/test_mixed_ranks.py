@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
-from layerstore.ops.ingest import Ingested
+from layerstore.ingest.execute import Ingested
 from layerstore.store import Store, init
 from layerstore.tree import OrderedMap, Size
 from tests.faults.harness import copied, tiny_checkpoint

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import store as store_module
-from layerstore.ops.refs import resolve
+from layerstore.history.references import resolve
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, NewFile, no_hook
 from layerstore.store import Store, init

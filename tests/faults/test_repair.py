@@ -15,14 +15,14 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, NotFound, StorageIO, Unsupported
 from layerstore.format.records import make_commit
 from layerstore.model import BlobRef, Commit, LayerEntry, LayerVersion, ObjectId, Observed, Part, QuarantineLog
-from layerstore.ops.claims import publish
-from layerstore.ops.damage import Costs, Holder
-from layerstore.ops.fall_back import FELL_BACK, FallBack, execute_fall_backs
-from layerstore.ops.mending import execute_repair
-from layerstore.ops.progress import Silent
-from layerstore.ops.repaired import Repaired, Request
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.publish.claims import publish
+from layerstore.check.damage import Costs, Holder
+from layerstore.check.fall_back import FELL_BACK, FallBack, execute_fall_backs
+from layerstore.check.mending import execute_repair
+from layerstore.progress import Silent
+from layerstore.check.repaired import Repaired, Request
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
@@ -58,7 +58,7 @@ def state_of(store: Store, ref: str) -> Path:
 
 
 def _record(store: Store, ref: str) -> "layerstore.model.CommitRecord":
-    from layerstore.ops.refs import resolve
+    from layerstore.history.references import resolve
 
     return resolve(store.rooms, ref).record
 
@@ -1501,9 +1501,9 @@ def test_what_is_saved_beside_a_fall_back_counts(
         return publish(rooms, writer, commit)
 
     if when == "before":
-        monkeypatch.setattr("layerstore.ops.mending.execute_fall_backs", planned_then)
+        monkeypatch.setattr("layerstore.check.mending.execute_fall_backs", planned_then)
     else:
-        monkeypatch.setattr("layerstore.ops.fall_back.publish", published_then)
+        monkeypatch.setattr("layerstore.check.fall_back.publish", published_then)
 
     done = store.repair(fall_back=True)
 

@@ -10,7 +10,7 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import IntegrityError
-from layerstore.ops.refs import resolve
+from layerstore.history.references import resolve
 from tests.faults.harness import flip, object_of
 from tests.generated import generate
 

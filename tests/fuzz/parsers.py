@@ -35,8 +35,8 @@ from layerstore.format.parts import part_name, seal_part, unseal_part
 from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.limits import KIB
 from layerstore.model import CollectedRecord, Collection, CommitId, LayerPart, Part
-from layerstore.ops.retention import _logged_at
-from layerstore.ops.timings import SaveTiming, _timing
+from layerstore.gc.retention import _logged_at
+from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.policy.recipe import parse_recipe
 from layerstore.policy.recipe.document import read_text
 from layerstore.storage.copies import Copies

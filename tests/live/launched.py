@@ -14,7 +14,7 @@ import pytest
 
 import layerstore
 from layerstore.model import CommitRecord
-from layerstore.ops.refs import resolve
+from layerstore.history.references import resolve
 from layerstore.policy import Policy
 from layerstore.store import Store
 from tests.live.plain import states_of

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import layerstore
 from layerstore.live.resume import Resumed
 from layerstore.live.saver import Saver
-from layerstore.ops.refs import resolve
+from layerstore.history.references import resolve
 from layerstore.store import Store
 from tests.live.plain import plainly
 from tests.live.resumptions import (

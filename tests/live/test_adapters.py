@@ -18,7 +18,7 @@ from layerstore.composite import Composite
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.export.adapter import name_in_file
 from layerstore.model import BlobRef, RankState, SourceFile
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.store import Store
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, train
 

@@ -13,7 +13,7 @@ import pytest
 import layerstore
 from layerstore.layers import layer_of
 from layerstore.model import CommitRecord, Fork
-from layerstore.ops.refs import resolve
+from layerstore.history.references import resolve
 from tests.live.cases import RANK_BUFFERS
 from tests.live.launched import DEVICES, Launched, Launcher, records
 from tests.live.resumptions import (

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from layerstore.live.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
-from layerstore.ops.place import Place
+from layerstore.history.place import Place
 from layerstore.policy import Latest, Parity, Policy
 from layerstore.policy.due import Save
 

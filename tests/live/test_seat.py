@@ -22,7 +22,7 @@ from layerstore.live.resume import place_resumed
 from layerstore.live.seat import Seat
 from layerstore.model import Fork
 from layerstore.ops.composition import Composition
-from layerstore.ops.place import Place
+from layerstore.history.place import Place
 from layerstore.storage.runview import RunView
 from tests.generated import generate
 

@@ -10,9 +10,9 @@ import layerstore
 from layerstore.errors import Conflict
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId, Part
-from layerstore.ops.joining import GivenUp
-from layerstore.ops.place import place_begun
-from layerstore.ops.shares import fail_share
+from layerstore.publish.joining import GivenUp
+from layerstore.history.place import place_begun
+from layerstore.publish.shares import fail_share
 from layerstore.storage import kernel, stream
 from layerstore.store import Store
 from tests.faults.saving import Save, begun

@@ -14,8 +14,8 @@ from layerstore.live.capture import Captured
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, CopyFailed, Snapshot
 from layerstore.model import Kind
-from layerstore.ops.hashing import Checksums
-from layerstore.ops.staging import Staging
+from layerstore.publish.hashing import Checksums
+from layerstore.publish.staging import Staging
 from layerstore.storage.objects import ObjectWriter
 from layerstore.zero3.checkpoint import ObjectSource, SliceSource
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import layerstore
 from layerstore.live.saver import Saver
 from layerstore.model import StoredObject
-from layerstore.ops.staging import Staging
+from layerstore.publish.staging import Staging
 from layerstore.store import Store
 from layerstore.zero3.checkpoint import ObjectSource
 from tests.live.cases import CASE_OF, CASES, CPU_ADAM, FUSED_ADAM, POLICIES, SCENARIO_CASES, Case

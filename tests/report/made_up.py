@@ -35,9 +35,9 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
-from layerstore.ops.timings import SaveTiming, note_timing
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
+from layerstore.storage.timings import SaveTiming, note_timing
 from layerstore.storage.files import Files
 from layerstore.tree import Tree
 from tests.bench.histories import layer_names

@@ -14,7 +14,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.format.records import make_commit
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from tests.report.chromium import Browser, Page, opened, program
 from tests.report.made_up import STARTED_NS, History, build

@@ -23,9 +23,9 @@ from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.blobs import decode_version, ref_of
 from layerstore.layers import parse_reference
-from layerstore.ops.ingest import Ingested
-from layerstore.ops.refs import resolve
-from layerstore.ops.repaired import Repaired
+from layerstore.ingest.execute import Ingested
+from layerstore.history.references import resolve
+from layerstore.check.repaired import Repaired
 from layerstore.store import Store, init
 from tests.faults.harness import fingerprint, flip
 from tests.stateful.harm import Harm, Owed

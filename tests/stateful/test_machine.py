@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from layerstore.ops import transfer
+from layerstore.ingest import transfer
 from tests.faults.conftest import fast_module_path
 from tests.faults.harness import seeded
 from tests.stateful.lab import Lab, anatomy

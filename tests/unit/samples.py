@@ -33,8 +33,8 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import make_store, open_rooms
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import make_store, open_rooms
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree

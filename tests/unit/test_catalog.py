@@ -17,8 +17,8 @@ from layerstore.format.canonical import Plain, pack, unpack
 from layerstore.format.envelope import MAGIC, Envelope, seal, unseal
 from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
 from layerstore.model import Commit
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage import placement
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.environment import ManifestUnusable
@@ -328,7 +328,7 @@ def flipped_answers(root: Path, position: int) -> subprocess.CompletedProcess[st
 ASK = """
 import sys
 from pathlib import Path
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 rooms = open_rooms(Path(sys.argv[1]), Files())
 print([row.step for row in rooms.catalog.view("sft").visible])

@@ -8,8 +8,8 @@ import pytest
 from layerstore.errors import IntegrityError, NotFound, StorageIO, Unsupported
 from layerstore.format.records import seal_commit
 from layerstore.model import Commit
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from tests.unit import samples

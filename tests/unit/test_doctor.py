@@ -15,8 +15,8 @@ import pytest
 
 import layerstore
 from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
-from layerstore.ops import doctor as ops_doctor
-from layerstore.ops.doctor import Diagnosis, Finding
+from layerstore.check import doctor as ops_doctor
+from layerstore.check.doctor import Diagnosis, Finding
 from layerstore.storage import placement, probes
 from layerstore.storage.files import Files, Room
 from layerstore.storage.racing import Race, race

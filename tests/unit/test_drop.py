@@ -11,7 +11,7 @@ from layerstore import Store
 from layerstore.errors import InvalidInput, NotFound, StorageIO
 from layerstore.format.records import make_commit
 from layerstore.model import Commit, CommitRecord, Fork, LayerEntry, Observed
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from tests.unit.test_verbs import checkpoint, snapshot
 

@@ -21,9 +21,9 @@ from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind
 from layerstore.ops import fill
 from layerstore.ops.composition import compose_latest
-from layerstore.ops.refs import resolve
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.history.references import resolve
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from layerstore.storage.objects import ObjectStore
 from layerstore.tree import Located

@@ -14,9 +14,9 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, StorageIO
 from layerstore.model import Commit, CommitId
 from layerstore.ops import claims, collecting, drop, trims
-from layerstore.ops.hiding import hiding_commit
-from layerstore.ops.refs import resolve
-from layerstore.ops.rooms import Rooms
+from layerstore.publish.hiding import hiding_commit
+from layerstore.history.references import resolve
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.files import Files
 from tests.unit.checkpoints import Checkpoints
 from tests.unit.test_gc import collect, steps

@@ -14,12 +14,12 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.model import BlobRef, Collection, Commit, CommitRecord, LayerVersion
-from layerstore.ops.marking import Marks
-from layerstore.ops.pins import pin
-from layerstore.ops.progress import Progress
-from layerstore.ops.refs import Resolved, resolve
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.gc.mark import Marks
+from layerstore.publish.pins import pin
+from layerstore.progress import Progress
+from layerstore.history.references import Resolved, resolve
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage import garbage
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordName, RecordStore

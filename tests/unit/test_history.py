@@ -17,11 +17,11 @@ from layerstore import Store
 from layerstore.errors import InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
-from layerstore.ops.history import graph, history
+from layerstore.history.graph import graph, history
 from layerstore.ops.queries import LogPage
-from layerstore.ops.refs import find_row, resolve
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.history.references import find_row, resolve
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.manifest import BLOCK_ROWS, RecordRow, row_of

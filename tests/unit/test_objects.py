@@ -10,7 +10,7 @@ import pytest
 from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format.blobs import ref_of
 from layerstore.model import BlobRef, ObjectId
-from layerstore.ops.rooms import Rooms
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.objects import ObjectStore, ObjectWriter
 from tests.faults.harness import flip
 from tests.unit import samples

@@ -7,8 +7,8 @@ import pytest
 
 from layerstore.errors import IntegrityError
 from layerstore.model import BlobRef, ObjectId
-from layerstore.ops.packed import PARTS, NumberedIds, PackedRefs
-from layerstore.ops.sample import parse_sample
+from layerstore.history.packed import PARTS, NumberedIds, PackedRefs
+from layerstore.check.sample import parse_sample
 
 
 def test_what_goes_in_comes_out_once() -> None:

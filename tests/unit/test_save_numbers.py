@@ -9,8 +9,8 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import AlreadyExists, InvalidInput
-from layerstore.ops.rooms import Rooms
-from layerstore.ops.setup import open_rooms
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.manifest import Manifest

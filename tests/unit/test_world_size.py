@@ -18,8 +18,8 @@ from layerstore.format.treecodec import encode
 from layerstore.model import Kind, LayerEntry, ObjectId
 from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import Composition, compose_latest
-from layerstore.ops.progress import Silent
-from layerstore.ops.refs import resolve
+from layerstore.progress import Silent
+from layerstore.history.references import resolve
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3.ptfile import read_pt
 from layerstore.zero3.trees import replace_tensors

@@ -18,8 +18,8 @@ import layerstore
 from layerstore.live.ranks import cpu_environment
 from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import compose_latest
-from layerstore.ops.progress import Silent
-from layerstore.ops.refs import resolve
+from layerstore.progress import Silent
+from layerstore.history.references import resolve
 from tests.environment import REPOSITORY
 from tests.zero3.asked import scenarios_asked
 from tests.zero3.compare import (

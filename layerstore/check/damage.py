@@ -1,0 +1,221 @@
+"""What is wrong with a store, and what that costs: which layers of which commits."""
+
+import errno as errnos
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from layerstore.errors import LayerstoreError, StorageIO, Unsupported
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Observed, Origin, Pin
+from layerstore.history.references import Resolved, references_to
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.manifest import RecordRow, row_of
+from layerstore.storage.runview import RunView
+
+_SHORT_ID_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one commit or pin loses by a damage."""
+
+    holder: str
+    """The commit or pin, as its user calls it."""
+    layers: tuple[str, ...]
+    """Layers whose versions it has lost, in the model's order."""
+    everything: bool
+    """Whether it is lost as a whole: its record, or what a rank has beside the layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One thing that is not as it was written."""
+
+    kind: str
+    """``record``, ``pin``, ``version``, ``state``, ``object``, ``part``, ``collection``, ``index`` or ``stranger``."""
+    id: str
+    path: str
+    reason: str
+    costs: tuple[Cost, ...]
+    """What that costs, by commit and pin."""
+    size_bytes: int | None = None
+    """Of what is in the objects' folder: the size that it should have."""
+    blobs: tuple[BlobRef, ...] = ()
+    """
+    Of an object: the version and state blobs that name it, or it itself if it is one.
+
+    Each with the size that it is named with: who names the same blob with another one has lost nothing.
+    """
+
+    @property
+    def needed_by(self) -> tuple[str, ...]:
+        """Commits and pins that cannot be composed as they are without it."""
+        return tuple(cost.holder for cost in self.costs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A commit or pin that has lost something; its record is not held, there may be very many."""
+
+    row: RecordRow
+    """Of the commit, or of what the pin keeps."""
+    pin: str | None
+    is_shown: bool
+    """Whether anybody can ask for it: a pin, or a commit that none hides."""
+    lost: dict[BlobRef, tuple[str, ...]]
+    """Damaged blobs that it names, each with the layers of it; none of a state."""
+    origins: Mapping[Origin, frozenset[BlobRef]]
+    """The saves that these are of: their checkpoints have what is lost. A composite has layers of several."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that it has lost, in the model's order."""
+        return self.layers_in(self.lost)
+
+    def layers_in(self, blobs: Collection[BlobRef]) -> tuple[str, ...]:
+        """Return the layers that it loses with *blobs*, in the model's order."""
+        gone = {layer for blob in blobs for layer in self.lost.get(blob, ())}
+        return tuple(layer for layer in self.row.layer_names if layer in gone)
+
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether what a rank has beside the layers is lost: then nothing can be composed on top of it."""
+        return not all(self.lost.values())
+
+
+def is_of_bytes(exc: LayerstoreError) -> bool:
+    """Whether *exc* speaks of the bytes that were read: too few descriptors, or no permission, says nothing of them."""
+    return not isinstance(exc, StorageIO) or exc.errno == errnos.EIO
+
+
+def problem_of(read: Callable[[], object]) -> LayerstoreError | None:
+    """Return what is wrong with what *read* reads, once more; None where nothing is."""
+    try:
+        read()
+    except LayerstoreError as exc:
+        return exc
+    return None
+
+
+def has_passed(read: Callable[[], object]) -> bool:
+    """
+    Whether *read*, which has failed, succeeds by now.
+
+    Raises:
+        StorageIO: It fails for want of descriptors or of permission: that says nothing of what is read.
+    """
+    return _problem_of_bytes(read) is None
+
+
+def is_readable(read: Callable[[], object]) -> bool:
+    """Whether *read* succeeds by now, or could with a newer layerstore; raises as `has_passed` does."""
+    problem = _problem_of_bytes(read)
+    return problem is None or isinstance(problem, Unsupported)
+
+
+def _problem_of_bytes(read: Callable[[], object]) -> LayerstoreError | None:
+    problem = problem_of(read)
+    if problem is not None and not is_of_bytes(problem):
+        raise problem
+    return problem
+
+
+def holders_of(rooms: Rooms, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
+    """
+    Return the commits and pins that name one of *blobs*, version or state blobs: all, or *only* one.
+
+    By what their users call them. Every record is read for it.
+    """
+    found: list[Holder] = []
+    views: dict[str, RunView | None] = {}
+    shared: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for row, record, pin in [_as_holder(only)] if only else _all_records(rooms):
+        lost = _lost(record, blobs)
+        if not lost:
+            continue
+        if row.run not in views:
+            views[row.run] = rooms.catalog.find(row.run)
+        view = views[row.run]
+        is_shown = pin is not None or view is None or row.id not in view.hidden
+        slim = row._replace(layer_names=shared.setdefault(row.layer_names, row.layer_names))
+        found.append(Holder(row=slim, pin=pin, is_shown=is_shown, lost=lost, origins=_origins(record, lost)))
+    return dict(zip(_called(rooms, found), found, strict=True))
+
+
+def holder_of_pin(pin: Pin, blobs: Collection[BlobRef]) -> Holder:
+    """Return *pin*, which is not in the store, as one that has lost *blobs*."""
+    row, record, name = _as_holder(Resolved.of_pin(pin))
+    lost = _lost(record, blobs)
+    return Holder(row=row, pin=name, is_shown=True, lost=lost, origins=_origins(record, lost))
+
+
+def _all_records(rooms: Rooms) -> Iterator[tuple[RecordRow, CommitRecord, str | None]]:
+    for run in rooms.records.runs():
+        for name in rooms.records.names(run):
+            try:
+                commit = rooms.records.read(name)
+            except LayerstoreError:
+                continue  # damaged itself, which is told, or collected meanwhile
+            yield _as_holder(Resolved.of_commit(commit))
+    for pin in rooms.records.readable_pins():
+        yield _as_holder(Resolved.of_pin(pin))
+
+
+def _as_holder(resolved: Resolved) -> tuple[RecordRow, CommitRecord, str | None]:
+    observed = Observed(time_ns=resolved.time_ns, bytes_new=0, bytes_reused=0)
+    row = row_of(Commit(id=CommitId(resolved.commit), record=resolved.record, observed=observed))
+    return row, resolved.record, resolved.pin
+
+
+def _lost(record: CommitRecord, blobs: Collection[BlobRef]) -> dict[BlobRef, tuple[str, ...]]:
+    lost: dict[BlobRef, tuple[str, ...]] = {state: () for state in record.states if state in blobs}
+    for entry in record.layers:
+        if entry.version in blobs:
+            lost[entry.version] = (*lost.get(entry.version, ()), entry.layer)
+    return lost
+
+
+def _origins(record: CommitRecord, lost: Collection[BlobRef]) -> dict[Origin, frozenset[BlobRef]]:
+    own = Origin(run=record.run, attempt=record.attempt, step=record.step, save_number=record.save_number)
+    pairs = [*((entry.origin, entry.version) for entry in record.layers), *((own, state) for state in record.states)]
+    found: dict[Origin, frozenset[BlobRef]] = {}
+    for origin, blob in pairs:
+        if blob in lost:
+            found[origin] = found.get(origin, frozenset()) | {blob}
+    return found
+
+
+def _called(rooms: Rooms, holders: Sequence[Holder]) -> list[str]:
+    """Return what users call *holders*; commits that no reference tells apart are followed by their ids."""
+    names = []
+    for holder, reference in zip(holders, references_to(rooms, [holder.row for holder in holders]), strict=True):
+        plain = f"{holder.row.run}@{holder.row.step} (commit {holder.row.id[:_SHORT_ID_DIGITS]}, hidden)"
+        names.append(holder.pin or (reference if holder.is_shown else plain))
+    counts = Counter(names)
+    return [
+        name if counts[name] == 1 else f"{name} (commit {holder.row.id[:_SHORT_ID_DIGITS]})"
+        for holder, name in zip(holders, names, strict=True)
+    ]
+
+
+class Costs:
+    """What the loss of blobs costs *holders*, which are given by what they are called; for many questions."""
+
+    def __init__(self, holders: Mapping[str, Holder]) -> None:
+        self._holders = list(holders.items())
+        self._having: dict[BlobRef, list[int]] = {}
+        for number, holder in enumerate(holders.values()):
+            for blob in holder.lost:
+                self._having.setdefault(blob, []).append(number)
+
+    def __call__(self, blobs: Collection[BlobRef]) -> tuple[Cost, ...]:
+        """Return what the loss of *blobs* costs, in the order of the holders."""
+        lost: dict[int, list[BlobRef]] = {}
+        for blob in blobs:
+            for number in self._having.get(blob, ()):
+                lost.setdefault(number, []).append(blob)
+        return tuple(self._cost(*self._holders[number], lost[number]) for number in sorted(lost))
+
+    def _cost(self, name: str, holder: Holder, blobs: Collection[BlobRef]) -> Cost:
+        everything = any(not holder.lost[blob] for blob in blobs)
+        return Cost(holder=name, layers=holder.layers_in(blobs), everything=everything)

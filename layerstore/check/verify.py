@@ -1,0 +1,393 @@
+"""
+Verify: is everything there, and is every byte as it was written?
+
+Quick: every record, pin and part by its checksum, every blob by its hash, every object by its size,
+and the index against the records. With *read_data* also the bytes of every object, or of a part of them.
+Nothing is changed, and one fault does not hide another.
+
+Memory does not grow with the records: what they name is kept in 28 bytes for each blob and object, and they are read
+once more if, and only if, something is damaged, to tell whose it is.
+"""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from layerstore.errors import PROCESS_ERRNOS, IntegrityError, LayerstoreError, StorageIO
+from layerstore.limits import WORKERS_MAX
+from layerstore.model import BlobRef, CommitRecord, ObjectId
+from layerstore.check.damage import Cost, Costs, Damage, Holder, holders_of
+from layerstore.check.given_up import lost_pins, lost_records
+from layerstore.history.needs import objects_of_state, objects_of_version
+from layerstore.history.packed import PARTS, PackedList, PackedRefs
+from layerstore.progress import Progress
+from layerstore.history.references import Resolved
+from layerstore.storage.rooms import Rooms
+from layerstore.check.sample import Sample
+from layerstore.check.standing import Standing, standing
+from layerstore.storage.checks import missing
+from layerstore.storage.manifest import row_of
+
+Answer = TypeVar("Answer")
+
+# Objects that one thread looks at before it asks for more, and how many such shares wait: enough to keep all busy.
+_SHARE = 64
+_SHARES_MAX = 4 * WORKERS_MAX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a verify found."""
+
+    damaged: tuple[Damage, ...]
+    hidden: tuple[Damage, ...]
+    """What only commits need that nobody can ask for: it harms nothing, and goes with them at the next collection."""
+    standing: Standing
+    """What the damage leaves."""
+    quarantined: tuple[str, ...]
+    """Records and pins in quarantine that hold collections back, as a user gives them up."""
+    orphans: int
+    """Objects that nothing names: harmless, collected later."""
+    records: int
+    """Commits and pins that were read."""
+    objects: int
+    objects_read: int
+    bytes_read: int
+    sample: str | None
+    """Which part of the objects was read, if not all; with these words the same one is read again."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged, and nothing is lost that nobody has given up."""
+        return not (self.damaged or self.quarantined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fault:
+    """A damage whose costs are not known yet."""
+
+    kind: str
+    id: str
+    path: str
+    reason: str
+    size_bytes: int | None = None
+    blobs: tuple[BlobRef, ...] = ()
+    costs: tuple[Cost, ...] = ()
+
+
+@dataclass(slots=True)
+class _Named:
+    """Everything that records, pins and parts name; shared by threads."""
+
+    versions: PackedRefs = field(default_factory=PackedRefs)
+    """Each with the numbers of the layers that records have it as."""
+    states: PackedRefs = field(default_factory=PackedRefs)
+    objects: PackedRefs = field(default_factory=PackedRefs)
+    """Each with the numbers of the blobs that name it."""
+    under_way: PackedRefs = field(default_factory=PackedRefs)
+    """What parts name: a save that is not complete yet."""
+    layers: dict[str, int] = field(default_factory=dict)
+    blobs: PackedList = field(default_factory=PackedList)
+    """The blobs that name objects, by number."""
+    faults: list[_Fault] = field(default_factory=list)
+    records: int = 0
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, fault: _Fault) -> None:
+        """Keep *fault*."""
+        with self.guard:
+            self.faults.append(fault)
+
+    def blobs_of(self, numbers: Iterable[int]) -> tuple[BlobRef, ...]:
+        """Return the blobs of these *numbers*."""
+        return tuple(self.blobs[number] for number in numbers)
+
+
+def verify(
+    rooms: Rooms,
+    *,
+    only: Resolved | None = None,
+    read_data: bool = False,
+    sample: Sample | None = None,
+    also_read: Collection[ObjectId] = (),
+    progress: Progress,
+) -> Verdict:
+    """
+    Check the store, or what *only* needs; return everything that is wrong.
+
+    With a *sample* that much is read; the objects *also_read* are read in any case.
+    """
+    named = _Named()
+    if only is None:
+        _read_records(rooms, named, progress)
+        _read_pins(rooms, named)
+        _read_beside(rooms, named)
+    else:
+        _name_all(named, "record", only.record, _called(only), "")
+    _read_blobs(rooms, named, progress)
+    counted = _check_objects(
+        rooms, named, reads=_reader(read_data, sample, also_read), whole=only is None, progress=progress
+    )
+    holders = _holders(rooms, named, only)
+    damaged, hidden = _judged(named.faults, holders)
+    return Verdict(
+        damaged=damaged,
+        hidden=hidden,
+        standing=standing(rooms, holders, _lost_blobs(damaged)),
+        quarantined=_quarantined(rooms) if only is None else (),
+        orphans=counted.orphans,
+        records=named.records,
+        objects=counted.objects,
+        objects_read=counted.objects_read,
+        bytes_read=counted.bytes_read,
+        sample=sample.words if sample is not None else None,
+    )
+
+
+def _reader(read_data: bool, sample: Sample | None, also_read: Collection[ObjectId]) -> Callable[[BlobRef], bool]:
+    if sample is not None:
+        return sample.__contains__
+    return lambda ref: read_data or ref.id in also_read
+
+
+def _called(resolved: Resolved) -> str:
+    return resolved.pin or f"{resolved.record.run}@{resolved.record.step}"
+
+
+# -- what is named -------------------------------------------------------------------------------------------------
+
+
+def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
+    """Read every record; hold it against the index, and note what it names."""
+    runs = rooms.records.runs()
+    for run in runs:
+        indexed = rooms.catalog.indexed(run)
+        names = rooms.records.names(run)
+        progress.start(f"records of {run}", len(names))
+        for name in names:
+            path = rooms.layout.record(name.run, name.step, name.id)
+            called = f"{name.run}@{name.step}"
+            try:
+                commit = _twice(partial(rooms.records.read, name))
+            except LayerstoreError as exc:
+                if rooms.files.exists(path):  # else collected meanwhile, or vanished, which is told below
+                    named.note(_lost_record("record", name.id, rooms.layout.name(path), exc, called))
+                continue
+            progress.advance(1)
+            _name_all(named, "record", commit.record, called, rooms.layout.name(path))
+            row = indexed.get(path.name)
+            if row is not None and row != row_of(commit):
+                problem = f"the index tells {called} differently than its record does"
+                named.note(_Fault(kind="index", id=run, path="manifest", reason=problem))
+    for run in sorted({*runs, *rooms.catalog.remembered_runs()}):
+        for name in rooms.catalog.vanished(run):
+            gone = IntegrityError("the record has vanished; the index remembers it")
+            path = rooms.layout.record(name.run, name.step, name.id)
+            named.note(_lost_record("record", name.id, rooms.layout.name(path), gone, f"{name.run}@{name.step}"))
+
+
+def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, called: str) -> _Fault:
+    cost = Cost(holder=called, layers=(), everything=True)
+    return _Fault(kind=kind, id=name, path=path, reason=_reason(problem), costs=(cost,))
+
+
+def _reason(problem: LayerstoreError) -> str:
+    """Return why something is called damaged; raise what is no fault of its own."""
+    if isinstance(problem, StorageIO) and problem.errno in PROCESS_ERRNOS:
+        raise problem
+    return str(problem)
+
+
+def _name_all(named: _Named, kind: str, record: CommitRecord, called: str, path: str) -> None:
+    named.records += 1
+    try:
+        for entry in record.layers:
+            named.versions.add(entry.version, named.layers.setdefault(entry.layer, len(named.layers)))
+        for state in record.states:
+            named.states.add(state)
+    except IntegrityError as exc:
+        named.note(_lost_record(kind, called, path, exc, called))
+
+
+def _read_pins(rooms: Rooms, named: _Named) -> None:
+    for name in rooms.records.pin_names():
+        path = rooms.layout.pin(name)
+        try:
+            pin = _twice(partial(rooms.records.read_pin, name))
+        except LayerstoreError as exc:
+            if rooms.files.exists(path):  # else deleted meanwhile
+                named.note(_lost_record("pin", name, rooms.layout.name(path), exc, name))
+        else:
+            _name_all(named, "pin", pin.record, name, rooms.layout.name(path))
+
+
+def _read_beside(rooms: Rooms, named: _Named) -> None:
+    """Look at what is no commit: strangers, parts of saves under way, and logs of collections."""
+    for stranger in rooms.records.strangers():
+        problem = IntegrityError("it is not a record or a pin, and nothing reads it")
+        named.note(_Fault(kind="stranger", id=stranger.name, path=rooms.layout.name(stranger), reason=str(problem)))
+    for path, part in rooms.parts.all():
+        if isinstance(part, LayerstoreError):
+            reason = f"{part}; its save will be given up"
+            named.note(_Fault(kind="part", id=path.name, path=rooms.layout.name(path), reason=reason))
+            continue
+        refs = [stored.ref for layer in part.layers for stored in layer.objects]
+        for ref in (*refs, *([] if part.state is None else [part.state])):
+            named.under_way.add(ref)
+    for path, why in rooms.garbage.damaged_plans():
+        reason = f"{why}; what this collection removed may be called vanished"
+        named.note(_Fault(kind="collection", id=path.name, path=rooms.layout.name(path), reason=reason))
+
+
+def _read_blobs(rooms: Rooms, named: _Named, progress: Progress) -> None:
+    """Read every version and state blob once; note all objects that they name."""
+    layers = list(named.layers)
+
+    def of_version(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
+        version = rooms.version(ref)
+        for number in numbers:
+            if version.layer != layers[number]:
+                raise IntegrityError(
+                    f"version {ref.id} is of layer {version.layer!r}, a commit has it as {layers[number]!r}"
+                )
+        return objects_of_version(version)
+
+    def of_state(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
+        return objects_of_state(rooms.state(ref))
+
+    for kind, blobs, objects_of in (("version", named.versions, of_version), ("state", named.states, of_state)):
+        progress.start(f"{kind} blobs", 0)
+        for ref, numbers in blobs:
+            number = named.blobs.append(ref)
+            progress.advance(ref.size_bytes)
+            try:
+                for each in _twice(partial(objects_of, ref, numbers)):
+                    named.objects.add(each, number)
+            except LayerstoreError as exc:
+                named.note(_lost_object(rooms, kind, ref, exc, (ref,)))
+
+
+def _lost_object(rooms: Rooms, kind: str, ref: BlobRef, problem: LayerstoreError, blobs: tuple[BlobRef, ...]) -> _Fault:
+    path = rooms.layout.object_name(ref.id)
+    return _Fault(kind=kind, id=ref.id, path=path, reason=_reason(problem), size_bytes=ref.size_bytes, blobs=blobs)
+
+
+# -- what is there -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Counted:
+    objects: int = 0
+    objects_read: int = 0
+    bytes_read: int = 0
+    orphans: int = 0
+
+
+def _check_objects(
+    rooms: Rooms, named: _Named, *, reads: Callable[[BlobRef], bool], whole: bool, progress: Progress
+) -> _Counted:
+    """Look at every object that is named, and read those that *reads* says; count what nothing names."""
+    counted = _Counted()
+    known = {(fault.id, fault.size_bytes) for fault in named.faults}
+    to_read = [ref.size_bytes for ref in _refs(named) if reads(ref)]
+    counted.objects_read, counted.bytes_read = len(to_read), sum(to_read)
+    progress.start("verify", counted.bytes_read)
+
+    def check(refs: Sequence[tuple[BlobRef, list[int] | None]]) -> None:
+        for ref, numbers in refs:
+            try:
+                if rooms.objects.find(ref) is None:
+                    raise missing(ref)
+                if reads(ref):
+                    _twice(partial(rooms.objects.verify, ref))
+                    progress.advance(ref.size_bytes)
+            except LayerstoreError as exc:
+                owners = (ref,) if numbers is None else named.blobs_of(numbers)
+                named.note(_lost_object(rooms, "object", ref, exc, owners))
+
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+        for at in range(PARTS):
+            # The blobs themselves have just been read; with the data they count like all others.
+            own = {ref: None for each in (named.versions, named.states) for ref in each.part(at)}
+            refs: dict[BlobRef, list[int] | None] = {**own, **named.objects.part(at)}
+            counted.objects += len(refs)
+            sound = [(ref, numbers) for ref, numbers in refs.items() if (ref.id, ref.size_bytes) not in known]
+            share = 1 if counted.bytes_read else _SHARE
+            for start in range(0, len(sound), share):
+                if len(waiting) == _SHARES_MAX:
+                    waiting.popleft().result()
+                waiting.append(pool.submit(check, sound[start : start + share]))
+            if whole:
+                ids = {ref.id for ref in (*refs, *named.under_way.part(at))}
+                counted.orphans += sum(name not in ids for name in rooms.objects.ids_in(f"{at:02x}"))
+        for each in waiting:
+            each.result()
+    return counted
+
+
+def _refs(named: _Named) -> Iterator[BlobRef]:
+    for at in range(PARTS):
+        yield from {ref: None for each in (named.versions, named.states, named.objects) for ref in each.part(at)}
+
+
+def _twice(read: Callable[[], Answer]) -> Answer:
+    """Read once more what seems damaged: a passing fault of memory or bus is not the disk's."""
+    try:
+        return read()
+    except LayerstoreError:
+        return read()
+
+
+# -- what that costs -----------------------------------------------------------------------------------------------
+
+
+def _holders(rooms: Rooms, named: _Named, only: Resolved | None) -> dict[str, Holder]:
+    blobs = {blob for fault in named.faults for blob in fault.blobs}
+    return holders_of(rooms, blobs, only=only) if blobs else {}
+
+
+def _judged(faults: Iterable[_Fault], holders: dict[str, Holder]) -> tuple[tuple[Damage, ...], tuple[Damage, ...]]:
+    """Return the damage, and what of it only hidden commits need; what nothing needs any more is none."""
+    damaged: list[Damage] = []
+    hidden: list[Damage] = []
+    costs_of = Costs(holders)
+    known: dict[tuple[BlobRef, ...], tuple[Cost, ...]] = {}
+    for fault in faults:
+        if fault.blobs and fault.blobs not in known:
+            known[fault.blobs] = costs_of(fault.blobs)
+        costs = known[fault.blobs] if fault.blobs else fault.costs
+        if fault.blobs and not costs:
+            continue  # collected meanwhile, with all that needed it
+        is_shown = not fault.blobs or any(holders[cost.holder].is_shown for cost in costs)
+        (damaged if is_shown else hidden).append(
+            Damage(
+                kind=fault.kind,
+                id=fault.id,
+                path=fault.path,
+                reason=fault.reason,
+                costs=costs,
+                size_bytes=fault.size_bytes,
+                blobs=fault.blobs,
+            )
+        )
+    return tuple(damaged), tuple(hidden)
+
+
+def _lost_blobs(damaged: Iterable[Damage]) -> dict[BlobRef, list[ObjectId]]:
+    """Return the blobs that are hurt, each with what it has lost."""
+    found: dict[BlobRef, list[ObjectId]] = {}
+    for damage, blob in itertools.chain.from_iterable(((each, blob) for blob in each.blobs) for each in damaged):
+        found.setdefault(blob, []).append(ObjectId(damage.id))
+    return found
+
+
+def _quarantined(rooms: Rooms) -> tuple[str, ...]:
+    records = (f"{lost.name.run}@{lost.name.step}" for lost in lost_records(rooms))
+    pins = (lost.name for lost in lost_pins(rooms))
+    return tuple(sorted({*records, *pins}))

@@ -1,0 +1,241 @@
+"""
+What is needed, found out from the records, pins and open parts themselves: never from the index.
+
+Whatever cannot be read stops it: what that needs is not known.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, NotFound
+from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
+from layerstore.layers import typed
+from layerstore.limits import BLOB_BYTES_MAX
+from layerstore.model import BlobRef, CommitId, ObjectId, Pin, Saving
+from layerstore.check.given_up import given_up_by, is_hidden
+from layerstore.history.needs import Needs
+from layerstore.progress import Progress
+from layerstore.history.references import references_to
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.checks import missing
+from layerstore.storage.commits import RecordName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unneeded:
+    """An object that nothing needs, or only what is too young to go."""
+
+    ref: BlobRef
+    path: Path
+    is_young: bool
+    """Whether somebody may be about to name it."""
+
+
+_NAMED, _SPARED = 0, 1
+"""Why something is needed: a record, pin or part names it, or only a young blob does."""
+
+
+class Marks:
+    """What is needed, as far as has been looked; looking again finds what has come since."""
+
+    def __init__(self, rooms: Rooms, *, old_before_ns: int, dead_before_ns: int) -> None:
+        self._rooms = rooms
+        self._seen: set[RecordName] = set()
+        self._seen_pins: set[str] = set()
+        self._old_before_ns = old_before_ns
+        self._dead_before_ns = dead_before_ns
+        self.needs = Needs(rooms)
+        self.dead_sessions: list[str] = []
+        """Those in which nothing was done for so long that nobody will join their parts."""
+
+    def look(
+        self, progress: Progress, *, without: Set[RecordName] = frozenset(), has_to_be_whole: bool = False
+    ) -> None:
+        """
+        Note what is needed by all that is there and was not seen yet, but for the records *without*.
+
+        In the order in which a save goes from one to the next, so that what moves on meanwhile is seen all the same.
+        A record that was removed and is there again was saved again: the look after that is without no record.
+
+        Raises:
+            IntegrityError: Something cannot be read, or, where it *has_to_be_whole*, is missing or cut short.
+        """
+        self._mark_parts()
+        self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
+        for pin in readable_pins(self._rooms):
+            with named(f"pin {pin.name!r}"):
+                new = self.needs.add_record(pin.record)
+            if has_to_be_whole:
+                self.check_whole(new, of=pin)
+            self._seen_pins.add(pin.name)
+        self._check_quarantine(without)
+
+    def check_whole(self, refs: Iterable[BlobRef], *, of: Saving | Pin) -> None:
+        """
+        Make sure that *refs*, which *of* needs, are there with all their bytes; one that lies aside is.
+
+        What is to stay may be the only one that is hurt: the others must not go for its sake. Parts are not looked at:
+        whoever wrote one has only just seen to its objects.
+
+        Raises:
+            IntegrityError: One is missing, or of another size.
+        """
+        for ref in refs:
+            try:
+                if self._rooms.objects.find(ref) is None:
+                    raise missing(ref)
+            except IntegrityError as exc:
+                if isinstance(of, Pin):
+                    called, command = f"pin {of.name!r}", given_up_by(of.name)
+                else:
+                    called = references_to(self._rooms, [of])[0]
+                    command = f"layerstore drop {typed(called)}"
+                raise IntegrityError(
+                    f"{called} is to stay and is not whole: {exc}",
+                    hint=f"layerstore verify lists the damage, layerstore repair heals it; {command} gives it up",
+                ) from exc
+
+    def _check_quarantine(self, without: Set[RecordName]) -> None:
+        """Stop where something was taken out of the way that is needed; after the listings, from which it may come."""
+        for record in self._rooms.quarantine.records():
+            is_settled = record.name in self._seen or record.name in without
+            if not is_settled and not is_hidden(self._rooms, record.name):
+                raise _held_back(f"{record.name.run}@{record.name.step}")
+        for pin in self._rooms.quarantine.pins():
+            if pin.name not in self._seen_pins:
+                raise _held_back(pin.name)
+
+    def _mark_parts(self) -> None:
+        self.dead_sessions.clear()  # one may have come to life again
+        for session in self._rooms.parts.sessions():
+            if self._rooms.parts.modified_ns(session) < self._dead_before_ns:
+                self.dead_sessions.append(session)
+                continue
+            for part in self._rooms.parts.of_session(session):
+                with named(f"save {part.save} of session {session[:12]}"):
+                    self.needs.add_part(part)
+
+    def _mark_records(self, progress: Progress, without: Set[RecordName], *, has_to_be_whole: bool) -> None:
+        for run in self._rooms.records.runs():
+            for name in self._rooms.records.names(run):
+                if name in self._seen or name in without:
+                    continue
+                with named(f"{name.run}@{name.step}"):
+                    record = self._rooms.records.read(name).record
+                    new = self.needs.add_record(record)
+                if has_to_be_whole:
+                    self.check_whole(new, of=record)
+                self._seen.add(name)
+                progress.advance(1)
+
+    # -- what is not -----------------------------------------------------------------------------------------------
+
+    def unneeded(self) -> Iterator[Unneeded]:
+        """Yield what nothing needs of all objects at their places, folder by folder; what young blobs name is young."""
+        for each in self._loose():  # all of them first: what one names may come before it
+            if each.is_young:
+                self.spare(each.ref)
+        yield from self._loose()
+
+    def doomed(self) -> Iterator[Unneeded]:
+        """Yield those of them that are old; what was touched since they were listed last is young by now."""
+        for each in self._loose():
+            if each.is_young:
+                self.spare(each.ref)
+            else:
+                yield each
+
+    def _loose(self) -> Iterator[Unneeded]:
+        for object_id, path in self._rooms.objects.ids():
+            if self.needs.number(object_id) != _NAMED and (found := self._look_at(object_id, path)):
+                yield found
+
+    def aside(self, collection_id: str) -> Iterator[Unneeded]:
+        """Yield what a collection has moved aside and nothing needs."""
+        for object_id, path in self._rooms.garbage.objects_aside(collection_id):
+            if object_id not in self.needs and (found := self._look_at(object_id, path)):
+                yield found
+
+    def is_needed(self, object_id: ObjectId, path: Path) -> bool:
+        """Whether what lies aside at *path* is to go back to its place: what was touched since is, too."""
+        return object_id in self.needs or (self._rooms.files.modified_ns(path) or 0) >= self._old_before_ns
+
+    def _look_at(self, object_id: ObjectId, path: Path) -> Unneeded | None:
+        state = self._rooms.files.state(path)
+        if state is None:
+            return None  # gone meanwhile
+        return Unneeded(
+            ref=BlobRef(id=object_id, size_bytes=state.size_bytes),
+            path=path,
+            is_young=state.modified_ns >= self._old_before_ns or object_id in self.needs,
+        )
+
+    def spare(self, ref: BlobRef) -> None:
+        """
+        Note what *ref* names, if it is a version or state blob.
+
+        A young one stands for a record that is about to name it: whoever makes that has only claimed the blob.
+
+        Raises:
+            StorageIO: It cannot be read just now, so what it names would be taken for unneeded.
+        """
+        if ref.size_bytes > BLOB_BYTES_MAX or ref.id in self.needs:
+            return
+        try:
+            with self._rooms.objects.open(ref) as file:
+                magic = file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes))
+            if magic == VERSION_MAGIC:
+                self.needs.add_version(ref, number=_SPARED)
+            elif magic == STATE_MAGIC:
+                self.needs.add_state(ref, number=_SPARED)
+        except IntegrityError:
+            return  # damaged, and named by nothing: nobody can be about to commit it
+
+
+def pinned_commits(rooms: Rooms) -> dict[CommitId, str]:
+    """Return the commits that pins name as they stand; a pinned composite keeps its own layers, not its base."""
+    found = {}
+    for pin in readable_pins(rooms):
+        name = RecordName(pin.record.run, pin.record.step, pin.base)
+        if name in rooms.records.names(name.run) and rooms.records.read(name).record.layers == pin.record.layers:
+            found[pin.base] = pin.name
+    return found
+
+
+def readable_pins(rooms: Rooms) -> Iterator[Pin]:
+    """Yield every pin; raises IntegrityError at one that is damaged."""
+    for name in rooms.records.pin_names():
+        with contextlib.suppress(NotFound):  # deleted meanwhile
+            yield rooms.records.read_pin(name)
+
+
+@contextlib.contextmanager
+def named(called: str) -> Iterator[None]:
+    """Say of a damage whose it is."""
+    try:
+        yield
+    except IntegrityError as exc:
+        raise IntegrityError(
+            f"what {called} needs is not known: {exc}",
+            hint="layerstore verify lists the damage",
+        ) from exc
+
+
+@contextlib.contextmanager
+def concluding(outcome: str) -> Iterator[None]:
+    """Say of a damage what it means for the collection that found it."""
+    try:
+        yield
+    except IntegrityError as exc:
+        exc.message = f"{exc.message}; {outcome}"
+        raise
+
+
+def _held_back(name: str) -> IntegrityError:
+    called = name if "@" in name else f"pin {name!r}"
+    return IntegrityError(
+        f"what {called} needs is not known: a repair has put it into quarantine",
+        hint=f"{given_up_by(name)} gives it up; layerstore repair --from COPY may heal it",
+    )

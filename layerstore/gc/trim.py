@@ -1,0 +1,99 @@
+"""A commit without its moments: weights and masters stay for ever, what only a resume needs goes."""
+
+from dataclasses import dataclass, replace
+
+from layerstore.errors import IntegrityError, LayoutMismatch
+from layerstore.format.blobs import encode_version, ref_of
+from layerstore.format.records import WITHOUT_MOMENTS, make_commit
+from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.history.needs import Needs
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.manifest import RecordRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trim:
+    """The commit that takes the place of one with moments."""
+
+    commit: Commit
+    versions: dict[BlobRef, bytes]
+    """Version blobs that it names, with their bytes."""
+    objects: tuple[BlobRef, ...]
+    """What these name."""
+
+
+def has_moments(rooms: Rooms, record: CommitRecord) -> bool:
+    """Whether there is anything of *record* that could be dropped; most tell by their first layer."""
+    return WITHOUT_MOMENTS not in record.flags and any(
+        stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in rooms.version_of(entry).objects
+    )
+
+
+def without_moments(version: LayerVersion) -> LayerVersion:
+    """Return what a collection that drops moments leaves of *version*."""
+    return replace(version, objects=tuple(each for each in version.objects if each.kind is not Kind.OPTIMIZER))
+
+
+def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
+    """Return what takes the place of *commit*, which has moments."""
+    record = commit.record
+    entries: list[LayerEntry] = []
+    versions: dict[BlobRef, bytes] = {}
+    objects: list[BlobRef] = []
+    for entry in record.layers:
+        bare = without_moments(rooms.version_of(entry))
+        data = encode_version(bare)
+        versions[ref_of(data)] = data
+        objects += [stored.ref for stored in bare.objects]
+        entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
+    trimmed = replace(
+        record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
+    )
+    # Saved when the other was: rules about age go on as before.
+    observed = replace(commit.observed, bytes_new=0, bytes_reused=0)
+    return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
+
+
+def saved_ns(rooms: Rooms, commit: Commit) -> int:
+    """
+    Return when *commit* was saved: the younger of its record's time and its file's.
+
+    A node whose clock stands still writes old times; the file has the disk's, by which now is told, too. But the file
+    of a commit without moments is as young as the collection that dropped them.
+    """
+    record = commit.record
+    if WITHOUT_MOMENTS in record.flags:
+        return commit.observed.time_ns
+    path = rooms.layout.record(record.run, record.step, commit.id)
+    return max(commit.observed.time_ns, rooms.files.modified_ns(path) or 0)
+
+
+def lacks_moments(rooms: Rooms, row: RecordRow) -> bool:
+    """Whether a collection has dropped the moments of *row*; of a damaged record that is not known."""
+    try:
+        return WITHOUT_MOMENTS in rooms.catalog.commit(row.name).record.flags
+    except IntegrityError:
+        return False
+
+
+def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
+    """Note what *trim* will need once it is there; return what of it is there by now and was not needed before."""
+    needs.add(trim.versions)
+    new = needs.add(trim.objects)
+    for state in trim.commit.record.states:
+        new += needs.add_state(state)
+    return new
+
+
+def check_has_moments(record: CommitRecord, *, called: str) -> None:
+    """
+    Make sure that *record* can be resumed from.
+
+    Raises:
+        LayoutMismatch: A collection has dropped its moments.
+    """
+    if WITHOUT_MOMENTS in record.flags:
+        raise LayoutMismatch(
+            f"{called} has no optimizer moments any more: a collection has dropped them",
+            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR; or choose a newer step",
+        )

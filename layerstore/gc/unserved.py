@@ -1,0 +1,71 @@
+"""What a kept step can no longer be asked for, once others are gone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from layerstore.model import BlobRef
+from layerstore.ops.composition import compose_by_policy
+from layerstore.history.needs import Needs
+from layerstore.history.references import Resolved, references_to
+from layerstore.gc.retention import RunPlan
+from layerstore.storage.rooms import Rooms
+from layerstore.policy import Filter, Parity, Policy
+from layerstore.storage.manifest import COUNTED, RecordRow
+from layerstore.storage.runview import RunView
+
+# What people ask of full checkpoints. A commit that was saved selectively is a composite itself, and kept as one.
+ASKED_FOR: tuple[Policy, ...] = (Parity(), Filter())
+
+# The newest kept steps are looked at; each costs some milliseconds.
+_STEPS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unserved:
+    """A composite that would not be the same any more."""
+
+    reference: str
+    """The kept step."""
+    policy: str
+    layers: int
+    """How many layers would come from other saves than now."""
+
+
+def unserved(rooms: Rooms, planned: Iterable[tuple[RunView, RunPlan]], *, needs: Needs) -> tuple[Unserved, ...]:
+    """Return which composites the newest kept steps of every run would lose with what goes; *needs* is what stays."""
+    found: list[Unserved] = []
+    for view, plan in planned:
+        visible = [fate for fate in plan.fates if fate.is_visible]
+        going = {fate.row.id for fate in plan.fates if fate.goes}
+        if not going:
+            continue
+        rows = {name: row for name, row in view.rows.items() if name not in going}
+        rows |= {fate.row.id: _without_moments(fate.row) for fate in visible if fate.loses_moments}
+        left = replace(view, rows=rows)
+        kept = [fate.row for fate in visible if not fate.goes and all(fate.row.saved)]
+        kept = kept[:_STEPS_MAX]
+        for row, reference in zip(kept, references_to(rooms, kept), strict=True):
+            found += _lost(rooms, row, reference, before=view, after=left, needs=needs)
+    return tuple(found)
+
+
+def versions_by(rooms: Rooms, resolved: Resolved, policy: Policy, view: RunView | None) -> dict[str, BlobRef]:
+    """Return the version of each layer that *policy* takes on top of *resolved*, if its run stands as in *view*."""
+    return {entry.layer: entry.version for entry in compose_by_policy(rooms, resolved, policy, view=view).layers}
+
+
+def _without_moments(row: RecordRow) -> RecordRow:
+    return row._replace(flags=bytes(flag & ~COUNTED for flag in row.flags))
+
+
+def _lost(
+    rooms: Rooms, row: RecordRow, reference: str, *, before: RunView, after: RunView, needs: Needs
+) -> Iterable[Unserved]:
+    commit = rooms.catalog.commit(row.name)
+    resolved = Resolved.of_commit(commit)
+    for policy in ASKED_FOR:
+        now, then = (versions_by(rooms, resolved, policy, view) for view in (before, after))
+        # What an attempt was resumed from may go though the save that says so stays.
+        changed = sum(then[layer] != version or version.id not in needs for layer, version in now.items())
+        if changed:
+            yield Unserved(reference=reference, policy=policy.name, layers=changed)

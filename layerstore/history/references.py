@@ -1,0 +1,237 @@
+"""
+References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to the one commit they mean.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Self
+
+from layerstore.errors import Conflict, InvalidInput, NotFound
+from layerstore.format.records import commit_id
+from layerstore.layers import Reference, parse_reference, typed
+from layerstore.model import Commit, CommitRecord, Pin, Saving
+from layerstore.nearest import did_you_mean
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.manifest import RecordRow
+from layerstore.storage.runview import RunView
+
+# As `log` shows them, or longer. Less of one is never taken for it, but may have been meant.
+_COMMIT_ID = re.compile("[0-9a-f]{12,32}")
+_PART_OF_ID = re.compile("[0-9a-f]{4,11}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What a reference means."""
+
+    record: CommitRecord
+    commit: str
+    """The id of the commit, or of a pin's base."""
+    pin: str | None
+    """The pin's name, if it was one."""
+    time_ns: int
+    """When the commit was written, by its writer's clock."""
+
+    @classmethod
+    def of_commit(cls, commit: Commit) -> Self:
+        """Return what a reference to *commit* means."""
+        return cls(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
+
+    @classmethod
+    def of_pin(cls, pin: Pin) -> Self:
+        """Return what the name of *pin* means."""
+        return cls(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it is a pin of a composite of several saves."""
+        return self.pin is not None and is_mixture(self.record, self.commit)
+
+
+def is_mixture(record: CommitRecord, base: str) -> bool:
+    """Whether *record*, which a pin keeps, is no commit but a mixture of several saves on top of *base*."""
+    is_composite = record.policy.name != "latest" and commit_id(record) != base
+    return is_composite and len({entry.origin for entry in record.layers}) > 1
+
+
+def only_run(rooms: Rooms) -> str:
+    """Return the store's only run; raises InvalidInput listing them where there are several."""
+    runs = rooms.catalog.runs()
+    if not runs:
+        raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
+    if len(runs) > 1:
+        # A run of which everything was dropped is none that could be meant.
+        runs = [run for run in runs if not is_dropped(rooms.catalog.view(run))] or runs[:1]
+    if len(runs) > 1:
+        more = ", …" if len(runs) > 10 else ""
+        raise InvalidInput(
+            f"the store holds {len(runs)} runs: {', '.join(runs[:10])}{more}", hint="name one: RUN or RUN@STEP"
+        )
+    return runs[0]
+
+
+def is_dropped(view: RunView) -> bool:
+    """Whether every commit of the run is hidden, none of them by damage."""
+    return not view.visible and not view.damaged
+
+
+def resolve(rooms: Rooms, text: str | None) -> Resolved:
+    """
+    Return the record that *text* means; None means the tip of the store's only run.
+
+    Raises:
+        NotFound: There is no such run, attempt, step or pin; the message says what there is.
+        Conflict: Two commits of that step stand side by side.
+    """
+    found = locate(rooms, only_run(rooms) if text is None else text, pins=rooms.records.pin_names())
+    if isinstance(found, Resolved):
+        return found
+    return Resolved.of_commit(rooms.catalog.commit(found.name))
+
+
+def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Resolved:
+    """Return the row of the commit that *text* means, or what one of *pins* means; raises as ``resolve`` does."""
+    reference = parse_reference(text)
+    if reference.name in pins and not rooms.records.names(reference.name):
+        if reference.back or reference.step is not None:
+            raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
+        return Resolved.of_pin(rooms.records.read_pin(reference.name))
+    if _COMMIT_ID.fullmatch(text) and not rooms.records.names(text):
+        return _by_id(rooms, text)
+    if _PART_OF_ID.fullmatch(text) and not rooms.records.names(text) and (meant := _begins_with(rooms, text)):
+        raise NotFound(
+            f"there is no run {text!r} in this store; of a commit's id 12 digits are needed",
+            hint=did_you_mean(row.id[:12] for row in meant[:3]),
+        )
+    return find_row(rooms.catalog.view(reference.name), reference)
+
+
+def _by_id(rooms: Rooms, text: str) -> RecordRow:
+    """Return the visible commit whose id begins with *text*: what no reference to a step can tell from another."""
+    found = _begins_with(rooms, text)
+    if len(found) != 1:
+        raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
+    return found[0]
+
+
+def _begins_with(rooms: Rooms, text: str) -> list[RecordRow]:
+    """Return the visible commits whose ids begin with *text*."""
+    views = (rooms.catalog.view(run) for run in rooms.catalog.runs())
+    return [row for view in views for row in view.visible if row.id.startswith(text)]
+
+
+def find_row(view: RunView, reference: Reference) -> RecordRow:
+    """Return the row of *view* that *reference* means."""
+    attempts = view.attempts
+    if not attempts:
+        _raise_damaged(view)
+        raise NotFound(
+            f"run {view.run!r} has no visible commit: all were dropped", hint="ingest one of its checkpoints again"
+        )
+    if reference.back >= len(attempts):
+        _raise_damaged(view)
+        raise NotFound(
+            f"run {view.run!r} has no attempt ~{reference.back}: ~N counts attempts back from the newest, "
+            f"and it has {len(attempts)}",
+            hint=f"layerstore log {typed(view.run)}; a step is named {view.run}@STEP",
+        )
+    attempt = attempts[-1 - reference.back]
+    step = reference.step if reference.step is not None else next(view.history(attempt)).step
+    _check_undamaged(view, step, tip=reference.step is None)
+    found = list(takewhile(lambda row: row.step == step, view.history(attempt, step=step)))
+    if not found:
+        raise _no_such_step(view, reference, attempt)
+    return _only(view, found)
+
+
+def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
+    """
+    Raise if a damaged record of *step*, or of a later one where the *tip* is asked for, may be what is meant.
+
+    It may also supersede the sound one beside it: what it hides must not come back in silence.
+    """
+    for name, problem in view.damaged.items():
+        if name.step == step or (tip and name.step > step):
+            raise problem
+
+
+def _raise_damaged(view: RunView) -> None:
+    for problem in view.damaged.values():
+        raise problem
+
+
+def _only(view: RunView, rows: list[RecordRow]) -> RecordRow:
+    newest = [row for row in rows if row.attempt == max(other.attempt for other in rows)]
+    if len(newest) > 1:
+        ids = ", ".join(row.id[:12] for row in newest)
+        raise Conflict(
+            f"{view.run}@{newest[0].step} is ambiguous: commits {ids} stand side by side",
+            hint=f"layerstore drop {newest[0].id[:12]} hides one of them; a commit's id names it everywhere",
+        )
+    return newest[0]
+
+
+def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exception:
+    elsewhere = [row for row in view.visible if row.step == reference.step]
+    if elsewhere:
+        back = len(view.attempts) - 1 - view.attempts.index(elsewhere[-1].attempt)
+        return NotFound(
+            f"{view.run}@{reference.step} belongs to an earlier attempt",
+            hint=f"{view.run}~{back}@{reference.step} names it",
+        )
+    rows = list(view.history(attempt))[::-1]
+    steps = [str(row.step) for row in rows]
+    shown = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "…", *steps[-5:]])
+    asked = f"{view.run}~{reference.back}" if reference.back else view.run
+    meant = [f"{asked}@{step}" for step in _around(reference.step or 0, [row.step for row in rows])]
+    hint = did_you_mean(meant, else_=f"steps here: {shown}")
+    return NotFound(f"run {view.run!r} has no step {reference.step}", hint=hint)
+
+
+def _around(step: int, steps: list[int]) -> list[int]:
+    """Return the last of *steps* before *step* and the first after it, as far as there are any."""
+    place = bisect_left(steps, step)
+    return steps[max(place - 1, 0) : place + 1]
+
+
+def reference_to(rooms: Rooms, save: Saving) -> str:
+    """
+    Return what means the commit *save* and no other: ``RUN@STEP``, or ``RUN~1@STEP`` if it is of an attempt before.
+
+    Where nothing does, because it is hidden and its step is another's by now, its attempt is named in words.
+    """
+    return references_to(rooms, [save])[0]
+
+
+def references_to(rooms: Rooms, saves: Iterable[Saving]) -> list[str]:
+    """Return what `reference_to` does for each of *saves*; each run is looked at once."""
+    views: dict[str, RunView | None] = {}
+    found = []
+    for save in saves:
+        if save.run not in views:
+            views[save.run] = rooms.catalog.find(save.run)
+        found.append(_reference(views[save.run], save))
+    return found
+
+
+def _reference(view: RunView | None, save: Saving) -> str:
+    plain = f"{save.run}@{save.step}"
+    if view is None or not view.attempts:
+        return plain  # it means nothing any more, and nothing else
+    attempts = view.attempts
+    meant = _attempt_meant(view, attempts[-1], save.step)
+    if meant == save.attempt:
+        return plain
+    if save.attempt in attempts and _attempt_meant(view, save.attempt, save.step) == save.attempt:
+        back = len(attempts) - 1 - attempts.index(save.attempt)
+        return f"{save.run}~{back}@{save.step}"
+    return plain if meant is None else f"{plain} of attempt {save.attempt}"
+
+
+def _attempt_meant(view: RunView, attempt: int, step: int) -> int | None:
+    """Return which attempt's commit *step* means in the history of *attempt*."""
+    row = next(view.history(attempt, step=step), None)
+    return row.attempt if row is not None and row.step == step else None

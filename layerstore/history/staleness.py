@@ -1,0 +1,91 @@
+"""How old the layers of a composite are, seen from its base."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerstore.errors import Conflict
+from layerstore.model import CommitRecord, LayerEntry
+from layerstore.history.past import Turns, turn_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAge:
+    """How much older than the base one layer is."""
+
+    layer: str
+    run: str
+    attempt: int
+    step: int
+    """At which it was saved."""
+    steps: int | None
+    """Steps before the base; negative where it is newer, None where it comes from another run."""
+    saves: int | None
+    """Saves before the base, likewise; None too where they came in another order than their steps."""
+    optimizer_step: int | None
+    """How many updates the optimizer had made to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """A composite's report of what was mixed."""
+
+    layers: tuple[LayerAge, ...]
+    """In the model's order."""
+
+    @property
+    def oldest(self) -> LayerAge:
+        """The layer that is most steps behind the base; one of unknown age counts as older than all."""
+        return max(self.layers, key=lambda age: float("inf") if age.steps is None else age.steps)
+
+    @property
+    def optimizer_steps(self) -> dict[int, int]:
+        """The optimizer's counts that are mixed, and how many layers have each."""
+        counts = Counter(age.optimizer_step for age in self.layers if age.optimizer_step is not None)
+        return dict(sorted(counts.items()))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether not all layers are of one save."""
+        return len({(age.run, age.attempt, age.step) for age in self.layers}) > 1
+
+
+def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry], *, turns: Turns | None = None) -> Staleness:
+    """Compare *layers* with the commit they are put on, in whose run saves are counted by *turns*."""
+    return Staleness(layers=tuple(_age(base, entry, turns or {}) for entry in layers))
+
+
+def _age(base: CommitRecord, entry: LayerEntry, turns: Turns) -> LayerAge:
+    origin = entry.origin
+    is_own = origin.run == base.run
+    steps = base.step - origin.step
+    saves = turn_of(base, turns) - turn_of(origin, turns)
+    return LayerAge(
+        layer=entry.layer,
+        run=origin.run,
+        attempt=origin.attempt,
+        step=origin.step,
+        steps=steps if is_own else None,
+        # A policy's save that was filled in below has a higher number, which is no age.
+        saves=saves if is_own and (saves >= 0 or steps < 0) else None,
+        optimizer_step=entry.optimizer_step,
+    )
+
+
+def check_staleness(base: CommitRecord, staleness: Staleness, *, steps_max: int) -> None:
+    """Raise Conflict if a layer is more than *steps_max* steps older than *base*, or of unknown age."""
+    oldest = staleness.oldest
+    if oldest.steps is not None and oldest.steps <= steps_max:
+        return
+    if oldest.steps is None:
+        found = f"is from {oldest.run}@{oldest.step}, another run, so that its age is not known"
+    else:
+        found = f"is from step {oldest.step}, {_steps(oldest.steps)} before"
+    raise Conflict(
+        f"{oldest.layer} {found} {base.run}@{base.step}; layers may be at most {_steps(steps_max)} old",
+        hint="allow more, or compose another step; --dry-run without --max-staleness shows every layer's age",
+    )
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"

@@ -1,0 +1,92 @@
+"""What is to be ingested: the source is read and checked, and nothing is written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.layers import check_name, compile_pattern
+from layerstore.storage.rooms import Rooms
+from layerstore.policy import Latest, Policy
+from layerstore.zero3.checkpoint import Checkpoint
+from layerstore.zero3.discover import discover
+from layerstore.zero3.pointers import refuse_pointer
+from layerstore.zero3.read import read_checkpoint
+from layerstore.zero3.undivided import undivided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestPlan:
+    """What would be ingested."""
+
+    checkpoint: Checkpoint
+    run: str
+    replace: bool
+    layer_pattern: str | None
+    policy: Policy
+    """Says which layers are stored."""
+    rollback: bool
+    """Training went back to an earlier step."""
+    resumed_from: str | None
+    """The commit or composite that training went on from, if it is to open an attempt."""
+    trust_store: bool = False
+    """Whether what the store has already is reused without reading it."""
+
+    @property
+    def opens_attempt(self) -> bool:
+        """Whether the commit begins another history."""
+        return self.rollback or self.resumed_from is not None
+
+    @property
+    def step(self) -> int:
+        """The step of the commit to be."""
+        return self.checkpoint.step
+
+
+def plan_ingest(
+    rooms: Rooms,
+    path: Path,
+    *,
+    run: str | None = None,
+    tag: str | None = None,
+    replace: bool = False,
+    layer_pattern: str | None = None,
+    allowed_globals: frozenset[str] = frozenset(),
+    follow: bool = False,
+    policy: Policy | None = None,
+    rollback: bool = False,
+    resumed_from: str | None = None,
+    trust_store: bool = False,
+) -> IngestPlan:
+    """Read what is at *path* and decide what it is; nothing is written."""
+    if rollback and resumed_from is not None:
+        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
+    rooms.prepare_writing()
+    pattern = compile_pattern(layer_pattern)
+    found = discover(path, tag=tag, follow=follow)
+    refuse_pointer(found.ranks[0].model)
+    name = check_name(found.run_name if run is None else run, what="the run's name")
+    if name in rooms.records.pin_names():
+        raise Conflict(
+            f"{name!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
+        )
+    checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=allowed_globals)
+    if not checkpoint.layers:
+        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
+    policy = policy or Latest()
+    kept = undivided(checkpoint.states[0])
+    if kept and not isinstance(policy, Latest):
+        raise Unsupported(
+            f"policy {policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
+            "which cannot be cut into layers",
+            hint="ingest it with policy full",
+        )
+    return IngestPlan(
+        checkpoint=checkpoint,
+        run=name,
+        replace=replace,
+        layer_pattern=layer_pattern,
+        policy=policy,
+        rollback=rollback,
+        resumed_from=resumed_from,
+        trust_store=trust_store,
+    )

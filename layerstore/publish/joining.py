@@ -1,0 +1,196 @@
+"""All ranks' parts become one commit."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
+from layerstore.format.records import make_commit
+from layerstore.model import (
+    BlobRef,
+    Commit,
+    CommitRecord,
+    Kind,
+    LayerEntry,
+    LayerVersion,
+    Observed,
+    Origin,
+    Part,
+    PolicyUse,
+    SourceLayout,
+    StoredObject,
+)
+from layerstore.publish.claims import claim, publish
+from layerstore.publish.hashing import Checksums, SourceReader
+from layerstore.history.place import Place, entries_of
+from layerstore.storage.rooms import Rooms
+from layerstore.publish.shares import ShareWork
+from layerstore.publish.staging import Staging
+from layerstore.storage.objects import ObjectWriter
+from layerstore.zero3.checkpoint import LayerSource
+
+_STORED_AGAIN = "the next save stores every layer that is missing"
+
+
+class GivenUp(LayerstoreError):
+    """A save that will not become a commit: a rank has failed, or what it was to inherit never became visible."""
+
+
+class BaseLost(GivenUp):
+    """A layer that was to be inherited was collected: who resumes from an old step does not hold it by any name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """What a commit is to be, but for what the ranks have written."""
+
+    work: ShareWork
+    """The first rank's, which knows the names that are tied."""
+    run: str
+    place: Place
+    """Where the attempt stands; the number is the commit's own."""
+    step: int
+    save_number: int
+    policy: PolicyUse
+    layout: Callable[[], SourceLayout]
+    """Of the folder that it would be in, once that is complete."""
+    pin: str | None = None
+    """What it is to be called."""
+
+
+def parts_of(rooms: Rooms, joint: Joint, found: dict[int, Part]) -> list[Part] | None:
+    """
+    Return the parts of all ranks, None while some are missing; those in *found*, by rank, are not read again.
+
+    Raises:
+        GivenUp: A rank has failed.
+    """
+    work = joint.work
+    for rank in range(work.share.world_size):
+        part = found.get(rank) or rooms.parts.find(work.session, work.save, rank)
+        if part is not None and part.state is None:
+            raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
+        if part is not None:
+            found[rank] = part
+    return [found[rank] for rank in sorted(found)] if len(found) == work.share.world_size else None
+
+
+def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
+    """
+    Publish the commit that *parts* make; what is not due is *inherited*.
+
+    Raises:
+        BaseLost: A layer that was to be inherited was collected.
+        GivenUp: A layer is neither due nor inherited, because the save before was given up; or an object is gone.
+        LayoutMismatch: The ranks do not agree on what they have saved.
+    """
+    for part in parts:
+        if part.agreement != parts[0].agreement:
+            raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved another model than rank 0")
+    lost = [
+        of.layer
+        for of in joint.work.share.layers
+        if of.layer not in joint.work.due and not _stands_in(inherited.get(of.layer), of)
+    ]
+    if lost:
+        raise GivenUp(
+            f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
+            hint=_STORED_AGAIN,
+        )
+    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+        reader = SourceReader()
+        staging = Staging(writer, lambda: reader, source="a save", checksums=Checksums(), advance=lambda count: None)
+        record = _record(joint, parts, dict(_versions(staging, joint, parts)), inherited)
+        try:
+            claim(rooms, writer, [entry for entry in record.layers if entry.layer not in joint.work.due])
+        except Overtaken as exc:
+            raise BaseLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+        try:
+            return _published(rooms, writer, record, joint, parts)
+        except Overtaken as exc:
+            raise GivenUp(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+
+
+def _published(rooms: Rooms, writer: ObjectWriter, record: CommitRecord, joint: Joint, parts: Sequence[Part]) -> Commit:
+    writer.publish()
+    commit = make_commit(
+        record,
+        Observed(
+            time_ns=time.time_ns(),
+            bytes_new=writer.bytes_new + sum(part.bytes_new for part in parts),
+            bytes_reused=writer.bytes_reused + sum(part.bytes_reused for part in parts),
+        ),
+    )
+    _check_there(rooms, joint, parts)
+    publish(rooms, writer, commit)
+    return commit
+
+
+def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
+    """Whether *entry* can be inherited: one from before the first update has no moments to go on with."""
+    return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
+
+
+def _check_there(rooms: Rooms, joint: Joint, parts: Sequence[Part]) -> None:
+    """Look for every object that *parts* name: a rank may be about to take its part back, or be gone."""
+    for part in parts:
+        named = [stored.ref for layer in part.layers for stored in layer.objects]
+        for ref in (*named, *([part.state] if part.state is not None else [])):
+            try:
+                found = rooms.objects.find(ref)
+            except IntegrityError as exc:
+                raise GivenUp(f"step {joint.step} is given up: {exc}", hint=_STORED_AGAIN) from exc
+            if found is None:
+                raise GivenUp(
+                    f"step {joint.step} is given up: object {ref.id}, which rank {part.rank} had written, is gone",
+                    hint=_STORED_AGAIN,
+                )
+
+
+def _versions(staging: Staging, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
+    of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
+    for layer in joint.work.share.layers:
+        if layer.layer in joint.work.due:
+            version = LayerVersion(
+                layer=layer.layer,
+                parameters=layer.parameters,
+                buffers=layer.buffers,
+                world_size=joint.work.share.world_size,
+                objects=tuple(_objects([objects[layer.layer] for objects in of_rank])),
+            )
+            yield layer.layer, staging.version(version)
+
+
+def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:
+    """Yield every rank's objects of one layer; buffers once where all ranks hold the same."""
+    buffers = []
+    for objects in by_rank:
+        for stored in objects:
+            if stored.kind is Kind.BUFFERS:
+                buffers.append(stored)
+            else:
+                yield stored
+    if len({stored.id for stored in buffers}) == 1:
+        yield buffers[0]
+    else:
+        yield from (replace(of, shard=rank, shards=len(by_rank)) for rank, of in enumerate(buffers))
+
+
+def _record(
+    joint: Joint, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
+) -> CommitRecord:
+    place, share = joint.place, joint.work.share
+    origin = Origin(run=joint.run, attempt=place.attempt, step=joint.step, save_number=joint.save_number)
+    return CommitRecord(
+        run=joint.run,
+        attempt=place.attempt,
+        fork=place.fork,
+        step=joint.step,
+        save_number=joint.save_number,
+        world_size=share.world_size,
+        layers=entries_of(share.layers, due=joint.work.due, versions=versions, origin=origin, inherited=inherited),
+        states=tuple(part.state for part in parts if part.state is not None),
+        layout=joint.layout(),
+        policy=joint.policy,
+        supersedes=(),
+    )

@@ -1,0 +1,122 @@
+"""Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
+
+from dataclasses import dataclass
+
+from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
+from layerstore.layers import check_name, typed
+from layerstore.model import CommitId, CommitRecord, Observed, Pin
+from layerstore.publish.claims import claim
+from layerstore.history.references import Resolved, is_mixture, reference_to
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.objects import ObjectWriter
+
+
+def check_pin_name(rooms: Rooms, name: str) -> None:
+    """Raise InvalidInput or Conflict if *name* can never be a pin's."""
+    check_name(name, what="the pin's name")
+    if rooms.records.names(name):
+        raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
+
+
+def check_pin_free(rooms: Rooms, name: str, *, run: str, step: int) -> None:
+    """Raise if *name* could not become a pin of ``RUN@STEP``, which is about to be saved."""
+    if name == run:
+        raise InvalidInput(f"{name!r} cannot name both the run and a pin", hint="choose another --pin or --run")
+    if name in rooms.records.pin_names():
+        old = rooms.records.read_pin(name).record
+        if (old.run, old.step) != (run, step):
+            raise _taken(rooms, name, old)
+
+
+def _taken(rooms: Rooms, name: str, old: CommitRecord) -> AlreadyExists:
+    return AlreadyExists(
+        f"pin {name!r} means {reference_to(rooms, old)} already",
+        hint=f"layerstore pin --delete {typed(name)}, or choose another name",
+    )
+
+
+def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
+    """
+    Give *resolved* the name *name*.
+
+    Raises:
+        AlreadyExists: The pin is there, means something else, and *replace* was not given.
+        Conflict: A run has this name.
+    """
+    rooms.prepare_writing()
+    check_pin_name(rooms, name)
+    new = Pin(
+        name=name,
+        record=resolved.record,
+        base=CommitId(resolved.commit),
+        observed=Observed(time_ns=resolved.time_ns, bytes_new=0, bytes_reused=0),
+    )
+    if name in rooms.records.pin_names() and not replace:
+        old = rooms.records.read_pin(name)
+        if (old.record, old.base) == (new.record, new.base):
+            return old
+        raise _taken(rooms, name, old.record)
+    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+        claim(rooms, writer, new.record.layers, new.record.states)
+        rooms.records.write_pin(new)
+        lost = writer.look_again()
+    if lost:
+        raise Conflict(
+            f"what pin {name!r} means was collected meanwhile",
+            hint=f"layerstore pin --delete {typed(name)} takes it away",
+        )
+    return new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpinned:
+    """What becomes of that which a deleted pin meant."""
+
+    is_mixture: bool
+    """Whether the pin was of a composite; then *shows* speaks of its base."""
+    shows: bool
+    """Whether the commit is visible. If not, a collection frees what of it only the pin had kept."""
+
+
+def _without(rooms: Rooms, name: str) -> Unpinned | None:
+    try:
+        pin = rooms.records.read_pin(name)
+        view = rooms.catalog.find(pin.record.run)
+    except LayerstoreError:
+        return None  # it can be deleted all the same
+    shows = view is not None and any(row.id == pin.base for row in view.visible)
+    return Unpinned(is_mixture=is_mixture(pin.record, pin.base), shows=shows)
+
+
+def delete_pin(rooms: Rooms, name: str) -> Unpinned | None:
+    """
+    Delete the pin *name*, and give up what a repair has put into quarantine of it.
+
+    Returns what that changes; None where nobody knows, because the pin could not be read.
+
+    Raises:
+        NotFound: There is neither.
+    """
+    rooms.prepare_writing()
+    found = _without(rooms, name)
+    quarantined = [lost for lost in rooms.quarantine.pins() if lost.name == name]
+    # First what an older one of that name has left: whoever is stopped then has deleted nothing.
+    for lost in quarantined:
+        rooms.quarantine.give_up(lost.path)
+    if not quarantined or rooms.files.exists(rooms.layout.pin(name)):
+        rooms.records.delete_pin(name)
+    return found
+
+
+def read_pins(rooms: Rooms) -> tuple[list[Pin], dict[str, LayerstoreError]]:
+    """Return the pins by name, and what is wrong with those that cannot be read."""
+    found: list[Pin] = []
+    damaged: dict[str, LayerstoreError] = {}
+    for name in rooms.records.pin_names():
+        try:
+            found.append(rooms.records.read_pin(name))
+        except NotFound:
+            continue  # deleted meanwhile
+        except LayerstoreError as exc:
+            damaged[name] = exc
+    return found, damaged

@@ -1,0 +1,114 @@
+"""Make a store, and open the rooms of one."""
+
+import os
+import time
+from pathlib import Path
+
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
+from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
+from layerstore.layers import typed
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.catalog import Catalog
+from layerstore.storage.commits import RecordStore
+from layerstore.storage.files import Files
+from layerstore.storage.garbage import Garbage
+from layerstore.storage.identity import hinted, lost_identity, read_identity, sign_of_a_store
+from layerstore.storage.layout import Layout, layout_at
+from layerstore.storage.objects import ObjectStore
+from layerstore.storage.parts import PartStore
+from layerstore.storage.placement import manifest_directory
+from layerstore.storage.quarantine import Quarantine
+
+NO_INDEX_VARIABLE = "LAYERSTORE_NO_INDEX"
+
+
+def make_store(path: Path, files: Files) -> StoreIdentity:
+    """
+    Make the folder *path* a store.
+
+    ``store.json`` comes last: until it is there, it is no store, and ``init`` may be repeated.
+
+    Raises:
+        AlreadyExists: There is a store already, or a folder with something else in it.
+        IntegrityError: There was a store: what only a store has is there, and ``store.json`` is not.
+    """
+    layout = layout_at(path)
+    if files.exists(layout.identity):
+        raise AlreadyExists(
+            f"{path} is a store already; nothing was changed", hint=f"layerstore log --store {typed(str(path))}"
+        )
+    if files.exists(layout.root) and not files.is_directory(layout.root):
+        raise AlreadyExists(f"{path} is there and is not a folder", hint="choose another path")
+    sign = sign_of_a_store(layout, files)
+    if sign is not None:
+        raise hinted(lost_identity(path, sign), layout, files)
+    strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.known, layout.manifest)})
+    if strangers:
+        raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
+    files.make_directories(layout.root.parent)
+    for folder in (layout.root, *layout.folders):
+        files.make_directory(folder)
+    identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    with files.temporary(layout.tmp) as file:
+        file.write_at(0, encode_identity(identity))
+        file.sync()
+        if not files.link_exclusive(file.path, layout.identity):
+            raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
+    files.sync_directory(layout.root)
+    Garbage(layout, files, store_id=identity.store_id).make_reserve(records=0, layers=0)
+    return identity
+
+
+def open_rooms(path: Path, files: Files) -> Rooms:
+    """
+    Open the store at *path*; nothing is written, not even an index, before a question needs one.
+
+    Raises:
+        NoStore: There is none.
+        Unsupported: It is of another format.
+        IntegrityError: ``store.json`` is damaged, or a folder is a link to elsewhere.
+    """
+    layout = layout_at(path)
+    try:
+        identity = decode_identity(read_identity(layout, files, path=path), what=str(layout.identity))
+    except IntegrityError as exc:
+        raise hinted(exc, layout, files) from exc
+    _check_folders(layout, files)
+    records = RecordStore(layout, files, store_id=identity.store_id)
+    garbage = Garbage(layout, files, store_id=identity.store_id)
+    catalog = Catalog(
+        records,
+        garbage,
+        directory=manifest_directory(layout, store_id=identity.store_id),
+        store_id=identity.store_id,
+    )
+    if os.environ.get(NO_INDEX_VARIABLE, "0") not in {"", "0"}:
+        catalog.index_problem = f"{NO_INDEX_VARIABLE} is set"
+    return Rooms(
+        identity=identity,
+        layout=layout,
+        files=files,
+        objects=ObjectStore(layout, files),
+        records=records,
+        parts=PartStore(layout, files, store_id=identity.store_id),
+        garbage=garbage,
+        quarantine=Quarantine(layout, files, store_id=identity.store_id),
+        catalog=catalog,
+    )
+
+
+def _check_folders(layout: Layout, files: Files) -> None:
+    device = files.device(layout.root)
+    for folder in layout.known:
+        if not files.exists(folder):
+            continue  # made again by the first writer; a missing commits/ is reported by whoever lists it
+        if not files.is_directory(folder):
+            raise IntegrityError(
+                f"{folder} is not a folder of the store but a link or file; nothing was read or changed",
+                hint="remove it, or put the folder back",
+            )
+        if files.device(folder) != device:
+            raise InvalidInput(
+                f"{folder} is on another filesystem than {layout.root}; they must be on the same filesystem",
+                hint="unmount it: new files are linked from tmp/ into their places",
+            )

@@ -1,0 +1,79 @@
+"""
+What saves took, as the savers saw it: one line each under ``stats/RUN/``. Advisory: no answer depends on it.
+
+Each saver has a file of its own, to which only its first rank appends. A line that is damaged or torn is passed over.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from layerstore.errors import LayerstoreError
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.storage.rooms import Rooms
+
+_SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTiming:
+    """What one save took on the first rank."""
+
+    run: str
+    attempt: int
+    step: int
+    save_number: int
+    blocked_seconds: float
+    """Of training: inside ``save`` and before the next update."""
+    durable_seconds: float
+    """From the call of ``save`` until the rank's share was on disk."""
+    visible_seconds: float | None
+    """Likewise until the commit was visible and durable; None where the save was given up."""
+    copied_bytes: int
+    """Of this rank's memory."""
+    written_bytes: int
+    """That the store did not have."""
+    layers_saved: int
+    layers: int
+    queued: int
+    """Saves of this rank that were still on their way when this one began."""
+    failure: str
+    """Why it was given up, empty where it was not."""
+
+
+def note_timing(rooms: Rooms, session: str, timing: SaveTiming) -> None:
+    """Append *timing* to the file of *session*."""
+    folder = rooms.layout.stats / timing.run
+    rooms.files.make_directory(rooms.layout.stats, durable=False)
+    rooms.files.make_directory(folder, durable=False)
+    rooms.files.append(folder / f"{session}{_SUFFIX}", json.dumps(asdict(timing)).encode() + b"\n")
+
+
+def timings(rooms: Rooms, run: str) -> dict[tuple[int, int], SaveTiming]:
+    """Return what is known of the saves of *run*, by attempt and step."""
+    folder = rooms.layout.stats / run
+    found: dict[tuple[int, int], SaveTiming] = {}
+    for name in rooms.files.names(folder) if rooms.files.is_directory(folder) else ():
+        if name.endswith(_SUFFIX):
+            found |= {(of.attempt, of.step): of for of in _read(rooms, run, name)}
+    return found
+
+
+def _read(rooms: Rooms, run: str, name: str) -> Iterator[SaveTiming]:
+    try:
+        data = rooms.files.read(rooms.layout.stats / run / name, size_bytes_max=RECORD_BYTES_MAX)
+    except LayerstoreError:
+        return
+    for line in data.splitlines():
+        timing = _timing(line)
+        if timing is not None and timing.run == run:
+            yield timing
+
+
+def _timing(line: bytes) -> SaveTiming | None:
+    try:
+        said: Any = json.loads(line)
+        return SaveTiming(**{field.name: said[field.name] for field in fields(SaveTiming)})
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
