@@ -62,6 +62,7 @@ COMMANDS = (
     "compose",
     "pin",
     "drop",
+    "undrop",
     "gc",
     "verify",
     "repair",
@@ -72,6 +73,9 @@ COMMANDS = (
     "demo",
 )
 
+
+# Those that live in another one's module.
+_HOMES = {"undrop": "drop"}
 
 # Commands that are asked something: what they print is the answer. So is a plan, or a list, of any other.
 ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "verify", "doctor", "estimate", "demo"})
@@ -161,7 +165,7 @@ def command_line(only: str | None = None) -> TyperGroup:
     [quiet] = [param for param in group.params if param.name == "quiet"]
     for name in COMMANDS if only is None else (only,):
         one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-        one.command(name)(getattr(import_module(f"layerstore.cli.{name}"), name))
+        one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
         command = typer.main.get_command(one)
         for param in command.params:
             if isinstance(param, TyperArgument):

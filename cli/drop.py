@@ -1,14 +1,13 @@
-"""``layerstore drop``: hide one commit."""
+"""``layerstore drop`` and ``undrop``: a commit goes to the trash, and comes back."""
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown
+from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown, size, with_store
 
 if TYPE_CHECKING:
-    from layerstore import Store
     from layerstore.gc.drop import Dropped
 
 _NAMES_SHOWN_MAX = 8
@@ -17,22 +16,16 @@ _NAMES_SHOWN_MAX = 8
 def drop(
     ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@STEP, RUN or RUN~1@STEP; never a pin.")],
     *,
-    last: Annotated[
-        bool, typer.Option("--last", help="Also where it is the last visible commit of its attempt.")
-    ] = False,
-    quarantined: Annotated[
-        bool, typer.Option("--quarantined", help="Give up a record that a repair has put into quarantine.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be hidden, and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and write nothing.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
     """
-    Hide one commit.
+    Move one commit to the trash.
 
-    Its objects stay until layerstore gc takes what nothing needs.
+    layerstore undrop brings it back; a gc empties the trash after 7 days.
     Later commits that have layers from it keep them, and so does a pin.
-    To show it again, ingest the same checkpoint again.
+    A commit whose record cannot be read is given up: gc stops at it until then.
 
     \b
     Examples:
@@ -40,28 +33,47 @@ def drop(
       layerstore drop sft@200
     """
     with opened(store) as opened_store:
-        if quarantined:
-            _give_up(opened_store, ref, dry_run=dry_run, as_json=as_json)
-            return
-        dropped = opened_store.drop(ref, last=last, dry_run=dry_run)
-    if as_json:
+        given_up = opened_store.give_up(ref, dry_run=dry_run)
+        dropped = None if given_up else opened_store.drop(ref, dry_run=dry_run)
+    if dropped is None:
+        if as_json:
+            say_json({"given_up": list(given_up), "dry_run": dry_run})
+        else:
+            name = f"{shown(ref)} (commit {', '.join(commit[:SHORT_ID_DIGITS] for commit in given_up)})"
+            say(f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/")
+    elif as_json:
         say_json(_fields(dropped, dry_run=dry_run))
     else:
         _tell(dropped, dry_run=dry_run)
 
 
-def _give_up(store: "Store", ref: str, *, dry_run: bool, as_json: bool) -> None:
-    commits = store.give_up(ref, dry_run=dry_run)
+def undrop(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="RUN@STEP, or a commit's id.")],
+    *,
+    store: StorePath = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Bring a dropped or replaced commit back.
+
+    layerstore log --dropped lists what is in the trash.
+
+    \b
+    Examples:
+      layerstore undrop sft@200
+    """
+    with opened(store) as opened_store:
+        commit = opened_store.undrop(ref)
+    record = commit.record
     if as_json:
-        say_json({"given_up": list(commits), "dry_run": dry_run})
-        return
-    name = f"{shown(ref)} (commit {', '.join(commit[:SHORT_ID_DIGITS] for commit in commits)})"
-    say(f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its file stays in quarantine")
+        say_json({"run": record.run, "step": record.step, "attempt": record.attempt, "commit": commit.id})
+    else:
+        say(f"{shown(f'{record.run}@{record.step}')} is back (commit {commit.id[:SHORT_ID_DIGITS]})")
 
 
 def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
     name = f"{shown(dropped.reference)} (commit {dropped.commit[:SHORT_ID_DIGITS]})"
-    say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}; nothing was removed")
+    say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}")
     if dropped.inherited_by:
         keep = "keeps" if len(dropped.inherited_by) == 1 else "keep"
         say(f"{counted(len(dropped.inherited_by), 'later commit')} {keep} layers of it: {_some(dropped.inherited_by)}")
@@ -71,6 +83,9 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
         say("the run has no other commit")
     else:
         say(f"{shown(dropped.run)} {'then' if dropped.is_tip else 'still'} means {shown(dropped.tip)}")
+    if not dry_run:
+        back = with_store(f"layerstore undrop {dropped.commit[:SHORT_ID_DIGITS]}")
+        say(f"a gc in 7 days frees up to {size(dropped.size_bytes)}, gc --empty-trash at once; until then: {back}")
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -83,7 +98,7 @@ def _fields(dropped: "Dropped", *, dry_run: bool) -> dict[str, object]:
         "step": dropped.step,
         "attempt": dropped.attempt,
         "commit": dropped.commit,
-        "hidden_by": dropped.hidden_by,
+        "bytes": dropped.size_bytes,
         "inherited_by": list(dropped.inherited_by),
         "pins": list(dropped.pins),
         "tip": dropped.tip,

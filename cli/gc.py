@@ -9,7 +9,6 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
-    SHORT_ID_DIGITS,
     Column,
     age,
     counted,
@@ -24,7 +23,7 @@ from layerstore.cli.render import (
 )
 
 if TYPE_CHECKING:
-    from layerstore.gc.plan import CommitFate, GcOutcome, Gone
+    from layerstore.gc.collect import CommitFate, GcOutcome, Gone
 
 _LINES_MAX = 50
 _STEPS_SHOWN_MAX = 3
@@ -82,6 +81,9 @@ def gc(
     keep_best: KeepBest = None,
     drop_optimizer_older_than: DropOptimizer = None,
     grace: Grace = None,
+    empty_trash: Annotated[
+        bool, typer.Option("--empty-trash", help="Also what was dropped or replaced less than 7 days ago.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask at a terminal.")] = False,
     store: StorePath = None,
@@ -90,8 +92,8 @@ def gc(
     """
     Remove commits that no rule keeps, and what nothing needs.
 
-    A commit is kept if any of the rules names it. Without a rule none is removed that is visible:
-    only what was dropped or replaced goes, and what killed writers left.
+    A commit is kept if any of the rules names it. Without a rule every commit stays:
+    only what was dropped or replaced 7 days ago goes, and what killed writers left.
     The newest commit of a run always stays, and pins with all that they need.
     A kept commit has all its layers, whichever commit they were saved by.
     FREES counts once what several need that go, run by run, newest first; "later" is too young yet.
@@ -114,7 +116,7 @@ def gc(
     )
     grace_seconds = None if grace is None else duration(grace).total_seconds()
     with opened(store) as opened_store:
-        collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds)
+        collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds, empty_trash=empty_trash)
         plan: GcOutcome | None = None
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:
@@ -166,7 +168,7 @@ def _tell(outcome: "GcOutcome", *, is_done: bool, has_grace: bool) -> None:
         if len(fates) < len(outcome.commits):
             say(f"… and {len(outcome.commits) - len(fates):,} kept of runs that were not named; --json has them all")
         say()
-    kept = sum(bool(fate.kept_by) and fate.is_visible for fate in outcome.commits)
+    kept = sum(bool(fate.kept_by) for fate in outcome.commits)
     pins = f" and {counted(len(outcome.pins), 'pin')}" if outcome.pins else ""
     verb, tense = ("removed", "") if is_done else ("would remove", "; nothing was changed")
     freed = f"{size(outcome.bytes_freed)}; keeps {counted(kept, 'commit')}{pins}{tense}"
@@ -202,8 +204,7 @@ def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
 
 def _line(fate: "CommitFate") -> list[str]:
     saved = age(fate.time_ns) if fate.time_ns else ""
-    # What is hidden has no name of its own any more: another shows under that by now.
-    name = fate.reference if fate.is_visible else f"{fate.reference}, commit {fate.commit[:SHORT_ID_DIGITS]}"
+    name = fate.reference
     if fate.loses_moments:
         return [name, saved, "trim", f"{', '.join(fate.kept_by)}; its moments go", _frees(fate)]
     if fate.kept_by:
@@ -222,8 +223,9 @@ def _parts(outcome: "GcOutcome") -> str:
     unfinished = f" and {counted(outcome.unfinished.count, 'unfinished file')}" if outcome.unfinished.count else ""
     orphans = f" ({outcome.orphans.count:,} of them named by no commit)" if outcome.orphans.count else ""
     objects = f"{counted(outcome.objects.count, 'object')}{orphans}"
+    trash = f", {counted(outcome.trash.count, 'file')} of the trash" if outcome.trash.count else ""
     trimmed = f", the moments of {len(outcome.trimmed):,}" if outcome.trimmed else ""
-    return f"{counted(len(outcome.removed), 'commit')}{trimmed}, {objects}{unfinished}"
+    return f"{counted(len(outcome.removed), 'commit')}{trimmed}{trash}, {objects}{unfinished}"
 
 
 def _amount(of: "Gone") -> str:
@@ -246,6 +248,7 @@ def _fields(outcome: "GcOutcome", *, dry_run: bool) -> dict[str, object]:
         "orphans": _numbers(outcome.orphans),
         "young": _numbers(outcome.young),
         "unfinished": _numbers(outcome.unfinished),
+        "trash": _numbers(outcome.trash),
         "waiting": _numbers(outcome.waiting),
         "unserved": [
             {"reference": each.reference, "policy": each.policy, "layers": each.layers} for each in outcome.unserved
@@ -260,7 +263,6 @@ def _named(fate: "CommitFate") -> dict[str, object]:
         "attempt": fate.attempt,
         "commit": fate.commit,
         "reference": fate.reference,
-        "visible": fate.is_visible,
         "time": iso_time(fate.time_ns) if fate.time_ns else None,
     }
 

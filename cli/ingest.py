@@ -31,16 +31,13 @@ from layerstore.cli.render import (
     counted,
     say,
     say_json,
-    say_note,
     say_paragraph,
     say_warning,
     shown,
     size,
 )
-from layerstore.layers import typed
 
 if TYPE_CHECKING:
-    from layerstore import Store
     from layerstore.ingest.execute import Ingested
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
@@ -148,8 +145,6 @@ def ingest(
                 pin=pin,
             )
             _ingest(checkpoints, save, taken, tag=tag, all_=all_, watched=watch, pin=pin, as_json=as_json)
-            if run is None and not as_json:
-                _tell_twins(opened_store, taken)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
         if as_json and (taken.saved or is_open):
@@ -260,24 +255,6 @@ def _written_again(ingested: "Ingested") -> Iterator[str]:
         yield f"{counted(ingested.objects_healed, 'damaged object')} written again"
     if ingested.record_healed:
         yield "its record was damaged and is written again"
-
-
-def _tell_twins(store: "Store", taken: Taken) -> None:
-    """Say that another run has these very steps: the folder's name has given this one another."""
-    from layerstore.errors import LayerstoreError
-    from layerstore.ingest.twins import stored_as
-
-    try:
-        found = stored_as(store.rooms, taken.saved)
-    except LayerstoreError:
-        return  # all is saved: that some other run cannot be read is for verify to say
-    for run in dict.fromkeys(run for run, _ in found):
-        count, other = max((count, other) for (each, other), count in found.items() if each == run)
-        are = "is" if count == 1 else "are"
-        say_note(
-            f"{counted(count, 'step')} of {shown(run)} {are} stored already, as run {shown(other)}; "
-            f"to stay with that: --run {shown(typed(other))}"
-        )
 
 
 def _fields_of_all(taken: Taken, *, one: bool, all_: bool) -> dict[str, object]:

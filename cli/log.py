@@ -65,8 +65,7 @@ def log(
     """
     List commits by run, newest step first.
 
-    Where a commit lacks something that it was saved with, LACKS says what:
-    moments that gc has dropped, or layers that fell back to older versions in a repair.
+    Where gc has dropped a commit's moments, LACKS says so.
 
     \b
     Examples:
@@ -112,7 +111,6 @@ def _fields(
                 "bytes_new": entry.bytes_new,
                 "pins": list(entry.pins),
                 "has_moments": entry.has_moments,
-                "layers_fell_back": entry.layers_fell_back,
                 **({} if took is None else {"timing": _timing_fields(entry, took)}),
             }
             for entry in sound
@@ -172,8 +170,7 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
 
 def _lacks(entry: "LogEntry") -> str:
     """Return what *entry* has not got any more that it was saved with."""
-    older = f"{counted(entry.layers_fell_back, 'layer')} fell back" if entry.layers_fell_back else ""
-    return ", ".join(filter(None, ["" if entry.has_moments else "moments", older]))
+    return "" if entry.has_moments else "moments"
 
 
 def _row(

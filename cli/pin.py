@@ -72,7 +72,7 @@ def _say_deleted(name: str, left: "Unpinned | None", *, as_json: bool) -> None:
         then = ""
     elif not left.shows:
         what = "base" if left.is_mixture else "commit"
-        then = f"; its {what} is hidden, so the next gc frees what only this pin kept"
+        then = f"; its {what} is no longer visible, so the next gc frees what only this pin kept"
     elif left.is_mixture:
         then = "; its base stays, and the next gc frees what only the mixture needed"
     else:

@@ -9,7 +9,6 @@ from layerstore.cli.render import (
     SHORT_ID_DIGITS,
     Column,
     age,
-    counted,
     iso_time,
     say,
     say_facts,
@@ -20,7 +19,6 @@ from layerstore.cli.render import (
 
 if TYPE_CHECKING:
     from layerstore.ops.queries import CommitView, LayerLine
-    from layerstore.history.staleness import LayerAge
 
 _FILES_SHOWN_MAX = 6
 # What JSON tells of a layer that fell back.
@@ -74,18 +72,10 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "replaces": ", ".join(commit[:SHORT_ID_DIGITS] for commit in view.supersedes),
         "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
-        "fell back": "; ".join(map(_fell_back, view.fell_back)),
         "besides": f"{size(view.beside_bytes)} of what ranks have of their own, and files",
         "files": _files(view.files),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def _fell_back(old: "LayerAge") -> str:
-    """Say how old a layer is that a repair has put in place of a lost one."""
-    if old.steps is None or old.saves is None:
-        return f"{old.layer} to {old.run}@{old.step}"
-    return f"{old.layer} to step {old.step}, {counted(old.steps, 'step')} and {counted(old.saves, 'save')} older"
 
 
 def _policy(view: "CommitView") -> str:
@@ -135,5 +125,4 @@ def _fields(view: "CommitView") -> dict[str, object]:
         "files": list(view.files),
         "beside_bytes": view.beside_bytes,
         "has_moments": view.has_moments,
-        "fell_back": {old.layer: {name: getattr(old, name) for name in _AGE_FIELDS} for old in view.fell_back},
     }

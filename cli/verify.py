@@ -6,7 +6,7 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, say_note, say_paragraph, say_warning, shown, size
+from layerstore.cli.render import counted, say, say_json, say_note, say_paragraph, shown, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,6 @@ def verify(
 
     That is every record's checksum and every object's size; with --read-data, every byte.
     Damage is listed with the commits and layers that it costs, and with what still stands.
-    What is lost and was not given up is a failure too: gc removes nothing until then.
     1/10, 2/10 and so on to 10/10 read everything in ten nights.
 
     \b
@@ -78,13 +77,6 @@ def verify(
         raise IntegrityError(
             _damage_in_words(verdict), hint=f"layerstore repair{option} --dry-run says what can be done"
         )
-    if verdict.quarantined:
-        from layerstore.check.given_up import given_up_by
-
-        raise IntegrityError(
-            f"lost and in quarantine: {_some(verdict.quarantined, limit=5)}; gc removes nothing, nothing was changed",
-            hint=f"layerstore repair --from COPY may heal it; {given_up_by(verdict.quarantined[0])} gives it up",
-        )
 
 
 def _damage_in_words(verdict: "Verdict") -> str:
@@ -107,12 +99,6 @@ def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
         say(f"… and {len(verdict.standing.hurt) - _HURT_MAX:,} more that are hurt; --json has them all")
     for run, whole in verdict.standing.whole.items():
         say(f"{shown(run)}: {f'the newest step that is whole is {shown(whole)}' if whole else 'no step is whole'}")
-    if verdict.hidden:
-        say_note(
-            f"{counted(len(verdict.hidden), 'damaged object')} of hidden commits, which harms nothing: gc takes them"
-        )
-    for name in verdict.quarantined:
-        say_warning(f"{name} is in quarantine and holds gc back")
     of = "" if looked_at is None else f"{shown(looked_at)}: "
     found = f"{counted(verdict.records, 'record')}, {counted(verdict.objects, 'object')}{_read(verdict)}"
     (say_note if verdict.ok else say)(f"checked {of}{found}: {_result(verdict)}")
@@ -123,8 +109,6 @@ def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
 def _result(verdict: "Verdict") -> str:
     if verdict.damaged:
         return f"{len(verdict.damaged)} damaged"
-    if verdict.quarantined:
-        return f"no damage, {len(verdict.quarantined)} lost"
     if verdict.sample is not None and not verdict.objects_read:
         return "no damage in names and sizes; no object lies in this part"
     return "no damage"
@@ -187,8 +171,6 @@ def _fields(verdict: "Verdict") -> dict[str, object]:
             for each in verdict.standing.hurt
         ],
         "whole": verdict.standing.whole,
-        "hidden": [damage_fields(damage) for damage in verdict.hidden],
-        "quarantined": list(verdict.quarantined),
     }
 
 

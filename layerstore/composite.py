@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.export.hf import MAX_SHARD_SIZE
+from layerstore.history.collected import losses_told
+from layerstore.history.references import reference_to, references_to
+from layerstore.history.staleness import Staleness, check_staleness
 from layerstore.model import LayerEntry, Pin, Saving
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import export as export_verb
-from layerstore.publish import pins as pin_verb
 from layerstore.ops import queries
-from layerstore.history.collected import losses_told
 from layerstore.ops.compose import Written
 from layerstore.ops.composition import Composition, as_resolved, check_members, check_whole
 from layerstore.ops.export import Exported, ExportPlan
-from layerstore.progress import Progress, Silent
 from layerstore.ops.queries import LayerLine
 from layerstore.ops.ranks import AdamStep
-from layerstore.history.references import reference_to, references_to
-from layerstore.storage.rooms import Rooms
-from layerstore.history.staleness import Staleness, check_staleness
 from layerstore.ops.summary import summary
 from layerstore.ops.tensors import Tensors, open_tensors
+from layerstore.progress import Progress, Silent
+from layerstore.publish import pins as pin_verb
+from layerstore.storage.rooms import Rooms
 
 StrPath = str | os.PathLike[str]
 

@@ -112,12 +112,5 @@ GC_GRACE_SECONDS = 5 * 60.0
 # A file in tmp/ may be written for hours before it is linked, a rank may wait for hours for the others.
 GC_UNFINISHED_GRACE_SECONDS = 24 * 3600.0
 
-# What a collection has to write before it frees anything, on a disk that is full: its plan has 130 bytes for a record,
-# and a few records without layers may come first.
-GC_RESERVE_BYTES = 256 * KIB
-GC_RESERVE_RECORD_BYTES = 200
-# A commit without moments takes a blob of a block or two for each layer.
-GC_RESERVE_LAYER_BYTES = 8 * KIB
-
-# Plans of collections that are kept: an index that is further behind reports what they removed as vanished.
-COLLECTIONS_MAX = 1000
+# How long what was dropped, replaced or taken out of the way stays in the trash.
+TRASH_SECONDS = 7 * 24 * 3600.0

@@ -14,6 +14,9 @@ from layerstore.tree import Tree
 # Marks a field that holds a tree: it is kept in the encoding of format/treecodec.py.
 AS_TREE = {"tree": True}
 
+# Marks a field that is left out where it has its default, so that blobs from before the field keep their names.
+OMITTED = {"omitted": True}
+
 ObjectId = NewType("ObjectId", str)
 """xxh3_128 of an object's bytes, as 32 lower-case hex digits."""
 
@@ -110,6 +113,8 @@ class LayerVersion:
     """Ranks that the slices were taken from."""
     objects: tuple[StoredObject, ...]
     """By kind, then by shard."""
+    cut: str = field(default="even", metadata=OMITTED)
+    """How parameters were cut into slices: ``even`` is ZeRO-3's ``flat[r*k:(r+1)*k]``, k = ceil(n/world)."""
 
     @property
     def optimizer_states(self) -> set[tuple[str, str]]:
@@ -213,14 +218,16 @@ class CommitRecord:
     run: str
     attempt: int
     """Counted from 1."""
-    fork: Fork | None
-    """Where the attempt left an earlier one; None when it started from nothing."""
+    lineage: tuple[Fork, ...]
+    """Where the attempt forked off an earlier one, where that one did, and so on; empty if it began from nothing."""
     step: int
     save_number: int
-    """Counted from 0 in the order in which the attempt's steps were saved; fixed for ever."""
+    """One more than that of the save before it in its history, 0 for the first; never worked out again."""
     world_size: int
+    stage: int
+    """Of ZeRO: 3."""
     layers: tuple[LayerEntry, ...]
-    """Every layer of the model, in the model's order; a record without any only hides what it supersedes."""
+    """Every layer of the model, in the model's order."""
     states: tuple[BlobRef, ...]
     """One state blob per rank: all that is not a layer."""
     layout: SourceLayout
@@ -229,6 +236,13 @@ class CommitRecord:
     """Commits of the same run that this one hides."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
+    notes: tuple[str, ...] = ()
+    """Features that a reader may ignore."""
+
+    @property
+    def fork(self) -> Fork | None:
+        """Where the attempt left an earlier one; None when it began from nothing."""
+        return self.lineage[0] if self.lineage else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,50 +405,3 @@ class Part:
     bytes_new: int
     bytes_reused: int
     failure: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectedRecord:
-    """A record that a collection removes."""
-
-    run: str
-    step: int
-    id: CommitId
-    reason: str
-    """Why nothing keeps it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collection:
-    """What a collection has decided: written before anything is removed, and kept as its log."""
-
-    id: str
-    """8 decimal digits, larger than any before, ``-`` and 8 hex digits."""
-    records: tuple[CollectedRecord, ...]
-    objects: int
-    """How many nothing needs then."""
-    size_bytes: int
-    """What they take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quarantined:
-    """A file that a repair takes out of the way."""
-
-    path: str
-    """Where it was, below the store."""
-    kind: str
-    """What it was taken for: ``record``, ``pin``, ``object``, ``part``, ``collection``, ``stranger``, ``identity``."""
-    reason: str
-    """What is wrong with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuarantineLog:
-    """What one repair takes out of the way: written before anything is moved."""
-
-    id: str
-    """8 decimal digits, larger than any before, ``-`` and 8 hex digits."""
-    time_ns: int
-    """When, by the writer's clock; for people."""
-    files: tuple[Quarantined, ...]

@@ -10,57 +10,51 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from layerstore.check import identity as identity_verb
+from layerstore.check import repair as repair_verb
+from layerstore.check import verify as verify_verb
+from layerstore.check.doctor import Diagnosis, diagnose
+from layerstore.check.identity import RestoredIdentity
+from layerstore.check.repair import Repaired
+from layerstore.check.sample import parse_sample
+from layerstore.check.verify import Verdict
 from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
-from layerstore.model import Pin, Saving
-from layerstore.ops import diff as diff_verb
+from layerstore.gc import collect as gc_verb
 from layerstore.gc import drop as drop_verb
-from layerstore.gc import plan as gc_verb
-from layerstore.check import identity as identity_verb
+from layerstore.gc.collect import GcOutcome
+from layerstore.gc.drop import Dropped, DroppedCommit
+from layerstore.history.collected import losses_told
+from layerstore.history.references import references_to, resolve
 from layerstore.ingest import execute as ingest_verb
-from layerstore.publish import pins as pin_verb
+from layerstore.ingest.execute import Ingested
+from layerstore.ingest.plan import plan_ingest
+from layerstore.model import Commit, Pin, Saving
+from layerstore.ops import diff as diff_verb
 from layerstore.ops import queries
 from layerstore.ops import report as report_verb
 from layerstore.ops import stats as stats_verb
-from layerstore.storage import timings as timing_verb
-from layerstore.check import verify as verify_verb
-from layerstore.history.collected import losses_told
-from layerstore.gc.collect import execute_gc
 from layerstore.ops.composition import compose_by_policy, compose_exact, compose_latest
 from layerstore.ops.diff import Diff
-from layerstore.check.doctor import Diagnosis, diagnose
-from layerstore.gc.drop import Dropped
-from layerstore.gc.plan import GcOutcome
-from layerstore.check.given_up import Kept, kept
-from layerstore.check.healing import opened_sources
-from layerstore.check.identity import RestoredIdentity
-from layerstore.ingest.execute import Ingested
-from layerstore.ingest.plan import plan_ingest
-from layerstore.check.mending import execute_repair
-from layerstore.publish.pins import Unpinned
-from layerstore.progress import Progress, Silent
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
-from layerstore.history.references import references_to, resolve
-from layerstore.check.repair import plan_repair
-from layerstore.check.repaired import Repaired
-from layerstore.check.repaired import Request as RepairRequest
 from layerstore.ops.report import Report
 from layerstore.ops.report_page import report_page
-from layerstore.storage.rooms import Rooms
-from layerstore.check.sample import parse_sample
-from layerstore.storage.setup import make_store, open_rooms
 from layerstore.ops.stats import Stats
 from layerstore.ops.target_file import checked_file, write_file
-from layerstore.storage.timings import SaveTiming
-from layerstore.check.verify import Verdict
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
+from layerstore.progress import Progress, Silent
+from layerstore.publish import pins as pin_verb
+from layerstore.publish.pins import Unpinned
 from layerstore.report.page import BEGINS
-from layerstore.storage.catalog import Reindexed
+from layerstore.storage import timings as timing_verb
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
 from layerstore.storage.layout import layout_at
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import make_store, open_rooms
+from layerstore.storage.timings import SaveTiming
 from layerstore.zero3.survey import Survey, survey
 
 
@@ -279,30 +273,44 @@ class Store:
 
     def delete_pin(self, name: str) -> Unpinned | None:
         """
-        Delete the pin *name*, or give it up if a repair has put it into quarantine; a visible commit stays.
+        Delete the pin *name*, readable or not; a visible commit stays.
 
         Returns whether what it meant is visible; None where the pin could not be read.
         """
         return pin_verb.delete_pin(self._rooms, name)
 
+    def drop(self, ref: str, *, dry_run: bool = False) -> Dropped:
+        """
+        Move the commit *ref* to the trash; `undrop` moves it back until a collection empties the trash, by age.
+
+        Commits that inherited its layers keep them. With *dry_run* nothing is written.
+        """
+        return drop_verb.plan_drop(self._rooms, ref) if dry_run else drop_verb.execute_drop(self._rooms, ref)
+
     def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
         """
-        Give up the record of *ref* that a repair has put into quarantine, so that it holds collections back no longer.
+        Move the records at the step of *ref* that cannot be read to the trash; return their ids.
 
-        Returns the commits' ids. Nothing is removed; with *dry_run* nothing is written.
+        What only they need goes with the next collection, which they have held up until then.
         """
-        return drop_verb.give_up(self._rooms, ref, dry_run=dry_run)
+        names = drop_verb.damaged_records(self._rooms, ref)
+        if not dry_run:
+            drop_verb.give_up(self._rooms, names)
+        return tuple(name.id for name in names)
 
-    def drop(self, ref: str, *, last: bool = False, dry_run: bool = False) -> Dropped:
+    def undrop(self, ref: str) -> Commit:
         """
-        Hide the commit *ref* by a new record; ingesting its checkpoint again shows it again.
+        Make a dropped or replaced commit visible again; *ref* is ``RUN@STEP`` or its id.
 
-        Nothing is removed, and commits that inherited its layers keep them.
-        The last commit of an attempt is only hidden with *last*; with *dry_run* nothing is written.
+        Raises:
+            NotFound: It is not in the trash.
+            Conflict: Another commit has its place by now.
         """
-        if dry_run:
-            return drop_verb.plan_drop(self._rooms, ref, last=last).outcome
-        return drop_verb.execute_drop(self._rooms, ref, last=last)
+        return drop_verb.undrop(self._rooms, ref)
+
+    def dropped(self, run: str | None = None) -> list[DroppedCommit]:
+        """Return the commits in the trash, of *run* or of all, newest step first."""
+        return drop_verb.dropped(self._rooms, run)
 
     def gc(
         self,
@@ -310,6 +318,7 @@ class Store:
         *,
         runs: Iterable[str] | None = None,
         grace_seconds: float | None = None,
+        empty_trash: bool = False,
         dry_run: bool = False,
         confirmed: GcOutcome | None = None,
         progress: Progress | None = None,
@@ -320,6 +329,7 @@ class Store:
         Without *keep* every visible commit stays. Pins stay with all that they need, and so does the newest commit
         of a run. Safe beside everything else that uses the store; with *dry_run* nothing is removed.
         What is younger than *grace_seconds* stays; change it only where nothing else writes.
+        What was dropped or replaced a week ago leaves the trash; with *empty_trash* all of it does.
         No visible commit goes, or loses its moments, that does not in *confirmed*, a plan that somebody has seen.
 
         Raises:
@@ -328,11 +338,16 @@ class Store:
             Locked: Another collection is under way.
             Conflict: More would go than in the plan that was confirmed; nothing was removed.
         """
-        seen = None if confirmed is None else confirmed.as_confirmed()
-        request = gc_verb.Request(keep=keep or Keep(), runs=runs, grace_seconds=grace_seconds, confirmed=seen)
+        request = gc_verb.Request(
+            keep=keep or Keep(),
+            runs=runs,
+            grace_seconds=grace_seconds,
+            trash_seconds=0.0 if empty_trash else None,
+            confirmed=confirmed,
+        )
         if dry_run:
             return gc_verb.plan_gc(self._rooms, request, progress=progress or Silent()).outcome
-        return execute_gc(self._rooms, request, progress=progress or Silent())
+        return gc_verb.execute_gc(self._rooms, request, progress=progress or Silent())
 
     def verify(
         self,
@@ -364,41 +379,28 @@ class Store:
         *,
         read_data: bool = False,
         sources: Iterable[StrPath] = (),
-        fall_back: bool = False,
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> Repaired:
         """
-        Take what is damaged out of the way, and write back what there is a sound copy of; nothing is removed.
+        Move what is damaged to the trash, and fetch the same from the stores *sources*; nothing is guessed.
 
-        Copies are looked for beside the index, in what collections moved aside, in earlier quarantines, and in the
-        stores *sources*. With *fall_back* hurt commits take older versions of the layers that they have lost.
         It finds what a verify finds, with *read_data* every damaged byte. With *dry_run* nothing is written.
 
         Raises:
             InvalidInput: A source is no store.
             Locked: A collection or another repair is under way.
         """
-        with opened_sources(self._rooms, map(Path, sources)) as others:
-            request = RepairRequest(read_data=read_data, sources=others, fall_back=fall_back)
-            if dry_run:
-                return plan_repair(self._rooms, request, progress=progress or Silent()).outcome
-            return execute_repair(self._rooms, request, progress=progress or Silent())
+        repair = repair_verb.plan_repair if dry_run else repair_verb.execute_repair
+        with repair_verb.opened_sources(self._rooms, map(Path, sources)) as others:
+            return repair(self._rooms, others, read_data=read_data, progress=progress or Silent())
 
-    def quarantined(self) -> list[Kept]:
-        """Return what lies in quarantine, and whether it holds collections back; what was taken first comes first."""
-        return kept(self._rooms)
-
-    def reindex(self, *, forget: bool = False) -> Reindexed:
-        """
-        Make the index afresh from the commit records.
-
-        Records that have vanished it goes on remembering, with their copies for a repair, unless it is to *forget*.
-        """
+    def reindex(self) -> int:
+        """Make the index afresh from the commit records; return how many it covers."""
         rooms = self._rooms
         rooms.prepare_writing()
         with rooms.lock_index():
-            return rooms.catalog.rebuild(forget=forget)
+            return rooms.catalog.rebuild()
 
 
 def init(path: StrPath) -> Store:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import LayerstoreError, StorageIO, Unsupported
-from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Observed, Origin, Pin
 from layerstore.history.references import Resolved, references_to
-from layerstore.storage.rooms import Rooms
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Observed, Origin, Pin
 from layerstore.storage.manifest import RecordRow, row_of
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
 _SHORT_ID_DIGITS = 12

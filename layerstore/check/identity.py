@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError
 from layerstore.format.identity import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
 from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.identity import stated_ids
 from layerstore.storage.layout import Layout
-from layerstore.storage.quarantine import Quarantine
+from layerstore.storage.trash import Trash
 
 _STORE_ID = re.compile("[0-9a-f]{32}")
 
@@ -29,7 +30,7 @@ def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bo
     """
     Write ``store.json`` again for the store *store_id*; None where it had not to be.
 
-    Only if more records say that they are of this store than of any other. What is there is put into quarantine first.
+    Only if more records say that they are of this store than of any other. What is there goes to the trash first.
     Flags that it still states are kept: whoever does not know them must not write there. Of one that is gone, or too
     torn to be read, nobody knows which it had; the new one has none, and that is said.
 
@@ -94,11 +95,7 @@ def _write(layout: Layout, files: Files, store_id: str, flags: tuple[str, ...], 
     for folder in (layout.tmp, layout.locks):
         files.make_directory(folder)
     if is_there:
-        quarantine = Quarantine(layout, files, store_id=store_id)
-        quarantine_id = quarantine.begin(
-            layout.identity, kind="identity", reason="it was damaged, and is written again"
-        )
-        quarantine.move(layout.identity, quarantine_id=quarantine_id)
+        Trash(layout, files, RecordStore(layout, files, store_id=store_id)).take_damaged(layout.identity)
     # When the store was made nobody knows any more; the time is for people.
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     with files.temporary(layout.tmp) as file:

@@ -3,13 +3,13 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from layerstore.errors import LayerstoreError
-from layerstore.model import BlobRef, Kind, ObjectId
 from layerstore.check.damage import Holder
-from layerstore.history.references import Resolved, references_to
-from layerstore.storage.rooms import Rooms
+from layerstore.errors import LayerstoreError
 from layerstore.gc.unserved import ASKED_FOR, versions_by
+from layerstore.history.references import Resolved, references_to
+from layerstore.model import BlobRef, Kind, ObjectId
 from layerstore.policy import Latest
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
 # The newest hurt commits of a run are asked what else they can give; each costs some milliseconds.

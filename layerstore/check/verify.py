@@ -9,29 +9,29 @@ Memory does not grow with the records: what they name is kept in 28 bytes for ea
 once more if, and only if, something is damaged, to tell whose it is.
 """
 
+import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from layerstore.errors import PROCESS_ERRNOS, IntegrityError, LayerstoreError, StorageIO
-from layerstore.limits import WORKERS_MAX
-from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.check.damage import Cost, Costs, Damage, Holder, holders_of
-from layerstore.check.given_up import lost_pins, lost_records
-from layerstore.history.needs import objects_of_state, objects_of_version
-from layerstore.history.packed import PARTS, PackedList, PackedRefs
-from layerstore.progress import Progress
-from layerstore.history.references import Resolved
-from layerstore.storage.rooms import Rooms
 from layerstore.check.sample import Sample
 from layerstore.check.standing import Standing, standing
+from layerstore.errors import PROCESS_ERRNOS, IntegrityError, LayerstoreError, StorageIO
+from layerstore.history.needs import Needs, objects_of_state, objects_of_version
+from layerstore.history.packed import PARTS, PackedList, PackedRefs
+from layerstore.history.references import Resolved
+from layerstore.limits import WORKERS_MAX
+from layerstore.model import BlobRef, CommitRecord, ObjectId
+from layerstore.progress import Progress
 from layerstore.storage.checks import missing
 from layerstore.storage.manifest import row_of
+from layerstore.storage.rooms import Rooms
 
 Answer = TypeVar("Answer")
 
@@ -45,12 +45,8 @@ class Verdict:
     """What a verify found."""
 
     damaged: tuple[Damage, ...]
-    hidden: tuple[Damage, ...]
-    """What only commits need that nobody can ask for: it harms nothing, and goes with them at the next collection."""
     standing: Standing
     """What the damage leaves."""
-    quarantined: tuple[str, ...]
-    """Records and pins in quarantine that hold collections back, as a user gives them up."""
     orphans: int
     """Objects that nothing names: harmless, collected later."""
     records: int
@@ -63,8 +59,8 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged, and nothing is lost that nobody has given up."""
-        return not (self.damaged or self.quarantined)
+        """Whether nothing is damaged."""
+        return not self.damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +86,7 @@ class _Named:
     objects: PackedRefs = field(default_factory=PackedRefs)
     """Each with the numbers of the blobs that name it."""
     under_way: PackedRefs = field(default_factory=PackedRefs)
-    """What parts name: a save that is not complete yet."""
+    """What parts name, which are of saves that are not complete yet, and what dropped commits need: no orphans."""
     layers: dict[str, int] = field(default_factory=dict)
     blobs: PackedList = field(default_factory=PackedList)
     """The blobs that name objects, by number."""
@@ -114,13 +110,12 @@ def verify(
     only: Resolved | None = None,
     read_data: bool = False,
     sample: Sample | None = None,
-    also_read: Collection[ObjectId] = (),
     progress: Progress,
 ) -> Verdict:
     """
     Check the store, or what *only* needs; return everything that is wrong.
 
-    With a *sample* that much is read; the objects *also_read* are read in any case.
+    With a *sample* that much is read.
     """
     named = _Named()
     if only is None:
@@ -130,16 +125,12 @@ def verify(
     else:
         _name_all(named, "record", only.record, _called(only), "")
     _read_blobs(rooms, named, progress)
-    counted = _check_objects(
-        rooms, named, reads=_reader(read_data, sample, also_read), whole=only is None, progress=progress
-    )
+    counted = _check_objects(rooms, named, reads=_reader(read_data, sample), whole=only is None, progress=progress)
     holders = _holders(rooms, named, only)
-    damaged, hidden = _judged(named.faults, holders)
+    damaged = _judged(named.faults, holders)
     return Verdict(
         damaged=damaged,
-        hidden=hidden,
         standing=standing(rooms, holders, _lost_blobs(damaged)),
-        quarantined=_quarantined(rooms) if only is None else (),
         orphans=counted.orphans,
         records=named.records,
         objects=counted.objects,
@@ -149,10 +140,10 @@ def verify(
     )
 
 
-def _reader(read_data: bool, sample: Sample | None, also_read: Collection[ObjectId]) -> Callable[[BlobRef], bool]:
+def _reader(read_data: bool, sample: Sample | None) -> Callable[[BlobRef], bool]:
     if sample is not None:
         return sample.__contains__
-    return lambda ref: read_data or ref.id in also_read
+    return lambda ref: read_data
 
 
 def _called(resolved: Resolved) -> str:
@@ -184,11 +175,6 @@ def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
             if row is not None and row != row_of(commit):
                 problem = f"the index tells {called} differently than its record does"
                 named.note(_Fault(kind="index", id=run, path="manifest", reason=problem))
-    for run in sorted({*runs, *rooms.catalog.remembered_runs()}):
-        for name in rooms.catalog.vanished(run):
-            gone = IntegrityError("the record has vanished; the index remembers it")
-            path = rooms.layout.record(name.run, name.step, name.id)
-            named.note(_lost_record("record", name.id, rooms.layout.name(path), gone, f"{name.run}@{name.step}"))
 
 
 def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, called: str) -> _Fault:
@@ -227,7 +213,7 @@ def _read_pins(rooms: Rooms, named: _Named) -> None:
 
 
 def _read_beside(rooms: Rooms, named: _Named) -> None:
-    """Look at what is no commit: strangers, parts of saves under way, and logs of collections."""
+    """Look at what is no commit: strangers, parts of saves under way, and the trash."""
     for stranger in rooms.records.strangers():
         problem = IntegrityError("it is not a record or a pin, and nothing reads it")
         named.note(_Fault(kind="stranger", id=stranger.name, path=rooms.layout.name(stranger), reason=str(problem)))
@@ -239,9 +225,10 @@ def _read_beside(rooms: Rooms, named: _Named) -> None:
         refs = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*refs, *([] if part.state is None else [part.state])):
             named.under_way.add(ref)
-    for path, why in rooms.garbage.damaged_plans():
-        reason = f"{why}; what this collection removed may be called vanished"
-        named.note(_Fault(kind="collection", id=path.name, path=rooms.layout.name(path), reason=reason))
+    for name in rooms.trash.records():
+        with contextlib.suppress(LayerstoreError):  # what rots in the trash costs nobody anything
+            for ref in Needs(rooms).add_record(rooms.trash.read_record(name).record):
+                named.under_way.add(ref)
 
 
 def _read_blobs(rooms: Rooms, named: _Named, progress: Progress) -> None:
@@ -352,10 +339,9 @@ def _holders(rooms: Rooms, named: _Named, only: Resolved | None) -> dict[str, Ho
     return holders_of(rooms, blobs, only=only) if blobs else {}
 
 
-def _judged(faults: Iterable[_Fault], holders: dict[str, Holder]) -> tuple[tuple[Damage, ...], tuple[Damage, ...]]:
-    """Return the damage, and what of it only hidden commits need; what nothing needs any more is none."""
+def _judged(faults: Iterable[_Fault], holders: dict[str, Holder]) -> tuple[Damage, ...]:
+    """Return the damage with its costs; what nothing needs any more is none."""
     damaged: list[Damage] = []
-    hidden: list[Damage] = []
     costs_of = Costs(holders)
     known: dict[tuple[BlobRef, ...], tuple[Cost, ...]] = {}
     for fault in faults:
@@ -364,8 +350,7 @@ def _judged(faults: Iterable[_Fault], holders: dict[str, Holder]) -> tuple[tuple
         costs = known[fault.blobs] if fault.blobs else fault.costs
         if fault.blobs and not costs:
             continue  # collected meanwhile, with all that needed it
-        is_shown = not fault.blobs or any(holders[cost.holder].is_shown for cost in costs)
-        (damaged if is_shown else hidden).append(
+        damaged.append(
             Damage(
                 kind=fault.kind,
                 id=fault.id,
@@ -376,7 +361,7 @@ def _judged(faults: Iterable[_Fault], holders: dict[str, Holder]) -> tuple[tuple
                 blobs=fault.blobs,
             )
         )
-    return tuple(damaged), tuple(hidden)
+    return tuple(damaged)
 
 
 def _lost_blobs(damaged: Iterable[Damage]) -> dict[BlobRef, list[ObjectId]]:
@@ -385,9 +370,3 @@ def _lost_blobs(damaged: Iterable[Damage]) -> dict[BlobRef, list[ObjectId]]:
     for damage, blob in itertools.chain.from_iterable(((each, blob) for blob in each.blobs) for each in damaged):
         found.setdefault(blob, []).append(ObjectId(damage.id))
     return found
-
-
-def _quarantined(rooms: Rooms) -> tuple[str, ...]:
-    records = (f"{lost.name.run}@{lost.name.step}" for lost in lost_records(rooms))
-    pins = (lost.name for lost in lost_pins(rooms))
-    return tuple(sorted({*records, *pins}))

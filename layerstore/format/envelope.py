@@ -21,7 +21,7 @@ from layerstore.format.hashing import DIGEST_BYTES, digest
 from layerstore.limits import NAME_BYTES_MAX, RECORD_BYTES_MAX
 
 MAGIC = b"\x89LSR\r\n\x1a\n"
-SCHEMA = 1
+SCHEMA = 2
 STORE_ID_BYTES = 16
 
 _HEAD = struct.Struct(">8sH16sH")

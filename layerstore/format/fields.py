@@ -48,6 +48,7 @@ def to_plain(value: object) -> Plain:
             if "tree" in field.metadata
             else to_plain(getattr(value, field.name))
             for field in _fields(kind)
+            if not ("omitted" in field.metadata and getattr(value, field.name) == field.default)
         }
     return cast(Plain, value)
 
@@ -70,16 +71,20 @@ def _reader_of(cls: Any) -> Reader:
     """Return what reads a *cls*: its plain fields are only looked at, the others have readers of their own."""
     fields = _fields(cls)
     names = frozenset(field.name for field in fields)
+    may_lack = frozenset(field.name for field in fields if "omitted" in field.metadata)
+    defaults = {field.name: field.default for field in fields if field.name in may_lack}
     plain = [(field.name, kind) for field in fields if (kind := _plain_type(field)) is not None]
     others = [(field.name, _field_reader(field)) for field in fields if _plain_type(field) is None]
 
     def read(value: Plain) -> Any:
         if type(value) is not dict:
             raise _Misfit(f"a {cls.__name__} is not a map")
-        if value.keys() != names:
+        if value.keys() != names and (value.keys() | may_lack) != names:
             odd = ", ".join(sorted(names ^ value.keys()))
             raise _Misfit(f"a {cls.__name__} has unknown or missing fields: {odd}")
-        made: dict[str, Any] = value.copy()
+        made: dict[str, Any] = {**defaults, **value} if defaults else value.copy()
+        if any(name in value and value[name] == default for name, default in defaults.items()):
+            raise _Misfit(f"a {cls.__name__} spells out a default")
         for name, kind in plain:
             # Not isinstance: True is no int here.
             if type(made[name]) is not kind:

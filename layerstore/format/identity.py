@@ -14,7 +14,7 @@ from typing import Any
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.hashing import digest
 
-FORMAT = 1
+FORMAT = 2
 HASH = "xxh3_128"
 # A writer must know all flags of a store; a reader may go on if it does not.
 KNOWN_FLAGS: frozenset[str] = frozenset()

@@ -1,111 +1,343 @@
 """
-Collecting: what a plan says is removed, beside everything else that uses the store.
+Gc: which commits nobody wants to keep go, and then what nothing needs any more.
 
-Moments go first, then records, then objects: these are moved aside and looked at again, so that writers and readers
-need not wait (docs/reference/format.md, section 6.11).
+`plan_gc` reads and decides, and writes nothing; `execute_gc` does it, beside everything else that uses the store. Records
+go first, then objects: these are moved aside and looked at again, so that writers and readers need not wait
+(docs/internals/durability.md).
 """
 
-from collections.abc import Set
-from dataclasses import replace
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from layerstore.errors import Conflict, Locked, StorageIO
-from layerstore.model import CollectedRecord, Collection
-from layerstore.gc.plan import GcOutcome, GcPlan, Gone, Request, plan_gc
-from layerstore.check.given_up import is_hidden
-from layerstore.gc.mark import concluding
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
+from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
+from layerstore.gc.mark import Marks, blob_magic, concluding, named, pinned_commits
+from layerstore.gc.retention import Fate, choose, views_of
+from layerstore.gc.trim import add_needs, plan_trim, trim
+from layerstore.gc.unserved import Unserved, unserved
+from layerstore.history.needs import Needs
+from layerstore.history.references import references_to
+from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
+from layerstore.model import BlobRef, ObjectId
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
-from layerstore.gc.retention import waves
-from layerstore.storage.rooms import Rooms
-from layerstore.gc.trims import Trimming, shows_what_stays, trim_all
+from layerstore.publish.transaction import retire
 from layerstore.storage.commits import RecordName
-from layerstore.storage.garbage import names_in
-from layerstore.storage.holders import Hold
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.runview import RunView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFate:
+    """What becomes of one commit."""
+
+    run: str
+    attempt: int
+    step: int
+    commit: str
+    reference: str
+    time_ns: int
+    """When it was saved."""
+    kept_by: tuple[str, ...]
+    """The rules that keep it; none where it goes."""
+    goes_because: str
+    loses_moments: bool
+    """Whether it is kept without its optimizer's moments from now on."""
+    bytes_freed: int
+    """What goes with it, and with none of those listed before."""
+    bytes_freed_later: int
+    """Likewise, what is too young to go yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """So many of something, and their bytes."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: "Gone") -> "Gone":
+        """Return both together."""
+        return Gone(self.count + other.count, self.size_bytes + other.size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcOutcome:
+    """What a collection removed, or would remove."""
+
+    commits: tuple[CommitFate, ...]
+    """Every visible commit, run by run, those first that are kept."""
+    objects: Gone
+    orphans: Gone
+    """Those of the objects that no removed commit named: what killed writers left, and what the trash had kept."""
+    young: Gone
+    """What nothing needs, and is too young to go: somebody may be about to name it."""
+    unfinished: Gone
+    """Files of writers that never ended, and parts of saves that nobody will complete."""
+    trash: Gone
+    """Dropped records and damaged files that leave the trash for good."""
+    unserved: tuple[Unserved, ...]
+    """What kept steps can no longer be asked for."""
+    pins: tuple[str, ...]
+    """Pins, which keep all that they need."""
+    waiting: Gone = field(default_factory=Gone)
+    """What stays aside for the next collection, because other nodes may not see yet what is kept."""
+
+    @property
+    def removed(self) -> list[CommitFate]:
+        """The commits that go."""
+        return [fate for fate in self.commits if not fate.kept_by]
+
+    @property
+    def trimmed(self) -> list[CommitFate]:
+        """The commits that lose their moments."""
+        return [fate for fate in self.commits if fate.loses_moments]
+
+    @property
+    def bytes_freed(self) -> int:
+        """All of it."""
+        return self.objects.size_bytes + self.unfinished.size_bytes - self.waiting.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of a collection."""
+
+    keep: Keep
+    runs: Iterable[str] | None = None
+    """Those that *keep* speaks for, None for all; the others keep what they have."""
+    grace_seconds: float | None = None
+    """How old a thing is at least that goes; None for our own word."""
+    trash_seconds: float | None = None
+    """How long what was dropped stays in the trash; None for our own word."""
+    confirmed: GcOutcome | None = None
+    """The plan that somebody was shown; None where nobody was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcPlan:
+    """What is to go, and all that was needed to find out."""
+
+    outcome: GcOutcome
+    runs: tuple[tuple[RunView, tuple[Fate, ...]], ...]
+    marks: Marks
+    old_before_ns: int
+    unfinished_before_ns: int
+    trash_before_ns: int
+
+    @property
+    def fates(self) -> list[Fate]:
+        """What becomes of every visible commit."""
+        return [fate for _, fates in self.runs for fate in fates]
+
+
+def has_work(rooms: Rooms, request: Request) -> bool:
+    """Whether any record of the runs asked about is to go: only these are looked at, and nothing is marked."""
+    now_ns = rooms.aside.now_ns()
+    pinned = pinned_commits(rooms)
+    views = [rooms.catalog.find(run) for run in request.runs or rooms.catalog.runs()]
+    return any(
+        fate.goes or fate.loses_moments or fate.is_blind
+        for view in views
+        if view is not None
+        for fate in choose(rooms, view, request.keep, pinned=pinned, now_ns=now_ns)
+    )
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------
+
+
+def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
+    """
+    Find out what is to go; nothing is written but a probe for the time.
+
+    Raises:
+        IntegrityError: A record, pin, part or blob cannot be read: what it needs is not known, so nothing may go.
+            Or records would go, and what is to stay lacks an object.
+    """
+    with concluding("nothing was removed"):
+        return _plan(rooms, request, progress)
+
+
+def _plan(rooms: Rooms, request: Request, progress: Progress) -> GcPlan:
+    now_ns = rooms.aside.now_ns()
+    old_before_ns = now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS)
+    unfinished_before_ns = now_ns - _ns(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
+    trash_before_ns = now_ns - _ns(request.trash_seconds, TRASH_SECONDS)
+    runs = _chosen(rooms, request, now_ns)
+    fates = [fate for _, each in runs for fate in each]
+    _check_metric(request.keep, fates)
+    going = {fate.row.name for fate in fates if fate.goes or fate.loses_moments}
+    marks = Marks(
+        rooms, old_before_ns=old_before_ns, dead_before_ns=unfinished_before_ns, trash_before_ns=trash_before_ns
+    )
+    progress.start("records", sum(len(view.rows) for view, _ in runs) - len(going))
+    for fate in fates:
+        if fate.loses_moments:
+            with named(f"{fate.row.run}@{fate.row.step}"):
+                planned = plan_trim(rooms, rooms.catalog.commit(fate.row.name))
+            marks.check_whole(add_needs(marks.needs, planned), of=fate.row)
+    # What only sweeps takes nothing that could stand in for what is lost, so it may go on.
+    marks.look(progress, without=going, has_to_be_whole=bool(going))
+    tally = _tally(rooms, fates, marks)
+    leftovers = rooms.aside.leftovers(before_ns=unfinished_before_ns)
+    old_records, old_files = _old_trash(rooms, trash_before_ns)
+    outcome = GcOutcome(
+        commits=_commit_fates(rooms, fates, tally),
+        objects=_sum(tally.old) + _sum(tally.aside),
+        orphans=tally.old[None] + tally.aside[None],
+        young=_sum(tally.young),
+        unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
+        trash=Gone(len(old_records) + len(old_files), sum(rooms.files.size(path) or 0 for path in old_files)),
+        unserved=unserved(rooms, runs, needs=marks.needs),
+        pins=tuple(rooms.records.pin_names()),
+    )
+    return GcPlan(
+        outcome=outcome,
+        runs=runs,
+        marks=marks,
+        old_before_ns=old_before_ns,
+        unfinished_before_ns=unfinished_before_ns,
+        trash_before_ns=trash_before_ns,
+    )
+
+
+def _ns(given_seconds: float | None, ours_seconds: float) -> int:
+    return int((ours_seconds if given_seconds is None else given_seconds) * 1e9)
+
+
+def _old_trash(rooms: Rooms, before_ns: int) -> tuple[list[RecordName], list[Path]]:
+    records = [name for name in rooms.trash.records() if rooms.trash.modified_ns(name) < before_ns]
+    files = [path for path in rooms.trash.damaged() if (rooms.files.modified_ns(path) or before_ns) < before_ns]
+    return records, files
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """What nothing needs any more, by the number of the commit that it goes with; None for what none had named."""
+
+    old: dict[int | None, Gone]
+    young: dict[int | None, Gone]
+    aside: dict[int | None, Gone]
+    """What an earlier collection has moved aside."""
+
+
+def _tally(rooms: Rooms, fates: Sequence[Fate], marks: Marks) -> _Tally:
+    """Look at every object; one goes with the first of the commits that names it."""
+    taken = Needs(rooms, besides=marks.needs)
+    for number, fate in enumerate(fates):
+        if fate.goes or fate.loses_moments:
+            # What one names that is damaged counts as orphans as far as it is not known: the commit goes anyway.
+            with contextlib.suppress(IntegrityError, NotFound):
+                taken.add_record(rooms.catalog.commit(fate.row.name).record, number=number)
+    tally = _Tally(*(defaultdict[int | None, Gone](Gone) for _ in range(3)))
+    for each in marks.unneeded():
+        (tally.young if each.is_young else tally.old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
+    for each in marks.aside():
+        if not each.is_young:
+            tally.aside[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
+    return tally
+
+
+def _sum(parts: Mapping[int | None, Gone]) -> Gone:
+    return sum(parts.values(), Gone())
+
+
+def _chosen(rooms: Rooms, request: Request, now_ns: int) -> tuple[tuple[RunView, tuple[Fate, ...]], ...]:
+    views = views_of(rooms)
+    wanted = {view.run for view in views} if request.runs is None else set(request.runs)
+    missing = wanted - {view.run for view in views}
+    if missing:
+        run = min(missing)
+        hint = did_you_mean(nearest(run, (view.run for view in views)), else_="layerstore log lists the runs")
+        raise NotFound(f"there is no run {run!r} in this store", hint=hint)
+    pinned = pinned_commits(rooms)
+    return tuple(
+        (view, choose(rooms, view, request.keep if view.run in wanted else None, pinned=pinned, now_ns=now_ns))
+        for view in views
+    )
+
+
+def _check_metric(keep: Keep, fates: Sequence[Fate]) -> None:
+    best = keep.best_of
+    reasons = {reason for fate in fates for reason in fate.kept_by}
+    if best is None or best.reason in reasons or not fates:
+        return
+    raise InvalidInput(
+        f"no commit has {best.metric!r} in its trainer_state.json; nothing was changed",
+        hint="the metric has to be logged at the step of a save, under this very name",
+    )
+
+
+def _commit_fates(rooms: Rooms, fates: Sequence[Fate], tally: _Tally) -> tuple[CommitFate, ...]:
+    """Return what becomes of every commit, with the bytes that go with it."""
+    references = references_to(rooms, [fate.row for fate in fates])
+    return tuple(
+        CommitFate(
+            run=fate.row.run,
+            attempt=fate.row.attempt,
+            step=fate.row.step,
+            commit=fate.row.id,
+            reference=reference,
+            time_ns=fate.time_ns,
+            kept_by=fate.kept_by,
+            goes_because=fate.goes_because,
+            loses_moments=fate.loses_moments,
+            bytes_freed=tally.old[number].size_bytes + tally.aside[number].size_bytes,
+            bytes_freed_later=tally.young[number].size_bytes,
+        )
+        for number, (fate, reference) in enumerate(zip(fates, references, strict=True))
+    )
+
+
+# -- the deed ------------------------------------------------------------------------------------------------------
 
 
 def execute_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcOutcome:
     """
     Remove what `plan_gc` finds, and raise as that does.
 
-    It may be stopped at any moment: what is needed stays findable, and the next collection takes up what is left.
+    It may be stopped at any moment: what is needed stays findable, and the next collection settles what is left aside.
 
     Raises:
-        Locked: Another collection is under way, or began while this one was suspended; then nothing was removed.
-        Conflict: A migration is under way, or was interrupted; if it began just now some records may be gone, and
-            every object is where it is found.
+        Locked: Another collection is under way, or began while this one was suspended.
+        Conflict: More would go than in the plan that was confirmed; nothing was removed. Or a migration is under way,
+            or was interrupted.
     """
     rooms.prepare_writing()
-    try:
-        return _collect_alone(rooms, request, progress)
-    except StorageIO as exc:
-        # A full disk may have no room for the very lock.
-        if exc.kind != "no_space" or not rooms.garbage.release_reserve():
-            raise
-        return _collect_alone(rooms, request, progress)
-
-
-def _collect_alone(rooms: Rooms, request: Request, progress: Progress) -> GcOutcome:
     with rooms.lock_gc() as hold:
-        return _collect(rooms, request, progress, hold)
-
-
-def _collect(rooms: Rooms, request: Request, progress: Progress, hold: Hold) -> GcOutcome:
-    _check_no_migration(rooms)
-    while True:
+        _check_no_migration(rooms)
         plan = plan_gc(rooms, request, progress=progress)
         _check_confirmed(plan, request)
-        hold.check()  # the other one's plan is not to be taken for an abandoned one
-        # First, for it removes nothing: the plan then names what others stand in for, and stays believable.
-        trimming = trim_all(rooms, plan.runs, hold=hold)
-        collection = _collection(rooms, plan, trimming)
-        has_work = plan.doomed.count > 0 or len(collection.records) > 0
-        if has_work:
-            rooms.garbage.publish(collection)
-            _make_sure_of_it(rooms, collection, hold)
-        if not has_work or _is_kept_still(rooms, plan, trimming):
-            break
-        rooms.garbage.forget(collection.id)
-    for earlier in plan.unfinished:
-        rooms.garbage.forget(earlier.id)
-    if has_work:
-        _give_up(rooms, {fate.row.name for fate in plan.going if not trimming.was_left(fate)})
-        _remove_records(rooms, plan, trimming, collection)
-        _set_aside(rooms, plan, collection.id, progress)
-    _check_no_migration(rooms)
-    freed, waiting = _settle(rooms, plan)
-    for session in plan.marks.dead_sessions:
-        rooms.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
-    rooms.garbage.sweep_tmp(before_ns=plan.unfinished_before_ns, dry_run=False)
-    rooms.garbage.forget_old_plans()
-    kept = [fate.row for _, run in plan.runs for fate in run.fates if not fate.goes]
-    rooms.garbage.make_reserve(records=len(kept), layers=max((len(row.layer_names) for row in kept), default=0))
-    if trimming.problem is not None:
-        raise trimming.problem
-    return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
+        hold.check()
+        _remove_records(rooms, plan)
+        _check_no_migration(rooms)
+        _look_again(plan)
+        _sweep(rooms, plan, progress)
+        _look_again(plan)
+        hold.check()  # whoever has the lock now settles what lies aside
+        freed, waiting = _settle(rooms, plan)
+        _tidy(rooms, plan)
+        return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
 
 def _check_confirmed(plan: GcPlan, request: Request) -> None:
     """Raise Conflict if more is to go than whoever was asked has seen."""
     if request.confirmed is None:
         return
-    more = [fate.row for fate in plan.going if fate.is_visible and not request.confirmed.allows(fate)]
-    if more:
-        raise Conflict(
-            f"{more[0].run}@{more[0].step} was to stay when the plan was shown, and is to go by now; "
-            "nothing was removed",
-            hint="look at the new plan: repeat the command",
-        )
-
-
-def _is_kept_still(rooms: Rooms, plan: GcPlan, trimming: Trimming) -> bool:
-    """
-    Whether all commits show that *plan* has kept: the others go because these stay.
-
-    Somebody may have dropped or replaced one since. A collection writes its plan and then looks here; a drop hides its
-    commit and then looks for such plans. So one of them sees the other, without a lock.
-    """
-    return all(
-        shows_what_stays(rooms, view, run, trimming) for view, run in plan.runs if any(fate.goes for fate in run.fates)
-    )
+    removed = {fate.commit for fate in request.confirmed.removed}
+    trimmed = {fate.commit for fate in request.confirmed.trimmed} | removed
+    for fate in plan.fates:
+        if (fate.goes and fate.row.id not in removed) or (fate.loses_moments and fate.row.id not in trimmed):
+            raise Conflict(
+                f"{fate.row.run}@{fate.row.step} was to stay when the plan was shown, and is to go by now; "
+                "nothing was removed",
+                hint="look at the new plan: repeat the command",
+            )
 
 
 def _check_no_migration(rooms: Rooms) -> None:
@@ -123,89 +355,81 @@ def _check_no_migration(rooms: Rooms) -> None:
         )
 
 
-def _make_sure_of_it(rooms: Rooms, collection: Collection, hold: Hold) -> None:
-    """Look at the lock once more, right before the point of no return; what will not be done is not left as a plan."""
-    try:
-        hold.check()
-    except Locked:
-        rooms.garbage.forget(collection.id)
-        raise
-
-
-def _collection(rooms: Rooms, plan: GcPlan, trimming: Trimming) -> Collection:
-    """Return what *plan* decides; with it what an earlier collection has removed, whose plan was not carried out."""
-    going = {fate.row.name: fate.goes_because or "its moments go" for fate in plan.going if not trimming.was_left(fate)}
-    gone = {
-        name: "removed by a collection that was stopped"
-        for earlier in plan.unfinished
-        for name in names_in(earlier)
-        if name not in going and not rooms.records.is_there(name)
-    }
-    return Collection(
-        id=rooms.garbage.next_id(after=rooms.catalog.last_collection()),
-        records=tuple(
-            CollectedRecord(run=name.run, step=name.step, id=name.id, reason=reason)
-            for name, reason in {**gone, **going}.items()
-        ),
-        objects=plan.outcome.objects.count,
-        size_bytes=plan.outcome.objects.size_bytes,
-    )
-
-
-def _give_up(rooms: Rooms, going: Set[RecordName]) -> None:
-    """
-    Give up what lies in quarantine of records that go, or that others hide.
-
-    Once these are gone, or those that hide them, it would say that one is lost.
-    """
-    for lost in rooms.quarantine.records():
-        if lost.name in going or is_hidden(rooms, lost.name):
-            rooms.quarantine.give_up(lost.path)
-
-
-def _remove_records(rooms: Rooms, plan: GcPlan, trimming: Trimming, collection: Collection) -> None:
-    for view, run in plan.runs:
-        for stand_in in run.stand_ins:
-            rooms.records.publish(stand_in)
-            rooms.catalog.add(stand_in)
-        going = {fate.row.id for fate in run.fates if fate.goes and not trimming.was_left(fate)}
-        for group in waves(view, going):
-            if not rooms.files.exists(rooms.layout.plan(collection.id)):
-                return  # another collection has taken it over: the records are that one's by now
-            rooms.records.remove([row.name for row in group])
+def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
+    """Remove the records that go, and empty the trash; first what they still hide, which would show again."""
+    for view, fates in plan.runs:
+        if view.hidden:
+            for row in view.visible:
+                retire(rooms, rooms.catalog.commit(row.name))
+        for fate in fates:
+            if fate.loses_moments:
+                trim(rooms, fate.row)
+        rooms.records.remove([fate.row.name for fate in fates if fate.goes])
         rooms.catalog.find(view.run)  # which tells the index
+    records, files = _old_trash(rooms, plan.trash_before_ns)
+    for name in records:
+        rooms.trash.remove_record(name)
+    for path in files:
+        rooms.trash.remove_damaged(path)
 
 
-def _set_aside(rooms: Rooms, plan: GcPlan, collection_id: str, progress: Progress) -> None:
-    progress.start("remove", plan.doomed.size_bytes)
-    rooms.garbage.open_aside(collection_id)
+def _look_again(plan: GcPlan) -> None:
+    with concluding("objects that were to go lie aside until a gc succeeds"):  # by now records are gone
+        plan.marks.look(Silent())
+
+
+def _sweep(rooms: Rooms, plan: GcPlan, progress: Progress) -> None:
+    """Move aside what is old and nothing needs."""
+    progress.start("remove", plan.outcome.objects.size_bytes)
+    rooms.aside.open()
     for each in plan.marks.doomed():
-        rooms.garbage.set_aside(each.ref.id, collection_id=collection_id)
+        rooms.aside.take(each.ref.id)
         progress.advance(each.ref.size_bytes)
 
 
 def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
     """
-    Look once more at who needs what lies aside, put that back, and remove the rest; return that, and what has to wait.
+    Put back what is needed of what lies aside, and remove the rest; return that, and what has to wait.
 
-    Also what earlier collections have left, and only now: a blob that is at its place says that its objects are too.
+    What a killed collection has left is settled by the same rule. On a network filesystem another node's listing may
+    be late: there only what an earlier collection has moved is removed, and the rest waits for the next one.
     """
     marks = plan.marks
-    asides = rooms.garbage.asides()
-    # Another node's listing may be late: there it takes a later collection to look again.
-    late = [each for each in asides if rooms.garbage.opened_ns(each) >= plan.old_before_ns]
-    waiting = late if rooms.garbage.is_network() else []
-    ready = [each for each in asides if each not in waiting]
-    with concluding("objects that were to go lie aside until a gc succeeds"):  # by now records are gone
-        marks.look(Silent())
-    for collection_id in ready:
-        for each in marks.aside(collection_id):
-            if each.is_young:
-                marks.spare(each.ref)
-    freed = left = Gone()
-    for collection_id in ready:
-        freed += Gone(*rooms.garbage.settle(collection_id, is_needed=marks.is_needed))
-    for collection_id in waiting:
-        for _, path in rooms.garbage.objects_aside(collection_id):
-            left += Gone(1, rooms.files.size(path) or 0)
-    return freed, left
+    for each in marks.aside():
+        if each.is_young:
+            marks.spare(each.ref)
+    _put_back(rooms, [object_id for object_id, path in rooms.aside.objects() if marks.is_needed(object_id, path)])
+    freed = waiting = Gone()
+    for object_id, path in rooms.aside.objects():
+        gone = Gone(1, rooms.files.size(path) or 0)
+        if marks.is_needed(object_id, path):
+            continue  # touched just now: its writer links it back, and the next collection settles this name
+        if rooms.aside.is_on_network and rooms.aside.moved_ns(path) >= plan.old_before_ns:
+            waiting += gone
+        else:
+            rooms.aside.remove([object_id])
+            freed += gone
+    rooms.aside.sync()
+    return freed, waiting
+
+
+def _put_back(rooms: Rooms, objects: list[ObjectId]) -> None:
+    """Give *objects* their names again, blobs last: one at its place says that what it names can be found."""
+    blobs: list[ObjectId] = []
+    others: list[ObjectId] = []
+    for object_id in objects:
+        size_bytes = rooms.files.size(rooms.layout.aside / object_id)
+        is_blob = size_bytes is not None and blob_magic(rooms, BlobRef(id=object_id, size_bytes=size_bytes)) in {
+            VERSION_MAGIC,
+            STATE_MAGIC,
+        }
+        (blobs if is_blob else others).append(object_id)
+    rooms.aside.put_back(others)
+    rooms.aside.put_back(blobs)
+
+
+def _tidy(rooms: Rooms, plan: GcPlan) -> None:
+    for session in plan.marks.dead_sessions:
+        rooms.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
+    for path, _ in rooms.aside.leftovers(before_ns=plan.unfinished_before_ns):
+        rooms.files.unlink(path)

@@ -1,29 +1,26 @@
 """
-Drop: one commit is hidden.
+Drop and undrop: a commit's record moves to the trash, and back.
 
-Nothing is removed: a record without layers supersedes the commit, and its link is the one moment of the change.
-Commits that inherited layers keep exactly their versions, and ingesting the checkpoint again shows it again.
+Nothing is freed: a collection empties the trash by age, and until then marks from what lies there. Commits that
+inherited layers keep exactly their versions.
 """
 
 from dataclasses import dataclass
 
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Overtaken
+from layerstore.gc.mark import bytes_of_only
+from layerstore.history.references import Resolved, reference_to, references_to, resolve
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
-from layerstore.publish.claims import take_back
-from layerstore.check.given_up import records_meant
-from layerstore.publish.hiding import hiding_commit
-from layerstore.history.references import Resolved, reference_to, references_to, resolve
-from layerstore.gc.retention import STAND_IN
+from layerstore.publish.transaction import republish, retire
+from layerstore.storage.commits import RecordName
 from layerstore.storage.rooms import Rooms
-from layerstore.storage.garbage import names_in
-from layerstore.storage.manifest import RecordRow
 from layerstore.storage.runview import RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """What a drop hid, or would hide."""
+    """What a drop moves to the trash, or would."""
 
     run: str
     step: int
@@ -31,13 +28,12 @@ class Dropped:
     reference: str
     """What means it as long as it is visible."""
     commit: str
-    """The hidden one."""
-    hidden_by: str
-    """The record that hides it."""
+    size_bytes: int
+    """What a collection frees once it has left the trash."""
     inherited_by: tuple[str, ...]
     """Visible commits of the run that have layers saved by it, and keep them, by step."""
     pins: tuple[str, ...]
-    """Pins that keep it."""
+    """Pins that keep what it needs."""
     tip: str | None
     """What the run's name means without it; None where no commit is left."""
     is_tip: bool
@@ -45,193 +41,158 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DropPlan:
-    """What would be hidden, and the record that would do it."""
+class DroppedCommit:
+    """A commit in the trash."""
 
-    outcome: Dropped
-    hiding: Commit
+    commit: Commit
+    dropped_ns: int
+    """When it came there, by the filesystem's clock."""
 
 
-def plan_drop(rooms: Rooms, ref: str, *, last: bool = False) -> DropPlan:
+def plan_drop(rooms: Rooms, ref: str) -> Dropped:
     """
-    Find out what hiding the commit *ref* means; nothing is written.
+    Find out what dropping the commit *ref* means; nothing is written.
 
     Raises:
-        NotFound: There is no such commit, or it is hidden already.
-        InvalidInput: *ref* is a pin, or the last commit of its attempt and *last* is False.
+        NotFound: There is no such commit.
+        InvalidInput: *ref* is a pin.
     """
-    if hidden_by := _hiding_records(rooms, ref):
-        if all(rooms.catalog.commit(row.name).record.policy.name == STAND_IN for row in hidden_by):
-            hint = f"layerstore log {parse_reference(ref).name} lists what is kept"
-            raise NotFound(f"{ref} was removed by a collection", hint=hint)
-        raise NotFound(f"{ref} is dropped already", hint="to see it again, ingest its checkpoint again")
     resolved = resolve(rooms, ref)
     record = resolved.record
     if resolved.pin is not None:
         raise InvalidInput(
-            f"{resolved.pin!r} is a pin, and drop hides commits; nothing was changed",
+            f"{resolved.pin!r} is a pin, and drop takes commits; nothing was changed",
             hint=f"layerstore pin --delete {typed(resolved.pin)}; layerstore log {typed(record.run)} lists the commits",
         )
     view = rooms.catalog.view(record.run)
-    tip = _tip_without(view, resolved.commit)
-    siblings = [row for row in view.visible if row.attempt == record.attempt and row.id != resolved.commit]
-    if not siblings and not last:
-        raise InvalidInput(
-            f"{record.run}@{record.step} is the last visible commit of attempt {record.attempt} of {record.run!r}; "
-            "nothing was changed",
-            hint=f"with --last it is hidden all the same; {record.run} then means {tip or 'no commit at all'}",
-        )
-    hiding = hiding_commit(record, CommitId(resolved.commit), policy="drop")
-    outcome = Dropped(
+    attempts = {row.attempt for row in view.visible if row.id != resolved.commit}
+    tip = next((row for row in view.history(max(attempts)) if row.id != resolved.commit), None) if attempts else None
+    return Dropped(
         run=record.run,
         step=record.step,
         attempt=record.attempt,
         reference=reference_to(rooms, record),
         commit=resolved.commit,
-        hidden_by=hiding.id,
+        size_bytes=bytes_of_only(rooms, record, commit=resolved.commit),
         inherited_by=_inheritors(rooms, view, resolved),
         pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.base == resolved.commit),
-        tip=tip,
-        is_tip=_is_tip(view, resolved.commit),
+        tip=None if tip is None else f"{view.run}@{tip.step}",
+        is_tip=bool(view.attempts) and next(view.history(view.attempts[-1])).id == resolved.commit,
     )
-    return DropPlan(outcome=outcome, hiding=hiding)
 
 
-def execute_drop(rooms: Rooms, ref: str, *, last: bool = False) -> Dropped:
+def execute_drop(rooms: Rooms, ref: str) -> Dropped:
     """
-    Hide the commit *ref*; raises as `plan_drop` does.
+    Move the commit *ref* to the trash; raises as `plan_drop` does.
 
-    Once this returns a power cut cannot bring it back. If it raises, the commit is as it was.
+    Once this returns a power cut cannot bring it back.
     """
     rooms.prepare_writing()
-    for earlier in _hiding_records(rooms, ref):
-        rooms.records.confirm(earlier.name)  # its writer may have failed in the very last fsync
-    run = plan_drop(rooms, ref, last=last).outcome.run
-    with rooms.lock_run(run):
-        # Again: whoever held the lock may have saved or dropped.
-        plan = plan_drop(rooms, ref, last=last)
-        _check_collections(rooms, plan, last=last)  # so that what can be seen now costs no record
-        _publish(rooms, plan.hiding)
-        rooms.catalog.add(plan.hiding)
-        _look_again(rooms, plan, last=last)
-    return plan.outcome
+    with rooms.lock_run(parse_reference(ref).name):
+        plan = plan_drop(rooms, ref)
+        name = RecordName(plan.run, plan.step, CommitId(plan.commit))
+        retire(rooms, rooms.catalog.commit(name))  # else what it replaced would show again
+        rooms.trash.take_record(name)
+        rooms.catalog.find(plan.run)  # which tells the index
+    return plan
 
 
-def _look_again(rooms: Rooms, plan: DropPlan, *, last: bool) -> None:
-    """
-    Find out what a collection has done meanwhile, which waits for nobody.
-
-    It writes its plan and then looks at what shows, and removes nothing on account of a commit that does not show any
-    more. Here that commit is hidden first, and then plans are looked at: so one of the two sees the other.
-    """
-    outcome = plan.outcome
-    for row in rooms.catalog.view(outcome.run).of_attempt(outcome.attempt):
-        if outcome.commit in row.supersedes:  # the same without moments
-            hiding = hiding_commit(rooms.catalog.commit(row.name).record, row.id, policy="drop")
-            _publish(rooms, hiding)
-            rooms.catalog.add(hiding)
-    try:
-        _check_collections(rooms, plan, last=last)
-    except Conflict:
-        take_back(rooms, plan.hiding)
-        raise
-
-
-def _check_collections(rooms: Rooms, plan: DropPlan, *, last: bool) -> None:
-    """
-    Make sure that what is to be left without the commit is not being removed.
-
-    Raises:
-        Conflict: Of the attempt nothing would be left, or with *last* nothing of a run that is to have other commits.
-    """
-    outcome = plan.outcome
-    if last and outcome.tip is None:
-        return
-    view = rooms.catalog.view(outcome.run)
-    going = {name for each in rooms.garbage.unfinished(rooms.records.is_there) for name in names_in(each)}
-    left = [
-        row
-        for row in (view.visible if last else view.of_attempt(outcome.attempt))
-        if row.id != outcome.commit and outcome.commit not in row.supersedes and row.name not in going
-    ]
-    if not left:
-        of = f"run {outcome.run!r}" if last else f"attempt {outcome.attempt} of {outcome.run!r}"
-        raise Conflict(
-            f"a collection removes all other commits of {of}, or was stopped while it did; "
-            f"{outcome.reference} was not dropped",
-            hint=f"layerstore gc finishes it; layerstore log {typed(outcome.run)} shows what is left then",
-        )
-
-
-def give_up(rooms: Rooms, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
-    """
-    Give up the records of *ref* that a repair has put into quarantine; return their commits' ids.
-
-    They stay where they are, and hold collections back no longer.
-
-    Raises:
-        NotFound: None is there, or all were given up.
-    """
-    if not dry_run:
-        rooms.prepare_writing()
-    found = records_meant(rooms, ref)
-    for lost in found if not dry_run else ():
-        rooms.quarantine.give_up(lost.path)
-    return tuple(dict.fromkeys(lost.name.id for lost in found))
-
-
-def _publish(rooms: Rooms, hiding: Commit) -> None:
-    record = hiding.record
-    try:
-        rooms.records.publish(hiding)
-    except StorageIO as exc:
-        if rooms.records.is_there(rooms.records.name_of(hiding)):
-            # Not "repeat the command": RUN means another commit now.
-            exc.hint = f"layerstore drop {typed(f'{record.run}@{record.step}')} confirms it, once the disk is well"
-        raise
-
-
-def _hiding_records(rooms: Rooms, ref: str) -> list[RecordRow]:
-    """Return the records that hide the step of *ref*, if it names one and nothing visible is there."""
+def damaged_records(rooms: Rooms, ref: str) -> list[RecordName]:
+    """Return the records at the step of *ref* that cannot be read; none where *ref* names no step of a run."""
     reference = parse_reference(ref)
-    if reference.step is None or not rooms.records.names(reference.name):
-        return []
-    view = rooms.catalog.view(reference.name)
-    if any(row.step == reference.step for row in view.visible):
-        return []
-    hidden = view.hidden
-    return [
-        row for row in view.rows.values() if row.step == reference.step and not row.layer_names and row.id not in hidden
+    view = rooms.catalog.find(reference.name) if rooms.records.names(reference.name) else None
+    return [] if view is None else sorted(name for name in view.damaged if name.step == reference.step)
+
+
+def give_up(rooms: Rooms, names: list[RecordName]) -> None:
+    """Move records that cannot be read to the trash: nobody knows what they need, so a collection takes that."""
+    rooms.prepare_writing()
+    for name in names:
+        rooms.trash.take_damaged(rooms.layout.record(name.run, name.step, name.id))
+        rooms.catalog.find(name.run)
+
+
+def dropped(rooms: Rooms, run: str | None = None) -> list[DroppedCommit]:
+    """Return the commits in the trash that can be read, newest first within each run."""
+    found = []
+    for name in rooms.trash.records():
+        if run is None or name.run == run:
+            try:
+                commit = rooms.trash.read_record(name)
+            except (NotFound, IntegrityError):
+                continue  # emptied meanwhile; or rotten, and then nobody can have it back
+            found.append(DroppedCommit(commit=commit, dropped_ns=rooms.trash.modified_ns(name)))
+    return sorted(found, key=lambda each: (each.commit.record.run, -each.commit.record.step))
+
+
+def find_dropped(rooms: Rooms, ref: str) -> Commit:
+    """
+    Return the commit in the trash that *ref* means: ``RUN@STEP``, or an id or its first digits.
+
+    Raises:
+        NotFound: There is none.
+        Conflict: Several of that step lie there.
+    """
+    reference = parse_reference(ref)
+    found = [
+        each.commit
+        for each in dropped(rooms)
+        if each.commit.id.startswith(ref)
+        or (each.commit.record.run, each.commit.record.step) == (reference.name, reference.step)
     ]
+    if not found:
+        raise NotFound(f"{ref} is not in the trash", hint="layerstore log --dropped lists what is")
+    if len(found) > 1:
+        ids = ", ".join(commit.id[:12] for commit in found)
+        raise Conflict(f"{len(found)} commits of {ref} are in the trash: {ids}", hint="name one by its id")
+    return found[0]
 
 
-def _is_tip(view: RunView, commit: str) -> bool:
-    attempts = view.attempts  # none is left where a collection has taken the commit meanwhile
-    return bool(attempts) and next(view.history(attempts[-1])).id == commit
+def undrop(rooms: Rooms, ref: str) -> Commit:
+    """
+    Make the commit *ref* visible again.
 
-
-def _tip_without(view: RunView, commit: str) -> str | None:
-    attempts = {row.attempt for row in view.visible if row.id != commit}
-    if not attempts:
-        return None
-    left = next(row for row in view.history(max(attempts)) if row.id != commit)
-    return f"{view.run}@{left.step}"
+    Raises:
+        NotFound: It is not in the trash.
+        Conflict: Another commit has its place, or its attempt has become another one.
+        Overtaken: What it needs is gone; it stays in the trash.
+    """
+    rooms.prepare_writing()
+    commit = find_dropped(rooms, ref)
+    record = commit.record
+    with rooms.lock_run(record.run):
+        view = rooms.catalog.find(record.run)
+        own = [] if view is None else view.of_attempt(record.attempt)
+        rival = next((row for row in own if row.step == record.step), None)
+        if rival is not None:
+            raise Conflict(
+                f"{record.run}@{record.step} is commit {rival.id[:12]} by now; nothing was changed",
+                hint=f"layerstore drop {rival.id[:12]} makes room for it",
+            )
+        if any(row.lineage != record.lineage for row in own):
+            raise Conflict(
+                f"attempt {record.attempt} of {record.run!r} is another one by now; nothing was changed",
+                hint=f"layerstore compose {commit.id[:12]} -o DIR composes it from the trash",
+            )
+        try:
+            republish(rooms, commit)
+        except Overtaken as exc:
+            raise Overtaken(f"{ref} cannot come back: {exc}", hint="ingest its checkpoint again") from exc
+        rooms.trash.remove_record(rooms.records.name_of(commit))
+    return commit
 
 
 def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, ...]:
-    """Return the visible commits that took layers over from *resolved*, as their users call them."""
+    """Return the visible commits that inherited layers from *resolved*, as their users call them."""
     source = resolved.record
-    own = (source.run, source.attempt, source.step, source.save_number)
     found = []
     for row in view.visible:
         if row.id == resolved.commit or row.step < source.step:
             continue
         try:
-            origins = [entry.origin for entry in rooms.catalog.commit(row.name).record.layers]
-        except NotFound:
-            continue  # a collection has just removed it
-        except IntegrityError:
-            continue  # verify reports it; what it had keeps nobody from hiding this one
-        if any((origin.run, origin.attempt, origin.step, origin.save_number) == own for origin in origins):
+            entries = rooms.catalog.commit(row.name).record.layers
+        except (NotFound, IntegrityError):
+            continue  # collected just now, or damaged, which verify reports
+        if any(entry.saved_by(source) for entry in entries):
             found.append(row)
     return tuple(references_to(rooms, found))

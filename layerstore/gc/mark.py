@@ -1,26 +1,25 @@
 """
-What is needed, found out from the records, pins and open parts themselves: never from the index.
+Mark: what is needed, found from records, pins, open parts and the trash themselves, never from the index.
 
 Whatever cannot be read stops it: what that needs is not known.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, NotFound
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
+from layerstore.history.needs import Needs
+from layerstore.history.references import references_to
 from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
-from layerstore.model import BlobRef, CommitId, ObjectId, Pin, Saving
-from layerstore.check.given_up import given_up_by, is_hidden
-from layerstore.history.needs import Needs
+from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
-from layerstore.history.references import references_to
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.checks import missing
 from layerstore.storage.commits import RecordName
+from layerstore.storage.rooms import Rooms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +39,12 @@ _NAMED, _SPARED = 0, 1
 class Marks:
     """What is needed, as far as has been looked; looking again finds what has come since."""
 
-    def __init__(self, rooms: Rooms, *, old_before_ns: int, dead_before_ns: int) -> None:
+    def __init__(self, rooms: Rooms, *, old_before_ns: int, dead_before_ns: int, trash_before_ns: int) -> None:
         self._rooms = rooms
         self._seen: set[RecordName] = set()
-        self._seen_pins: set[str] = set()
         self._old_before_ns = old_before_ns
         self._dead_before_ns = dead_before_ns
+        self._trash_before_ns = trash_before_ns
         self.needs = Needs(rooms)
         self.dead_sessions: list[str] = []
         """Those in which nothing was done for so long that nobody will join their parts."""
@@ -56,8 +55,8 @@ class Marks:
         """
         Note what is needed by all that is there and was not seen yet, but for the records *without*.
 
-        In the order in which a save goes from one to the next, so that what moves on meanwhile is seen all the same.
-        A record that was removed and is there again was saved again: the look after that is without no record.
+        In the order in which a save goes from one to the next, so that what moves on meanwhile is seen all the same:
+        parts, records, pins; and the trash last, into which records move, and out of which they are published again.
 
         Raises:
             IntegrityError: Something cannot be read, or, where it *has_to_be_whole*, is missing or cut short.
@@ -65,19 +64,18 @@ class Marks:
         self._mark_parts()
         self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
         for pin in readable_pins(self._rooms):
-            with named(f"pin {pin.name!r}"):
+            with named(f"pin {pin.name!r}", gives_up=_deletes(pin.name)):
                 new = self.needs.add_record(pin.record)
             if has_to_be_whole:
                 self.check_whole(new, of=pin)
-            self._seen_pins.add(pin.name)
-        self._check_quarantine(without)
+        self._mark_trash(without)
 
     def check_whole(self, refs: Iterable[BlobRef], *, of: Saving | Pin) -> None:
         """
         Make sure that *refs*, which *of* needs, are there with all their bytes; one that lies aside is.
 
-        What is to stay may be the only one that is hurt: the others must not go for its sake. Parts are not looked at:
-        whoever wrote one has only just seen to its objects.
+        If what is to stay is hurt, the others must not go for its sake. Parts are not looked at: whoever wrote one has
+        only just seen to its objects.
 
         Raises:
             IntegrityError: One is missing, or of another size.
@@ -88,24 +86,14 @@ class Marks:
                     raise missing(ref)
             except IntegrityError as exc:
                 if isinstance(of, Pin):
-                    called, command = f"pin {of.name!r}", given_up_by(of.name)
+                    called, command = f"pin {of.name!r}", _deletes(of.name)
                 else:
                     called = references_to(self._rooms, [of])[0]
                     command = f"layerstore drop {typed(called)}"
                 raise IntegrityError(
                     f"{called} is to stay and is not whole: {exc}",
-                    hint=f"layerstore verify lists the damage, layerstore repair heals it; {command} gives it up",
+                    hint=f"layerstore repair --from COPY may heal it; {command} gives it up",
                 ) from exc
-
-    def _check_quarantine(self, without: Set[RecordName]) -> None:
-        """Stop where something was taken out of the way that is needed; after the listings, from which it may come."""
-        for record in self._rooms.quarantine.records():
-            is_settled = record.name in self._seen or record.name in without
-            if not is_settled and not is_hidden(self._rooms, record.name):
-                raise _held_back(f"{record.name.run}@{record.name.step}")
-        for pin in self._rooms.quarantine.pins():
-            if pin.name not in self._seen_pins:
-                raise _held_back(pin.name)
 
     def _mark_parts(self) -> None:
         self.dead_sessions.clear()  # one may have come to life again
@@ -122,13 +110,23 @@ class Marks:
             for name in self._rooms.records.names(run):
                 if name in self._seen or name in without:
                     continue
-                with named(f"{name.run}@{name.step}"):
+                called = f"{name.run}@{name.step}"
+                with named(called, gives_up=f"layerstore drop {typed(called)}"):
                     record = self._rooms.records.read(name).record
                     new = self.needs.add_record(record)
                 if has_to_be_whole:
                     self.check_whole(new, of=record)
                 self._seen.add(name)
                 progress.advance(1)
+
+    def _mark_trash(self, without: Set[RecordName]) -> None:
+        for name in self._rooms.trash.records():
+            if name in self._seen or name in without or self._rooms.trash.modified_ns(name) < self._trash_before_ns:
+                continue
+            # What rotted in the trash, or has lost an object there, holds nobody back: it was dropped.
+            with contextlib.suppress(IntegrityError, NotFound):
+                self.needs.add_record(self._rooms.trash.read_record(name).record)
+                self._seen.add(name)
 
     # -- what is not -----------------------------------------------------------------------------------------------
 
@@ -152,9 +150,9 @@ class Marks:
             if self.needs.number(object_id) != _NAMED and (found := self._look_at(object_id, path)):
                 yield found
 
-    def aside(self, collection_id: str) -> Iterator[Unneeded]:
-        """Yield what a collection has moved aside and nothing needs."""
-        for object_id, path in self._rooms.garbage.objects_aside(collection_id):
+    def aside(self) -> Iterator[Unneeded]:
+        """Yield what lies aside and nothing needs."""
+        for object_id, path in self._rooms.aside.objects():
             if object_id not in self.needs and (found := self._look_at(object_id, path)):
                 yield found
 
@@ -176,22 +174,48 @@ class Marks:
         """
         Note what *ref* names, if it is a version or state blob.
 
-        A young one stands for a record that is about to name it: whoever makes that has only claimed the blob.
+        A young one stands for a record that is about to name it: its writer has only touched the blob.
 
         Raises:
             StorageIO: It cannot be read just now, so what it names would be taken for unneeded.
         """
-        if ref.size_bytes > BLOB_BYTES_MAX or ref.id in self.needs:
+        if ref.id in self.needs:
             return
         try:
-            with self._rooms.objects.open(ref) as file:
-                magic = file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes))
+            magic = blob_magic(self._rooms, ref)
             if magic == VERSION_MAGIC:
                 self.needs.add_version(ref, number=_SPARED)
             elif magic == STATE_MAGIC:
                 self.needs.add_state(ref, number=_SPARED)
         except IntegrityError:
             return  # damaged, and named by nothing: nobody can be about to commit it
+
+
+def blob_magic(rooms: Rooms, ref: BlobRef) -> bytes:
+    """Return how the object *ref* begins if it may be a blob."""
+    if ref.size_bytes > BLOB_BYTES_MAX:
+        return b""
+    with rooms.objects.open(ref) as file:
+        return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes))
+
+
+def bytes_of_only(rooms: Rooms, record: CommitRecord, *, commit: str) -> int:
+    """Return at most how many bytes only *record*, that of *commit*, keeps: versions and states of no other commit."""
+    others: set[BlobRef] = set()
+    kept = [pin.record for pin in rooms.records.readable_pins()]
+    for name in rooms.records.names(record.run):
+        if name.id != commit:
+            with contextlib.suppress(LayerstoreError):  # damaged: then it counts for nothing here
+                kept.append(rooms.catalog.commit(name).record)
+    for other in kept:
+        others.update(entry.version for entry in other.layers)
+        others.update(other.states)
+    needs = Needs(rooms)
+    own = [entry for entry in record.layers if entry.version not in others]
+    with contextlib.suppress(IntegrityError):  # what it has lost already frees nothing
+        needs_of = replace(record, layers=tuple(own), states=tuple(ref for ref in record.states if ref not in others))
+        return sum(ref.size_bytes for ref in needs.add_record(needs_of))
+    return 0
 
 
 def pinned_commits(rooms: Rooms) -> dict[CommitId, str]:
@@ -207,20 +231,22 @@ def pinned_commits(rooms: Rooms) -> dict[CommitId, str]:
 def readable_pins(rooms: Rooms) -> Iterator[Pin]:
     """Yield every pin; raises IntegrityError at one that is damaged."""
     for name in rooms.records.pin_names():
-        with contextlib.suppress(NotFound):  # deleted meanwhile
+        with contextlib.suppress(NotFound), named(f"pin {name!r}", gives_up=_deletes(name)):
             yield rooms.records.read_pin(name)
 
 
+def _deletes(pin: str) -> str:
+    return f"layerstore pin --delete {typed(pin)}"
+
+
 @contextlib.contextmanager
-def named(called: str) -> Iterator[None]:
-    """Say of a damage whose it is."""
+def named(called: str, *, gives_up: str | None = None) -> Iterator[None]:
+    """Say of a damage whose it is, and the two ways on: heal it, or give it up by name."""
     try:
         yield
     except IntegrityError as exc:
-        raise IntegrityError(
-            f"what {called} needs is not known: {exc}",
-            hint="layerstore verify lists the damage",
-        ) from exc
+        hint = "layerstore repair --from COPY may heal it" + (f"; {gives_up} gives it up" if gives_up else "")
+        raise IntegrityError(f"what {called} needs is not known: {exc}", hint=hint) from exc
 
 
 @contextlib.contextmanager
@@ -231,11 +257,3 @@ def concluding(outcome: str) -> Iterator[None]:
     except IntegrityError as exc:
         exc.message = f"{exc.message}; {outcome}"
         raise
-
-
-def _held_back(name: str) -> IntegrityError:
-    called = name if "@" in name else f"pin {name!r}"
-    return IntegrityError(
-        f"what {called} needs is not known: a repair has put it into quarantine",
-        hint=f"{given_up_by(name)} gives it up; layerstore repair --from COPY may heal it",
-    )

@@ -1,45 +1,36 @@
-"""
-Which records of a run a collection keeps, and in which order the others may go.
-
-A record may go only after all that it hides: else that would show again. Of an attempt something always stays, if only
-a record without layers: attempts are numbered, and later ones look through it at what it forked from.
-"""
+"""Retention: which commits of a run a collection keeps, and why."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from layerstore.model import Commit, CommitId, CommitRecord
-from layerstore.publish.hiding import hiding_commit
-from layerstore.ops.loading import content_of
 from layerstore.gc.mark import named
-from layerstore.history.place import newest_attempt
-from layerstore.history.resumed import beginning, what_resumed
-from layerstore.storage.rooms import Rooms
-from layerstore.history.attempt_locks import saved_now
 from layerstore.gc.trim import has_moments, saved_ns
+from layerstore.history.attempt_locks import saved_now
+from layerstore.history.place import newest_attempt
+from layerstore.layers import typed
+from layerstore.model import CommitId, CommitRecord
+from layerstore.ops.loading import content_of
 from layerstore.policy.keep import Candidate, Keep
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 from layerstore.zero3.discover import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
-STAND_IN = "gc"
-"""What the policy of a record is called that stands for what a collection has removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What becomes of a record."""
+    """What becomes of a visible commit."""
 
     row: RecordRow
     kept_by: tuple[str, ...]
     """The rules that keep it; none where it goes."""
     goes_because: str
     """Why it goes; empty where it is kept."""
-    is_visible: bool
     time_ns: int = 0
-    """When it was saved, by the younger of its record's time and its file's; of visible ones."""
+    """When it was saved, by the younger of its record's time and its file's."""
     loses_moments: bool = False
     """Whether the commit stays and one without moments takes its record's place."""
     is_blind: bool = False
@@ -48,52 +39,22 @@ class Fate:
     @property
     def goes(self) -> bool:
         """Whether the record is to be removed."""
-        return not self.kept_by or self.loses_moments
+        return not self.kept_by
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """What becomes of a run."""
-
-    fates: tuple[Fate, ...]
-    """Of all its records, the visible ones first, newest first."""
-    stand_ins: tuple[Commit, ...]
-    """Records to be written, each for one that goes and must not be forgotten."""
-
-
-def plan_run(rooms: Rooms, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int) -> RunPlan:
+def choose(
+    rooms: Rooms, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int
+) -> tuple[Fate, ...]:
     """
-    Return what *keep* leaves of *view*; without, its visible commits all stay.
+    Return what *keep* makes of each visible commit of *view*, newest first; without it all stay.
 
     Raises:
         IntegrityError: A record cannot be read.
     """
-    fates = [*_visible_fates(rooms, view, keep, pinned, now_ns), *_other_fates(rooms, view)]
-    stand_ins = []
-    for attempt in sorted({fate.row.attempt for fate in fates}):
-        own = [fate for fate in fates if fate.row.attempt == attempt]
-        for fate in _remembered(rooms, own):
-            if fate.kept_by:
-                continue
-            if fate.row.layer_names:
-                stand_ins.append(_stand_in(rooms, fate.row))
-            else:
-                fates[fates.index(fate)] = replace(fate, kept_by=("it remembers",), goes_because="")
-    return RunPlan(fates=tuple(fates), stand_ins=tuple(stand_ins))
+    return tuple(_fates(rooms, view, keep, pinned, now_ns))
 
 
-def _remembered(rooms: Rooms, own: list[Fate]) -> list[Fate]:
-    """
-    Return what of an attempt must not be forgotten: its highest number, and what it was resumed from.
-
-    Numbers are given once, and attempts too; and later saves rest on what the first one began with.
-    """
-    highest = max(own, key=lambda fate: (fate.row.save_number, fate.row.step, not fate.row.layer_names))
-    began = beginning(rooms, [fate.row for fate in own])
-    return [highest, *(fate for fate in own if fate.row is began and fate is not highest)]
-
-
-def _visible_fates(
+def _fates(
     rooms: Rooms, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
 ) -> Iterable[Fate]:
     goes_on = list(view.history(newest_attempt(view)))
@@ -129,7 +90,6 @@ def _visible_fates(
             row=row,
             kept_by=kept_by,
             goes_because="" if kept_by else f"no rule keeps it{abandoned}",
-            is_visible=True,
             time_ns=times[row.id],
             loses_moments=loses_moments,
             is_blind=blind in kept_by,
@@ -171,30 +131,6 @@ def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
     return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}
 
 
-def _other_fates(rooms: Rooms, view: RunView) -> Iterable[Fate]:
-    """Yield what becomes of hidden commits and of the records that only hide: none is needed any more."""
-    shown = {row.id for row in view.visible}
-    hiders = {hidden: row for row in view.rows.values() for hidden in row.supersedes}
-    for row in view.rows.values():
-        if row.id in shown:
-            continue
-        hider = hiders.get(row.id)
-        if not row.layer_names:
-            why = "it hides nothing any more"
-        elif hider is not None and hider.layer_names:
-            why = "replaced"
-        elif hider is not None and rooms.catalog.commit(hider.name).record.policy.name == STAND_IN:
-            why = "a collection that was stopped had begun to remove it"
-        else:
-            why = "dropped"
-        yield Fate(row=row, kept_by=(), goes_because=why, is_visible=False)
-
-
-def _stand_in(rooms: Rooms, row: RecordRow) -> Commit:
-    record = rooms.catalog.commit(row.name).record
-    return hiding_commit(record, row.id, policy=STAND_IN, decisions=what_resumed(record))
-
-
 def _metrics(rooms: Rooms, record: CommitRecord) -> dict[str, float]:
     """Return what ``trainer_state.json`` says was measured at the step of *record*."""
     if not record.states:
@@ -219,27 +155,16 @@ def _logged_at(data: bytes, step: int) -> dict[str, float]:
         return {}  # not the Trainer's own: then it names no metric
 
 
-def waves(view: RunView, going: Collection[CommitId]) -> list[list[RecordRow]]:
-    """Return the records *going* in groups: what a record hides is in an earlier one, so it never shows again."""
-    left = {row.id: row for row in view.rows.values() if row.id in going}
-    found = []
-    while left:
-        free = [row for row in left.values() if not left.keys() & set(row.supersedes)]
-        found.append(free or list(left.values()))  # records that hide each other: whoever wrote those, all are hidden
-        for row in found[-1]:
-            del left[row.id]
-    return found
-
-
 def views_of(rooms: Rooms) -> list[RunView]:
     """
     Return what every run holds.
 
     Raises:
-        IntegrityError: A record is damaged or has vanished: nobody knows then what it needs, or what it hides.
+        IntegrityError: A record is damaged: nobody knows what it needs, or what it hides.
     """
     found = [view for view in (rooms.catalog.find(run) for run in rooms.catalog.runs()) if view is not None]
     for view in found:
-        for problem in view.damaged.values():
-            raise problem
+        for name, problem in view.damaged.items():
+            with named(f"{name.run}@{name.step}", gives_up=f"layerstore drop {typed(f'{name.run}@{name.step}')}"):
+                raise problem
     return found

@@ -1,14 +1,19 @@
-"""A commit without its moments: weights and masters stay for ever, what only a resume needs goes."""
+"""
+Trim: a commit without its moments takes the place of one that has them.
+
+Weights and masters stay; what only a resume needs goes. Each trim is one transaction, whose record supersedes the other.
+"""
 
 from dataclasses import dataclass, replace
 
-from layerstore.errors import IntegrityError, LayoutMismatch
+from layerstore.errors import LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
-from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
-from layerstore.history.needs import Needs
-from layerstore.storage.rooms import Rooms
+from layerstore.history.needs import Needs, objects_of_version
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.publish.transaction import Transaction
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,7 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
         bare = without_moments(rooms.version_of(entry))
         data = encode_version(bare)
         versions[ref_of(data)] = data
-        objects += [stored.ref for stored in bare.objects]
+        objects += objects_of_version(bare)
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
     trimmed = replace(
         record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
@@ -68,14 +73,6 @@ def saved_ns(rooms: Rooms, commit: Commit) -> int:
     return max(commit.observed.time_ns, rooms.files.modified_ns(path) or 0)
 
 
-def lacks_moments(rooms: Rooms, row: RecordRow) -> bool:
-    """Whether a collection has dropped the moments of *row*; of a damaged record that is not known."""
-    try:
-        return WITHOUT_MOMENTS in rooms.catalog.commit(row.name).record.flags
-    except IntegrityError:
-        return False
-
-
 def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
     """Note what *trim* will need once it is there; return what of it is there by now and was not needed before."""
     needs.add(trim.versions)
@@ -83,6 +80,24 @@ def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
     for state in trim.commit.record.states:
         new += needs.add_state(state)
     return new
+
+
+def trim(rooms: Rooms, row: RecordRow) -> CommitId:
+    """
+    Put a commit without moments in the place of *row*, whose record goes for good; return its id.
+
+    Raises:
+        Overtaken: What it names is gone.
+    """
+    commit = rooms.catalog.commit(row.name)
+    plan = plan_trim(rooms, commit)
+    with Transaction(rooms) as tx:
+        tx.keep(commit.record)
+        for ref, data in plan.versions.items():
+            tx.objects.put(data, ref)
+        trimmed = tx.commit(plan.commit.record, observed=plan.commit.observed).commit
+    rooms.trash.remove_record(row.name)
+    return trimmed.id
 
 
 def check_has_moments(record: CommitRecord, *, called: str) -> None:

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from layerstore.model import BlobRef
-from layerstore.ops.composition import compose_by_policy
+from layerstore.gc.retention import Fate
 from layerstore.history.needs import Needs
 from layerstore.history.references import Resolved, references_to
-from layerstore.gc.retention import RunPlan
-from layerstore.storage.rooms import Rooms
+from layerstore.model import BlobRef
+from layerstore.ops.composition import compose_by_policy
 from layerstore.policy import Filter, Parity, Policy
 from layerstore.storage.manifest import COUNTED, RecordRow
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
 # What people ask of full checkpoints. A commit that was saved selectively is a composite itself, and kept as one.
@@ -31,18 +31,19 @@ class Unserved:
     """How many layers would come from other saves than now."""
 
 
-def unserved(rooms: Rooms, planned: Iterable[tuple[RunView, RunPlan]], *, needs: Needs) -> tuple[Unserved, ...]:
+def unserved(
+    rooms: Rooms, planned: Iterable[tuple[RunView, tuple[Fate, ...]]], *, needs: Needs
+) -> tuple[Unserved, ...]:
     """Return which composites the newest kept steps of every run would lose with what goes; *needs* is what stays."""
     found: list[Unserved] = []
-    for view, plan in planned:
-        visible = [fate for fate in plan.fates if fate.is_visible]
-        going = {fate.row.id for fate in plan.fates if fate.goes}
-        if not going:
+    for view, fates in planned:
+        going = {fate.row.id for fate in fates if fate.goes}
+        trimmed = {fate.row.id: _without_moments(fate.row) for fate in fates if fate.loses_moments}
+        if not (going or trimmed):
             continue
-        rows = {name: row for name, row in view.rows.items() if name not in going}
-        rows |= {fate.row.id: _without_moments(fate.row) for fate in visible if fate.loses_moments}
+        rows = {name: row for name, row in view.rows.items() if name not in going} | trimmed
         left = replace(view, rows=rows)
-        kept = [fate.row for fate in visible if not fate.goes and all(fate.row.saved)]
+        kept = [fate.row for fate in fates if not (fate.goes or fate.loses_moments) and all(fate.row.saved)]
         kept = kept[:_STEPS_MAX]
         for row, reference in zip(kept, references_to(rooms, kept), strict=True):
             found += _lost(rooms, row, reference, before=view, after=left, needs=needs)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from layerstore.model import CommitId
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
-from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
 from layerstore.history.packed import NumberedIds
+from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Tensor
 from layerstore.zero3.trees import replace_tensors

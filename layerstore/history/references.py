@@ -14,8 +14,8 @@ from layerstore.format.records import commit_id
 from layerstore.layers import Reference, parse_reference, typed
 from layerstore.model import Commit, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
 # As `log` shows them, or longer. Less of one is never taken for it, but may have been meant.
@@ -109,12 +109,15 @@ def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Res
     return find_row(rooms.catalog.view(reference.name), reference)
 
 
-def _by_id(rooms: Rooms, text: str) -> RecordRow:
-    """Return the visible commit whose id begins with *text*: what no reference to a step can tell from another."""
+def _by_id(rooms: Rooms, text: str) -> RecordRow | Resolved:
+    """Return the commit whose id begins with *text*, visible or in the trash."""
     found = _begins_with(rooms, text)
-    if len(found) != 1:
-        raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    dropped = [name for name in rooms.trash.records() if name.id.startswith(text)]
+    if not found and len(dropped) == 1:
+        return Resolved.of_commit(rooms.trash.read_record(dropped[0]))
+    raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
 
 
 def _begins_with(rooms: Rooms, text: str) -> list[RecordRow]:
@@ -129,7 +132,7 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
     if not attempts:
         _raise_damaged(view)
         raise NotFound(
-            f"run {view.run!r} has no visible commit: all were dropped", hint="ingest one of its checkpoints again"
+            f"run {view.run!r} has no visible commit", hint="layerstore log --dropped lists what can be brought back"
         )
     if reference.back >= len(attempts):
         _raise_damaged(view)

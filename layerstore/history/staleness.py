@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from layerstore.errors import Conflict
 from layerstore.model import CommitRecord, LayerEntry
-from layerstore.history.past import Turns, turn_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +49,23 @@ class Staleness:
         return len({(age.run, age.attempt, age.step) for age in self.layers}) > 1
 
 
-def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry], *, turns: Turns | None = None) -> Staleness:
-    """Compare *layers* with the commit they are put on, in whose run saves are counted by *turns*."""
-    return Staleness(layers=tuple(_age(base, entry, turns or {}) for entry in layers))
+def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
+    """Compare *layers* with the commit they are put on."""
+    return Staleness(layers=tuple(_age(base, entry) for entry in layers))
 
 
-def _age(base: CommitRecord, entry: LayerEntry, turns: Turns) -> LayerAge:
+def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
     origin = entry.origin
     is_own = origin.run == base.run
     steps = base.step - origin.step
-    saves = turn_of(base, turns) - turn_of(origin, turns)
+    saves = base.save_number - origin.save_number
     return LayerAge(
         layer=entry.layer,
         run=origin.run,
         attempt=origin.attempt,
         step=origin.step,
         steps=steps if is_own else None,
-        # A policy's save that was filled in below has a higher number, which is no age.
+        # A step that was filled in later may have a number that is no age.
         saves=saves if is_own and (saves >= 0 or steps < 0) else None,
         optimizer_step=entry.optimizer_step,
     )

@@ -8,65 +8,34 @@ then the index. The link of the record is what makes it a commit.
 import contextlib
 import errno as errnos
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import NamedTuple
 
-from layerstore.errors import Conflict, Overtaken, StorageIO
-from layerstore.format.records import WITHOUT_MOMENTS, commit_id, make_commit
-from layerstore.model import (
-    Commit,
-    CommitId,
-    CommitRecord,
-    Observed,
-    Origin,
-    PolicyUse,
-    SourceLayout,
-)
-from layerstore.ingest.brought_back import (
-    as_first_saved,
-    keep_damaged,
-    of_attempt,
-    replacing,
-    rivals_of,
-    very_record,
-    what_became_of,
-)
-from layerstore.publish.claims import claim, publish
-from layerstore.check.fall_back import FELL_BACK
-from layerstore.check.given_up import lost_at
-from layerstore.ingest.plan import IngestPlan
-from layerstore.history.past import asked_again
-from layerstore.history.place import (
-    Place,
-    check_not_abandoned,
-    elsewhere,
-    entries_of,
-    opens_the_same,
-    place_beside,
-    place_free,
-    place_of,
-    rows_at,
-)
-from layerstore.progress import Progress, Silent
-from layerstore.ingest.recognition import is_same_content, is_whole
-from layerstore.history.resumed import resumed_decision
-from layerstore.storage.rooms import Rooms
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, Overtaken, StorageIO
+from layerstore.format.records import WITHOUT_MOMENTS, commit_id
 from layerstore.history.attempt_locks import reserve
+from layerstore.history.past import asked_again
+from layerstore.history.place import Place, entries_of, newest_attempt, place_beside, place_free, place_of, rows_at
+from layerstore.ingest.plan import IngestPlan
 from layerstore.ingest.selection import layers_due
-from layerstore.ingest.transfer import Content, content_without_moments, transfer
-from layerstore.gc.trim import lacks_moments
+from layerstore.ingest.transfer import Content, transfer
+from layerstore.model import CommitId, CommitRecord, Origin, PolicyUse, SourceLayout
 from layerstore.policy import Latest
+from layerstore.progress import Progress
+from layerstore.publish.transaction import Published, Transaction
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
+from layerstore.tree import Tree
 from layerstore.zero3.discover import check_unchanged
 
 _HOW_TO_SAVE_IT = (
-    "--replace hides the old commit, --rollback says that training went back to an earlier step, "
+    "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "
     "--run NAME that this is another run"
 )
 
@@ -111,6 +80,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
     Raises:
         Conflict: Other content was saved for this run and step, and *replace* was not asked for.
         SourceCheckpoint: The source is damaged, or changed meanwhile.
+        Overtaken: A collection took what was to be reused; the same command again succeeds.
     """
     started = time.monotonic()
     with rooms.lock_run(plan.run), _disk_explained(rooms, plan):
@@ -118,49 +88,38 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
 
 
 def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float) -> Ingested:
-    with contextlib.ExitStack() as opened, _writer(rooms, plan) as writer:
-        lost = lost_at(rooms, plan.run, plan.step)
-        intent = opened.enter_context(_reserved(rooms, plan, view, _intent(rooms, plan, view)))
-        content = transfer(
-            plan.checkpoint,
-            writer,
-            progress,
-            due=intent.due,
-            known_before=bool(intent.rivals),
-            moments=intent.moments,
-        )
-        check_unchanged(plan.checkpoint.found)
-        commit, is_new, record_healed, published = _commit(rooms, plan, intent, content, writer, lost=lost)
+    rival = _rival(view, plan)
+    outcome = None
+    if rival is not None:
+        outcome = _stored_beside(rooms, plan, view, rival, progress)
+    if outcome is None:
+        outcome = _stored_as_new(rooms, plan, view, rival, progress)
+    record, writer = outcome.published.commit.record, outcome.objects
     return Ingested(
         run=plan.run,
-        step=commit.record.step,
-        attempt=commit.record.attempt,
-        commit=commit.id,
-        is_new=is_new,
-        record_healed=record_healed,
-        layers=tuple(entry.layer for entry in commit.record.layers),
-        layers_saved=tuple(entry.layer for entry in commit.record.layers if entry.saved_by(commit.record)),
-        objects_new=published.count_new if published else 0,
-        objects_reused=(published or writer).count_reused,
-        bytes_new=published.bytes_new if published else 0,
-        bytes_reused=(published or writer).bytes_reused,
-        objects_healed=len(published.damaged) if published else 0,
+        step=record.step,
+        attempt=record.attempt,
+        commit=outcome.published.commit.id,
+        is_new=outcome.published.is_new,
+        record_healed=bool(_damaged_at(view, plan.step)) and not outcome.published.is_new,
+        layers=tuple(entry.layer for entry in record.layers),
+        layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
+        objects_new=writer.count_new,
+        objects_reused=writer.count_reused,
+        bytes_new=writer.bytes_new,
+        bytes_reused=writer.bytes_reused,
+        objects_healed=len(writer.damaged),
         reused_read=not plan.trust_store,
-        bytes_derived=content.bytes_derived,
+        bytes_derived=outcome.content.bytes_derived,
         seconds=time.monotonic() - started,
         source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
         notes=(
             *plan.checkpoint.notes,
-            *_doubts(plan, commit.record, is_new=is_new),
-            *(_filled_in(plan, commit.record, view) if is_new else ()),
-            *(_healed(published) if published else ()),
-            *what_became_of(rooms, lost),
+            *_doubts(plan, record, is_new=outcome.published.is_new),
+            *(_filled_in(plan, record, view) if outcome.published.is_new else ()),
+            *_healed(writer),
         ),
     )
-
-
-def _writer(rooms: Rooms, plan: IngestPlan) -> ObjectWriter:
-    return ObjectWriter(rooms.layout, rooms.files, rooms.objects, reads_reused=not plan.trust_store)
 
 
 def _healed(writer: ObjectWriter) -> Iterator[str]:
@@ -177,13 +136,7 @@ def _healed(writer: ObjectWriter) -> Iterator[str]:
 def _doubts(plan: IngestPlan, record: CommitRecord, *, is_new: bool) -> Iterator[str]:
     """Say that less is stored than was asked for: the step was saved before, under another policy."""
     saved = sum(entry.saved_by(record) for entry in record.layers)
-    fell_back = record.policy.decisions.get(FELL_BACK)
-    if not is_new and isinstance(fell_back, dict):
-        yield (
-            f"a repair has let {len(fell_back)} of {record.run}@{record.step}'s layers fall back to older saves; "
-            "--replace stores them as this checkpoint has them"
-        )
-    elif not is_new and WITHOUT_MOMENTS in record.flags:
+    if not is_new and WITHOUT_MOMENTS in record.flags:
         yield (
             f"{record.run}@{record.step} is stored without its moments, which a collection has dropped; "
             "--replace stores them again"
@@ -234,197 +187,136 @@ def _disk_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
 # -- the record ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Intent:
-    """What the record will say, but for what the layers turn out to hold."""
-
-    place: Place
-    policy: PolicyUse
-    due: frozenset[str]
-    """The layers to be stored; the others are inherited."""
-    rivals: list[RecordRow]
-    """What stands at this step of the newest attempt already."""
-    moments: bool = True
-    """Whether they are to be stored: they are not where a collection has dropped them from what stands there."""
-
-
-def _intent(rooms: Rooms, plan: IngestPlan, view: RunView | None) -> _Intent:
-    rivals = rows_at(view, plan.step)
-    names = frozenset(layer.layer for layer in plan.checkpoint.layers)
-    if rivals and not (plan.replace or plan.opens_attempt):
-        # Most likely the same again: only by the very layers that were stored then can it be seen to be the same.
-        place, use = place_beside(rooms, rivals[0])
-        moments = not all(lacks_moments(rooms, rival) for rival in rivals)
-        return _Intent(place=place, policy=use, due=names - place.inherited.keys(), rivals=rivals, moments=moments)
-    place = place_of(rooms, view, step=plan.step, rivals=rivals, rollback=plan.rollback, resumed_from=plan.resumed_from)
-    resumed = {} if plan.resumed_from is None else resumed_decision(place.inherited.values())
-    if isinstance(plan.policy, Latest):
-        use = PolicyUse(name=plan.policy.name, parameters={}, decisions=resumed)
-        return _Intent(place=place, policy=use, due=names, rivals=rivals)
-    due, decisions = layers_due(rooms, plan.checkpoint, place, plan.policy, run=plan.run)
-    use = PolicyUse(
-        name=plan.policy.name,
-        parameters=plan.policy.parameters,
-        decisions=decisions | resumed,
-    )
-    return _Intent(place=place, policy=use, due=due, rivals=rivals)
-
-
-@contextlib.contextmanager
-def _reserved(rooms: Rooms, plan: IngestPlan, view: RunView | None, intent: _Intent) -> Iterator[_Intent]:
-    """Keep the attempt that is to be opened from jobs that open one too; where they have it, open the next."""
-    if not plan.opens_attempt:
-        yield intent
-        return
-    found = reserve(rooms, plan.run, lambda taken: place_free(view, intent.place, taken))
-    with found.lock:
-        yield replaced(intent, place=found.place)
-
-
 class _Outcome(NamedTuple):
-    """What became of the record."""
+    """What became of the checkpoint."""
 
-    commit: Commit
-    is_new: bool
-    record_healed: bool
-    published: ObjectWriter | None = None
-    """What was written for it; None where nothing was."""
+    published: Published
+    content: Content
+    objects: ObjectWriter
 
 
-def _commit(
-    rooms: Rooms,
-    plan: IngestPlan,
-    intent: _Intent,
-    content: Content,
-    writer: ObjectWriter,
-    *,
-    lost: Collection[RecordName],
+def _rival(view: RunView | None, plan: IngestPlan) -> RecordRow | None:
+    """Return the commit that stands at the checkpoint's step: in the newest attempt's history, else in another one."""
+    rows = rows_at(view, plan.step)
+    if view is None or not rows:
+        return None
+    if plan.opens_attempt:
+        return next((row for row in rows if view.of_attempt(row.attempt)[0].id == row.id), None)
+    history = {row.id for row in view.history(newest_attempt(view), step=plan.step)}
+    return next((row for row in rows if row.id in history), rows[0])
+
+
+def _stored_beside(
+    rooms: Rooms, plan: IngestPlan, view: RunView | None, rival: RecordRow, progress: Progress
+) -> _Outcome | None:
+    """
+    Store what *rival* has saved of the checkpoint, if that is the same; return None if it is other content.
+
+    The same content is saved already; what the store has lost of it is put back.
+    """
+    place, use = place_beside(rooms, rival)
+    is_trimmed = WITHOUT_MOMENTS in rooms.catalog.commit(rival.name).record.flags
+    if plan.replace and (is_trimmed or use.name != plan.policy.name):
+        return None  # that is how its moments are asked for, or more of its layers
+    if plan.opens_attempt and not _opens_the_same(rooms, view, plan, rival):
+        return None
+    due = frozenset(rival.layer_names) - place.inherited.keys()
+    with _transaction(rooms, plan) as tx:
+        content = _transfer(plan, tx, progress, due=due, known_before=True, moments=not is_trimmed)
+        record = _record(plan, content, place, use, due)
+        if commit_id(record) != rival.id:
+            _check_may_differ(view, plan, rival)
+            return None
+        for entry in place.inherited.values():
+            tx.inherit(entry)
+        return _Outcome(tx.commit(record, observed=rooms.catalog.commit(rival.name).observed), content, tx.objects)
+
+
+def _stored_as_new(
+    rooms: Rooms, plan: IngestPlan, view: RunView | None, rival: RecordRow | None, progress: Progress
 ) -> _Outcome:
-    view = rooms.catalog.find(plan.run)
-    # Training that went back may well come to the same bits again.
-    again = None if plan.opens_attempt else _once_more(rooms, plan, intent, content, lost)
-    if again is not None:
-        return _brought_back(rooms, plan, again, intent, writer, view=view)
-    if plan.replace and not plan.opens_attempt:
-        going = of_attempt(rooms, lost, intent.place.attempt)
-        if going:
-            record = replacing(_record(plan, content, intent), (name.id for name in going))
-            return _published(rooms, record, intent, writer)
-    there = _as_it_stands(rooms, plan, intent, content, writer, view=view)
-    if there is not None:
-        return there
-    if intent.rivals and not (plan.replace or plan.opens_attempt):
+    with contextlib.ExitStack() as opened:
+        replaced = [rival] if rival is not None and plan.replace and not plan.opens_attempt else []
+        place = place_of(
+            rooms, view, step=plan.step, rivals=replaced, rollback=plan.rollback, resumed_from=plan.resumed_from
+        )
+        if plan.opens_attempt:
+            found = reserve(rooms, plan.run, lambda taken: place_free(view, place, taken))
+            opened.enter_context(found.lock)
+            place = found.place
+        due, decisions = _due(rooms, plan, place)
+        use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
+        tx = opened.enter_context(_transaction(rooms, plan))
+        content = _transfer(plan, tx, progress, due=due, known_before=rival is not None)
+        record = _record(plan, content, place, use, due)
+        for name, problem in _damaged_at(view, plan.step):
+            if name.id != commit_id(record):
+                raise IntegrityError(
+                    f"{problem}; it may be this very save, so nothing was changed",
+                    hint=f"layerstore repair --from COPY may heal it; layerstore drop {plan.run}@{plan.step} gives it up",
+                )
+        for entry in record.layers:
+            if entry.layer not in due:
+                tx.inherit(entry)
+        return _Outcome(tx.commit(record), content, tx.objects)
+
+
+def _due(rooms: Rooms, plan: IngestPlan, place: Place) -> tuple[frozenset[str], dict[Tree, Tree]]:
+    if isinstance(plan.policy, Latest):
+        return frozenset(layer.layer for layer in plan.checkpoint.layers), {}
+    return layers_due(rooms, plan.checkpoint, place, plan.policy, run=plan.run)
+
+
+def _transaction(rooms: Rooms, plan: IngestPlan) -> Transaction:
+    return Transaction(rooms, reads_reused=not plan.trust_store)
+
+
+def _transfer(
+    plan: IngestPlan,
+    tx: Transaction,
+    progress: Progress,
+    *,
+    due: frozenset[str],
+    known_before: bool,
+    moments: bool = True,
+) -> Content:
+    content = transfer(plan.checkpoint, tx.objects, progress, due=due, known_before=known_before, moments=moments)
+    check_unchanged(plan.checkpoint.found)
+    return content
+
+
+def _opens_the_same(rooms: Rooms, view: RunView | None, plan: IngestPlan, rival: RecordRow) -> bool:
+    """Whether *rival* forked just where the attempt to be opened would: then the command was merely repeated."""
+    before = (
+        None if view is None else replaced(view, rows={key: row for key, row in view.rows.items() if key != rival.id})
+    )
+    try:
+        place = place_of(
+            rooms, before, step=plan.step, rivals=[], rollback=plan.rollback, resumed_from=plan.resumed_from
+        )
+    except InvalidInput:
+        return False
+    return place.lineage == rival.lineage
+
+
+def _check_may_differ(view: RunView | None, plan: IngestPlan, rival: RecordRow) -> None:
+    """Raise Conflict if *rival*, which has other content, is what the step means."""
+    if plan.replace or plan.opens_attempt or view is None:
+        return
+    if any(row.id == rival.id for row in view.history(newest_attempt(view), step=plan.step)):
         raise Conflict(
-            f"{plan.run}@{plan.step} is saved already, with other content (commit {intent.rivals[0].id[:12]}); "
+            f"{plan.run}@{plan.step} is saved already, with other content (commit {rival.id[:12]}); "
             "nothing was changed",
             hint=_HOW_TO_SAVE_IT,
         )
-    if not plan.opens_attempt:
-        for row in elsewhere(view, plan.step):
-            twin = rooms.catalog.commit(row.name)
-            if is_same_content(rooms, plan, twin.record, content):
-                if writer.damaged or not is_whole(rooms, twin.record):
-                    # Written again, whosesoever it is: composites and pins outlive the attempt that saved it.
-                    saved = frozenset(entry.layer for entry in twin.record.layers if entry.saved_by(twin.record))
-                    return _written_again(rooms, plan, twin.record, replaced(intent, due=saved))
-                check_not_abandoned(view, row)
-                return _Outcome(twin, is_new=False, record_healed=False)
-    # What is saved where a commit was dropped takes its place, and hides what hid it: so its id is a new one.
-    return _published(rooms, _record(plan, content, intent), intent, writer)
 
 
-def _as_it_stands(
-    rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, writer: ObjectWriter, *, view: RunView | None
-) -> _Outcome | None:
-    """Confirm or heal the rival that is this very save, or what a collection has left of it; None where none is."""
-    for rival in intent.rivals:
-        if plan.opens_attempt and not opens_the_same(view, rival, intent.place):
-            continue
-        is_trimmed = lacks_moments(rooms, rival)
-        if plan.replace and is_trimmed:
-            continue  # that is how they are asked for
-        beside, use = place_beside(rooms, rival)
-        if frozenset(rival.layer_names) - beside.inherited.keys() != intent.due:
-            continue
-        held = content_without_moments(content) if is_trimmed else content
-        record = _record(plan, held, replaced(intent, place=beside, policy=use))
-        if commit_id(record) == rival.id:
-            # A collection may be taking it, and then it is new.
-            is_staged = held.has_moments == content.has_moments
-            return (
-                _published(rooms, record, intent, writer) if is_staged else _written_again(rooms, plan, record, intent)
-            )
-    return None
+def _damaged_at(view: RunView | None, step: int) -> list[tuple[RecordName, LayerstoreError]]:
+    return [] if view is None else [each for each in view.damaged.items() if each[0].step == step]
 
 
-def _written_again(rooms: Rooms, plan: IngestPlan, record: CommitRecord, intent: _Intent) -> _Outcome:
-    """Store what *record*, which is there, has saved of the checkpoint: no other layers, and no moments it has not."""
-    moments = WITHOUT_MOMENTS not in record.flags
-    with _writer(rooms, plan) as writer:
-        _ = transfer(plan.checkpoint, writer, Silent(), due=intent.due, known_before=True, moments=moments)
-        check_unchanged(plan.checkpoint.found)
-        return _published(rooms, record, intent, writer)
-
-
-def _once_more(
-    rooms: Rooms, plan: IngestPlan, intent: _Intent, content: Content, lost: Iterable[RecordName]
-) -> CommitRecord | None:
-    """Return the very record that is *lost*, if this checkpoint is what it was made from."""
-    names = frozenset(layer.layer for layer in plan.checkpoint.layers)
-
-    def made(place: Place, policy: PolicyUse | None) -> CommitRecord | None:
-        if policy is not None and names - place.inherited.keys() != intent.due:
-            return None  # it is known to have saved other layers
-        return _record(plan, content, replaced(intent, place=place, policy=policy or intent.policy))
-
-    return very_record(rooms, lost, beside=intent.place, made=made)
-
-
-def _brought_back(
-    rooms: Rooms, plan: IngestPlan, again: CommitRecord, intent: _Intent, writer: ObjectWriter, *, view: RunView | None
-) -> _Outcome:
-    """
-    Publish *again*, which was lost, so that it is the one commit that shows at its place.
-
-    Where another one was saved there since, a record of the same content hides both: one link, and no two side by side.
-    """
-    rivals = rivals_of(view, again)
-    # What had replaced it failed, and was withdrawn: its own record would stay hidden.
-    is_hidden = view is not None and commit_id(again) in view.hidden
-    if not (rivals or is_hidden):
-        return _published(rooms, again, intent, writer, is_lost=True)
-    if rivals and not plan.replace:
-        raise Conflict(
-            f"{plan.run}@{plan.step} has lost the commit of this checkpoint ({commit_id(again)[:12]}), and another one "
-            f"was saved in its place since (commit {rivals[0].id[:12]}); nothing was changed",
-            hint=_HOW_TO_SAVE_IT,
-        )
-    record = replacing(again, (commit_id(again), *(row.id for row in rivals)))
-    return _published(rooms, record, intent, writer)
-
-
-def _published(
-    rooms: Rooms, record: CommitRecord, intent: _Intent, writer: ObjectWriter, *, is_lost: bool = False
-) -> _Outcome:
-    """Publish all that *record* needs, and then the record; what *is_lost* is healed by it."""
-    claim(rooms, writer, [entry for entry in record.layers if entry.layer not in intent.due])
-    writer.publish()
-    commit = make_commit(record, _observed(writer))
-    is_damaged = rooms.records.is_damaged(rooms.records.name_of(commit))
-    if is_damaged or is_lost:
-        commit = as_first_saved(rooms, commit)
-    if is_damaged:
-        keep_damaged(rooms, rooms.records.name_of(commit))
-    is_new = publish(rooms, writer, commit)
-    return _Outcome(commit, is_new=is_new, record_healed=is_lost or (is_damaged and not is_new), published=writer)
-
-
-def _observed(writer: ObjectWriter) -> Observed:
-    return Observed(time_ns=time.time_ns(), bytes_new=writer.bytes_new, bytes_reused=writer.bytes_reused)
-
-
-def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord:
-    place, found = intent.place, plan.checkpoint.found
+def _record(plan: IngestPlan, content: Content, place: Place, policy: PolicyUse, due: frozenset[str]) -> CommitRecord:
+    found = plan.checkpoint.found
     layers = plan.checkpoint.layers
     if not content.has_moments:
         layers = tuple(replaced(layer, optimizer_step=None) for layer in layers)
@@ -432,20 +324,15 @@ def _record(plan: IngestPlan, content: Content, intent: _Intent) -> CommitRecord
     return CommitRecord(
         run=plan.run,
         attempt=place.attempt,
-        fork=place.fork,
+        lineage=place.lineage,
         step=plan.step,
         save_number=place.save_number,
         world_size=plan.checkpoint.world_size,
-        layers=entries_of(
-            layers,
-            due=intent.due,
-            versions=content.versions,
-            origin=origin,
-            inherited=place.inherited,
-        ),
+        stage=3,
+        layers=entries_of(layers, due=due, versions=content.versions, origin=origin, inherited=place.inherited),
         states=content.states,
         layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=plan.layer_pattern),
-        policy=intent.policy,
+        policy=policy,
         supersedes=place.supersedes,
         flags=() if content.has_moments else (WITHOUT_MOMENTS,),
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.layers import check_name, compile_pattern
-from layerstore.storage.rooms import Rooms
 from layerstore.policy import Latest, Policy
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.checkpoint import Checkpoint
 from layerstore.zero3.discover import discover
 from layerstore.zero3.pointers import refuse_pointer

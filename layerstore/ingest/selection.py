@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from layerstore.model import Kind, LayerEntry
-from layerstore.ingest.movement import movements
 from layerstore.history.place import Place, own_numbers
-from layerstore.storage.rooms import Rooms
+from layerstore.ingest.movement import movements
+from layerstore.model import Kind, LayerEntry
 from layerstore.policy import Policy
-from layerstore.policy.due import Save, anchored, due_since
+from layerstore.policy.due import Save, anchored, due_layers
+from layerstore.storage.rooms import Rooms
 from layerstore.tree import Tree
 from layerstore.zero3.checkpoint import Checkpoint, LayerSource
 
@@ -26,7 +26,7 @@ def layers_due(
     if getattr(policy, "measures", False):
         sizes = {layer.layer: sum(part.size_bytes for of in layer.objects for part in of.slices) for layer in layers}
         save = replace(save, movements=movements(rooms, layers, place.inherited), sizes=sizes)
-    due = due_since(anchored(policy, 0), save, unseen=place.unseen)
+    due = due_layers(anchored(policy, 0), save)
     due |= {
         layer.layer
         for layer in layers

@@ -8,12 +8,12 @@ before this returns, so that rot is never kept under a valid hash.
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.objects import canonical_order
+from layerstore.ingest.derive import GatheredCheck
 from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import (
     BlobRef,
@@ -26,11 +26,9 @@ from layerstore.model import (
     StoredObject,
     TensorSource,
 )
-from layerstore.ingest.derive import GatheredCheck
-from layerstore.publish.hashing import Checksums, SourceReader, crc32_of
 from layerstore.progress import Progress
+from layerstore.publish.hashing import Checksums, SourceReader, crc32_of
 from layerstore.publish.staging import Staging, in_order
-from layerstore.gc.trim import without_moments
 from layerstore.storage.objects import ObjectWriter
 from layerstore.zero3.beside import rank_of_file
 from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
@@ -53,13 +51,6 @@ class Content:
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
     has_moments: bool = True
-
-
-def content_without_moments(content: Content) -> Content:
-    """Return what a collection leaves of *content* that drops its moments."""
-    bare = {name: without_moments(version) for name, version in content.layers.items()}
-    versions = {name: ref_of(encode_version(version)) for name, version in bare.items()}
-    return replace(content, layers=bare, versions=versions, has_moments=False)
 
 
 def transfer(

@@ -17,9 +17,9 @@ from layerstore.live.seams import Engine
 from layerstore.live.seat import Seat
 from layerstore.live.settings import Frozen, Mode, Pressure, Settings
 from layerstore.ops.composition import Composition
-from layerstore.storage.timings import SaveTiming
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.policy.keep import Keep
+from layerstore.storage.timings import SaveTiming
 from layerstore.store import Store, StrPath, as_store
 
 

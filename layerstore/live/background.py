@@ -8,9 +8,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from layerstore.errors import LayerstoreError, Locked
+from layerstore.history.place import Place
+from layerstore.history.references import Resolved
 from layerstore.limits import LOAD_WAIT_SECONDS
 from layerstore.live.clock import Clock, Hold
 from layerstore.live.collector import Collector
@@ -20,14 +22,11 @@ from layerstore.live.log import LOG, words_of
 from layerstore.live.pool import Pool
 from layerstore.live.snapshot import Copier, Snapshot
 from layerstore.model import Commit, LayerEntry, Part
+from layerstore.policy.keep import Keep
 from layerstore.publish.joining import BaseLost, GivenUp, Joint, join, parts_of
 from layerstore.publish.pins import pin
-from layerstore.history.place import Place
-from layerstore.history.references import Resolved
-from layerstore.storage.rooms import Rooms
 from layerstore.publish.shares import Frozen, ShareWork, fail_share, write_share
-from layerstore.policy.keep import Keep
-from layerstore.tree import Tree
+from layerstore.storage.rooms import Rooms
 
 _OPEN: list["Background"] = []
 """Those of this process that are not closed."""
@@ -160,7 +159,6 @@ class Background:
         self._frozen: Frozen = {}
         self._inherited: dict[str, LayerEntry] = {}
         """What the next commit inherits; changed by the committing thread, and where nothing is on its way."""
-        self._beginning: dict[Tree, Tree] = {}
         """What the attempt's first record says of how it began, until there is one."""
         self._given_up: set[int] = set()
         self._stop = threading.Event()
@@ -198,7 +196,7 @@ class Background:
 
     def begin_at(self, place: Place) -> None:
         """Go on from *place*, with nothing on its way; frozen weights are read again."""
-        self._inherited, self._beginning = dict(place.inherited), dict(place.decisions)
+        self._inherited = dict(place.inherited)
         self._frozen.clear()
         self._given_up.clear()  # numbers are counted again from there
 
@@ -273,9 +271,8 @@ class Background:
                 raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
             if self._stop.wait(POLL_SECONDS):
                 raise GivenUp(f"step {job.step} is given up: the saver was closed before all ranks had written")
-        policy = replace(job.joint.policy, decisions={**self._beginning, **job.joint.policy.decisions})
-        commit = join(self._rooms, replace(job.joint, policy=policy), parts, inherited=self._inherited)
-        self._inherited, self._beginning = {entry.layer: entry for entry in commit.record.layers}, {}
+        commit = join(self._rooms, job.joint, parts, inherited=self._inherited)
+        self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
 
     def _pin(self, commit: Commit, joint: Joint | None) -> None:

@@ -17,10 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from layerstore.errors import Locked
+from layerstore.gc.collect import Request, has_work
 from layerstore.live.log import LOG
-from layerstore.gc.plan import Request, has_work
-from layerstore.storage.rooms import Rooms
 from layerstore.policy.keep import Best, Keep
+from layerstore.storage.rooms import Rooms
 
 GRACE: str | None = None
 """How old an object is at least that goes; None for the command's own word."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from layerstore.errors import Conflict, IntegrityError, Unsupported
+from layerstore.history.collected import losses_told
 from layerstore.live.background import wait_for_saves
 from layerstore.live.exchange import Exchange
 from layerstore.live.following import composition_of
@@ -19,7 +20,6 @@ from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, engine_with
 from layerstore.live.weights import whole_weights
-from layerstore.history.collected import losses_told
 from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
 from layerstore.zero3.pointers import Pointer, read_pointer

@@ -18,9 +18,9 @@ from layerstore.live.scratch import lasting_scratch
 from layerstore.ops.composition import Composition
 from layerstore.ops.loading import content_of
 from layerstore.ops.ranks import Ranks, plan_composite
-from layerstore.storage.rooms import Rooms
 from layerstore.policy import Policy
 from layerstore.storage.files import Files
+from layerstore.storage.rooms import Rooms
 from layerstore.store import Store, StrPath, as_store
 from layerstore.zero3.discover import LATEST, TRAINER_STATE
 from layerstore.zero3.pointers import Pointer

@@ -6,10 +6,10 @@ from layerstore.errors import LayerstoreError
 from layerstore.live.background import Job
 from layerstore.live.log import LOG
 from layerstore.model import PolicyUse
-from layerstore.storage.rooms import Rooms
-from layerstore.publish.shares import ShareWork
-from layerstore.storage.timings import SaveTiming, note_timing
 from layerstore.policy import Latest, Policy
+from layerstore.publish.shares import ShareWork
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.timings import SaveTiming, note_timing
 from layerstore.tree import Tree
 from layerstore.zero3.share import Share
 

@@ -12,6 +12,9 @@ from weakref import WeakKeyDictionary
 
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
+from layerstore.history.collected import losses_told
+from layerstore.history.place import Place, place_after, place_begun
+from layerstore.history.references import Resolved
 from layerstore.layers import check_name, parse_reference
 from layerstore.live.background import wait_for_saves
 from layerstore.live.exchange import Exchange
@@ -20,12 +23,9 @@ from layerstore.live.log import LOG
 from layerstore.live.randomness import read_random_state, set_random_state
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.seams import ENGINE_KEYS, Engine
-from layerstore.history.collected import losses_told
 from layerstore.ops.composition import Composition, as_resolved, compose_latest
 from layerstore.ops.loading import RankLoad, plan_load
-from layerstore.history.place import Place, place_after, place_begun
 from layerstore.ops.ranks import AdamStep
-from layerstore.history.references import Resolved
 from layerstore.policy import Policy
 from layerstore.storage.runview import RunView
 from layerstore.store import Store, StrPath, as_store

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from layerstore.errors import Conflict
+from layerstore.history.place import Place
 from layerstore.layers import compile_pattern
 from layerstore.live.asked import Asked, asked
 from layerstore.live.background import Background, Job, Result
@@ -47,10 +48,9 @@ from layerstore.live.taking import Taken, take_stock
 from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
 from layerstore.ops.composition import Composition
-from layerstore.publish.joining import Joint
-from layerstore.history.place import Place
-from layerstore.publish.shares import ShareWork, objects_due
 from layerstore.policy import Latest, Policy
+from layerstore.publish.joining import Joint
+from layerstore.publish.shares import ShareWork, objects_due
 from layerstore.store import Store, StrPath
 from layerstore.zero3.pointers import Pointer
 from layerstore.zero3.share import Share

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from layerstore.errors import Conflict
+from layerstore.history.attempt_locks import reserve
+from layerstore.history.place import Place, place_at, place_free
 from layerstore.live.exchange import Exchange
 from layerstore.live.log import LOG
-from layerstore.history.place import Place, place_at, place_free
 from layerstore.storage.rooms import Rooms
-from layerstore.history.attempt_locks import reserve
 from layerstore.storage.runview import RunView
 
 Wish = Callable[[RunView | None], Place]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from layerstore.errors import InvalidInput
-from layerstore.storage.timings import SaveTiming
 from layerstore.policy.keep import Keep
+from layerstore.storage.timings import SaveTiming
 
 Mode = Literal["async", "sync"]
 Pressure = Literal["wait", "skip", "degrade"]

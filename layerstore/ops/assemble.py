@@ -18,10 +18,10 @@ from layerstore.errors import IntegrityError
 from layerstore.format.hashing import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, GatheredFile, RankState, SourceFile
-from layerstore.progress import Progress
 from layerstore.ops.ranks import Ranks
-from layerstore.storage.rooms import Rooms
+from layerstore.progress import Progress
 from layerstore.storage.handles import NewFile, OpenFile
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.discover import LATEST
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged
 from layerstore.zero3.regather import derived_checks, gathered_pieces, plan_gathered

@@ -12,11 +12,11 @@ from pathlib import Path
 from layerstore.ops.adapters import plan_beside
 from layerstore.ops.assemble import Assembly
 from layerstore.ops.composition import Composition
-from layerstore.progress import Progress
 from layerstore.ops.ranks import AdamStep, Ranks, plan_composite
-from layerstore.storage.rooms import Rooms
 from layerstore.ops.summary import summary, summary_bytes
 from layerstore.ops.target import Product, appearing, checked_target
+from layerstore.progress import Progress
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
 
 

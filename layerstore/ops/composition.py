@@ -5,18 +5,19 @@ Pure data until it is written. Which layer comes from where is a policy's or a r
 whether they fit together is checked here.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayoutMismatch
-from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
-from layerstore.history.past import Past, Turns, turn_of, turns_of
+from layerstore.history.past import Past
 from layerstore.history.references import Resolved, references_to
-from layerstore.storage.rooms import Rooms
 from layerstore.history.staleness import Staleness, staleness_of
+from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
 from layerstore.zero3.undivided import undivided
@@ -39,15 +40,13 @@ class Composition:
     """The chosen version of every layer, in the model's order."""
     older_than_due: tuple[str, ...] = ()
     """Layers that were due at the save they are taken from but not written there: what it had inherited is used."""
-    turns: Turns = field(default_factory=dict)
-    """How the saves of the base's run are counted."""
     notes: tuple[str, ...] = ()
     """What a recipe leaves to defaults, and what of it has no meaning here."""
 
     @property
     def staleness(self) -> Staleness:
         """How old each layer is, seen from the base."""
-        return staleness_of(self.base, self.layers, turns=self.turns)
+        return staleness_of(self.base, self.layers)
 
     def own_parameters(self, versions: Iterable[LayerVersion]) -> frozenset[str]:
         """Return the parameters of the layers that the base itself saved; *versions* are those of all layers."""
@@ -99,20 +98,14 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
     As the run stands, or as it would with *view*.
     """
     base = resolved.record
-    if isinstance(policy, Latest) and all(entry.saved_by(base) for entry in base.layers):
+    if isinstance(policy, Latest):
         return compose_latest(resolved)
     view = rooms.catalog.find(base.run) if view is None else view
-    turns = turns_of(view)
-    if isinstance(policy, Latest):
-        return replace(compose_latest(resolved), turns=turns)
     past = Past(rooms, resolved, view=view)
-    picks = replay(
-        anchored(policy, turn_of(base, turns)),
-        past.saves(),
-        above=past.numbers_above,
-        recorded=lambda position: past.decided(position, policy),
-        resumed=past.resumed_numbers,
-    )
+    saves = past.saves()
+    newest = next(saves)
+    phased = anchored(policy, newest.save_number, past.decided(0, policy))
+    picks = replay(phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy))
     wanted: dict[int, list[str]] = {}
     for layer, position in picks.items():
         wanted.setdefault(position, []).append(layer)
@@ -128,7 +121,6 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
         parameters=policy.parameters,
         layers=layers,
         older_than_due=tuple(entry.layer for entry in layers if past.is_older(entry, picks[entry.layer])),
-        turns=turns,
     )
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from layerstore.history.references import Resolved, reference_to
 from layerstore.model import BlobRef, Kind, LayerEntry, StoredObject
 from layerstore.ops.distance import Distance, nothing_between
 from layerstore.ops.measure import measure
 from layerstore.progress import Progress
-from layerstore.history.references import Resolved, reference_to
 from layerstore.storage.rooms import Rooms
 from layerstore.zero3.slices import elements_of
 

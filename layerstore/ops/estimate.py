@@ -18,7 +18,7 @@ from layerstore.format.objects import canonical_order, frame
 from layerstore.model import StoredTensor
 from layerstore.ops.architectures import ADAM, MADE_UP_VOCABULARY, Model
 from layerstore.policy import Policy
-from layerstore.policy.due import Save, anchored, due_since
+from layerstore.policy.due import Save, anchored, due_layers
 from layerstore.storage.files import Files
 from layerstore.storage.probes import Speed, scratch, write_speed
 from layerstore.zero3.slices import slice_length, valid_elements
@@ -254,7 +254,7 @@ def due_sets(
         ages = {layer: number - last[layer] for layer in layers}
         movements = {} if movement is None else {layer: age * movement for layer, age in ages.items()}
         save = Save(number=number, layers=layers, ages=ages, movements=movements, sizes=sizes or {})
-        due = due_since(anchored(policy, 0), save, unseen=())
+        due = due_layers(anchored(policy, 0), save)
         last |= dict.fromkeys(due, number)
         found.append(due)
     return found

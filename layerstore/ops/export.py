@@ -24,10 +24,10 @@ from layerstore.ops.composition import Composition, check_members
 from layerstore.ops.export_adapters import AdapterExport, configs_of, plan_adapters
 from layerstore.ops.fill import Filling
 from layerstore.ops.loading import content_of, header_of
-from layerstore.progress import Progress
 from layerstore.ops.renaming import ask_transformers, may_be_renamed
-from layerstore.storage.rooms import Rooms
 from layerstore.ops.target import Product, appearing, checked_target
+from layerstore.progress import Progress
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole
 from layerstore.zero3.rounding import can_convert
 from layerstore.zero3.slices import elements_of, stretches, valid_elements

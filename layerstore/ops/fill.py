@@ -19,8 +19,8 @@ from layerstore.format.hashing import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.progress import Progress
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.handles import NewFile, OpenFile
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.places import OutputFile, Piece
 from layerstore.zero3.rounding import convert, newly_infinite
 

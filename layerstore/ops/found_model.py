@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 
 from layerstore.errors import InvalidInput
+from layerstore.history.references import resolve
 from layerstore.model import Kind, Parameter
 from layerstore.ops.architectures import ADAM, CONFIG, INSTEAD, Model, Source, model_of
-from layerstore.history.references import resolve
 from layerstore.storage.rooms import Rooms
 from layerstore.zero3.discover import discover, holds_zero3, list_folder
 from layerstore.zero3.pointers import read_pointer

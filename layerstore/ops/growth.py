@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayerstoreError
-from layerstore.model import BlobRef, Commit, Kind, LayerEntry, RankState, TensorSource
 from layerstore.history.needs import objects_of_state
+from layerstore.model import BlobRef, Commit, Kind, LayerEntry, RankState, TensorSource
 from layerstore.storage.rooms import Rooms
 
 

@@ -16,8 +16,8 @@ from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter
 from layerstore.ops.distance import Distance, Meter, can_measure
 from layerstore.progress import Progress
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.handles import OpenFile
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.places import Slices
 from layerstore.zero3.slices import elements_of, slice_length, valid_elements
 

@@ -5,18 +5,15 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format.records import WITHOUT_MOMENTS
-from layerstore.model import Commit, CommitRecord, Kind, LayerEntry, LayerVersion
-from layerstore.nearest import did_you_mean, nearest
-from layerstore.check.fall_back import FELL_BACK
 from layerstore.history.graph import GraphLine
 from layerstore.history.graph import graph as draw
 from layerstore.history.needs import objects_of_state
-from layerstore.history.past import Turns, turn_of, turns_of
 from layerstore.history.references import Resolved
-from layerstore.storage.rooms import Rooms
-from layerstore.history.staleness import LayerAge, staleness_of
+from layerstore.model import Commit, Kind, LayerEntry, LayerVersion
+from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
 # Layers that a hint lists.
@@ -38,8 +35,6 @@ class LogEntry:
     pins: tuple[str, ...]
     has_moments: bool
     """Whether it can be resumed from: a collection may have dropped its moments."""
-    layers_fell_back: int
-    """How many of its layers a repair has replaced by older versions."""
     damage: str | None
     """Why the record cannot be read, if it cannot."""
 
@@ -94,8 +89,6 @@ class CommitView:
     """The size of all that is no layer: what ranks have of their own, and files."""
     has_moments: bool
     """Whether it can be resumed from: a collection may have dropped its moments."""
-    fell_back: tuple[LayerAge, ...]
-    """The layers that a repair has replaced by older versions."""
 
     @property
     def layers_saved(self) -> int:
@@ -215,7 +208,6 @@ def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:
         bytes_new=0,
         pins=(),
         has_moments=True,
-        layers_fell_back=0,
         damage=str(problem),
     )
 
@@ -242,7 +234,6 @@ def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
         bytes_new=commit.observed.bytes_new,
         pins=tuple(pins),
         has_moments=WITHOUT_MOMENTS not in record.flags,
-        layers_fell_back=len(_fell_back(record)),
         damage=None,
     )
 
@@ -258,7 +249,6 @@ def names_of_pins(rooms: Rooms) -> dict[str, list[str]]:
 def show(rooms: Rooms, resolved: Resolved) -> CommitView:
     """Return everything about one commit."""
     record = resolved.record
-    turns = turns_of(rooms.catalog.find(record.run))
     files: list[str] = []
     beside = set(record.states)
     for ref in record.states:
@@ -272,7 +262,7 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
         attempt=record.attempt,
         fork=None if record.fork is None else f"attempt {record.fork.attempt} at step {record.fork.step}",
         save_number=record.save_number,
-        turn=turn_of(record, turns),
+        turn=record.save_number,
         commit=resolved.commit,
         pin=resolved.pin,
         time_ns=resolved.time_ns,
@@ -288,15 +278,7 @@ def show(rooms: Rooms, resolved: Resolved) -> CommitView:
         files=tuple(sorted(files)),
         beside_bytes=sum(ref.size_bytes for ref in beside),
         has_moments=WITHOUT_MOMENTS not in record.flags,
-        fell_back=_fell_back(record, turns),
     )
-
-
-def _fell_back(record: CommitRecord, turns: Turns | None = None) -> tuple[LayerAge, ...]:
-    """Return which layers of *record* a repair has put older versions in place of, and how old they are."""
-    said = record.policy.decisions.get(FELL_BACK)
-    layers = said.keys() if isinstance(said, dict) else ()
-    return staleness_of(record, [entry for entry in record.layers if entry.layer in layers], turns=turns).layers
 
 
 def layer_lines(rooms: Rooms, resolved: Resolved, *, layer: str | None = None) -> list[LayerLine]:

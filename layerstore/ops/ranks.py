@@ -11,11 +11,11 @@ from typing import Literal
 
 from layerstore.errors import InvalidInput
 from layerstore.export.hf import WEIGHTS_FILE
+from layerstore.gc.trim import check_has_moments
 from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TensorSource, TreeFile
 from layerstore.ops.composition import Composition, check_members, check_whole
 from layerstore.storage.rooms import Rooms
-from layerstore.gc.trim import check_has_moments
 from layerstore.tree import Tree
 from layerstore.zero3.counters import with_own_steps
 from layerstore.zero3.discover import RANDOM_STATE

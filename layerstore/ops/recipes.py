@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
+from layerstore.history.references import Resolved, locate, only_run, resolve
 from layerstore.layers import typed
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.composition import Composition
-from layerstore.history.past import turns_of
-from layerstore.history.references import Resolved, locate, only_run, resolve
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
 
 if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
@@ -85,7 +84,6 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         policy=RECIPE,
         parameters={"recipe": recipe.name, "grammar": recipe.grammar},
         layers=tuple(layers),
-        turns=turns_of(rooms.catalog.find(record.run)),
         notes=tuple(notes),
     )
 

@@ -11,23 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from layerstore.errors import IntegrityError, LayerstoreError
+from layerstore.gc.collect import CommitFate, GcOutcome, Request, plan_gc
+from layerstore.history.references import Resolved, references_to
+from layerstore.history.staleness import Staleness, staleness_of
 from layerstore.model import Commit, CommitId, LayerEntry
 from layerstore.ops.composition import compose_by_policy
-from layerstore.gc.plan import CommitFate, GcOutcome, Request, plan_gc
 from layerstore.ops.growth import Amounts, Growth
-from layerstore.history.past import Turns, turn_of
-from layerstore.progress import Progress
 from layerstore.ops.queries import LogEntry, log_entry, names_of_pins
-from layerstore.history.references import Resolved, references_to
-from layerstore.storage.rooms import Rooms
 from layerstore.ops.sampling import Wish, chosen, shares
-from layerstore.history.staleness import Staleness, staleness_of
 from layerstore.ops.stats import Stats, count, views_of
-from layerstore.storage.timings import SaveTiming, timings
 from layerstore.policy import Filter, Parity
 from layerstore.policy.keep import Keep
+from layerstore.progress import Progress
 from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
+from layerstore.storage.timings import SaveTiming, timings
 
 # About what a page of 1 MB has room for beside its own text; and what a save and a layer of it take there.
 _FACTS_BYTES = 640_000
@@ -93,8 +92,6 @@ class RunReport:
     times_ns: Mapping[tuple[int, int], int]
     """When each visible commit was saved, by attempt and step."""
     total: Amounts
-    turns: Turns
-    """How its saves are counted."""
     timings: tuple[SaveTiming, ...]
     """Of all saves that were made in training, by attempt and step."""
 
@@ -112,21 +109,7 @@ class RetentionReport:
     def commits_kept(self) -> int:
         """Count the visible commits that would stay."""
         fates = () if self.outcome is None else self.outcome.commits
-        return sum(bool(fate.kept_by) and fate.is_visible for fate in fates)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectedSoFar:
-    """What collections have removed, by their own logs, of which the newest thousand are kept."""
-
-    collections: int
-    records: int
-    """Commit records: those that only hid others are among them, and those that came back without their moments."""
-    objects: int
-    size_bytes: int
-    """Of the objects."""
-    last_ns: int
-    """When the newest of them was decided on, by the filesystem's clock."""
+        return sum(bool(fate.kept_by) for fate in fates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +125,6 @@ class Report:
     """Runs that are not even named: there are too many."""
     retention: RetentionReport | None
     """None where no rule was given."""
-    collected: CollectedSoFar | None
-    """None where nothing was, and in a report about one run alone: objects are of no single run."""
     left_out: tuple[str, ...] = field(default=())
     """What could not be read, so that it is in no figure."""
 
@@ -201,7 +182,6 @@ def collect(rooms: Rooms, *, run: str | None, keep: Keep | None, progress: Progr
         runs=tuple(runs),
         runs_left_out=len(listed) - len(shown),
         retention=retention,
-        collected=None if run is not None else _collected(rooms),
         left_out=tuple(dict.fromkeys([*counted.left_out, *problems]))[:_PROBLEMS_MAX],
     )
 
@@ -214,19 +194,6 @@ def _retention(rooms: Rooms, run: str | None, keep: Keep | None, *, progress: Pr
         return RetentionReport(keep=keep, outcome=plan_gc(rooms, request, progress=progress).outcome)
     except IntegrityError as exc:
         return RetentionReport(keep=keep, outcome=None, refusal=str(exc))
-
-
-def _collected(rooms: Rooms) -> CollectedSoFar | None:
-    plans = rooms.garbage.plans_after("")
-    if not plans:
-        return None
-    return CollectedSoFar(
-        collections=len(plans),
-        records=sum(len(plan.records) for plan in plans),
-        objects=sum(plan.objects for plan in plans),
-        size_bytes=sum(plan.size_bytes for plan in plans),
-        last_ns=rooms.files.modified_ns(rooms.layout.plan(plans[-1].id)) or 0,
-    )
 
 
 def thinned(report: Report) -> Report | None:
@@ -322,7 +289,6 @@ class _Collecting:
             saves=tuple(self._named(self._saves)),
             times_ns=self._times,
             total=self._total,
-            turns=self._view.turns,
             timings=tuple(timing for _, timing in sorted(self._timings.items())),
         )
 
@@ -341,7 +307,7 @@ class _Collecting:
         return ShownSave(
             entry=log_entry(commit, self._pins.get(commit.id, ())),
             reference="",
-            turn=turn_of(record, self._view.turns),
+            turn=record.save_number,
             policy=record.policy.name,
             layers=layers,
             asked=self._asked(commit, layers),
@@ -350,7 +316,7 @@ class _Collecting:
                 for layer, moved in (movements.items() if isinstance(movements, dict) else ())
                 if isinstance(moved, float)
             },
-            staleness=staleness_of(record, record.layers, turns=self._view.turns),
+            staleness=staleness_of(record, record.layers),
             own=own,
             total=self._total,
             timing=self._timings.get((record.attempt, record.step)),

@@ -12,13 +12,12 @@ from dataclasses import asdict
 from datetime import timedelta
 from statistics import median
 
+from layerstore.gc.collect import CommitFate
 from layerstore.model import LayerEntry, Origin
-from layerstore.gc.plan import CommitFate
-from layerstore.history.past import turn_of
-from layerstore.ops.report import CollectedSoFar, Report, RetentionReport, RunReport, ShownSave
+from layerstore.ops.report import Report, RetentionReport, RunReport, ShownSave
 from layerstore.ops.stats import Stats
-from layerstore.storage.timings import SaveTiming
 from layerstore.policy.keep import Keep
+from layerstore.storage.timings import SaveTiming
 
 # Digits of a version's id: enough to tell two of one layer apart.
 VERSION_DIGITS = 8
@@ -43,7 +42,6 @@ def report_fields(report: Report) -> dict[str, object]:
         "runs": [_run(run) for run in report.runs],
         "runs_left_out": report.runs_left_out,
         "retention": None if report.retention is None else _retention(report.retention),
-        "collected": None if report.collected is None else _collected(report.collected),
         "left_out": list(report.left_out),
     }
 
@@ -123,7 +121,7 @@ def _origins(run: RunReport, origins: Iterable[Origin]) -> dict[str, list[object
         "run": [of.run for of in each],
         "attempt": [of.attempt for of in each],
         "step": [of.step for of in each],
-        "turn": [turn_of(of, run.turns) if of.run == run.run else None for of in each],
+        "turn": [of.save_number if of.run == run.run else None for of in each],
         "time": [None if time_ns is None else _iso(time_ns) for time_ns in times],
     }
 
@@ -143,7 +141,6 @@ _SAVE: Mapping[str, Callable[[ShownSave], object]] = {
     "policy": lambda save: save.policy,
     "layers_saved": lambda save: save.entry.layers_saved,
     "has_moments": lambda save: save.entry.has_moments,
-    "layers_fell_back": lambda save: save.entry.layers_fell_back,
     "pins": lambda save: list(save.entry.pins[:_PINS_MAX]),
     "oldest_layer": lambda save: save.staleness.oldest.layer,
     "oldest_steps": lambda save: save.staleness.oldest.steps,
@@ -223,16 +220,6 @@ def _retention(found: RetentionReport) -> dict[str, object]:
         "bytes_freed_later": outcome.young.size_bytes,
         "unserved": len({each.reference for each in outcome.unserved}),
         "unserved_policies": list(dict.fromkeys(each.policy for each in outcome.unserved)),
-    }
-
-
-def _collected(found: CollectedSoFar) -> dict[str, object]:
-    return {
-        "collections": found.collections,
-        "records": found.records,
-        "objects": found.objects,
-        "bytes": found.size_bytes,
-        "last_time": _iso(found.last_ns),
     }
 
 

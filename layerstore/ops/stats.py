@@ -13,10 +13,10 @@ from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format.records import commit_id
-from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerVersion, ObjectId
 from layerstore.history.needs import objects_of_state
-from layerstore.publish.pins import read_pins
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerVersion, ObjectId
 from layerstore.progress import Progress
+from layerstore.publish.pins import read_pins
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 

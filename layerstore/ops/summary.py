@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping
 
-from layerstore.ops.composition import Composition
 from layerstore.history.staleness import LayerAge, Staleness
+from layerstore.ops.composition import Composition
 
 SCHEMA = 1
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.kernel import mapped_errors
+from layerstore.storage.rooms import Rooms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists
-from layerstore.storage.rooms import Rooms
 from layerstore.ops.target import placed, understood
+from layerstore.storage.rooms import Rooms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

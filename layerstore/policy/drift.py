@@ -27,8 +27,6 @@ class Drift:
 
     name: ClassVar[str] = "drift"
     by_number: ClassVar[bool] = True
-    by_record: ClassVar[bool] = True
-    """Over a history, what was decided then is what counts: what it was decided from cannot be measured again."""
     measures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -48,8 +46,6 @@ class Drift:
 
     def due(self, save: Save) -> frozenset[str]:
         """Return what has to be renewed, and of the rest what moved most."""
-        if save.recorded is not None:
-            return save.recorded
         if not save.movements:
             return frozenset(save.layers)  # saved under no drift: all of it is there
         chosen = {layer for index, layer in enumerate(save.layers) if self._is_old(save, layer, index)}

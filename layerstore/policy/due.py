@@ -6,7 +6,7 @@ it says which save each layer of a composite comes from (``replay``).
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from layerstore.errors import InvalidInput
@@ -27,8 +27,6 @@ class Save:
     """How far each layer has moved since, relative to its length; empty unless the policy ``measures``."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The bytes that writing each layer takes; likewise."""
-    recorded: frozenset[str] | None = None
-    """What this policy has decided at this save, where its record says so: for policies ``by_record``."""
 
 
 @runtime_checkable
@@ -38,8 +36,8 @@ class Policy(Protocol):
 
     A user's own is any object with a name, parameters and this method. One whose answer depends on nothing but the
     save's number may say so with ``by_number = True``: then only the newest saves of a long history are looked at.
-    One whose phase follows the save that a composite is based on has a method ``anchored(number)``,
-    which returns the policy for that base.
+    One whose phase follows the save that a composite is based on has a method ``anchored(number, saved)``, which
+    returns the policy for that base; *saved* is what it has saved there itself, None where that is a full checkpoint.
     """
 
     @property
@@ -66,21 +64,10 @@ def due_layers(policy: Policy, save: Save) -> frozenset[str]:
     return found
 
 
-def due_since(policy: Policy, save: Save, *, unseen: Collection[int]) -> frozenset[str]:
-    """Return what is due at *save*, with what was due at the *unseen* saves before it, which came to nothing."""
-    found = due_layers(policy, save)
-    # A policy that goes by its records has looked at what was there already, whatever came to nothing since.
-    for number in () if getattr(policy, "by_record", False) else unseen:
-        if len(found) == len(save.layers):
-            break
-        found |= due_layers(policy, replace(save, number=number))
-    return found
-
-
-def anchored(policy: Policy, number: int) -> Policy:
-    """Return *policy* with its phase set by the save *number*, if it has one."""
+def anchored(policy: Policy, number: int, saved: frozenset[str] | None = None) -> Policy:
+    """Return *policy* with its phase set by the save *number*, at which it has *saved* those layers, if it has one."""
     anchor = getattr(policy, "anchored", None)
     if anchor is None:
         return policy
-    found: Policy = anchor(number)
+    found: Policy = anchor(number, saved)
     return found

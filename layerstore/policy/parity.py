@@ -1,9 +1,10 @@
 """
-``parity``: one half of the model at even saves, the other half at odd ones.
+``parity``: one half of the model at one save, the other half at the next.
 
 Even blocks go with the output side (norm, head), odd ones with the input side (embeddings).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
@@ -19,7 +20,7 @@ class Parity:
     """Half of the layers at each save, in turns."""
 
     fresh: Literal["even", "odd"] | None = None
-    """Which half a composite's base supplies; without, the one that its save number says."""
+    """Which half the base of a composite supplies, and the first save of a run; without, the even one."""
     _shift: int = 0
     """Added to the save's number; set by ``anchored``."""
 
@@ -35,11 +36,13 @@ class Parity:
         """Its settings."""
         return {} if self.fresh is None else {"fresh": self.fresh}
 
-    def anchored(self, number: int) -> Self:
-        """Return the policy under which the save *number* writes the half that is to be fresh."""
-        if self.fresh is None:
-            return self
-        return type(self)(fresh=self.fresh, _shift=(number + (self.fresh == "odd")) % 2)
+    def anchored(self, number: int, saved: frozenset[str] | None = None) -> Self:
+        """Return the policy under which the save *number* has the half that it has *saved*, or else the fresh one."""
+        fresh = self.fresh or "even"
+        if saved is not None:
+            halves = Counter((block_index(block) or 0) % 2 for block in anatomy(tuple(saved)).blocks)
+            fresh = "odd" if halves[1] > halves[0] else "even"
+        return type(self)(fresh=self.fresh, _shift=(number + (fresh == "odd")) % 2)
 
     def due(self, save: Save) -> frozenset[str]:
         """Return one half."""

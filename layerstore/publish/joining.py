@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
-from layerstore.format.records import make_commit
+from layerstore.history.place import Place, entries_of
 from layerstore.model import (
     BlobRef,
     Commit,
@@ -20,13 +20,11 @@ from layerstore.model import (
     SourceLayout,
     StoredObject,
 )
-from layerstore.publish.claims import claim, publish
 from layerstore.publish.hashing import Checksums, SourceReader
-from layerstore.history.place import Place, entries_of
-from layerstore.storage.rooms import Rooms
 from layerstore.publish.shares import ShareWork
 from layerstore.publish.staging import Staging
-from layerstore.storage.objects import ObjectWriter
+from layerstore.publish.transaction import Transaction
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.checkpoint import LayerSource
 
 _STORED_AGAIN = "the next save stores every layer that is missing"
@@ -97,33 +95,28 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
             f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
             hint=_STORED_AGAIN,
         )
-    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+    with Transaction(rooms) as tx:
         reader = SourceReader()
-        staging = Staging(writer, lambda: reader, source="a save", checksums=Checksums(), advance=lambda count: None)
+        staging = Staging(
+            tx.objects, lambda: reader, source="a save", checksums=Checksums(), advance=lambda count: None
+        )
         record = _record(joint, parts, dict(_versions(staging, joint, parts)), inherited)
         try:
-            claim(rooms, writer, [entry for entry in record.layers if entry.layer not in joint.work.due])
+            for entry in record.layers:
+                if entry.layer not in joint.work.due:
+                    tx.inherit(entry)
         except Overtaken as exc:
             raise BaseLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+        observed = Observed(
+            time_ns=time.time_ns(),
+            bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
+            bytes_reused=tx.objects.bytes_reused + sum(part.bytes_reused for part in parts),
+        )
+        _check_there(rooms, joint, parts)
         try:
-            return _published(rooms, writer, record, joint, parts)
+            return tx.commit(record, observed=observed).commit
         except Overtaken as exc:
             raise GivenUp(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
-
-
-def _published(rooms: Rooms, writer: ObjectWriter, record: CommitRecord, joint: Joint, parts: Sequence[Part]) -> Commit:
-    writer.publish()
-    commit = make_commit(
-        record,
-        Observed(
-            time_ns=time.time_ns(),
-            bytes_new=writer.bytes_new + sum(part.bytes_new for part in parts),
-            bytes_reused=writer.bytes_reused + sum(part.bytes_reused for part in parts),
-        ),
-    )
-    _check_there(rooms, joint, parts)
-    publish(rooms, writer, commit)
-    return commit
 
 
 def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
@@ -184,10 +177,11 @@ def _record(
     return CommitRecord(
         run=joint.run,
         attempt=place.attempt,
-        fork=place.fork,
+        lineage=place.lineage,
         step=joint.step,
         save_number=joint.save_number,
         world_size=share.world_size,
+        stage=3,
         layers=entries_of(share.layers, due=joint.work.due, versions=versions, origin=origin, inherited=inherited),
         states=tuple(part.state for part in parts if part.state is not None),
         layout=joint.layout(),

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
+from layerstore.history.references import Resolved, is_mixture, reference_to
 from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
-from layerstore.publish.claims import claim
-from layerstore.history.references import Resolved, is_mixture, reference_to
+from layerstore.publish.transaction import Transaction
 from layerstore.storage.rooms import Rooms
-from layerstore.storage.objects import ObjectWriter
 
 
 def check_pin_name(rooms: Rooms, name: str) -> None:
@@ -56,15 +55,8 @@ def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -
         if (old.record, old.base) == (new.record, new.base):
             return old
         raise _taken(rooms, name, old.record)
-    with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
-        claim(rooms, writer, new.record.layers, new.record.states)
-        rooms.records.write_pin(new)
-        lost = writer.look_again()
-    if lost:
-        raise Conflict(
-            f"what pin {name!r} means was collected meanwhile",
-            hint=f"layerstore pin --delete {typed(name)} takes it away",
-        )
+    with Transaction(rooms) as tx:
+        tx.pin(new)
     return new
 
 
@@ -90,21 +82,16 @@ def _without(rooms: Rooms, name: str) -> Unpinned | None:
 
 def delete_pin(rooms: Rooms, name: str) -> Unpinned | None:
     """
-    Delete the pin *name*, and give up what a repair has put into quarantine of it.
+    Delete the pin *name*, readable or not.
 
     Returns what that changes; None where nobody knows, because the pin could not be read.
 
     Raises:
-        NotFound: There is neither.
+        NotFound: There is none.
     """
     rooms.prepare_writing()
     found = _without(rooms, name)
-    quarantined = [lost for lost in rooms.quarantine.pins() if lost.name == name]
-    # First what an older one of that name has left: whoever is stopped then has deleted nothing.
-    for lost in quarantined:
-        rooms.quarantine.give_up(lost.path)
-    if not quarantined or rooms.files.exists(rooms.layout.pin(name)):
-        rooms.records.delete_pin(name)
+    rooms.records.delete_pin(name)
     return found
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Hashable, Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.errors import Overtaken
 from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import Kind, LayerPart, ObjectContent, Part, SourceFile, StoredObject
 from layerstore.publish.hashing import Checksums, Reader
-from layerstore.storage.rooms import Rooms
 from layerstore.publish.staging import Staging
+from layerstore.publish.transaction import Transaction
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.parts import PartName
+from layerstore.storage.rooms import Rooms
 from layerstore.zero3.checkpoint import LayerSource, ObjectSource
 from layerstore.zero3.share import Share
 
@@ -61,9 +61,9 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen
         Overtaken: An object vanished while the part that names it was written.
     """
     share = work.share
-    with ObjectWriter(rooms.layout, rooms.files, rooms.objects, past_cache=True) as writer:
+    with Transaction(rooms, past_cache=True) as tx:
         staging = Staging(
-            writer,
+            tx.objects,
             lambda: reader,
             source="the engine",
             checksums=Checksums(),
@@ -71,13 +71,12 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen
             reads_once=True,  # what was copied is gone from the pool once it was read
         )
         layers = tuple(
-            LayerPart(layer=layer.layer, objects=tuple(_objects(layer, work, staging, writer, frozen)))
+            LayerPart(layer=layer.layer, objects=tuple(_objects(layer, work, staging, tx.objects, frozen)))
             for layer in share.layers
             if layer.layer in work.due
         )
         state = staging.state(share.state, [_kept(file, staging, reader) for file in work.files()])
-        writer.publish()
-        rooms.parts.publish(
+        tx.leave(
             Part(
                 session=work.session,
                 save=work.save,
@@ -85,15 +84,12 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen
                 agreement=share.agreement,
                 layers=layers,
                 state=state,
-                bytes_new=writer.bytes_new,
-                bytes_reused=writer.bytes_reused,
+                bytes_new=tx.objects.bytes_new,
+                bytes_reused=tx.objects.bytes_reused,
                 failure="",
             )
         )
-        lost = writer.look_again()
-        if lost:
-            raise Overtaken(f"{len(lost)} objects were removed while they were written (first: {lost[0].id})")
-        return writer.bytes_new
+        return tx.objects.bytes_new
 
 
 def _objects(

@@ -6,13 +6,12 @@ Whatever is wrong with the index, the answers are the same.
 """
 
 import contextlib
-import glob
 import itertools
 import secrets
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +24,6 @@ from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import Stamp
-from layerstore.storage.garbage import Garbage, names_in
 from layerstore.storage.manifest import Manifest, RecordRow, row_of
 from layerstore.storage.runview import RunView
 
@@ -73,9 +71,8 @@ class Reindexed:
 class Catalog:
     """Answers about runs and commits."""
 
-    def __init__(self, records: RecordStore, garbage: Garbage, *, directory: Path, store_id: str) -> None:
+    def __init__(self, records: RecordStore, *, directory: Path, store_id: str) -> None:
         self._records = records
-        self._garbage = garbage
         self._directory = directory
         self._store_id = store_id
         self._manifest: Manifest | None = None
@@ -98,7 +95,7 @@ class Catalog:
     def runs(self) -> list[str]:
         """Return the runs that have records, or that the index remembers to have had some, by name."""
         there = {run for run in self._records.runs() if self._has_records(run)}
-        return sorted(there | self.remembered_runs())
+        return sorted(there)
 
     def _has_records(self, run: str) -> bool:
         known = self._known.get(run)
@@ -165,19 +162,18 @@ class Catalog:
 
     def _found_out(self, run: str) -> _Known | None:
         # The index first: a commit that is published in between is then merely not indexed yet.
-        since = self.last_collection()
         indexed = self.indexed(run)
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
         vanished = indexed.keys() - names
         rows = {name: row for name, row in indexed.items() if name not in vanished} if vanished else indexed
-        # Remembered, not forgotten: what a lost record had hidden must not come back in silence.
-        gone = self._not_collected((indexed[name].name for name in vanished), since=since)
-        damaged: dict[RecordName, LayerstoreError] = {name: _vanished(name) for name in gone}
+        if vanished:
+            self._with_index(lambda manifest: manifest.update(drop=[indexed[name].name for name in vanished]))
+        damaged: dict[RecordName, LayerstoreError] = {}
         found = {name: name_in(run, name) for name in names - indexed.keys()}
         strangers = frozenset(name for name, record in found.items() if record is None)
         unseen = sorted(record for record in found.values() if record is not None)
-        if not (rows or unseen or gone):
+        if not (rows or unseen):
             return None
         for start in range(0, len(unseen), _BATCH):
             rows |= self._read_unseen(unseen[start : start + _BATCH], damaged)
@@ -238,41 +234,6 @@ class Catalog:
         more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
         return did_you_mean(meant, else_=f"runs here: {', '.join(runs[:10])}{more}")
 
-    def remembered_runs(self) -> set[str]:
-        """Return the runs that the index knows, whether or not anything is left of them."""
-        return self._with_index(lambda manifest: manifest.runs()) or set()
-
-    def vanished(self, run: str) -> list[RecordName]:
-        """Return the records of *run* that the index remembers and that are not there any more."""
-        since = self.last_collection()
-        indexed = self.indexed(run)
-        names = indexed.keys() - set(self._records.listing(run))
-        return self._not_collected((indexed[name].name for name in names), since=since)
-
-    def last_collection(self) -> str:
-        """Return the newest collection that the index has taken up wholly; empty where there is none."""
-        return self._with_index(lambda manifest: manifest.collected()) or ""
-
-    def _not_collected(self, vanished: Iterable[RecordName], *, since: str) -> list[RecordName]:
-        """
-        Return those of *vanished* that no collection after *since* has removed; the index forgets the others.
-
-        A collection is believed once: what is saved again after it, and then lost, is not excused by it. *since* was
-        asked for before the index was looked into: another process may have taken up a collection in between.
-        """
-        vanished = sorted(vanished)
-        if not vanished:
-            return []
-        plans = self._garbage.plans_after(since)
-        collected = {name for plan in plans for name in names_in(plan)}
-        if collected.isdisjoint(vanished):
-            return vanished
-        there = {name for run in {name.run for name in collected} for name in self._records.names(run)}
-        done = [plan.id for plan in itertools.takewhile(lambda each: there.isdisjoint(names_in(each)), plans)]
-        newest = done[-1] if done else None
-        self._with_index(lambda manifest: manifest.update(drop=collected - there, collected=newest))
-        return [name for name in vanished if name not in collected]
-
     # -- the index -----------------------------------------------------------------------------------------------
 
     def copy(self, name: RecordName) -> bytes | None:
@@ -287,7 +248,7 @@ class Catalog:
             return  # a collection has just removed it: what is not there needs no row
         self._catch_up([(commit, data)])
 
-    def rebuild(self, *, forget: bool = False) -> Reindexed:
+    def rebuild(self) -> int:
         """
         Make the index afresh from all records; what has vanished it goes on remembering, unless it is to *forget*.
 
@@ -295,24 +256,14 @@ class Catalog:
             StorageIO: There can be none here; questions are answered without.
         """
         with self._guard:
-            gone = {name: self.indexed(run)[name.file_name] for run in self.runs() for name in self.vanished(run)}
-            kept = {} if forget else gone
-            last = self.last_collection() or None
             self.close()
             self._drop()
             self._known.clear()
             self.index_problem = None
-            self._remembers = kept.__contains__
-            try:  # an empty store has an index, too
-                self._with_index(lambda manifest: manifest.update(rows=kept.values(), collected=last))
-            finally:
-                self._remembers = None
             count = sum(len(self.view(run).rows) for run in self._records.runs() if self._has_records(run))
         if self._refusal is not None and self.index_problem is not None:
             raise _not_made(self._refusal, self._directory)
-        return Reindexed(
-            commits=count, vanished=tuple(sorted(kept)), forgotten=tuple(sorted(gone.keys() - kept.keys()))
-        )
+        return count
 
     def indexed(self, run: str) -> dict[str, RecordRow]:
         """Return what the index says of *run*, right or not, by the names of the records' files."""
@@ -350,56 +301,8 @@ class Catalog:
 
     def _opened(self) -> Manifest:
         if self._manifest is None:
-            manifest = Manifest(self._directory, store_id=self._store_id)
-            try:
-                self._take_over(manifest)
-            except BaseException:
-                manifest.close()
-                raise
-            self._manifest = manifest
+            self._manifest = Manifest(self._directory, store_id=self._store_id)
         return self._manifest
-
-    def _take_over(self, manifest: Manifest) -> None:
-        """Tell *manifest* of what only an index that was dropped has copies of; what is left of that goes then."""
-        try:
-            asides = sorted(self._directory.parent.glob(f"{glob.escape(self._directory.name)}{_DROPPED}*"))
-        except OSError:
-            return  # out of descriptors, say: they stay where they are until the next open
-        for aside in asides:
-            if manifest.read_only:
-                return
-            try:
-                self._take_copies(manifest, aside)
-            except OSError as exc:
-                warnings.warn(
-                    f"the copies of records in {aside} cannot be read: {exc}; what had vanished before is forgotten",
-                    IndexNotice,
-                    stacklevel=2,
-                )
-            # What resists is looked at again the next time.
-            shutil.rmtree(aside, ignore_errors=True)
-
-    def _take_copies(self, manifest: Manifest, aside: Path) -> None:
-        for batch in _batches(self._decoded(manifest.copies_in(aside))):
-            there = {run: set(self._records.listing(run)) for run in {name.run for name, _, _ in batch}}
-            gone = [each for each in batch if each[0].file_name not in there[each[0].run]]
-            is_wanted = self._remembers or (self._not_removed() if gone else bool)
-            manifest.update(add=[(commit, data) for name, commit, data in gone if is_wanted(name)])
-            listed = [each for each in batch if each[0].file_name in there[each[0].run]]
-            # Damaged records are found by reading them, not by rows; but their copies are worth as much.
-            manifest.keep_copies([data for name, _, data in listed if not self._records.holds(name, data)])
-
-    def _decoded(self, copies: Iterable[tuple[str, bytes]]) -> Iterator[_Copy]:
-        for called, data in copies:
-            name = self._records.name_called(called)
-            with contextlib.suppress(LayerstoreError):  # of another format: as good as none
-                if name is not None:
-                    yield name, self._records.decode(data, name), data
-
-    def _not_removed(self) -> Callable[[RecordName], bool]:
-        """Return what tells whether no collection that is known has removed a record."""
-        collected = {name for plan in self._garbage.plans_after("") for name in names_in(plan)}
-        return lambda name: name not in collected
 
     def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
         """Drop a damaged index, so that the next look makes a new one; go on without if that is not possible."""

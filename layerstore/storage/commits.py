@@ -153,13 +153,6 @@ class RecordStore:
         """Whether anything lies where the record *name* does."""
         return self._files.exists(self._layout.record(name.run, name.step, name.id))
 
-    def holds(self, name: RecordName, data: bytes) -> bool:
-        """Whether the record *name* can be read and has the bytes *data*."""
-        try:
-            return self.read_bytes(name) == data
-        except LayerstoreError:
-            return False
-
     def decode(self, data: bytes, name: RecordName) -> Commit:
         """Check *data*, the bytes of the record *name*, wherever they come from."""
         path = self._layout.record(name.run, name.step, name.id)
@@ -185,9 +178,9 @@ class RecordStore:
         target = self._layout.record(commit.record.run, commit.record.step, commit.id)
         return seal_commit(commit, name=self._layout.name(target), store_id=self._store_id)
 
-    def publish(self, commit: Commit) -> bool:
+    def link(self, commit: Commit) -> bool:
         """
-        Make *commit* visible and durable; return whether it was new.
+        Make *commit* visible and durable; return whether it was new. Only `layerstore.publish` calls this.
 
         All that it names must be durable already. Once this returns, a power cut cannot lose it.
         If the last fsync fails, the record stays: it is whole, but was not confirmed.
@@ -199,21 +192,21 @@ class RecordStore:
         self.check_store()
         target = self._layout.record(commit.record.run, commit.record.step, commit.id)
         self._files.make_directory(target.parent)
-        data = self.encode(commit)
-        with self._temporary(data) as source:
+        with self._temporary(self.encode(commit)) as source:
             is_new = self._files.link_exclusive(source, target)
-            if not is_new and self._damage(self.name_of(commit)):
-                # Rot under this very name, which says what belongs there: these bytes do.
+            if not is_new:
+                # Its writer may have failed in the last fsync, after which the kernel owes us nothing, or the file may
+                # have rotted since: the name says what belongs there, so the entry is made afresh by these bytes.
                 self._files.rename(source, target)
-        if is_new:
-            self._sync_commits(target)
-        else:
-            try:
-                self.confirm(self.name_of(commit))
-            except IntegrityError:
-                if self._files.exists(target):
-                    raise
-                return self.publish(commit)  # a collection has just taken the one that was there: now it is new
+        try:
+            self._files.sync_directory(target.parent)
+        except StorageIO as exc:
+            raise StorageIO(
+                f"{self._layout.name(target)} is published, but its durability is not confirmed: {exc}",
+                errno=exc.errno,
+                filename=exc.filename,
+                hint="repeat the command once the disk is well",
+            ) from exc
         self._look_again(self._layout.name(target))
         return is_new
 
@@ -231,43 +224,6 @@ class RecordStore:
                 hint="save it again with the layerstore that reads this store now",
             ) from exc
 
-    def _damage(self, name: RecordName) -> IntegrityError | None:
-        try:
-            self.read(name)
-        except IntegrityError as exc:
-            return exc
-        return None
-
-    def is_damaged(self, name: RecordName) -> bool:
-        """Whether the record *name* is there, and is not as it was written."""
-        path = self._layout.record(name.run, name.step, name.id)
-        return self._files.exists(path) and self._damage(name) is not None and self._files.exists(path)
-
-    def confirm(self, name: RecordName) -> None:
-        """
-        Make sure that the record *name*, which is there, is durable.
-
-        Its writer may have failed in the last fsync, after which the kernel owes us nothing:
-        so the entry is made afresh, by the same bytes, and the folder synced again.
-        """
-        target = self._layout.record(name.run, name.step, name.id)
-        data = self.read_bytes(name)
-        self.decode(data, name)
-        with self._temporary(data) as source:
-            self._files.rename(source, target)
-        self._sync_commits(target)
-
-    def _sync_commits(self, target: Path) -> None:
-        try:
-            self._files.sync_directory(target.parent)
-        except StorageIO as exc:
-            raise StorageIO(
-                f"{self._layout.name(target)} is published, but its durability is not confirmed: {exc}",
-                errno=exc.errno,
-                filename=exc.filename,
-                hint="repeat the command once the disk is well",
-            ) from exc
-
     @contextlib.contextmanager
     def _temporary(self, data: bytes) -> Iterator[Path]:
         """Yield a synced file with *data* that is gone afterwards, unless it was linked or renamed."""
@@ -277,7 +233,7 @@ class RecordStore:
             yield file.path
 
     def remove(self, names: Collection[RecordName]) -> None:
-        """Remove records for good, durably: what a collection has decided, and nothing else, does that."""
+        """Remove records for good, durably: a collection does that, and a transaction with its own."""
         self.check_store()
         for name in names:
             self._files.unlink(self._layout.record(name.run, name.step, name.id))
@@ -343,24 +299,9 @@ class RecordStore:
         self._files.sync_directory(target.parent)
         self._look_again(self._layout.name(target))
 
-    def restore_pin(self, pin: Pin) -> bool:
-        """
-        Write *pin* as `write_pin` does where there is none of its name; return whether there was none.
-
-        Raises:
-            Unsupported: The store was migrated since it was opened.
-        """
-        self.check_store()
-        target = self._pin_to_be(pin.name)
-        with self._temporary(self.encode_pin(pin)) as source:
-            is_new = self._files.link_exclusive(source, target)
-        self._files.sync_directory(target.parent)
-        self._look_again(self._layout.name(target))
-        return is_new
-
     def _pin_to_be(self, name: str) -> Path:
         target = self._layout.pin(name)
-        if not self._files.exists(target.parent):  # gone with the last pin that a repair has taken out of the way
+        if not self._files.exists(target.parent):  # a copy of the store may have lost the empty folder
             self._files.make_directory(target.parent)
         return target
 

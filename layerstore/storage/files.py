@@ -125,6 +125,11 @@ class Files:
         state = self._lstat(path)
         return None if state is None else state.st_mtime_ns
 
+    def changed_ns(self, path: Path) -> int | None:
+        """Return when *path* was last renamed, linked or written, by the filesystem's clock; None if nothing is there."""
+        state = self._lstat(path)
+        return None if state is None else state.st_ctime_ns
+
     def state(self, path: Path) -> FileState | None:
         """Return size and time of the regular file *path* by one look, None where nothing is there."""
         state = self._lstat(path)

@@ -68,18 +68,18 @@ class Layout:
 
     @property
     def gc(self) -> Path:
-        """What collections decided, and what they moved aside."""
+        """What belongs to collections."""
         return self.root / "gc"
 
     @property
-    def quarantine(self) -> Path:
-        """What repairs have taken out of the way, and why; there once something has been."""
-        return self.root / "quarantine"
+    def aside(self) -> Path:
+        """Objects on their way out."""
+        return self.gc / "aside"
 
     @property
-    def reserve(self) -> Path:
-        """Space that a collection gives back first, so that it works on a full disk."""
-        return self.locks / "gc.reserve"
+    def trash(self) -> Path:
+        """What users dropped or replaced, and what repairs took out of the way."""
+        return self.root / "trash"
 
     @property
     def migrating(self) -> Path:
@@ -94,12 +94,18 @@ class Layout:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Every folder that ``init`` makes."""
-        return (self.objects, self.commits, self.pins, self.parts, self.stats, self.tmp, self.locks, self.gc)
-
-    @property
-    def known(self) -> tuple[Path, ...]:
-        """Every folder of truth that a store may have."""
-        return (*self.folders, self.quarantine)
+        return (
+            self.objects,
+            self.commits,
+            self.pins,
+            self.trash,
+            self.parts,
+            self.stats,
+            self.tmp,
+            self.locks,
+            self.gc,
+            self.aside,
+        )
 
     def object(self, object_id: "ObjectId") -> Path:
         """Return the path of an object; raises InvalidInput for what is no id."""
@@ -126,23 +132,6 @@ class Layout:
     def pin(self, name: str) -> Path:
         """Return the path of a pin."""
         return self.pins / name
-
-    @property
-    def plans(self) -> Path:
-        """What collections have decided: beside what they moved aside, so that looking for that stays quick."""
-        return self.gc / "plans"
-
-    def plan(self, collection_id: str) -> Path:
-        """Return the path of what a collection has decided."""
-        return self.plans / collection_id
-
-    def aside(self, collection_id: str) -> Path:
-        """Return the folder of the objects that a collection has moved aside."""
-        return self.gc / collection_id / "aside"
-
-    def quarantine_log(self, quarantine_id: str) -> Path:
-        """Return the path of what a repair has written down of what it took out of the way."""
-        return self.quarantine / quarantine_id / "log"
 
     def name(self, path: Path) -> str:
         """Return how *path* is called inside the store, as written in envelopes and messages."""

@@ -29,7 +29,7 @@ from layerstore.storage.commits import RecordName
 from layerstore.storage.copies import Copies
 from layerstore.storage.environment import Environment, ManifestUnusable, Transaction
 
-SCHEMA = 2
+SCHEMA = 3
 _HEADER_KEY = b"header"
 _BLOCK = b"r"
 _COLLECTED_KEY = b"collected"
@@ -54,7 +54,7 @@ class RecordRow(NamedTuple):
     step: int
     id: CommitId
     attempt: int
-    fork: Fork | None
+    lineage: tuple[Fork, ...]
     save_number: int
     supersedes: tuple[CommitId, ...]
     layer_names: tuple[str, ...]
@@ -93,7 +93,7 @@ class RowKind:
     """What many rows of a block have in common."""
 
     attempt: int
-    fork: Fork | None
+    lineage: tuple[Fork, ...]
     layers: tuple[str, ...]
 
 
@@ -126,7 +126,7 @@ def row_of(commit: Commit) -> RecordRow:
         step=record.step,
         id=commit.id,
         attempt=record.attempt,
-        fork=record.fork,
+        lineage=record.lineage,
         save_number=record.save_number,
         supersedes=record.supersedes,
         layer_names=tuple(entry.layer for entry in record.layers),
@@ -353,13 +353,13 @@ def _run_key(run: str) -> bytes:
 
 def _block_of(rows: Sequence[RecordRow]) -> RowBlock:
     """Return *rows*, of one run, by columns."""
-    kinds = {(row.attempt, row.fork, row.layer_names): None for row in rows}
+    kinds = {(row.attempt, row.lineage, row.layer_names): None for row in rows}
     place = {kind: number for number, kind in enumerate(kinds)}
     return RowBlock(
         run=rows[0].run,
         names=tuple(row.file_name for row in rows),
-        kinds=tuple(RowKind(attempt=attempt, fork=fork, layers=layers) for attempt, fork, layers in kinds),
-        kind=tuple(place[row.attempt, row.fork, row.layer_names] for row in rows),
+        kinds=tuple(RowKind(attempt=attempt, lineage=lineage, layers=layers) for attempt, lineage, layers in kinds),
+        kind=tuple(place[row.attempt, row.lineage, row.layer_names] for row in rows),
         save_numbers=tuple(row.save_number for row in rows),
         hiding=tuple(Hiding(row=place, commits=row.supersedes) for place, row in enumerate(rows) if row.supersedes),
         flags=tuple(row.flags for row in rows),
@@ -376,7 +376,7 @@ def _rows_of(block: RowBlock, shared: dict[tuple[str, ...], tuple[str, ...]]) ->
         [int(name[:_STEP_ENDS]) for name in block.names],
         [name[_ID_BEGINS:] for name in block.names],
         [kind.attempt for kind in kinds],
-        [kind.fork for kind in kinds],
+        [kind.lineage for kind in kinds],
         block.save_numbers,
         [hiding.get(place, ()) for place in range(len(kinds))] if hiding else repeat(()),
         [layers[kind] for kind in block.kind],

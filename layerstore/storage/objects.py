@@ -62,8 +62,7 @@ class ObjectStore:
         """Yield where an object may be: at home, aside, and at home again."""
         home = self._layout.object(object_id)
         yield home
-        for collection in self._files.names(self._layout.gc):
-            yield self._layout.aside(collection) / object_id
+        yield self._layout.aside / object_id
         # Linked back between the first look and the last: look at home again.
         yield home
 
@@ -158,7 +157,6 @@ class ObjectWriter:
     """
     One commit's new objects: staged first, published together once their source has proven sound.
 
-    As a context manager it removes what was staged and never published.
     Safe to use from several threads. *past_cache* is for what nobody reads again soon.
     With *reads_reused* whatever it does not write, because the store has it, is read once and compared with its name.
     """
@@ -366,10 +364,8 @@ class ObjectWriter:
         named = {**{of: staged.ref for of, staged in self._staged.items()}, **self._reused, **self._claimed}
         return [ref for ref in named.values() if not self._present(ref)]
 
-    def __enter__(self) -> "ObjectWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def discard(self) -> None:
+        """Remove what was staged and never published."""
         for staged in self._staged.values():
             if self._files.exists(staged.path):
                 self._files.discard(staged.path)

@@ -8,17 +8,17 @@ from layerstore.format.blobs import decode_state, decode_version
 from layerstore.format.identity import StoreIdentity
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS
 from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
+from layerstore.storage.aside import Aside
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
-from layerstore.storage.garbage import Garbage
 from layerstore.storage.holders import Hold
 from layerstore.storage.identity import check_still_writable
 from layerstore.storage.layout import Layout
 from layerstore.storage.locks import deadline_seconds, lock
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
-from layerstore.storage.quarantine import Quarantine
+from layerstore.storage.trash import Trash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class Rooms:
     objects: ObjectStore
     records: RecordStore
     parts: PartStore
-    garbage: Garbage
-    quarantine: Quarantine
+    aside: Aside
+    trash: Trash
     catalog: Catalog
 
     def version(self, ref: BlobRef) -> LayerVersion:
@@ -75,7 +75,7 @@ class Rooms:
         On a network filesystem only once it is clear that the holder lives, unless that must be *at_once*: a job that
         died has to be followed there.
         """
-        is_patient = self.garbage.is_network() and not at_once
+        is_patient = self.aside.is_on_network and not at_once
         return lock(
             self.layout.attempt_lock(run, attempt),
             what=f"attempt {attempt} of run {run!r}",

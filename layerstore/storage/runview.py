@@ -5,7 +5,6 @@ Everything is derived from the rows when it is first asked for, and kept: a view
 """
 
 import heapq
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class RunView:
     def visible(self) -> list[RecordRow]:
         """What a user sees, by attempt and step."""
         hidden = self.hidden
-        return [row for row in self._ordered if row.layer_names and row.id not in hidden]
+        return [row for row in self._ordered if row.id not in hidden]
 
     @cached_property
     def attempts(self) -> list[int]:
@@ -56,13 +55,21 @@ class RunView:
 
     def fork_of(self, attempt: int) -> Fork | None:
         """
-        Return where *attempt* left an earlier one.
+        Return where *attempt* left an earlier one; every record of a later attempt says it, too.
 
-        From hidden records too: an attempt of which nothing is left still stands between two others.
         Attempts are numbered in order: a record that claims to have left a later one is followed no further.
         """
         fork = self._forks.get(attempt)
         return fork if fork is not None and fork.attempt < attempt else None
+
+    def lineage_of(self, attempt: int) -> tuple[Fork, ...]:
+        """Return where *attempt* forked off, where the one before it did, and so on."""
+        found = []
+        fork = self.fork_of(attempt)
+        while fork is not None:
+            found.append(fork)
+            fork = self.fork_of(fork.attempt)
+        return tuple(found)
 
     def history(self, attempt: int, *, step: int | None = None) -> Iterator[RecordRow]:
         """
@@ -71,6 +78,24 @@ class RunView:
         With *step* the history begins at that step or below. Two commits of one step are both yielded.
         Nothing is looked at before it is asked for, so a caller may stop where it likes.
         """
+        segments = [rows[::-1] for rows in self._segments(attempt, step)]
+        # As a rule one segment ends before the next begins; an attempt may also have saved below its own fork.
+        return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
+
+    def number_at(self, attempt: int, step: int, *, default: RecordRow) -> int:
+        """
+        Return the number of the save at *step* in *attempt*'s history, counted by step from the oldest one's own.
+
+        Where nothing is visible there, it is that of *default*.
+        """
+        segments = self._segments(attempt, step)
+        if not segments:
+            return default.save_number
+        oldest = min((rows[0] for rows in segments), key=_IN_HISTORY)
+        return oldest.save_number + sum(map(len, segments)) - 1
+
+    def _segments(self, attempt: int, step: int | None) -> list[list[RecordRow]]:
+        """Return the visible commits of *attempt* up to *step*, and those of each attempt that it descends from."""
         segments = []
         below: int | None = step
         at: int | None = attempt
@@ -78,34 +103,12 @@ class RunView:
             rows = self.of_attempt(at)
             end = len(rows) if below is None else bisect_right(rows, below, key=_BY_STEP)
             if end:
-                segments.append(rows[end - 1 :: -1])
+                segments.append(rows[:end])
             fork = self.fork_of(at)
             if fork is not None:
                 below = fork.step if below is None else min(below, fork.step)
             at = None if fork is None else fork.attempt
-        # As a rule one segment ends before the next begins; an attempt may also have saved below its own fork.
-        return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
-
-    @cached_property
-    def turns(self) -> dict[tuple[int, int], int]:
-        """
-        Return the numbers that policies count saves by where these are not those of their records, by attempt and step.
-
-        Numbers are given in the order of arrival. What was saved in full has decided nothing by its number, so the full
-        saves with which an attempt begins are counted in the order of their steps: they share out the numbers that they
-        have. From the first save that a policy chose the layers of on, all keep the numbers that decisions rest on
-        (docs/adr/0028-counted-by-step.md).
-        """
-        found = {}
-        for attempt, rows in self._by_attempt.items():
-            if _is_sorted([row.save_number for row in rows]):
-                continue
-            first_chosen = min((row.save_number for row in rows if not row.is_full), default=math.inf)
-            full = [row for row in rows if row.save_number < first_chosen]
-            for row, number in zip(full, sorted(row.save_number for row in full), strict=True):
-                if row.save_number != number:
-                    found[attempt, row.step] = number
-        return found
+        return segments
 
     @cached_property
     def _ordered(self) -> list[RecordRow]:
@@ -117,8 +120,11 @@ class RunView:
 
     @cached_property
     def _forks(self) -> dict[int, Fork | None]:
-        return {attempt: next(rows).fork for attempt, rows in groupby(self._ordered, key=_BY_ATTEMPT)}
-
-
-def _is_sorted(numbers: list[int]) -> bool:
-    return numbers == sorted(numbers)
+        found: dict[int, Fork | None] = {}
+        for row in self._ordered:
+            attempt = row.attempt
+            for fork in row.lineage:
+                found.setdefault(attempt, fork)
+                attempt = fork.attempt
+            found.setdefault(attempt, None)
+        return found

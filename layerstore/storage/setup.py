@@ -7,17 +7,17 @@ from pathlib import Path
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
 from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
 from layerstore.layers import typed
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.aside import Aside
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
-from layerstore.storage.garbage import Garbage
 from layerstore.storage.identity import hinted, lost_identity, read_identity, sign_of_a_store
 from layerstore.storage.layout import Layout, layout_at
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.placement import manifest_directory
-from layerstore.storage.quarantine import Quarantine
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.trash import Trash
 
 NO_INDEX_VARIABLE = "LAYERSTORE_NO_INDEX"
 
@@ -42,7 +42,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     sign = sign_of_a_store(layout, files)
     if sign is not None:
         raise hinted(lost_identity(path, sign), layout, files)
-    strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.known, layout.manifest)})
+    strangers = sorted(set(files.names(layout.root)) - {folder.name for folder in (*layout.folders, layout.manifest)})
     if strangers:
         raise AlreadyExists(f"{path} is not empty: it holds {strangers[0]!r}", hint="choose an empty or new folder")
     files.make_directories(layout.root.parent)
@@ -55,7 +55,6 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
         if not files.link_exclusive(file.path, layout.identity):
             raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
     files.sync_directory(layout.root)
-    Garbage(layout, files, store_id=identity.store_id).make_reserve(records=0, layers=0)
     return identity
 
 
@@ -75,10 +74,8 @@ def open_rooms(path: Path, files: Files) -> Rooms:
         raise hinted(exc, layout, files) from exc
     _check_folders(layout, files)
     records = RecordStore(layout, files, store_id=identity.store_id)
-    garbage = Garbage(layout, files, store_id=identity.store_id)
     catalog = Catalog(
         records,
-        garbage,
         directory=manifest_directory(layout, store_id=identity.store_id),
         store_id=identity.store_id,
     )
@@ -91,15 +88,15 @@ def open_rooms(path: Path, files: Files) -> Rooms:
         objects=ObjectStore(layout, files),
         records=records,
         parts=PartStore(layout, files, store_id=identity.store_id),
-        garbage=garbage,
-        quarantine=Quarantine(layout, files, store_id=identity.store_id),
+        aside=Aside(layout, files),
+        trash=Trash(layout, files, records),
         catalog=catalog,
     )
 
 
 def _check_folders(layout: Layout, files: Files) -> None:
     device = files.device(layout.root)
-    for folder in layout.known:
+    for folder in layout.folders:
         if not files.exists(folder):
             continue  # made again by the first writer; a missing commits/ is reported by whoever lists it
         if not files.is_directory(folder):

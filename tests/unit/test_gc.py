@@ -14,7 +14,7 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
 from layerstore.format.blobs import decode_version, ref_of
 from layerstore.model import Kind
-from layerstore.gc.plan import GcOutcome
+from layerstore.gc.collect import GcOutcome
 from layerstore.storage.setup import open_rooms
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import Files

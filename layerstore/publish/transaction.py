@@ -1,0 +1,171 @@
+"""
+The one transaction: every record, part and pin becomes visible here, and nowhere else.
+
+    with Transaction(rooms) as tx:
+        tx.objects.put(data, ref)     # staged and synced in tmp/, or found in the store and touched
+        tx.inherit(entry)             # a version that an earlier commit names
+        tx.commit(record)             # link the objects, sync, link the record, look at all that it names
+
+No lock is taken against collections. A writer touches what it names, links its record, and then looks; a collection
+moves objects aside, and then looks. Whichever comes first, one of them sees the other (docs/internals/durability.md).
+A transaction that finds a gap undoes its own record and says "repeat the command"; it repairs nobody else's.
+"""
+
+import time
+from dataclasses import dataclass
+
+from layerstore.errors import IntegrityError, Overtaken
+from layerstore.format.records import make_commit
+from layerstore.history.needs import objects_of_state, objects_of_version
+from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
+from layerstore.storage.objects import ObjectWriter
+from layerstore.storage.rooms import Rooms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What became of a record."""
+
+    commit: Commit
+    is_new: bool
+    """False where the very same record was there."""
+
+
+class Transaction:
+    """
+    One record, part or pin on its way into the store, with all that it names.
+
+    As a context manager it removes what was staged and never linked. *past_cache* and *reads_reused* are those of
+    `ObjectWriter`.
+    """
+
+    def __init__(self, rooms: Rooms, *, past_cache: bool = False, reads_reused: bool = False) -> None:
+        self._rooms = rooms
+        self.objects = ObjectWriter(
+            rooms.layout, rooms.files, rooms.objects, past_cache=past_cache, reads_reused=reads_reused
+        )
+        """Stages what is new."""
+
+    def __enter__(self) -> "Transaction":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.objects.discard()
+
+    def inherit(self, entry: LayerEntry) -> None:
+        """
+        Name the version of *entry*, which an earlier commit names.
+
+        Raises:
+            Overtaken: It is gone, or an object of it is.
+        """
+        if not (self.objects.claim(entry.version) or self._reuse(entry.version, is_version=True)):
+            raise Overtaken(
+                f"the version of {entry.layer!r} that was to be inherited is gone; nothing was saved",
+                hint="repeat the command",
+            )
+
+    def keep(self, record: CommitRecord) -> None:
+        """Name all that *record* names: its versions and states are in the store already; raises as `inherit` does."""
+        for entry in record.layers:
+            self.inherit(entry)
+        for state in record.states:
+            if not (self.objects.claim(state) or self._reuse(state, is_version=False)):
+                raise Overtaken(
+                    f"a rank's state of {record.run}@{record.step} is gone; nothing was saved",
+                    hint="repeat the command",
+                )
+
+    def _reuse(self, blob: BlobRef, *, is_version: bool) -> bool:
+        """Reuse each object that *blob* names: it is not at its place, so a collection may be taking them all."""
+        rooms = self._rooms
+        try:
+            named = objects_of_version(rooms.version(blob)) if is_version else objects_of_state(rooms.state(blob))
+            # The blob last: at its place it says that its objects are there.
+            return all(map(self.objects.reuse, named)) and self.objects.reuse(blob)
+        except IntegrityError:
+            return False
+
+    def commit(self, record: CommitRecord, *, observed: Observed | None = None) -> Published:
+        """
+        Make *record* visible and durable; what it supersedes goes to the trash.
+
+        Once this returns, a power cut cannot lose it. If it raises, every earlier commit is as it was.
+
+        Raises:
+            Overtaken: An object is gone: a collection won the race, because this process slept for longer than its
+                grace, or somebody deleted files. The record was unlinked again.
+            Unsupported: The store was migrated since it was opened.
+        """
+        rooms = self._rooms
+        self.objects.publish()
+        commit = make_commit(record, observed or self._observed())
+        is_new = rooms.records.link(commit)
+        try:
+            self._check_all_there(f"{record.run}@{record.step}")
+        except Overtaken:
+            if is_new:
+                rooms.records.remove([rooms.records.name_of(commit)])
+            raise
+        rooms.catalog.add(commit)
+        retire(rooms, commit)
+        return Published(commit=commit, is_new=is_new)
+
+    def leave(self, part: Part) -> None:
+        """
+        Leave *part* for the rank that commits, all that it names durable; raises as `commit` does.
+
+        It is withdrawn again if something is gone.
+        """
+        self.objects.publish()
+        self._rooms.parts.publish(part)
+        try:
+            self._check_all_there(f"the share of rank {part.rank}")
+        except Overtaken:
+            self._rooms.parts.withdraw(part.session, part.save, part.rank)
+            raise
+
+    def pin(self, pin: Pin) -> None:
+        """
+        Write *pin*, replacing one of its name; raises as `commit` does, and then there is no pin of that name.
+
+        What it names was just touched, so that only a process that slept for hours can be overtaken here.
+        """
+        self.keep(pin.record)
+        self.objects.publish()
+        self._rooms.records.write_pin(pin)
+        try:
+            self._check_all_there(f"pin {pin.name!r}")
+        except Overtaken:
+            self._rooms.records.delete_pin(pin.name)
+            raise
+
+    def _observed(self) -> Observed:
+        return Observed(
+            time_ns=time.time_ns(), bytes_new=self.objects.bytes_new, bytes_reused=self.objects.bytes_reused
+        )
+
+    def _check_all_there(self, called: str) -> None:
+        lost = self.objects.look_again()
+        if lost:
+            raise Overtaken(
+                f"{len(lost)} objects of {called} were removed while it was written (first: {lost[0].id})",
+                hint="repeat the command: it writes them again",
+            )
+
+
+def retire(rooms: Rooms, commit: Commit) -> None:
+    """Move the records that *commit* supersedes to the trash; it hides those that are left."""
+    retired = False
+    for name in rooms.records.names(commit.record.run) if commit.record.supersedes else ():
+        if name.id in commit.record.supersedes:
+            retired |= rooms.trash.take_record(name)
+    if retired:
+        rooms.catalog.find(commit.record.run)  # which tells the index
+
+
+def republish(rooms: Rooms, commit: Commit) -> Published:
+    """Make *commit* visible as it was, if all that it names is there; raises Overtaken where something is gone."""
+    with Transaction(rooms) as tx:
+        tx.keep(commit.record)
+        return tx.commit(commit.record, observed=commit.observed)
