@@ -18,15 +18,17 @@ from layerstore.gc.mark import Marks, blob_magic, concluding, named, pinned_comm
 from layerstore.gc.retention import Fate, choose, views_of
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.gc.unserved import Unserved, unserved
-from layerstore.history.needs import Needs
+from layerstore.history.needs import Needs, named_by
+from layerstore.history.packed import NumberedIds
 from layerstore.history.references import references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
-from layerstore.model import BlobRef, ObjectId
+from layerstore.model import BlobRef
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish.transaction import retire
 from layerstore.storage.commits import RecordName
+from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
@@ -317,10 +319,10 @@ def execute_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcOutco
         _remove_records(rooms, plan)
         _check_no_migration(rooms)
         _look_again(plan)
-        _sweep(rooms, plan, progress)
+        listed = _sweep(rooms, plan, progress)
         _look_again(plan)
         hold.check()  # whoever has the lock now settles what lies aside
-        freed, waiting = _settle(rooms, plan)
+        freed, waiting = _settle(rooms, plan, listed)
         _tidy(rooms, plan)
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
@@ -378,18 +380,27 @@ def _look_again(plan: GcPlan) -> None:
         plan.marks.look(Silent())
 
 
-def _sweep(rooms: Rooms, plan: GcPlan, progress: Progress) -> None:
-    """Move aside what is old and nothing needs."""
+def _sweep(rooms: Rooms, plan: GcPlan, progress: Progress) -> NumberedIds:
+    """
+    Move aside what is old and nothing needs; return all that lies aside then.
+
+    What comes there after the second look was moved by another collection, which has lost its lock or found this one's
+    lost: only that one knows whether it may go.
+    """
     progress.start("remove", plan.outcome.objects.size_bytes)
     rooms.aside.open()
     for each in plan.marks.doomed():
         rooms.aside.take(each.ref.id)
         progress.advance(each.ref.size_bytes)
+    found = NumberedIds()
+    for object_id, _ in rooms.aside.objects():
+        found.add(object_id, 0)
+    return found
 
 
-def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
+def _settle(rooms: Rooms, plan: GcPlan, listed: NumberedIds) -> tuple[Gone, Gone]:
     """
-    Put back what is needed of what lies aside, and remove the rest; return that, and what has to wait.
+    Put back what is needed of what lies aside, and unlink the rest of what is *listed*; return that, and what waits.
 
     What a killed collection has left is settled by the same rule. On a network filesystem another node's listing may
     be late: there only what an earlier collection has moved is removed, and the rest waits for the next one.
@@ -398,12 +409,19 @@ def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
     for each in marks.aside():
         if each.is_young:
             marks.spare(each.ref)
-    _put_back(rooms, [object_id for object_id, path in rooms.aside.objects() if marks.is_needed(object_id, path)])
+    doomed = NumberedIds()
+    back: list[BlobRef] = []
+    for object_id, path in rooms.aside.objects():
+        if marks.is_needed(object_id, path):
+            back.append(BlobRef(id=object_id, size_bytes=rooms.files.size(path) or 0))
+        elif object_id in listed:
+            doomed.add(object_id, 0)
+    _put_back(rooms, back)
     freed = waiting = Gone()
     for object_id, path in rooms.aside.objects():
+        if object_id not in doomed or marks.is_needed(object_id, path):
+            continue  # the next collection settles it
         gone = Gone(1, rooms.files.size(path) or 0)
-        if marks.is_needed(object_id, path):
-            continue  # touched just now: its writer links it back, and the next collection settles this name
         if rooms.aside.is_on_network and rooms.aside.moved_ns(path) >= plan.old_before_ns:
             waiting += gone
         else:
@@ -413,19 +431,38 @@ def _settle(rooms: Rooms, plan: GcPlan) -> tuple[Gone, Gone]:
     return freed, waiting
 
 
-def _put_back(rooms: Rooms, objects: list[ObjectId]) -> None:
-    """Give *objects* their names again, blobs last: one at its place says that what it names can be found."""
-    blobs: list[ObjectId] = []
-    others: list[ObjectId] = []
-    for object_id in objects:
-        size_bytes = rooms.files.size(rooms.layout.aside / object_id)
-        is_blob = size_bytes is not None and blob_magic(rooms, BlobRef(id=object_id, size_bytes=size_bytes)) in {
-            VERSION_MAGIC,
-            STATE_MAGIC,
-        }
-        (blobs if is_blob else others).append(object_id)
-    rooms.aside.put_back(others)
-    rooms.aside.put_back(blobs)
+def _put_back(rooms: Rooms, objects: Iterable[BlobRef]) -> None:
+    """
+    Give *objects* their names again, blobs last, each after all that it names: at its place it says that this is there.
+
+    All of it is touched, so that no collection beside this one takes it.
+    """
+    blobs = []
+    for ref in objects:
+        named = _named_by(rooms, ref)
+        if named is None:
+            _put_back_one(rooms, ref)
+        else:
+            blobs.append((ref, named))
+    for ref, named in blobs:
+        for each in (*named, ref):
+            _put_back_one(rooms, each)
+
+
+def _put_back_one(rooms: Rooms, ref: BlobRef) -> None:
+    aside = rooms.layout.aside / ref.id
+    is_aside = rooms.files.exists(aside)
+    if ObjectWriter(rooms.layout, rooms.files, rooms.objects).put_back(ref) and is_aside:
+        # It has both names, so that another collection's rename of one to the other does nothing.
+        rooms.files.unlink(aside)
+
+
+def _named_by(rooms: Rooms, ref: BlobRef) -> list[BlobRef] | None:
+    """Return what the blob *ref* names; None where it is none, or damaged."""
+    try:
+        return named_by(rooms, ref) if blob_magic(rooms, ref) in {VERSION_MAGIC, STATE_MAGIC} else None
+    except IntegrityError:
+        return None
 
 
 def _tidy(rooms: Rooms, plan: GcPlan) -> None:

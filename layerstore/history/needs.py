@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from layerstore.format.blobs import STATE_MAGIC, decode_state, decode_version
 from layerstore.history.packed import NumberedIds
 from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
 from layerstore.storage.rooms import Rooms
@@ -26,6 +27,19 @@ def objects_of_state(state: RankState) -> list[BlobRef]:
     for file in (state.model, state.optimizer):
         replace_tensors(file.tree, note)
     return [content.object for content in contents if isinstance(content, ObjectContent)]
+
+
+def named_by(rooms: Rooms, blob: BlobRef) -> list[BlobRef]:
+    """
+    Return the objects that *blob*, a version or a rank's state, needs.
+
+    Raises:
+        IntegrityError: It is damaged, gone, or neither.
+    """
+    data = rooms.objects.read(blob)
+    if data.startswith(STATE_MAGIC):
+        return objects_of_state(decode_state(data, ref=blob))
+    return objects_of_version(decode_version(data, ref=blob))
 
 
 class Needs:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, Overtaken
 from layerstore.format.records import make_commit
-from layerstore.history.needs import objects_of_state, objects_of_version
+from layerstore.history.needs import named_by
 from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.rooms import Rooms
@@ -59,7 +59,7 @@ class Transaction:
         Raises:
             Overtaken: It is gone, or an object of it is.
         """
-        if not (self.objects.claim(entry.version) or self._reuse(entry.version, is_version=True)):
+        if not (self.objects.claim(entry.version) or self._reuse(entry.version)):
             raise Overtaken(
                 f"the version of {entry.layer!r} that was to be inherited is gone; nothing was saved",
                 hint="repeat the command",
@@ -70,19 +70,17 @@ class Transaction:
         for entry in record.layers:
             self.inherit(entry)
         for state in record.states:
-            if not (self.objects.claim(state) or self._reuse(state, is_version=False)):
+            if not (self.objects.claim(state) or self._reuse(state)):
                 raise Overtaken(
                     f"a rank's state of {record.run}@{record.step} is gone; nothing was saved",
                     hint="repeat the command",
                 )
 
-    def _reuse(self, blob: BlobRef, *, is_version: bool) -> bool:
+    def _reuse(self, blob: BlobRef) -> bool:
         """Reuse each object that *blob* names: it is not at its place, so a collection may be taking them all."""
-        rooms = self._rooms
         try:
-            named = objects_of_version(rooms.version(blob)) if is_version else objects_of_state(rooms.state(blob))
             # The blob last: at its place it says that its objects are there.
-            return all(map(self.objects.reuse, named)) and self.objects.reuse(blob)
+            return all(map(self.objects.reuse, named_by(self._rooms, blob))) and self.objects.reuse(blob)
         except IntegrityError:
             return False
 
@@ -146,7 +144,9 @@ class Transaction:
         )
 
     def _check_all_there(self, called: str) -> None:
+        """Look at all that was named; a blob that lies aside is linked back after all that it names."""
         lost = self.objects.look_again()
+        lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:
             raise Overtaken(
                 f"{len(lost)} objects of {called} were removed while it was written (first: {lost[0].id})",

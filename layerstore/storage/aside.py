@@ -19,16 +19,6 @@ from layerstore.storage.layout import OBJECT_ID, Layout
 from layerstore.storage.placement import network_filesystem
 
 
-@contextlib.contextmanager
-def _unless_gone() -> Iterator[None]:
-    """Ignore that a file is gone: a collection that had lost its lock has settled it, by the same rule."""
-    try:
-        yield
-    except StorageIO as exc:
-        if exc.errno != errnos.ENOENT:
-            raise
-
-
 class Aside:
     """Objects that collections have moved aside, and the clock that tells which are old."""
 
@@ -61,19 +51,6 @@ class Aside:
         """Return when *path* came here, by the filesystem's clock; a rename changes that of its state."""
         return self._files.changed_ns(path) or 0
 
-    def put_back(self, objects: Iterable[ObjectId]) -> None:
-        """Give *objects* their names again, durably, before they lose the names that they have here."""
-        objects = list(objects)
-        homes = {self._layout.object(object_id).parent for object_id in objects}
-        for home in sorted(homes):
-            self._files.make_directory(home)
-        for object_id in objects:
-            with _unless_gone():
-                self._files.link_exclusive(self._layout.aside / object_id, self._layout.object(object_id))
-        for home in sorted(homes):
-            self._files.sync_directory(home)
-        self.remove(objects)
-
     def remove(self, objects: Iterable[ObjectId]) -> None:
         """Unlink what lies here of *objects*."""
         for object_id in objects:
@@ -81,8 +58,7 @@ class Aside:
 
     def sync(self) -> None:
         """Make durable what was unlinked."""
-        with _unless_gone():
-            self._files.sync_directory(self._layout.aside)
+        self._files.sync_directory(self._layout.aside)
 
     @property
     def is_on_network(self) -> bool:

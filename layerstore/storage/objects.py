@@ -202,7 +202,7 @@ class ObjectWriter:
         with self._guard:
             if ref.id in self._reused or ref.id in self._staged:
                 return True
-        return self._present(ref) and self._claimed_as_reused(ref)
+        return self.put_back(ref) and self._claimed_as_reused(ref)
 
     def spares_writing(self, ref: BlobRef) -> bool:
         """
@@ -219,7 +219,7 @@ class ObjectWriter:
                 return True
         home = self._layout.object(ref.id)
         try:
-            if not self._present(ref):
+            if not self.put_back(ref):
                 return False
             is_sound = self._store.is_sound(home, ref)
         except IntegrityError:
@@ -253,19 +253,18 @@ class ObjectWriter:
             self._claimed[ref.id] = ref
         return True
 
-    def _present(self, ref: BlobRef) -> bool:
-        home = self._layout.object(ref.id)
-        self._files.touch(home)
-        found = self._store.find(ref)
-        if found is None:
-            return False
-        if found != home:
+    def put_back(self, ref: BlobRef) -> bool:
+        """Touch *ref*, and link it to its place if it lies aside; return whether it is there then."""
+        home, aside = self._layout.object(ref.id), self._layout.aside / ref.id
+        if not self._files.touch(home) and self._files.touch(aside):
             self._files.make_directory(home.parent)
-            self._link(found, ref)
-            self._files.touch(home)
+            with contextlib.suppress(FileNotFoundError), _missing_as_file_not_found():
+                self._link(aside, ref)
             self._files.sync_directory(home.parent)
-            return self._files.size(home) is not None
-        return True
+        size_bytes = self._files.size(home)
+        if size_bytes is not None:
+            check_size(ref, size_bytes, home)
+        return size_bytes is not None
 
     def stage(self, ref: BlobRef, chunks: Iterable[Bytes]) -> None:
         """
@@ -320,7 +319,7 @@ class ObjectWriter:
             Overtaken: A reused object is gone: a collection has taken it, or a repair, as it is damaged.
         """
         # Once more, and right before they are named: what was found hours ago may be old again.
-        lost = [ref for ref in self._reused.values() if not self._present(ref)]
+        lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
         if lost:
             raise Overtaken(
                 f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
@@ -353,16 +352,21 @@ class ObjectWriter:
 
     def look_again(self) -> list[BlobRef]:
         """
-        Return the objects that are gone after all, with those linked back that were moved aside.
+        Return the objects that are gone after all, with those linked back that lie aside.
 
-        To be called once the record that names them is visible: from then on no collection takes them.
+        To be called once the record that names them is visible: from then on no collection takes them. What is claimed
+        has to be at its place; `claimed_elsewhere` says what is not.
         """
         for staged in self._staged.values():
-            if not self._present(staged.ref) and self._files.exists(staged.path):
+            if not self.put_back(staged.ref) and self._files.exists(staged.path):
                 self._link(staged.path, staged.ref)
                 self._files.sync_directory(self._layout.object(staged.ref.id).parent)
-        named = {**{of: staged.ref for of, staged in self._staged.items()}, **self._reused, **self._claimed}
-        return [ref for ref in named.values() if not self._present(ref)]
+        named = {**{of: staged.ref for of, staged in self._staged.items()}, **self._reused}
+        return [ref for ref in named.values() if not self.put_back(ref)]
+
+    def claimed_elsewhere(self) -> list[BlobRef]:
+        """Return the claimed blobs that are not at their places: what they name may be on its way out, too."""
+        return [ref for ref in self._claimed.values() if not self.claim(ref)]
 
     def discard(self) -> None:
         """Remove what was staged and never published."""

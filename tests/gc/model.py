@@ -1,0 +1,303 @@
+"""
+A model of writers beside collections: what each does to one blob and the tensor object that it names, step by step.
+
+Fault model: processes run at any relative speed, stop anywhere for longer than the grace, and never see each other's
+memory. A collection may run beside another one, as if its lock had been lost. Every step is one call of the filesystem.
+The steps are those of `publish.transaction`, `storage.objects` and `gc.collect`; docs/internals/durability.md argues
+from them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+TENSOR, BLOB = "tensor", "blob"
+# In the order in which a collection comes upon them: ids are hashes, so both orders happen.
+ORDERS = ((TENSOR, BLOB), (BLOB, TENSOR))
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What the folders hold."""
+
+    home: frozenset[str] = frozenset({TENSOR, BLOB})
+    aside: frozenset[str] = frozenset()
+    young: frozenset[str] = frozenset()
+    """What was touched within the grace; all names of a file share its time."""
+    records: frozenset[int] = frozenset()
+    """Writers whose record is linked."""
+    naps: int = 0
+    """How often everybody's files have grown old."""
+
+    def touch(self, name: str) -> "Disk":
+        """Refresh the time of what is at its place."""
+        return replace(self, young=self.young | {name}) if name in self.home else self
+
+    def take(self, name: str) -> "Disk":
+        """Rename from its place to the folder aside; POSIX renames nothing where both are names of one file."""
+        if name not in self.home or name in self.aside:
+            return self
+        return replace(self, home=self.home - {name}, aside=self.aside | {name})
+
+    def link_back(self, name: str) -> "Disk":
+        """Link what lies aside to its place."""
+        return replace(self, home=self.home | {name}) if name in self.aside else self
+
+    def drop(self, name: str) -> "Disk":
+        """Unlink what lies aside."""
+        gone = replace(self, aside=self.aside - {name})
+        return gone if name in self.home else replace(gone, young=gone.young - {name})
+
+    def has(self, name: str) -> bool:
+        """Whether a reader finds it."""
+        return name in self.home or name in self.aside
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """A process: where it is, and what it remembers."""
+
+    at: str
+    number: int = 0
+    order: tuple[str, ...] = ORDERS[0]
+    needs: frozenset[str] = frozenset()
+    """Of a collection: what it knows to be needed. Of a writer: what it has found missing at its place."""
+    index: int = 0
+    todo: tuple[str, ...] = ()
+    has_claimed: bool = False
+    listed: frozenset[str] = frozenset()
+    """Of a collection: what lay aside before its second look."""
+
+    def go(self, at: str, **changes: object) -> "Actor":
+        """Return the process at another place."""
+        return replace(self, at=at, index=0, **changes)  # type: ignore[arg-type]  # fields by name
+
+
+Move = tuple[Disk, Actor]
+FINAL = frozenset({"saved", "withdrawn", "refused", "collected"})
+
+
+# -- a writer that inherits the blob --------------------------------------------------------------------------------
+
+
+def inherit(disk: Disk, me: Actor) -> Move:
+    """Take the next step of a writer that names a version which an earlier commit has: it has no bytes of its own."""
+    return _WRITER[me.at](disk, me)
+
+
+def _touch_blob(disk: Disk, me: Actor) -> Move:
+    return disk.touch(BLOB), me.go("stat blob")
+
+
+def _stat_blob(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("link record", has_claimed=True) if BLOB in disk.home else me.go("reuse", todo=(TENSOR, BLOB))
+
+
+def _reuse(disk: Disk, me: Actor) -> Move:
+    """Touch each object, and link it back if it lies aside; the blob last."""
+    if not me.todo:
+        return disk, me.go("link record" if me.number not in disk.records else "saved")
+    return disk.touch(me.todo[0]), me.go("reuse found")
+
+
+def _reuse_found(disk: Disk, me: Actor) -> Move:
+    name, rest = me.todo[0], me.todo[1:]
+    if name in disk.home:
+        return disk, me.go("reuse", todo=rest)
+    if name in disk.aside:
+        return disk.link_back(name), me.go("reuse linked")
+    return disk, me.go("withdraw" if me.number in disk.records else "refused")
+
+
+def _reuse_linked(disk: Disk, me: Actor) -> Move:
+    return disk.touch(me.todo[0]), me.go("reuse", todo=me.todo[1:])
+
+
+def _link_record(disk: Disk, me: Actor) -> Move:
+    linked = replace(disk, records=disk.records | {me.number})
+    return linked, me.go("look", todo=(BLOB,) if me.has_claimed else (TENSOR, BLOB))
+
+
+def _look(disk: Disk, me: Actor) -> Move:
+    """Touch the blob, or all if each was reused; what is not at its place is reused, object by object."""
+    if not me.todo:
+        return disk, me.go("saved")
+    return disk.touch(me.todo[0]), me.go("look stat")
+
+
+def _look_stat(disk: Disk, me: Actor) -> Move:
+    if me.todo[0] in disk.home:
+        return disk, me.go("look", todo=me.todo[1:])
+    return disk, me.go("reuse", todo=(TENSOR, BLOB))
+
+
+def _withdraw(disk: Disk, me: Actor) -> Move:
+    return replace(disk, records=disk.records - {me.number}), me.go("withdrawn")
+
+
+_WRITER: dict[str, Callable[[Disk, Actor], Move]] = {
+    "touch blob": _touch_blob,
+    "stat blob": _stat_blob,
+    "reuse": _reuse,
+    "reuse found": _reuse_found,
+    "reuse linked": _reuse_linked,
+    "link record": _link_record,
+    "look": _look,
+    "look stat": _look_stat,
+    "withdraw": _withdraw,
+}
+
+
+# -- a collection ----------------------------------------------------------------------------------------------------
+
+
+def collect(disk: Disk, me: Actor) -> Move:
+    """Take the next step of a collection."""
+    return _COLLECTION[me.at](disk, me)
+
+
+def _marked(disk: Disk, me: Actor) -> frozenset[str]:
+    return me.needs | ({TENSOR, BLOB} if disk.records else frozenset())
+
+
+def _mark(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("find young", needs=_marked(disk, me))
+
+
+def _find_young(disk: Disk, me: Actor) -> Move:
+    spared = {TENSOR} if BLOB in disk.home and BLOB in disk.young else frozenset()
+    return disk, me.go("sweep", needs=me.needs | spared)
+
+
+def _sweep(disk: Disk, me: Actor) -> Move:
+    """Look at the time of the next object; a young blob's tensor is spared, what is old is about to be renamed."""
+    if me.index == len(me.order):
+        return disk, me.go("list aside")
+    name = me.order[me.index]
+    if name not in disk.home or name in me.needs:
+        return disk, replace(me, index=me.index + 1)
+    if name in disk.young:
+        needs = me.needs | ({TENSOR} if name == BLOB else frozenset())
+        return disk, replace(me, index=me.index + 1, needs=needs)
+    return disk, replace(me, at="take")
+
+
+def _take(disk: Disk, me: Actor) -> Move:
+    return disk.take(me.order[me.index]), replace(me, at="sweep", index=me.index + 1)
+
+
+def _list_aside(disk: Disk, me: Actor) -> Move:
+    """List what it may unlink later: what comes aside after its second look is another collection's to settle."""
+    return disk, me.go("mark again", listed=disk.aside)
+
+
+def _mark_again(disk: Disk, me: Actor) -> Move:
+    return disk, me.go("spare", needs=_marked(disk, me))
+
+
+def _spare(disk: Disk, me: Actor) -> Move:
+    spared = {TENSOR} if BLOB in disk.aside and BLOB in disk.young else frozenset()
+    return disk, me.go("list back", needs=me.needs | spared)
+
+
+def _is_needed(disk: Disk, me: Actor, name: str) -> bool:
+    return name in me.needs or name in disk.young
+
+
+def _list_back(disk: Disk, me: Actor) -> Move:
+    """Find what goes back; before a blob comes what it names, wherever it is."""
+    back = tuple(name for name in (TENSOR, BLOB) if name in disk.aside and _is_needed(disk, me, name))
+    doomed = frozenset(name for name in me.listed if not _is_needed(disk, me, name))
+    return disk, me.go("put back", todo=(TENSOR, BLOB) if BLOB in back else back, listed=doomed)
+
+
+def _put_back(disk: Disk, me: Actor) -> Move:
+    """Touch it first, wherever it is: to another collection it is young then."""
+    if not me.todo:
+        return disk, me.go("settle")
+    return replace(disk, young=disk.young | {me.todo[0]}) if disk.has(me.todo[0]) else disk, me.go("put home")
+
+
+def _put_home(disk: Disk, me: Actor) -> Move:
+    if me.todo[0] not in disk.aside:
+        return disk, me.go("put back", todo=me.todo[1:])
+    return disk.link_back(me.todo[0]), me.go("forget")
+
+
+def _forget(disk: Disk, me: Actor) -> Move:
+    return disk.drop(me.todo[0]), me.go("put back", todo=me.todo[1:])
+
+
+def _settle(disk: Disk, me: Actor) -> Move:
+    if me.index == len(me.order):
+        return disk, me.go("collected")
+    name = me.order[me.index]
+    if name not in disk.aside & me.listed or _is_needed(disk, me, name):
+        return disk, replace(me, index=me.index + 1)
+    return disk, replace(me, at="unlink")
+
+
+def _unlink(disk: Disk, me: Actor) -> Move:
+    return disk.drop(me.order[me.index]), replace(me, at="settle", index=me.index + 1)
+
+
+_COLLECTION: dict[str, Callable[[Disk, Actor], Move]] = {
+    "mark": _mark,
+    "find young": _find_young,
+    "sweep": _sweep,
+    "take": _take,
+    "list aside": _list_aside,
+    "mark again": _mark_again,
+    "spare": _spare,
+    "list back": _list_back,
+    "put back": _put_back,
+    "put home": _put_home,
+    "forget": _forget,
+    "settle": _settle,
+    "unlink": _unlink,
+}
+
+
+# -- all interleavings -----------------------------------------------------------------------------------------------
+
+World = tuple[Disk, tuple[Actor, ...]]
+
+
+def worlds(writers: int, collections: int, *, naps_max: int, order: tuple[str, ...]) -> Iterator[World]:
+    """Yield every state that any interleaving comes to."""
+    actors = (
+        *(Actor("touch blob", number=number) for number in range(writers)),
+        *(Actor("mark", order=order) for _ in range(collections)),
+    )
+    start: World = (Disk(), actors)
+    seen = {start}
+    pending = [start]
+    while pending:
+        world = pending.pop()
+        yield world
+        for following in _following(world, writers, naps_max):
+            if following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
+def _following(world: World, writers: int, naps_max: int) -> Iterator[World]:
+    disk, actors = world
+    for place, actor in enumerate(actors):
+        if actor.at not in FINAL:
+            after, moved = (inherit if place < writers else collect)(disk, actor)
+            yield after, (*actors[:place], moved, *actors[place + 1 :])
+    if disk.young and disk.naps < naps_max:
+        yield replace(disk, young=frozenset(), naps=disk.naps + 1), actors
+
+
+def lacks(world: World) -> bool:
+    """Whether a commit that was reported as saved lacks something."""
+    disk, actors = world
+    return any(actor.at == "saved" for actor in actors) and not (disk.has(TENSOR) and disk.has(BLOB))
+
+
+def shows_what_lacks(world: World) -> bool:
+    """Whether, with all at their ends, a visible record lacks something."""
+    disk, actors = world
+    is_over = all(actor.at in FINAL for actor in actors)
+    return is_over and bool(disk.records) and not (disk.has(TENSOR) and disk.has(BLOB))
