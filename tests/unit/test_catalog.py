@@ -49,7 +49,7 @@ def differences(rooms: Rooms) -> list[str]:
 
 def publish(rooms: Rooms, commit: Commit) -> Commit:
     """Publish *commit* and tell the index."""
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     rooms.catalog.add(commit)
     return commit
 
@@ -86,7 +86,7 @@ def test_the_index_says_what_the_records_say(rooms: Rooms) -> None:
 @pytest.mark.fault(92)
 def test_a_commit_that_the_index_does_not_know_is_found(rooms: Rooms) -> None:
     """An index that is behind, on another node or after a crash, is caught up from the listing."""
-    rooms.records.publish(samples.commit(samples.record(step=8)))
+    rooms.records.link(samples.commit(samples.record(step=8)))
 
     assert steps(rooms.catalog.view("sft")) == [2, 4, 6, 8]
     with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
@@ -187,7 +187,7 @@ def test_a_damaged_record_is_told_beside_the_others(rooms: Rooms) -> None:
     """One record that cannot be read hides no other, whether or not the index knew it."""
     with reopened(rooms) as again:
         commit = samples.commit(samples.record(step=8))
-        again.records.publish(commit)
+        again.records.link(commit)
         path = again.layout.record("sft", 8, commit.id)
         path.write_bytes(path.read_bytes()[:-1])
 

@@ -22,9 +22,9 @@ from tests.unit.checkpoints import Checkpoints
 
 
 def collect(store: Store, keep: Keep | None = None, *, grace_seconds: float | None = 0.0, **options: Any) -> GcOutcome:
-    """Collect what is older than the clock's tick: a file's time is only so fine."""
+    """Collect what is older than the clock's tick, the trash too: a file's time is only so fine."""
     time.sleep(0.02)
-    return store.gc(keep, grace_seconds=grace_seconds, **options)
+    return store.gc(keep, grace_seconds=grace_seconds, **{"empty_trash": True, **options})
 
 
 def steps(store: Store, run: str | None = None) -> list[int]:

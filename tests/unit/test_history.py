@@ -43,7 +43,7 @@ def rooms(tmp_path: Path) -> Iterator[Rooms]:
 def publish(rooms: Rooms, step: int, *, attempt: int = 1, fork: Fork | None = None, tag: str = "t") -> Commit:
     """Publish one commit, and do not tell the index."""
     commit = samples.commit(samples.record(run=RUN, step=step, attempt=attempt, fork=fork, tag=tag))
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     return commit
 
 
@@ -143,7 +143,7 @@ class Run:
         )
         commit = samples.commit(record)
         if commit.id not in self.commits:
-            self.rooms.records.publish(commit)
+            self.rooms.records.link(commit)
             self.commits[commit.id] = commit
 
     def _harm(self, key: CommitId, *, removes: bool) -> None:
@@ -232,7 +232,7 @@ def test_a_row_says_what_was_saved_and_what_is_counted(rooms: Rooms) -> None:
         samples.entry("another attempt", step=8, attempt=1),
         dataclasses.replace(samples.entry("uncounted", step=8, attempt=2), optimizer_step=None),
     ]
-    rooms.records.publish(samples.commit(samples.record(run=RUN, step=8, attempt=2, layers=entries)))
+    rooms.records.link(samples.commit(samples.record(run=RUN, step=8, attempt=2, layers=entries)))
     for _ in range(2):
         (row,) = history(rooms, RUN)
 
@@ -444,7 +444,7 @@ def test_a_log_is_drawn(store: Store) -> None:
 def test_every_run_has_its_page(store: Store, rooms: Rooms) -> None:
     """The limit is for each run, and a commit names its run for the next page."""
     for step in (1, 2):
-        rooms.records.publish(samples.commit(samples.record(run="other", step=step)))
+        rooms.records.link(samples.commit(samples.record(run="other", step=step)))
 
     page = store.log_page(limit=1)
     assert [(entry.run, entry.step) for entry in page.entries] == [("other", 2), (RUN, 900)]
