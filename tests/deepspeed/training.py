@@ -1,7 +1,7 @@
 """Train the scenarios with real DeepSpeed ZeRO-3 on CPU ranks: one launch, all scenarios.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
-        -m tests.zero3.training --out OUT [--resume-from DIR] [--scenario NAME ...]
+        -m tests.deepspeed.training --out OUT [--resume-from DIR] [--scenario NAME ...]
 
 The uninterrupted run and the resumed one are this same program: with ``--resume-from`` every engine first
 loads the checkpoint of step 2 from ``DIR/<scenario>`` through DeepSpeed's own loader, then goes on.
@@ -36,9 +36,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from tests.zero3 import client_states, models
-from tests.zero3.poke import poked_copy, shared_storage_copy
-from tests.zero3.scenarios import (
+from tests.deepspeed import client_states, models
+from tests.deepspeed.poke import poked_copy, shared_storage_copy
+from tests.deepspeed.scenarios import (
     FROM_SHARDS_FOLDER,
     POKED,
     POKED_FOLDER,

@@ -1,7 +1,7 @@
 """Train models of twelve families with the Trainer: one launch, each saved twice.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
-        -m tests.zero3.families --out OUT [--scenario FAMILY]…
+        -m tests.deepspeed.families --out OUT [--scenario FAMILY]…
 
 Each is as small as its architecture allows, and is saved with its gathered weights, as ``save_pretrained`` names and
 cuts them. Families that Transformers holds otherwise in memory than in files are trained again from what
@@ -22,8 +22,8 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoConfig, Trainer
 
-from tests.zero3.family_names import FAMILIES, RENAMED, STEPS
-from tests.zero3.trainer import forget_state, training_arguments, zero_config
+from tests.deepspeed.family_names import FAMILIES, RENAMED, STEPS
+from tests.deepspeed.trainer import forget_state, training_arguments, zero_config
 
 VOCABULARY = 61
 LENGTH = 12

@@ -1,6 +1,6 @@
 """Make models of all architectures as Transformers does, and print what their parameters are.
 
-    python -m tests.zero3.architectures FOLDER
+    python -m tests.deepspeed.architectures FOLDER
 
 A program of its own, so that pytest never imports transformers. Below FOLDER it writes a config.json for every case,
 as ``save_pretrained`` does. The last line on stdout is a JSON object: each case's parameters with their shapes.

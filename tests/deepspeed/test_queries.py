@@ -9,9 +9,9 @@ import torch
 
 import layerstore
 from layerstore import Store
-from tests.zero3.compare import checkpoint_differences, full_tensors
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
-from tests.zero3.scenarios import (
+from tests.deepspeed.compare import checkpoint_differences, full_tensors
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.scenarios import (
     GROUPINGS,
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,

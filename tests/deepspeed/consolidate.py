@@ -1,6 +1,6 @@
 """Run DeepSpeed's own ``zero_to_fp32`` over checkpoints and print what it makes of them.
 
-    DS_ACCELERATOR=cpu python -m tests.zero3.consolidate SAVE_DIR:TAG ...
+    DS_ACCELERATOR=cpu python -m tests.deepspeed.consolidate SAVE_DIR:TAG ...
 
 A program of its own, so that pytest never imports deepspeed. The last line on stdout is a JSON object:
 for each argument the digest of every tensor, or the error that DeepSpeed raised.
@@ -15,7 +15,7 @@ import sys
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.zero3.compare import raw_bytes
+from tests.deepspeed.compare import raw_bytes
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Let real DeepSpeed take up composites at another world size: one launch, all scenarios.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node W \
-        -m tests.zero3.resizing --out OUT --resume-from DIR [--scenario NAME ...]
+        -m tests.deepspeed.resizing --out OUT --resume-from DIR [--scenario NAME ...]
 
 Each engine loads the checkpoint of step 2 from ``DIR/<scenario>`` through DeepSpeed's own loader and saves it at
 once, unchanged: what lies in ``OUT/<scenario>`` then is what DeepSpeed itself makes of that state on so many ranks.
@@ -19,9 +19,9 @@ from pathlib import Path
 import deepspeed
 import torch.distributed as dist
 
-from tests.zero3 import client_states
-from tests.zero3.scenarios import RESUME_STEP, SCENARIO_OF, Scenario
-from tests.zero3.training import Engine, allow_fp16, built_engine, load, train_step
+from tests.deepspeed import client_states
+from tests.deepspeed.scenarios import RESUME_STEP, SCENARIO_OF, Scenario
+from tests.deepspeed.training import Engine, allow_fp16, built_engine, load, train_step
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.zero3.scenarios import ClientState
+from tests.deepspeed.scenarios import ClientState
 
 
 def initial(kind: ClientState) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Load exports with Transformers and print what comes of it.
 
-    python -m tests.zero3.pretrained FOLDER ...
+    python -m tests.deepspeed.pretrained FOLDER ...
 
 A program of its own, so that pytest never imports transformers. The last line on stdout is a JSON object:
 for each folder the element type, what loading complained about, and a digest of the logits of fixed tokens.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.zero3.compare import raw_bytes
-from tests.zero3.models import VOCABULARY
+from tests.deepspeed.compare import raw_bytes
+from tests.deepspeed.models import VOCABULARY
 
 
 def main() -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from tests.zero3.asked import scenarios_asked
-from tests.zero3.composites import Composites, compose_hugging_face, compose_scenarios, mix_scenarios
-from tests.zero3.launch import Launch, cached_launch
+from tests.deepspeed.asked import scenarios_asked
+from tests.deepspeed.composites import Composites, compose_hugging_face, compose_scenarios, mix_scenarios
+from tests.deepspeed.launch import Launch, cached_launch
 
 
 @pytest.fixture(scope="session")
 def launch_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder that keeps launches between sessions, or for this one only if pytest has no cache."""
     cache: pytest.Cache | None = getattr(request.config, "cache", None)
-    return cache.mkdir("zero3-launches") if cache else tmp_path_factory.mktemp("zero3-launches")
+    return cache.mkdir("deepspeed-launches") if cache else tmp_path_factory.mktemp("deepspeed-launches")
 
 
 @pytest.fixture(scope="session")
@@ -37,21 +37,21 @@ def trained_hugging_face(launch_cache: Path) -> Launch:
 @pytest.fixture(scope="session")
 def composed(trained: Launch, tmp_path_factory: pytest.TempPathFactory) -> Composites:
     """Return a composite of each scenario, all from one store."""
-    store = layerstore.init(tmp_path_factory.mktemp("zero3") / "store")
+    store = layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store")
     return compose_scenarios(trained.root, store, tmp_path_factory.mktemp("composed"))
 
 
 @pytest.fixture(scope="session")
 def composed_hugging_face(trained_hugging_face: Launch, tmp_path_factory: pytest.TempPathFactory) -> Composites:
     """Return a composite of each Trainer and Accelerate checkpoint, all from one store."""
-    store = layerstore.init(tmp_path_factory.mktemp("zero3") / "store")
+    store = layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store")
     return compose_hugging_face(trained_hugging_face.root, store, tmp_path_factory.mktemp("composed"))
 
 
 @pytest.fixture(scope="session")
 def mixed_store(tmp_path_factory: pytest.TempPathFactory) -> layerstore.Store:
     """Return the store that the mixed composites are made from."""
-    return layerstore.init(tmp_path_factory.mktemp("zero3") / "store")
+    return layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store")
 
 
 @pytest.fixture(scope="session")

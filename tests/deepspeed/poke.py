@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.zero3.compare import fragments, sliced_tensors, valid_count
+from tests.deepspeed.compare import fragments, sliced_tensors, valid_count
 
 PATTERNS: dict[torch.dtype, tuple[torch.dtype, tuple[int, ...]]] = {
     # -0.0, quiet and signalling NaNs with payloads of both signs, infinities, smallest and largest subnormal,

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 
 import layerstore
+from layerstore.history.references import resolve
 from layerstore.live.ranks import cpu_environment
 from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import compose_latest
 from layerstore.progress import Silent
-from layerstore.history.references import resolve
-from tests.environment import REPOSITORY
-from tests.zero3.asked import scenarios_asked
-from tests.zero3.compare import (
+from tests.deepspeed.asked import scenarios_asked
+from tests.deepspeed.compare import (
     checkpoint_differences,
     full_tensors,
     load,
@@ -30,8 +29,8 @@ from tests.zero3.compare import (
     raw_bytes,
     tree_differences,
 )
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
-from tests.zero3.scenarios import (
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
+from tests.deepspeed.scenarios import (
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,
     SAVE_STEPS,
@@ -42,6 +41,7 @@ from tests.zero3.scenarios import (
     HuggingFaceScenario,
     Scenario,
 )
+from tests.environment import REPOSITORY
 
 # The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
@@ -126,7 +126,7 @@ def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str,
         ]
         for name in names
     }
-    command = [sys.executable, "-m", "tests.zero3.consolidate", *chain.from_iterable(arguments.values())]
+    command = [sys.executable, "-m", "tests.deepspeed.consolidate", *chain.from_iterable(arguments.values())]
     done = subprocess.run(command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True)
     digests = json.loads(done.stdout.splitlines()[-1])
     return {name: [digests[argument] for argument in pair] for name, pair in arguments.items()}

@@ -1,6 +1,6 @@
 """Load folders as ``from_pretrained`` does, with whichever Transformers is imported, and say what came of it.
 
-    python -m tests.zero3.load_families FOLDER…
+    python -m tests.deepspeed.load_families FOLDER…
 
 The last line on stdout is a JSON object: for each FOLDER the keys that loading complained of (missing, unexpected, of
 another shape), and a digest of each parameter and buffer by its name in memory.

@@ -13,11 +13,10 @@ import pytest
 
 import layerstore
 from layerstore.live.ranks import cpu_environment
-from tests.environment import REPOSITORY
-from tests.zero3.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
-from tests.zero3.composites import Composites, write_composite
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
-from tests.zero3.scenarios import (
+from tests.deepspeed.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
+from tests.deepspeed.composites import Composites, write_composite
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.scenarios import (
     GROUPINGS,
     HUGGING_FACE_POKED,
     HUGGING_FACE_SCENARIO_OF,
@@ -33,6 +32,7 @@ from tests.zero3.scenarios import (
     HuggingFaceScenario,
     Scenario,
 )
+from tests.environment import REPOSITORY
 
 # The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
@@ -54,7 +54,7 @@ def consolidated(trained: Launch, composed: Composites) -> dict[str, tuple[objec
         ]
         for name in composed.names
     }
-    command = [sys.executable, "-m", "tests.zero3.consolidate", *chain.from_iterable(arguments.values())]
+    command = [sys.executable, "-m", "tests.deepspeed.consolidate", *chain.from_iterable(arguments.values())]
     output = subprocess.run(
         command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True
     ).stdout

@@ -19,11 +19,9 @@ import layerstore
 from layerstore import Store
 from layerstore.live.ranks import cpu_environment
 from layerstore.model import Kind
-from tests.environment import REPOSITORY
-from tests.unit.test_export import mixed, objects_of, weights_in
-from tests.zero3.compare import file_tree, rank_trees
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
-from tests.zero3.scenarios import (
+from tests.deepspeed.compare import file_tree, rank_trees
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.scenarios import (
     HUGGING_FACE_SCENARIO_OF,
     HUGGING_FACE_SCENARIOS,
     POKED,
@@ -34,8 +32,10 @@ from tests.zero3.scenarios import (
     SCENARIOS,
     Scenario,
 )
-from tests.zero3.test_fidelity import overwrite_weight_bits
-from tests.zero3.weights import differing, whole_weights
+from tests.deepspeed.test_fidelity import overwrite_weight_bits
+from tests.deepspeed.weights import differing, whole_weights
+from tests.environment import REPOSITORY
+from tests.unit.test_export import mixed, objects_of, weights_in
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
@@ -211,7 +211,7 @@ def loaded(
             folders[f"{name} {dtype}"] = composite.export(root / f"{name}-{dtype}", dtype=dtype).out
         other, _ = mixed(store, f"{name}@4", f"{name}@2")
         folders[f"{name} mixed"] = other.export(root / f"{name}-mixed").out
-    command = [sys.executable, "-m", "tests.zero3.pretrained", *map(str, folders.values())]
+    command = [sys.executable, "-m", "tests.deepspeed.pretrained", *map(str, folders.values())]
     done = subprocess.run(command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True)
     described = json.loads(done.stdout.splitlines()[-1])
     return {name: described[str(folder)] for name, folder in folders.items()}

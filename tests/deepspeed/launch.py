@@ -23,10 +23,10 @@ from typing import Any
 from filelock import FileLock
 
 from layerstore.live.ranks import free_port, search_path
+from tests.deepspeed.compare import file_tree
+from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.environment import REPOSITORY
 from tests.forked import nursery
-from tests.zero3.compare import file_tree
-from tests.zero3.scenarios import WORLD_SIZE
 
 HERE = Path(__file__).parent
 
@@ -97,7 +97,7 @@ def cached_launch(
             arguments += ["--resume-from", str(resume_from)] if resume_from else []
             arguments += [part for name in names for part in ("--scenario", name)]
             log = cache / f"{module}-{key}.log"
-            train(f"tests.zero3.{module}", arguments, log=log, world_size=world_size)
+            train(f"tests.deepspeed.{module}", arguments, log=log, world_size=world_size)
         finished.touch()
     return Launch(root)
 

@@ -11,10 +11,10 @@ import torch
 
 import layerstore
 from layerstore.layers import layer_of
-from tests.zero3.compare import checkpoint_differences, full_tensors
-from tests.zero3.composites import MIXED, Composites
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
-from tests.zero3.scenarios import (
+from tests.deepspeed.compare import checkpoint_differences, full_tensors
+from tests.deepspeed.composites import MIXED, Composites
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.scenarios import (
     POLICIES,
     SAVE_STEPS,
     SCENARIOS,

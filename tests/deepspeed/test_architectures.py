@@ -9,8 +9,8 @@ import pytest
 
 from layerstore.live.ranks import cpu_environment
 from layerstore.ops.architectures import known_architectures, model_of
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX
 from tests.environment import REPOSITORY
-from tests.zero3.launch import LAUNCH_SECONDS_MAX
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -20,7 +20,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Shapes]:
     """Return the folder of every case's config.json, with the parameters of the real model."""
     folder = tmp_path_factory.mktemp("architectures")
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.zero3.architectures", str(folder)],
+        [sys.executable, "-m", "tests.deepspeed.architectures", str(folder)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

@@ -9,9 +9,9 @@ import pytest
 
 import layerstore
 from layerstore import Store
-from tests.zero3.compare import full_tensors, raw_bytes
-from tests.zero3.launch import Launch
-from tests.zero3.scenarios import GROUPINGS, SAVE_STEPS, SCENARIOS
+from tests.deepspeed.compare import full_tensors, raw_bytes
+from tests.deepspeed.launch import Launch
+from tests.deepspeed.scenarios import GROUPINGS, SAVE_STEPS, SCENARIOS
 
 OLD, NEW = SAVE_STEPS
 

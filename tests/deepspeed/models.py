@@ -14,7 +14,7 @@ from torch import nn
 # wraps the constructors of every module class, those being defined during the import included.
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.zero3.scenarios import Model
+from tests.deepspeed.scenarios import Model
 
 VOCABULARY = 61
 """Tokens of the language models: odd, so that embeddings do not divide by the world size either."""

@@ -1,7 +1,7 @@
 """Train through Hugging Face's Trainer and Accelerate on CPU ranks: one launch, all scenarios.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
-        -m tests.zero3.trainer --out OUT [--resume-from DIR]
+        -m tests.deepspeed.trainer --out OUT [--resume-from DIR]
 
 The counterpart of ``training.py``, with the same traces, but nothing here calls ``save_checkpoint``: what
 lies in the folders is what these libraries leave there. With ``--resume-from`` the Trainer goes on from
@@ -30,9 +30,9 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from tests.zero3 import models
-from tests.zero3.poke import copy_with_poked_shards
-from tests.zero3.scenarios import (
+from tests.deepspeed import models
+from tests.deepspeed.poke import copy_with_poked_shards
+from tests.deepspeed.scenarios import (
     HUGGING_FACE_POKED,
     HUGGING_FACE_SCENARIO_OF,
     POKED_FOLDER,

@@ -1,7 +1,7 @@
 """Load composites of several steps with real DeepSpeed, save at once what was loaded, and train on.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
-        -m tests.zero3.mixed --out OUT --resume-from DIR [--scenario NAME ...]
+        -m tests.deepspeed.mixed --out OUT --resume-from DIR [--scenario NAME ...]
 
 ``DIR/<policy>/<scenario>`` holds the composites, based on the last save. Below ``OUT/<policy>`` are then,
 for each scenario, the checkpoint that DeepSpeed saved right after loading, and the trace of the steps that followed.
@@ -18,9 +18,9 @@ from pathlib import Path
 import deepspeed
 import torch.distributed as dist
 
-from tests.zero3 import client_states
-from tests.zero3.scenarios import POLICIES, SAVE_STEPS, SCENARIO_OF, STEPS, Scenario
-from tests.zero3.training import allow_fp16, built_engine, train_step
+from tests.deepspeed import client_states
+from tests.deepspeed.scenarios import POLICIES, SAVE_STEPS, SCENARIO_OF, STEPS, Scenario
+from tests.deepspeed.training import allow_fp16, built_engine, train_step
 
 BASE_STEP = SAVE_STEPS[-1]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.zero3.compare import (
+from tests.deepspeed.compare import (
     checkpoint_differences,
     fragments,
     full_tensors,

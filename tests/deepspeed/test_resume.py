@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.zero3.compare import checkpoint_differences, file_tree
-from tests.zero3.composites import Composites
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
-from tests.zero3.scenarios import (
+from tests.deepspeed.compare import checkpoint_differences, file_tree
+from tests.deepspeed.composites import Composites
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.scenarios import (
     FROM_SHARDS_FOLDER,
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import layerstore
-from tests.zero3.scenarios import (
+from tests.deepspeed.scenarios import (
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,
     SAVE_STEPS,

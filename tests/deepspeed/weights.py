@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.zero3.compare import full_tensors, rank_trees, valid_count
+from tests.deepspeed.compare import full_tensors, rank_trees, valid_count
 
 
 def whole_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -21,11 +21,11 @@ from layerstore import Store
 from layerstore.errors import Unsupported
 from layerstore.layers import layer_of
 from layerstore.live.ranks import cpu_environment
+from tests.deepspeed.family_names import FAMILIES, STEPS, VARIANTS
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
+from tests.deepspeed.weights import differing
 from tests.environment import REPOSITORY
 from tests.unit.test_export import weights_in
-from tests.zero3.family_names import FAMILIES, STEPS, VARIANTS
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
-from tests.zero3.weights import differing
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
@@ -83,7 +83,7 @@ def test_an_export_has_the_tensors_of_the_trainers_own_file(
 
 def loaded(folders: dict[str, Path], *, libraries: Path | None = None) -> dict[str, dict[str, Any]]:
     """Return what Transformers makes of *folders*, or the one in *libraries*, by name."""
-    command = [sys.executable, "-m", "tests.zero3.load_families", *map(str, folders.values())]
+    command = [sys.executable, "-m", "tests.deepspeed.load_families", *map(str, folders.values())]
     env = cpu_environment() | {"HF_HUB_OFFLINE": "1"}
     if libraries is not None:
         env["PYTHONPATH"] = f"{REPOSITORY}:{libraries}"
