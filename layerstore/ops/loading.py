@@ -12,10 +12,7 @@ from layerstore.ops.composition import Composition
 from layerstore.ops.ranks import AdamStep, plan_composite
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Storage
-from layerstore.zero3.gathered import read_header
-from layerstore.zero3.places import Part, whole
-from layerstore.zero3.trees import TreeView, sub_group_shapes
-from layerstore.zero3.write import filling_of
+from layerstore.zero3 import Part, TreeView, filling_of, read_header, sub_group_shapes, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """
-Pointer files: what lies in a checkpoint's folder where its state is in a store.
+Pointer files: small ``.pt`` files that stand for shards whose state is in a store.
 
-Each is a small ``.pt`` file that cannot be loaded: whoever tries without layerstore, with ``torch.load`` or through
-an engine, gets an error whose text says what the file is and how to write the checkpoint out.
+Loading one without layerstore, with ``torch.load`` or through an engine, fails with an error that says what the file
+is and how to write the checkpoint out.
 """
 
 import dataclasses
@@ -12,34 +12,33 @@ from pathlib import Path
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.limits import MIB
 from layerstore.tree import Inert, Tree
-from layerstore.zero3.ptfile import layout_pt, read_pt
+from layerstore.zero3.pt import layout_pt, read_pt
 
 _KEY = "layerstore"
 _WORDS = "this file cannot be loaded"
-# A pointer has two kilobytes, and a few hundred bytes more for each layer of a mixture; a shard of a real model,
-# megabytes.
+# A pointer has two kilobytes, plus a few hundred bytes for each layer of a mixture. Real shards have megabytes.
 _SIZE_BYTES_MAX = 1 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointer:
-    """Where a checkpoint's state is."""
+    """The store and the composite that hold a checkpoint's state."""
 
     store: str
     store_id: str
     name: str
-    """The reference that means it, for people; of a pin its name."""
+    """Its reference, or the name of its pin."""
     run: str
     attempt: int
     step: int
     is_pin: bool = False
     policy: str = "latest"
     layers: Tree = None
-    """The entry of every layer where they are not the commit's own, else None."""
+    """The entry of every layer; None where all are the commit's own."""
 
     @property
     def command(self) -> str:
-        """What writes the checkpoint out."""
+        """The command that writes the checkpoint out."""
         policy = f" --policy {self.policy}" if self.layers is not None else ""
         return f"layerstore compose {self.name}{policy} -o FOLDER --store {self.store}"
 
@@ -50,7 +49,7 @@ def pointer_bytes(pointer: Pointer, *, stem: str) -> bytes:
         f"{stem}.pt is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
         f"Attach a saver before loading it, or write it out with: {pointer.command}"
     )
-    # No device has such a name. That is the one error which torch raises in these words with weights_only and without.
+    # No device has such a name. Only this error of torch has the same words with weights_only and without.
     tree: dict[Tree, Tree] = {
         _KEY: dict(asdict(pointer).items()),
         _WORDS: Inert(name="torch.device", arguments=(words,)),
@@ -69,7 +68,7 @@ def read_pointer(path: Path) -> Pointer | None:
             return None
         tree = read_pt(path).tree
     except (LayerstoreError, OSError):
-        return None  # whatever it is, it is no file of ours: its own loader says what is wrong with it
+        return None  # not a pointer: the reader of shards will say what is wrong with it
     fields = tree.get(_KEY) if isinstance(tree, dict) and _WORDS in tree else None
     if not isinstance(fields, dict):
         return None

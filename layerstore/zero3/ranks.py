@@ -1,30 +1,41 @@
 """
-The ranks' files, read and held against each other.
+The ranks' files: read, compared with each other, and what they say of the model and its optimizer.
 
-Ranks that disagree, a length that does not fit, or a setting that keeps state out of the files
-are errors that name what was found: the engine's own loader would take most of them in silence.
+Ranks that disagree, lengths that do not fit and settings that keep state out of the files are errors that name what
+was found: the engine's own loader would accept most of them silently.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
+from struct import Struct
 from typing import TypeGuard, TypeVar
 
+from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
-from layerstore.limits import WORKERS_MAX
+from layerstore.format.hashing import crc32
+from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
+from layerstore.model import Buffer, Parameter
 from layerstore.tree import Located, Size, Tensor, Tree
-from layerstore.zero3.checkpoint import StorageCheck
-from layerstore.zero3.discover import SHARD_STEM, RankFiles
-from layerstore.zero3.ptfile import PtFile, read_pt
-from layerstore.zero3.slices import elements_of, slice_length
-from layerstore.zero3.trees import TreeView, refuse_settings, sub_group_shapes
-from layerstore.zero3.undivided import undivided_in
+from layerstore.zero3.discovery import RankFiles
+from layerstore.zero3.filenames import SHARD_STEM
+from layerstore.zero3.pt import PtFile, read_pt
+from layerstore.zero3.slices import slice_length
+from layerstore.zero3.sourcefile import damaged, open_source
+from layerstore.zero3.trees import TreeView, optimizer_states, refuse_settings, sub_group_shapes, undivided_in
 
 MASTER = ""
-"""What stands for the state of a master, which is no state of the optimizer."""
+"""The name of a master's flat buffer, which is no state of the optimizer."""
 
-# What Adam, Lion, SGD and their kin call what they keep for every element.
+# The states that Adam, Lion, SGD and the like keep for every element.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+
+STEP = "step"
+"""The optimizer's count of updates, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
+COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
+"""The element types of such a tensor."""
 
 Agreed = TypeVar("Agreed")
 Groups = list[dict[str, Size]]
@@ -54,6 +65,11 @@ class RankSource:
         """The tree of ``model_states``."""
         return TreeView(self.model_file.tree, path=self.model_file.path)
 
+    @property
+    def optimizer(self) -> TreeView:
+        """The tree of ``optim_states``."""
+        return TreeView(self.optimizer_file.tree, path=self.optimizer_file.path)
+
 
 def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) -> list[RankSource]:
     """Read every rank's pair of files; raises Unsupported where a setting kept state out of them."""
@@ -80,7 +96,7 @@ def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSo
 
 
 def check_saved_as_named(ranks: list[RankSource]) -> None:
-    """Raise if a file was saved as another rank's, or as the other half: nothing but the archive's folder tells."""
+    """Raise if a file was renamed to another rank's or to the other half; only the archive's folder shows that."""
     for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
         if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
             raise LayoutMismatch(
@@ -92,7 +108,9 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
 def world_size_of(ranks: list[RankSource]) -> int:
     """Return how many ranks saved the checkpoint; raises unless exactly their files are here."""
     world_size = agreed(ranks, "dp_world_size", lambda rank: rank.model["dp_world_size"].integer())
-    partitions = agreed(ranks, "partition_count", _partition_count)
+    partitions = agreed(
+        ranks, "partition_count", lambda rank: rank.optimizer["optimizer_state_dict"]["partition_count"].integer()
+    )
     if partitions != world_size:
         raise LayoutMismatch(
             f"the files of {ranks[0].model.path.parent} are mixed: "
@@ -113,20 +131,15 @@ def world_size_of(ranks: list[RankSource]) -> int:
     return world_size
 
 
-def _partition_count(rank: RankSource) -> int:
-    tree = TreeView(rank.optimizer_file.tree, path=rank.optimizer_file.path)
-    return tree["optimizer_state_dict"]["partition_count"].integer()
-
-
 def agreed(ranks: list[RankSource], what: str, look: Callable[[RankSource], Agreed]) -> Agreed:
-    """Return what all ranks say of *what*; raise LayoutMismatch with the values where they differ."""
+    """Return what *look* finds in every rank; raise LayoutMismatch, naming *what*, where ranks differ."""
     values = [look(rank) for rank in ranks]
     first = values[0]
     for rank, value in zip(ranks, values, strict=True):
         if value != first:
-            detail = f": {_short(first)} and {_short(value)}"
             raise LayoutMismatch(
-                f"the files of {ranks[0].model.path.parent} are mixed: {what} differs at rank {rank.rank}{detail}",
+                f"the files of {ranks[0].model.path.parent} are mixed: {what} differs at rank {rank.rank}: "
+                f"{_short(first)} and {_short(value)}",
                 hint="ranks of one save belong together; ingest another checkpoint",
             )
     return first
@@ -148,8 +161,8 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
     _check_states_present(states, len(masters), model)
     lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
     names = _sliced(states, lengths)
-    # A quantized moment is no slice, however long: it means nothing without its block's scale, and the zero that
-    # pads it is no zero.
+    # A quantized moment is no slice, whatever its length: it means nothing without its block's scale, and its
+    # padding is not zero.
     is_whole = bool(undivided_in(states, lambda key, _: key in names))
     for group, (_, master) in enumerate(masters):
         yield Flat(state=MASTER, group=group, tensor=master.tensor())
@@ -190,11 +203,11 @@ def _check_states_present(states: TreeView, groups: int, model: TreeView) -> Non
 
 
 def _may_be_stateless(model: TreeView) -> bool:
-    """Whether it can be the optimizer's own way to keep no state (plain SGD): it was not offloaded to anywhere."""
+    """Whether the optimizer may keep no state at all, as plain SGD: nothing was offloaded."""
     config = model.get("ds_config")
     zero = None if config is None or not isinstance(config.value, dict) else config.get("zero_optimization")
     if zero is None:
-        return False  # nothing tells: rather refuse than lose moments
+        return False  # unknown: refusing is better than losing moments
     offload = zero.mapping().get("offload_optimizer")
     return offload is None or (isinstance(offload, dict) and offload.get("device") in {None, "none"})
 
@@ -202,7 +215,7 @@ def _may_be_stateless(model: TreeView) -> bool:
 def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:
     """Raise unless every flat buffer is exactly as long as its parameters' slices."""
     agreed(ranks, "the optimizer's states", _kinds_of_flats)
-    expected = [sum(slice_length(elements_of(shape), world_size) for shape in group.values()) for group in groups]
+    expected = [sum(slice_length(prod(shape), world_size) for shape in group.values()) for group in groups]
     for rank in ranks:
         path = rank.optimizer_file.path
         count = sum(flat.state == MASTER for flat in rank.flats)
@@ -224,14 +237,13 @@ def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> Non
 
 def check_states(ranks: list[RankSource]) -> None:
     """
-    Raise unless whatever is a sliced state in one sub-group is one in all that have it.
+    Raise unless a state that is sliced in one sub-group is sliced in all that have it.
 
-    A moment of another length would pass for a scalar of its sub-group, and leave its layers.
+    A moment of another length would otherwise be taken for a scalar of its sub-group and be lost to its layers.
     """
     for rank in ranks:
         lengths = {flat.group: flat.tensor.elements for flat in rank.flats if flat.state == MASTER}
-        tree = TreeView(rank.optimizer_file.tree, path=rank.optimizer_file.path)
-        states = tree["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+        states = optimizer_states(rank.optimizer)
         sliced = _sliced(states, lengths)
         for group, state in states.children():
             for key, value in state.children():
@@ -249,11 +261,123 @@ def _kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:
     return [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats]
 
 
-def storage_checks(ranks: list[RankSource]) -> Iterator[StorageCheck]:
-    """Yield every record with bytes of every ``.pt`` file."""
-    for rank in ranks:
-        for file in (rank.model_file, rank.optimizer_file):
-            for number, storage in enumerate(file.storages):
-                assert isinstance(storage.content, Located)
-                if storage.content.size_bytes:
-                    yield StorageCheck(key=f"data/{number}", located=storage.content)
+# -- what the model consists of -------------------------------------------------------------------------------------
+
+
+def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
+    """Return all parameters that are not aliases of others, in the model's order."""
+    shapes: dict[str, Tree] = {name: shape for group in groups for name, shape in group.items()}
+    frozen = {str(name): shape for name, shape in rank.model.optional("frozen_param_shapes").items()}
+    fragments = rank.model.optional("frozen_param_fragments")
+    module = rank.model.optional("module")
+    aliases: dict[str, list[str]] = {}
+    for alias, name in rank.model.optional("shared_params").items():
+        aliases.setdefault(str(name), []).append(str(alias))
+    for name in module:
+        _check_text(name, rank)
+    unknown = sorted((shapes.keys() | frozen.keys()) - module.keys())
+    if unknown:
+        raise LayoutMismatch(f"{rank.model.path}: param_shapes names {unknown[0]!r}, which the module does not have")
+    found = {}
+    for name, placeholder in module.items():
+        if not isinstance(name, str) or (name not in shapes and name not in frozen):
+            continue
+        holder = fragments.get(name, placeholder)
+        if not isinstance(holder, Tensor):
+            raise SourceCheckpoint(f"{rank.model.path}: parameter {name!r} is not a tensor")
+        shape = shapes[name] if name in shapes else frozen[name]
+        if not isinstance(shape, Size):
+            raise SourceCheckpoint(f"{rank.model.path}: the shape of parameter {name!r} is not a shape")
+        found[name] = Parameter(
+            name=name,
+            dtype=holder.storage.dtype,
+            shape=tuple(shape),
+            frozen=name in frozen,
+            aliases=tuple(sorted(aliases.get(name, ()))),
+        )
+    return found
+
+
+def frozen_of(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
+    """
+    Return shape, type and slice length of every frozen parameter whose weights the rank holds.
+
+    Raises:
+        LayoutMismatch: The rank has a shape without a fragment, or a fragment without a shape.
+    """
+    shapes = rank.model.optional("frozen_param_shapes")
+    fragments = rank.model.get("frozen_param_fragments")
+    if fragments is None or fragments.value is None:
+        return {}  # exclude_frozen_parameters: their weights are elsewhere
+    held = {name: fragment.tensor() for name, fragment in fragments.children()}
+    odd = sorted(str(name) for name in shapes.keys() ^ held.keys())
+    if odd:
+        raise LayoutMismatch(f"{rank.model.path}: frozen parameter {odd[0]!r} has only one of shape and fragment")
+    return {str(name): (shapes[name], tensor.storage.dtype, tensor.elements) for name, tensor in held.items()}
+
+
+def check_names(rank: RankSource, groups: Groups) -> None:
+    """Raise unless every parameter has one place: in one sub-group, or among the frozen ones."""
+    seen: set[str] = {str(name) for name in rank.model.optional("frozen_param_shapes")}
+    for group in groups:
+        twice = sorted(seen & group.keys())
+        if twice:
+            raise LayoutMismatch(
+                f"{rank.model.path}: parameter {twice[0]!r} has two places, in two sub-groups or frozen and trained",
+                hint="the file is damaged: ingest another checkpoint",
+            )
+        seen |= group.keys()
+
+
+def _check_text(name: Tree, rank: RankSource) -> None:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError as exc:
+        raise SourceCheckpoint(f"{rank.model.path}: the name {name!r} in the module is not valid Unicode") from exc
+
+
+def buffers_of(rank: RankSource) -> dict[str, Buffer]:
+    """Return the persistent buffers, in the model's order."""
+    module = rank.model["module"].mapping()
+    names = rank.model.get("buffer_names")
+    found = {}
+    for name in names.sequence() if names is not None else ():
+        value = module.get(name)
+        # A buffer that is no plain block of memory stays in the tree.
+        if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
+            found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
+    return found
+
+
+def optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
+    """Return the optimizer's own counter for every sub-group."""
+    states = optimizer_states(rank.optimizer)
+    found: list[int | None] = []
+    for group in range(groups):
+        state = states.get(group)
+        counter = None if state is None else state.get(STEP)
+        found.append(None if counter is None else _count(counter.value))
+    return found
+
+
+def _count(counter: Tree) -> int | None:
+    """Return a step counter as a number; None where it is none."""
+    if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in COUNTERS:
+        located, dtype = counter.storage.content, counter.storage.dtype
+        size_bytes = by_code(dtype).bytes
+        if isinstance(located, bytes):
+            return _count_of(located[counter.offset * size_bytes :][:size_bytes], dtype)
+        assert isinstance(located, Located), "trees that were just read point into their files"
+        with open_source(located.path) as file:
+            # Ranks compare this number before payloads are verified: bit rot must not look like a mixed checkpoint.
+            if located.size_bytes <= INLINE_BYTES_MAX:
+                stored = file.read_at(located.offset_bytes, located.size_bytes)
+                if crc32(stored) != located.crc32:
+                    raise damaged(located.path, "a step counter has another checksum than its file states")
+            return _count_of(file.read_at(located.offset_bytes + counter.offset * size_bytes, size_bytes), dtype)
+    return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
+
+
+def _count_of(data: bytes, dtype: str) -> int | None:
+    (value,) = COUNTERS[dtype].unpack(data)
+    return int(value) if math.isfinite(value) else None

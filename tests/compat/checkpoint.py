@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.rounding import round_master
+from layerstore.zero3 import convert
 from tests.unit.ptfiles import write_pt
 
 WORLD_SIZE = 2
@@ -63,7 +63,7 @@ def _master(name: str, shape: tuple[int, ...], state: str, step: int) -> bytes:
 
 
 def _weights(name: str, shape: tuple[int, ...], step: int) -> bytes:
-    return bytes(round_master(_master(name, shape, "master", step), master="F32", weights="BF16"))
+    return bytes(convert(_master(name, shape, "master", step), source="F32", target="BF16"))
 
 
 def _frozen(name: str) -> bytes:

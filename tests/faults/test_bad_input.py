@@ -35,7 +35,7 @@ from layerstore.errors import (
 from layerstore.format.identity import decode_identity, encode_identity
 from layerstore.store import Store, init
 from layerstore.tree import Global, Inert, Located
-from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.pt import read_pt
 from tests.faults.harness import composed, copied, in_child, problems, seeded, snapshot, tiny_checkpoint
 from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
 from tests.unit.hostile.pickles import HOSTILE_PICKLES

@@ -8,7 +8,7 @@ from isal import isal_zlib
 
 from layerstore.limits import PAGE_BYTES
 from layerstore.tree import Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.ptfile import layout_pt
+from layerstore.zero3.pt import layout_pt
 
 
 def held(storage: Storage) -> bytes:

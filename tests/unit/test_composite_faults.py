@@ -21,7 +21,7 @@ from layerstore.model import BlobRef
 from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.objects import ObjectStore
 from layerstore.tree import Tree
-from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.pt import read_pt
 from tests.bench.shapes import GROUPINGS, ModelShape
 from tests.deepspeed.compare import full_tensors, load, raw_bytes
 from tests.faults.harness import Recorder, snapshot

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerstore.zero3.rounding import can_convert, convert, newly_infinite
+from layerstore.zero3 import can_convert, convert, newly_infinite
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BITS = {"F64": torch.int64, "F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}

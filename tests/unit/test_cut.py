@@ -9,9 +9,7 @@ import pytest
 from layerstore.errors import LayoutMismatch
 from layerstore.model import Kind
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.checkpoint import Checkpoint, SliceSource
-from layerstore.zero3.discover import discover
-from layerstore.zero3.read import read_checkpoint
+from layerstore.zero3 import Checkpoint, SliceSource, discover, read_checkpoint
 from tests.unit.ptfiles import write_pt
 
 # The worked example: sub_group_size = 10, group 0 has a, b and c, group 1 has d and e.

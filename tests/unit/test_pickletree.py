@@ -16,8 +16,8 @@ from layerstore.dtypes import DTYPES, by_code
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.pickletree import read_pickle
-from layerstore.zero3.picklewrite import write_pickle
+from layerstore.zero3.pt.picklewrite import write_pickle
+from layerstore.zero3.pt.unpickle import read_pickle
 from tests.unit.ptfiles import fingerprint
 
 SOMEWHERE = Path("somewhere.pt")
@@ -208,7 +208,7 @@ def test_nan_keeps_its_payload() -> None:
 def test_the_order_of_a_set_does_not_show() -> None:
     """A set has the same bytes in every process, whatever the hash seed."""
     code = (
-        "from layerstore.zero3.picklewrite import write_pickle;"
+        "from layerstore.zero3.pt.picklewrite import write_pickle;"
         "print(write_pickle({'a', 'b', 'c', 1, ('d', 2), None}).payload.hex())"
     )
     outputs = {

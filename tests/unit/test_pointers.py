@@ -12,7 +12,7 @@ from layerstore.errors import InvalidInput, NotFound, SourceCheckpoint
 from layerstore.live.following import composition_of, pointer_to
 from layerstore.store import Store
 from layerstore.transformers import checkpoint
-from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer
+from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}

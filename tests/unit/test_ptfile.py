@@ -18,7 +18,7 @@ from layerstore.dtypes import DTYPES
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, Unsupported
 from layerstore.limits import PAGE_BYTES
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.ptfile import PtFile, layout_pt, read_pt
+from layerstore.zero3.pt import PtFile, layout_pt, read_pt
 from tests.unit.ptfiles import fingerprint, held, write_pt
 
 DTYPE_NAMES = [row.torch_name for row in DTYPES]
@@ -512,7 +512,7 @@ def test_reading_imports_neither_torch_nor_pickle(tmp_path: Path) -> None:
         "for name in ('layerstore', 'layerstore.zero3'):\n"
         "    package = sys.modules[name] = types.ModuleType(name)\n"
         "    package.__path__ = [str(pathlib.Path(sys.argv[2], *name.split('.')))]\n"
-        "from layerstore.zero3.ptfile import layout_pt, read_pt\n"
+        "from layerstore.zero3.pt import layout_pt, read_pt\n"
         "layout_pt(read_pt(pathlib.Path(sys.argv[1])).tree, name='a')\n"
         "print(sorted({'torch', 'numpy', 'pickle', '_pickle', 'pickletools'} & sys.modules.keys()))\n"
     )

@@ -11,10 +11,7 @@ import pytest
 from layerstore.errors import LayoutMismatch
 from layerstore.model import FlatContent, RankState
 from layerstore.tree import OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.counters import with_own_steps
-from layerstore.zero3.regroup import plan_regrouping, regrouped
-from layerstore.zero3.slices import slice_length
-from layerstore.zero3.trees import TreeView
+from layerstore.zero3 import TreeView, plan_regrouping, regrouped, slice_length, with_own_steps
 from tests.unit import samples
 
 # Two param groups of one-dimensional parameters.

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from layerstore.zero3.rounding import can_derive, round_master
+from layerstore.zero3 import can_derive, convert
 
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16}
 HALVES = pytest.mark.parametrize("weights", ["BF16", "F16"])
@@ -39,7 +39,7 @@ def all_words(lower: int) -> Words:
 
 def ours(words: Words, weights: str) -> Words:
     """Round with layerstore."""
-    rounded = round_master(words.astype("<u4").tobytes(), master="F32", weights=weights)
+    rounded = convert(words.astype("<u4").tobytes(), source="F32", target=weights)
     return np.frombuffer(rounded, dtype="<u2").astype(np.uint32)
 
 
@@ -131,14 +131,14 @@ def test_what_needs_no_rounding_is_passed_on() -> None:
     """Masters and weights of one type have the same bytes, NaN payloads included."""
     data = bytes(range(256))
 
-    assert bytes(round_master(data, master="F32", weights="F32")) == data
-    assert bytes(round_master(data, master="BF16", weights="BF16")) == data
+    assert bytes(convert(data, source="F32", target="F32")) == data
+    assert bytes(convert(data, source="BF16", target="BF16")) == data
 
 
 @HALVES
 def test_nothing_gives_nothing(weights: str) -> None:
     """An empty slice rounds to nothing."""
-    assert bytes(round_master(b"", master="F32", weights=weights)) == b""
+    assert bytes(convert(b"", source="F32", target=weights)) == b""
 
 
 def test_only_known_pairs_are_derived() -> None:

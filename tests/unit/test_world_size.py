@@ -21,8 +21,8 @@ from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import Composition, compose_latest
 from layerstore.progress import Silent
 from layerstore.tree import Tensor, Tree
-from layerstore.zero3.ptfile import read_pt
-from layerstore.zero3.trees import replace_tensors
+from layerstore.zero3 import replace_tensors
+from layerstore.zero3.pt import read_pt
 from tests.deepspeed.compare import load
 from tests.faults.harness import flip
 from tests.unit.test_verbs import checkpoint, digests

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 
 from layerstore.errors import InvalidInput, SourceCheckpoint, StorageIO
-from layerstore.zero3.sourcefile import open_source, read_source_file
-from layerstore.zero3.ziparchive import Archive, read_archive
-from layerstore.zero3.ziplayout import Record, ZipLayout, layout_archive
+from layerstore.zero3 import open_source, read_source_file
+from layerstore.zero3.pt.ziparchive import Archive, Record, ZipLayout, layout_archive, read_archive
 
 NAMES = st.text("abcdefgh0123456789._-é雪", min_size=1, max_size=20).filter(lambda name: name not in (".", ".."))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
-from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.pt import read_pt
 from tests.unit.hostile import archives, pickles
 from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
 from tests.unit.hostile.pickles import HOSTILE_PICKLES, text
@@ -99,7 +99,7 @@ def test_no_bomb_explodes(tmp_path: Path) -> None:
     read = (
         "import pathlib, sys\n"
         "from layerstore.errors import SourceCheckpoint\n"
-        "from layerstore.zero3.ptfile import read_pt\n"
+        "from layerstore.zero3.pt import read_pt\n"
         "try:\n"
         "    read_pt(pathlib.Path(sys.argv[1]))\n"
         "except SourceCheckpoint:\n"

@@ -1,10 +1,10 @@
 """
-Survey an inert tree before anything walks it without care.
+Check an inert tree before other code walks it.
 
-A pickle can say in a few bytes what no reader should expand: lists inside themselves, a list of ten
-lists of ten lists, nesting that no stack holds. One walk, which visits each shared part once, finds these
-and gives every global and every part that cannot be represented the key path where it occurs.
-Used for trees that were read and for trees that are about to be written.
+A few bytes of pickle can describe a tree that no reader should expand: lists that contain themselves, a list of
+ten lists of ten lists, nesting deeper than the stack. One walk visits each shared part once and refuses these.
+It also reports, with key paths, every global and every part that cannot be represented.
+Trees are checked after reading and before writing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -15,7 +15,7 @@ from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_EXPANDED_BYTES_MAX, PICKL
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor
 
 _Path: TypeAlias = "tuple[_Path, object] | None"
-"""A key path as a chain from the leaf up: rendering it is left to those who report."""
+"""A key path as a chain from the leaf up; only reported paths are rendered."""
 
 # What one node costs in the expanded measure, whatever it is.
 _NODE_BYTES = 16
@@ -29,57 +29,57 @@ _STEPS_SHOWN_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in a tree for what cannot be represented, so that the report can say where it was."""
+    """Stands in a tree for a part that cannot be represented, so that errors can name its key path."""
 
     what: str
     """For people."""
     is_damage: bool = False
-    """Whether the source contradicts itself there, instead of holding something that is not supported."""
+    """Whether the source contradicts itself; else it holds something that is not supported."""
     names: tuple[str, ...] = ()
     """Globals that it involves."""
 
 
 @dataclass(slots=True)
-class Survey:
-    """What one walk found."""
+class TreeReport:
+    """The globals and the unreadable parts of a tree."""
 
     names: dict[str, str] = field(default_factory=dict)
     """Each global's first key path, by its dotted name."""
     unreadable: list[tuple[str, Unreadable]] = field(default_factory=list)
-    """What cannot be represented, with key paths."""
+    """Parts that cannot be represented, with key paths."""
 
 
-class CrookedTreeError(Exception):
+class UnsafeTreeError(Exception):
     """The tree cannot be expanded; the message names the key path."""
 
 
-def survey(root: object) -> Survey:
+def check_tree(root: object) -> TreeReport:
     """
-    Walk *root* once and return what is in it.
+    Walk *root* once and report its globals and what cannot be represented.
 
     Raises:
-        CrookedTreeError: It contains itself, is nested too deeply or too large once expanded.
+        UnsafeTreeError: It contains itself, is nested too deeply or too large once expanded.
     """
     walk = _Walk()
     _, size_bytes = walk.measure(root, None, 0)
     if size_bytes > PICKLE_EXPANDED_BYTES_MAX:
-        raise CrookedTreeError(f"expands to more than {PICKLE_EXPANDED_BYTES_MAX} bytes by repeating its own parts")
+        raise UnsafeTreeError(f"expands to more than {PICKLE_EXPANDED_BYTES_MAX} bytes by repeating its own parts")
     return walk.found
 
 
 def check_key(key: object) -> None:
     """
-    Check that *key* may be a key of a dict or an element of a set, before anything hashes it.
+    Raise unless *key* may be the key of a dict or an element of a set; call it before hashing *key*.
 
     Raises:
-        CrookedTreeError: It is mutable, or a deeply nested tuple.
+        UnsafeTreeError: It is mutable, or a deeply nested tuple.
     """
     if type(key) not in _PLAIN_KEYS:
         _check_composed_key(key, 0)
 
 
 def view_end(tensor: Tensor) -> int:
-    """Return how many elements its storage must have for *tensor* to lie inside it."""
+    """Return how many elements the storage of *tensor* must have at least."""
     if tensor.elements == 0:
         return 0  # an empty view touches nothing, wherever it starts
     steps = zip(tensor.shape, tensor.stride, strict=True)
@@ -93,7 +93,7 @@ def _check_composed_key(key: object, depth: int) -> None:
     if type(key) in _PLAIN_KEYS:
         return
     if not isinstance(key, tuple) or depth > _KEY_DEPTH_MAX:
-        raise CrookedTreeError(f"a {type(key).__name__} of that kind cannot be a key")
+        raise UnsafeTreeError(f"a {type(key).__name__} of that kind cannot be a key")
     for part in key:
         _check_composed_key(part, depth + 1)
 
@@ -102,7 +102,7 @@ class _Walk:
     """One walk: heights and expanded sizes by identity, so that shared parts are visited once."""
 
     def __init__(self) -> None:
-        self.found = Survey()
+        self.found = TreeReport()
         self._measured: dict[int, tuple[int, int] | None] = {}
 
     def measure(self, node: object, path: _Path, depth: int) -> tuple[int, int]:
@@ -112,11 +112,11 @@ class _Walk:
             return 0, leaf_bytes
         key = id(node)  # the root keeps every node alive, so ids stay unique during the walk
         if key not in self._measured:
-            self._measured[key] = None  # under way: whoever meets it again is inside it
+            self._measured[key] = None  # in progress: meeting it again means that it contains itself
             self._measured[key] = self._measure_children(node, path, depth)
         known = self._measured[key]
         if known is None:
-            raise CrookedTreeError(f"{render(path)} contains itself")
+            raise UnsafeTreeError(f"{render(path)} contains itself")
         if depth + known[0] > PICKLE_DEPTH_MAX:
             raise _too_deep(path)
         return known
@@ -132,7 +132,7 @@ class _Walk:
         return height + 1, size_bytes
 
     def _leaf_size(self, node: object, path: _Path) -> int | None:
-        """Return the size of a leaf, None for what has children; note what must be reported."""
+        """Return the size of a leaf, None for a container; note what must be reported."""
         kind = type(node)  # exactly: an enum that is an int could not be written as one
         if kind in _LEAF_SIZES:
             return _NODE_BYTES + _LEAF_SIZES[kind](node)
@@ -158,7 +158,7 @@ class _Walk:
 def _int_size(value: int) -> int:
     size_bytes = value.bit_length() // 8 + 1
     if size_bytes > PICKLE_INT_BYTES_MAX:
-        raise CrookedTreeError(f"it holds an integer of {size_bytes} bytes")
+        raise UnsafeTreeError(f"it holds an integer of {size_bytes} bytes")
     return size_bytes
 
 
@@ -178,7 +178,7 @@ _CONTAINERS = frozenset({list, tuple, dict, set, OrderedMap, Size, Tensor, Inert
 
 
 def _children(node: object) -> Iterator[tuple[object, object]]:
-    """Yield the parts of *node* with the step that leads to them; None where the path stays the same."""
+    """Yield the parts of *node*, each with its step in the key path; None where the path stays the same."""
     match node:
         case dict():
             yield from _dict_children(node)
@@ -208,8 +208,8 @@ def _dict_children(node: Mapping[Any, object]) -> Iterator[tuple[object, object]
         yield key, value
 
 
-def _too_deep(path: _Path) -> CrookedTreeError:
-    return CrookedTreeError(f"{render(path)} is nested more than {PICKLE_DEPTH_MAX} deep")
+def _too_deep(path: _Path) -> UnsafeTreeError:
+    return UnsafeTreeError(f"{render(path)} is nested more than {PICKLE_DEPTH_MAX} deep")
 
 
 def render(path: _Path) -> str:
@@ -229,6 +229,6 @@ def _short(step: object) -> str:
 
 
 def _readable(text: str) -> str:
-    # A key goes to a terminal: neither its control characters nor a novel may.
+    # A key is shown in a terminal: no control characters, and not too long.
     shown = text if len(text) <= _KEY_SHOWN_MAX else text[:_KEY_SHOWN_MAX] + "…"
     return shown if shown.isprintable() else ascii(shown)

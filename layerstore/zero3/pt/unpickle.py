@@ -1,10 +1,10 @@
 """
 Read the pickle inside a ``.pt`` file as an inert tree. Nothing is imported, looked up or called.
 
-A small machine with one handler per opcode that ``torch.save`` can emit with protocols 2 to 5;
-every other opcode is refused. Globals become names, calls become nodes (`layerstore.zero3.picklecalls`).
-Every count is bounded before memory is spent on it, and no general unpickler stands behind this one.
-Does not use the ``pickle`` module, nor ``pickletools``, which imports it.
+A small stack machine with one handler per opcode that ``torch.save`` can emit with protocols 2 to 5;
+every other opcode is refused. Globals become names, calls become nodes (`layerstore.zero3.pt.picklecalls`).
+Every count is bounded before memory is spent on it, and there is no fallback to a general unpickler:
+neither ``pickle`` nor ``pickletools``, which imports it, is used.
 """
 
 import struct
@@ -23,10 +23,10 @@ from layerstore.limits import (
     PICKLE_OPCODES_MAX,
 )
 from layerstore.tree import Global, Inert, Located, OrderedMap, Storage, Tree
-from layerstore.zero3 import picklenames
-from layerstore.zero3.picklecalls import Calls
+from layerstore.zero3.pt import picklenames
+from layerstore.zero3.pt.picklecalls import Calls
+from layerstore.zero3.pt.treecheck import TreeReport, Unreadable, UnsafeTreeError, check_key, check_tree
 from layerstore.zero3.sourcefile import damaged, untrusted
-from layerstore.zero3.treecheck import CrookedTreeError, Survey, Unreadable, check_key, survey
 
 # How many names one message lists; all of them are in the error's facts.
 _NAMES_SHOWN_MAX = 20
@@ -40,7 +40,7 @@ _FLOAT64 = struct.Struct(">d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledTree:
-    """What a pickle described."""
+    """The tree that a pickle describes, and its storages."""
 
     tree: Tree
     """Inert."""
@@ -48,7 +48,7 @@ class PickledTree:
     """Every storage that a tensor of the tree views, in order of first use."""
 
 
-class CrookedPickleError(Exception):
+class MalformedPickleError(Exception):
     """The bytes are not what ``torch.save`` writes."""
 
 
@@ -63,19 +63,19 @@ def read_pickle(
     Return the tree that *payload* describes.
 
     *records* holds the archive's storages by key, and *path* names the file in errors.
-    A global in *allowed_globals* becomes an inert object; what the closed list says otherwise wins.
+    A global in *allowed_globals* becomes an inert object, unless the allow-list treats it otherwise.
 
     Raises:
         SourceCheckpoint: Damaged, or untrusted: all unknown globals at once, each with its key path.
-        Unsupported: A tensor of a kind or element type that has no place here.
+        Unsupported: A tensor of a kind or element type that is not supported.
     """
     trusted = picklenames.KNOWN | set(map(_one_spelling, allowed_globals))
     machine = _Machine(payload, Calls(records))
     try:
         tree = machine.run()
-        found = survey(tree)
-    except (CrookedPickleError, CrookedTreeError) as exc:
-        # A name comes first: whoever names such a global wants it run, whatever else the pickle is.
+        found = check_tree(tree)
+    except (MalformedPickleError, UnsafeTreeError) as exc:
+        # An unknown global is reported first: it matters more than a malformed pickle.
         _refuse_globals(path, machine.globals_named.keys() - trusted, places={})
         raise untrusted(path, f"its pickle is not one that torch.save writes: {exc}") from exc
     _refuse_globals(path, machine.globals_named.keys() - trusted, places=found.names)
@@ -104,7 +104,7 @@ def _refuse_globals(path: Path, unknown: Set[str], *, places: Mapping[str, str])
     )
 
 
-def _refuse_unreadable(path: Path, found: Survey) -> None:
+def _refuse_unreadable(path: Path, found: TreeReport) -> None:
     for place, unreadable in found.unreadable:
         if unreadable.is_damage:
             raise damaged(path, f"at {place}: {unreadable.what}")
@@ -112,14 +112,14 @@ def _refuse_unreadable(path: Path, found: Survey) -> None:
         raise Unsupported(f"{path}: at {place}: {unreadable.what} is not supported", path=str(path), key_path=place)
 
 
-def _refuse_bare_names(path: Path, found: Survey) -> None:
+def _refuse_bare_names(path: Path, found: TreeReport) -> None:
     bare = found.names.keys() & (picklenames.CALLED | picklenames.UNSUPPORTED.keys())
     for name in sorted(bare):
         raise untrusted(path, f"its pickle names {name} at {found.names[name]} without calling it")
 
 
 class _Machine:
-    """The stack machine. Its handlers follow the table below, grouped by what they push."""
+    """The stack machine; the table below maps opcodes to its methods."""
 
     def __init__(self, payload: bytes, calls: Calls) -> None:
         self.calls = calls
@@ -137,9 +137,9 @@ class _Machine:
         """Return the one object that the pickle leaves behind."""
         payload = self._payload
         if len(payload) > PICKLE_BYTES_MAX:
-            raise CrookedPickleError(f"it has {len(payload)} bytes, more than {PICKLE_BYTES_MAX}")
+            raise MalformedPickleError(f"it has {len(payload)} bytes, more than {PICKLE_BYTES_MAX}")
         if payload[:1] != b"\x80" or payload[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
-            raise CrookedPickleError("its protocol is not one of 2 to 5")
+            raise MalformedPickleError("its protocol is not one of 2 to 5")
         self._position = 2
         for _ in range(PICKLE_OPCODES_MAX):
             code = self._take(1)[0]
@@ -147,15 +147,15 @@ class _Machine:
                 return self._result()
             handler = _HANDLERS.get(code)
             if handler is None:
-                raise CrookedPickleError(f"opcode 0x{code:02x} at byte {self._position - 1}")
+                raise MalformedPickleError(f"opcode 0x{code:02x} at byte {self._position - 1}")
             handler(self)
-        raise CrookedPickleError(f"it has more than {PICKLE_OPCODES_MAX} opcodes")
+        raise MalformedPickleError(f"it has more than {PICKLE_OPCODES_MAX} opcodes")
 
     def _result(self) -> object:
         if self._position != len(self._payload):
-            raise CrookedPickleError(f"{len(self._payload) - self._position} bytes follow its end")
+            raise MalformedPickleError(f"{len(self._payload) - self._position} bytes follow its end")
         if self._outer or len(self._stack) != 1:
-            raise CrookedPickleError("it does not leave exactly one object")
+            raise MalformedPickleError("it does not leave exactly one object")
         return self._stack[0]
 
     # Bytes
@@ -164,7 +164,7 @@ class _Machine:
         start = self._position
         piece = self._payload[start : start + count]
         if len(piece) != count:
-            raise CrookedPickleError(f"it ends inside the opcode before byte {start}")
+            raise MalformedPickleError(f"it ends inside the opcode before byte {start}")
         self._position = start + count
         return piece
 
@@ -175,7 +175,7 @@ class _Machine:
     def _take_line(self) -> str:
         end = self._payload.find(b"\n", self._position, self._position + PICKLE_NAME_BYTES_MAX + 1)
         if end < 0:
-            raise CrookedPickleError(f"a name at byte {self._position} does not end")
+            raise MalformedPickleError(f"a name at byte {self._position} does not end")
         line = self._take(end + 1 - self._position)[:-1]
         return _decode(line)
 
@@ -191,35 +191,35 @@ class _Machine:
         """Push what takes much more memory than its opcode."""
         self._objects_left -= 1
         if self._objects_left < 0:
-            raise CrookedPickleError(f"it makes more than {PICKLE_OBJECTS_MAX} objects")
+            raise MalformedPickleError(f"it makes more than {PICKLE_OBJECTS_MAX} objects")
         self._stack.append(made)
 
     def _pop(self) -> object:
         if not self._stack:
-            raise CrookedPickleError(f"nothing is on the stack at byte {self._position}")
+            raise MalformedPickleError(f"nothing is on the stack at byte {self._position}")
         return self._stack.pop()
 
     def _top(self) -> object:
         if not self._stack:
-            raise CrookedPickleError(f"nothing is on the stack at byte {self._position}")
+            raise MalformedPickleError(f"nothing is on the stack at byte {self._position}")
         return self._stack[-1]
 
     def _pop_tuple(self) -> tuple[object, ...]:
         value = self._pop()
         if type(value) is not tuple:
-            raise CrookedPickleError(f"arguments before byte {self._position} are not a tuple")
+            raise MalformedPickleError(f"arguments before byte {self._position} are not a tuple")
         return value
 
     def _mark(self) -> None:
         # A tensor needs three marks, so real trees stay far below their depth in nodes.
         if len(self._outer) >= PICKLE_DEPTH_MAX:
-            raise CrookedPickleError(f"it is nested more than {PICKLE_DEPTH_MAX} deep")
+            raise MalformedPickleError(f"it is nested more than {PICKLE_DEPTH_MAX} deep")
         self._outer.append(self._stack)
         self._stack = []
 
     def _pop_to_mark(self) -> list[object]:
         if not self._outer:
-            raise CrookedPickleError(f"no mark is open at byte {self._position}")
+            raise MalformedPickleError(f"no mark is open at byte {self._position}")
         items = self._stack
         self._stack = self._outer.pop()
         return items
@@ -231,7 +231,7 @@ class _Machine:
 
     def _get(self, index: int) -> None:
         if index not in self._memo:
-            raise CrookedPickleError(f"byte {self._position} recalls what was never memorised")
+            raise MalformedPickleError(f"byte {self._position} recalls what was never memorised")
         self._push(self._memo[index])
 
     # Scalars
@@ -239,7 +239,7 @@ class _Machine:
     def _long(self, size_bytes: int) -> None:
         # A negative size comes from a signed length field.
         if not 0 <= size_bytes <= PICKLE_INT_BYTES_MAX:
-            raise CrookedPickleError(f"an integer of {size_bytes} bytes before byte {self._position}")
+            raise MalformedPickleError(f"an integer of {size_bytes} bytes before byte {self._position}")
         self._push(int.from_bytes(self._take(size_bytes), "little", signed=True))
 
     def _float(self) -> None:
@@ -266,23 +266,23 @@ class _Machine:
             # The inert object was made here and its lists are typed for those who read it.
             cast("list[object]", target.appended).extend(items)
         else:
-            raise CrookedPickleError(f"elements before byte {self._position} have no list")
+            raise MalformedPickleError(f"elements before byte {self._position} have no list")
 
     def _set_items(self, items: list[object]) -> None:
         if len(items) % 2:
-            raise CrookedPickleError(f"a key before byte {self._position} has no value")
+            raise MalformedPickleError(f"a key before byte {self._position} has no value")
         entries = self._entries_of(self._top())
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key)
             entries[key] = value
 
     def _entries_of(self, target: object) -> dict[object, object]:
-        # After BUILD an object is complete: torch.save never goes on, and we could not say it again.
+        # After BUILD an object is complete: torch.save adds nothing, and we could not write it back.
         if type(target) is dict or (isinstance(target, OrderedMap) and target.attributes is None):
             return cast("dict[object, object]", target)
         if isinstance(target, Inert) and not target.has_state:
             return cast("dict[object, object]", target.items)
-        raise CrookedPickleError(f"entries before byte {self._position} have no dict")
+        raise MalformedPickleError(f"entries before byte {self._position} have no dict")
 
     def _set_item(self) -> None:
         value, key = self._pop(), self._pop()
@@ -292,7 +292,7 @@ class _Machine:
         items = self._pop_to_mark()
         target = self._top()
         if type(target) is not set:
-            raise CrookedPickleError(f"elements before byte {self._position} have no set")
+            raise MalformedPickleError(f"elements before byte {self._position} have no set")
         for item in items:
             check_key(item)
             target.add(item)
@@ -302,16 +302,16 @@ class _Machine:
     def _global(self, module: str, name: str) -> None:
         dotted = picklenames.dotted(module, name)
         if dotted is None:
-            raise CrookedPickleError(f"what stands before byte {self._position} is not the name of a global")
+            raise MalformedPickleError(f"what stands before byte {self._position} is not the name of a global")
         self.globals_named[dotted] = None
         self._push(Global(dotted))
 
     def _global_from_stack(self) -> None:
         name, module = self._pop(), self._pop()
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise CrookedPickleError(f"the name of a global before byte {self._position} is not text")
+            raise MalformedPickleError(f"the name of a global before byte {self._position} is not text")
         if len(module) + len(name) > PICKLE_NAME_BYTES_MAX:
-            raise CrookedPickleError(f"the name of a global before byte {self._position} is too long")
+            raise MalformedPickleError(f"the name of a global before byte {self._position} is too long")
         self._global(module, name)
 
     def _reduce(self) -> None:
@@ -322,14 +322,14 @@ class _Machine:
         arguments = self._pop_tuple()
         made = self.calls.call(self._pop_callable(), arguments)
         if not isinstance(made, Inert):
-            raise CrookedPickleError(f"an object before byte {self._position} is made in a way it never is")
+            raise MalformedPickleError(f"an object before byte {self._position} is made in a way it never is")
         made.made_by_new = True
         self._push_object(made)
 
     def _pop_callable(self) -> str:
         function = self._pop()
         if not isinstance(function, Global):
-            raise CrookedPickleError(f"what is called before byte {self._position} is not a global")
+            raise MalformedPickleError(f"what is called before byte {self._position} is not a global")
         return function.name
 
     def _build(self) -> None:
@@ -343,7 +343,7 @@ class _Machine:
             case Unreadable():
                 pass  # it is reported for what it is
             case _:
-                raise CrookedPickleError(f"a state before byte {self._position} has no object")
+                raise MalformedPickleError(f"a state before byte {self._position} has no object")
 
     def _persistent(self) -> None:
         self._push_object(self.calls.refer(self._pop()))
@@ -353,14 +353,14 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as exc:
-        raise CrookedPickleError("a text is not UTF-8") from exc
+        raise MalformedPickleError("a text is not UTF-8") from exc
 
 
 _Handler = Callable[[_Machine], None]
 
 _STOP = ord(".")
 
-# What only text protocols, extension registries, out-of-band buffers and recursive tuples need is absent.
+# Opcodes of text protocols, extension registries, out-of-band buffers and recursive tuples are absent.
 _HANDLERS: Final[dict[int, _Handler]] = {
     ord("("): _Machine._mark,
     ord("N"): lambda machine: machine._push(None),

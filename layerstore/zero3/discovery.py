@@ -1,48 +1,37 @@
 """
-Find a ZeRO-3 checkpoint in a folder: whose layout it is, which tag is meant, and which files belong to it.
+Find the ZeRO-3 checkpoint in a folder: its layout, its tag and its files.
 
-Nothing is read here but ``latest``; nothing is trusted that a folder's name says about steps.
+Only ``latest``, ``trainer_state.json`` and the index of sharded weights are read. No step is taken from a folder's
+name. Symbolic links are refused unless asked for.
 """
 
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
-from layerstore.layers import typed
-from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX
-from layerstore.zero3.runname import run_name
+from layerstore.layers import ADAPTER_WEIGHTS, typed
+from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
+from layerstore.zero3.filenames import (
+    INCOMPLETE,
+    LATEST,
+    LATEST_BYTES_MAX,
+    SCRIPTS,
+    SHARD,
+    SHARD_STEM,
+    SUMMARY,
+    TRAINER_FILES,
+    TRAINER_STATE,
+    ZERO3,
+    folder_kind,
+    rank_of_file,
+    run_name,
+)
 from layerstore.zero3.sourcefile import read_source_file, real_path, stat_source
-
-LATEST = "latest"
-ZERO3 = "ZeRO-3"
-LATEST_BYTES_MAX = 4096
-# What compose leaves beside the shards: it tells of that composite alone, and is no part of any checkpoint.
-SUMMARY = "layerstore.json"
-SHARD_STEM = re.compile(
-    r"(?P<prefix>bf16_)?zero_pp_rank_(?P<rank>0|[1-9][0-9]{0,6})_mp_rank_(?P<mp>[0-9]{2,4})_(?P<what>model|optim)_states"
-)
-_SHARD = re.compile(SHARD_STEM.pattern + r"\.pt")
-# A rank's own random state: the Trainer's (without a number where there is only one rank), and Accelerate's.
-RANDOM_STATE = re.compile(r"rng_state(?:_[0-9]{1,7})?\.pth|random_states_[0-9]{1,7}\.pkl")
-OF_A_RANK = re.compile(r"(?P<what>rng_state|random_states)_(?P<rank>0|[1-9][0-9]{0,6})\.(?:pth|pkl)")
-_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-_INCOMPLETE_SENTINEL = "checkpoint-is-incomplete.txt"
-TRAINER_STATE = "trainer_state.json"
-_TRAINER_FILES = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth", "scheduler.pt"})
-
-# What other kinds of checkpoint leave in their tag folder, and what to call them.
-_FOREIGN = (
-    (re.compile(r"mp_rank_\d+_model_states\.pt"), "ZeRO stage 0, 1 or 2"),
-    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel"),
-    (re.compile(r"layer_-?\d+_expert_\d+_.*|expp_rank_\d+_.*"), "mixture-of-experts (stages 1 and 2)"),
-    (re.compile(r"zero"), "universal"),
-    (re.compile(r"__\d+_\d+\.distcp|\.metadata"), "torch.distributed.checkpoint"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +45,7 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStamp:
-    """A file as it was when found; another size or time later means that somebody is still writing."""
+    """A file's size and time when it was found; if they change later, somebody is still writing it."""
 
     path: Path
     size_bytes: int
@@ -68,7 +57,7 @@ class FoundCheckpoint:
     """The files of one checkpoint."""
 
     folder: Path
-    """What the paths of its files are relative to."""
+    """The save folder; paths of files are relative to it."""
     tag: str
     flavour: str
     """``raw``, ``hf``, ``accelerate`` or ``lightning``."""
@@ -109,7 +98,7 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
     flavour = flavour_of(folder, tag)
     shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
     notes = [] if wanted is not None or given == folder / tag else _other_tags(folder, tag)
-    others = tuple(sorted(file for file in belonging(folder, tag, flavour, follow, notes) if file not in shards))
+    others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
     return FoundCheckpoint(
         folder=folder,
         tag=tag,
@@ -118,13 +107,6 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         others=others,
         stamps=tuple(_stamp(file) for file in sorted([*shards, *others])),
         notes=tuple(notes),
-    )
-
-
-def _linked(path: Path) -> SourceCheckpoint:
-    return SourceCheckpoint(
-        f"{path} is a symbolic link; links in a checkpoint are not followed",
-        hint="copy what it means into its place, or pass --follow if you trust where it points",
     )
 
 
@@ -138,10 +120,30 @@ def check_unchanged(found: FoundCheckpoint) -> None:
             )
 
 
+def list_folder(path: Path) -> list[str]:
+    """Return the names in the folder *path*, sorted."""
+    try:
+        return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
+    except OSError as exc:
+        raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
+
+
+def holds_zero3(path: Path) -> bool:
+    """Whether a ZeRO-3 checkpoint, complete or not, is where `discover` would look for one in the folder *path*."""
+    folders = [path]
+    for _ in range(3):
+        names = {folder: list_folder(folder) for folder in folders}
+        if any(folder_kind(inside) == ZERO3 for inside in names.values()):
+            return True
+        folders = [folder / name for folder, inside in names.items() for name in inside if (folder / name).is_dir()]
+    return False
+
+
 # -- which folder, which tag ---------------------------------------------------------------------------------------
 
 
 def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
+    """Return the save folder and the tag."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise SourceCheckpoint(f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint="give that folder")
@@ -149,7 +151,7 @@ def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
         if tag is not None and tag != path.name:
             raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
         return path.parent, path.name
-    tags = [name for name in list_folder(path) if _is_tag_folder(path / name)]
+    tags = _tags(path)
     if tags or (path / LATEST).exists() or tag is not None:
         return path, _choose_tag(path, tags, tag)
     return _only_save_folder(path)
@@ -176,8 +178,8 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
 
 
 def _other_tags(folder: Path, chosen: str) -> list[str]:
-    """Tell that more is here than what `latest` names: nobody should think that all of it was taken."""
-    others = [name for name in list_folder(folder) if name != chosen and _is_tag_folder(folder / name)]
+    """Note that *folder* holds more tags than the one taken."""
+    others = [name for name in _tags(folder) if name != chosen]
     if not others:
         return []
     shown = ", ".join(sorted(others, key=_natural)[:5])
@@ -204,10 +206,11 @@ def read_latest(folder: Path) -> str:
 
 
 def _only_save_folder(path: Path) -> tuple[Path, str]:
-    inner = sorted((name for name in list_folder(path) if _is_save_folder(path / name)), key=_natural)
+    inner = [name for name in list_folder(path) if (path / name).is_dir() and _tags(path / name)]
     if len(inner) == 1:
         return _resolve(path / inner[0], None)
     if inner:
+        inner.sort(key=_natural)
         more = f" and {len(inner) - 10} more" if len(inner) > 10 else ""
         raise InvalidInput(
             f"{path} holds {len(inner)} checkpoints: {', '.join(inner[:10])}{more}",
@@ -220,53 +223,30 @@ def _only_save_folder(path: Path) -> tuple[Path, str]:
     )
 
 
-def holds_zero3(path: Path) -> bool:
-    """Whether a ZeRO-3 checkpoint, whole or not, is where `discover` would look for one in the folder *path*."""
-    folders = [path]
-    for _ in range(3):
-        names = {folder: list_folder(folder) for folder in folders}
-        if any(folder_kind(of) == ZERO3 for of in names.values()):
-            return True
-        folders = [folder / name for folder, of in names.items() for name in of if (folder / name).is_dir()]
-    return False
-
-
 def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _is_save_folder(path: Path) -> bool:
-    return path.is_dir() and any(_is_tag_folder(path / name) for name in list_folder(path))
+def _tags(folder: Path) -> list[str]:
+    return [name for name in list_folder(folder) if _is_tag_folder(folder / name)]
 
 
 def _is_tag_folder(path: Path) -> bool:
     return path.is_dir() and folder_kind(list_folder(path)) is not None
 
 
-def list_folder(path: Path) -> list[str]:
-    """Return what is in the folder *path*, by name."""
-    try:
-        return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
-    except OSError as exc:
-        raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
-
-
 # -- what kind -----------------------------------------------------------------------------------------------------
 
 
-def _foreign(names: Iterable[str]) -> str | None:
-    for name in names:
-        for pattern, kind in _FOREIGN:
-            if pattern.fullmatch(name):
-                return kind
-    return None
-
-
-def folder_kind(names: Iterable[str]) -> str | None:
-    """Return ``ZeRO-3``, or what other checkpoint a folder of these *names* is; None if it is none."""
-    names = list(names)
-    shards = {match["what"] for name in names if (match := _SHARD.fullmatch(name))}
-    return ZERO3 if "model" in shards else _foreign(names) or (ZERO3 if shards else None)
+def flavour_of(folder: Path, tag: str) -> str:
+    """Return who wrote *folder*: ``raw`` (DeepSpeed alone), ``hf``, ``accelerate`` or ``lightning``."""
+    if (folder / TRAINER_STATE).exists():
+        return "hf"
+    if re.fullmatch(r"pytorch_model(_\d+)?", tag):
+        return "accelerate"
+    if tag == "checkpoint" and folder.name.endswith(".ckpt"):
+        return "lightning"
+    return "raw"
 
 
 def _refuse_foreign(folder: Path, names: list[str]) -> None:
@@ -281,7 +261,7 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
             f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the shards",
             hint="save with offload_optimizer.device 'cpu' or 'none'",
         )
-    degrees = {int(match["mp"]) for name in names if (match := _SHARD.fullmatch(name))}
+    degrees = {int(match["mp"]) for name in names if (match := SHARD.fullmatch(name))}
     if degrees - {0}:
         raise Unsupported(
             f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}; only degree 1 is supported",
@@ -290,12 +270,12 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
 
 
 def _refuse_unfinished(folder: Path) -> None:
-    """Refuse what a Trainer has begun and not finished: ``trainer_state.json`` is nearly the last file it writes."""
+    """Refuse a Trainer's unfinished save: ``trainer_state.json`` is nearly the last file that it writes."""
     names = set(list_folder(folder))
     problem = None
-    if _INCOMPLETE_SENTINEL in names:
-        problem = f"the Trainer was interrupted and left {_INCOMPLETE_SENTINEL}"
-    elif re.fullmatch(r"checkpoint-\d+", folder.name) and names & _TRAINER_FILES and TRAINER_STATE not in names:
+    if INCOMPLETE in names:
+        problem = f"the Trainer was interrupted and left {INCOMPLETE}"
+    elif re.fullmatch(r"checkpoint-\d+", folder.name) and names & TRAINER_FILES and TRAINER_STATE not in names:
         problem = f"it has files of a Trainer, but no {TRAINER_STATE}"
     if problem is not None:
         raise SourceCheckpoint(
@@ -303,62 +283,18 @@ def _refuse_unfinished(folder: Path) -> None:
         )
 
 
-def flavour_of(folder: Path, tag: str) -> str:
-    """Return who wrote *folder*: ``raw`` (DeepSpeed alone), ``hf``, ``accelerate`` or ``lightning``."""
-    if (folder / TRAINER_STATE).exists():
-        return "hf"
-    if re.fullmatch(r"pytorch_model(_\d+)?", tag):
-        return "accelerate"
-    if tag == "checkpoint" and folder.name.endswith(".ckpt"):
-        return "lightning"
-    return "raw"
-
-
 # -- which files ---------------------------------------------------------------------------------------------------
-
-
-def check_companions(found: FoundCheckpoint, world_size: int) -> None:
-    """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
-    beside = [file for file in found.others if file.parent == found.folder]
-    ranks = {int(match["rank"]) for file in beside if (match := OF_A_RANK.fullmatch(file.name))}
-    missing = sorted(set(range(world_size)) - ranks) if ranks and world_size > 1 else []
-    if missing:
-        raise SourceCheckpoint(
-            f"{found.folder} is incomplete: the random state of rank {missing[0]} is missing ({len(missing)} in all)",
-            hint="wait for the save to end, or ingest another checkpoint",
-        )
-    others = set(found.others)
-    for file in found.others:
-        if file.name.endswith(".safetensors.index.json"):
-            absent = sorted(name for name in _shards_of_index(file) if file.parent / name not in others)
-            if absent:
-                raise SourceCheckpoint(
-                    f"{found.folder} is incomplete: {file.name} names {absent[0]!r}, which is not there",
-                    hint="wait for the save to end, or ingest another checkpoint",
-                )
-
-
-def _shards_of_index(path: Path) -> set[str]:
-    data = read_source_file(path, size_bytes_max=RECORD_BYTES_MAX)
-    try:
-        return {str(name) for name in json.loads(data)["weight_map"].values()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise SourceCheckpoint(
-            f"{path} is not the index of sharded weights: {exc}", hint="was the save interrupted?"
-        ) from exc
 
 
 def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
-    for name in names:
-        match = _SHARD.fullmatch(name)
-        if match:
-            rank, of_kind = int(match["rank"]), found[match["what"]]
-            if rank in of_kind:
-                raise SourceCheckpoint(
-                    f"{folder} has two {match['what']}_states files of rank {rank}: {of_kind[rank].name}, {name}"
-                )
-            of_kind[rank] = folder / name
+    for match in filter(None, map(SHARD.fullmatch, names)):
+        rank, files = int(match["rank"]), found[match["what"]]
+        if rank in files:
+            raise SourceCheckpoint(
+                f"{folder} has two {match['what']}_states files of rank {rank}: {files[rank].name}, {match[0]}"
+            )
+        files[rank] = folder / match[0]
     ranks = sorted(found["model"].keys() | found["optim"].keys())
     if not found["optim"] and ranks:
         raise Unsupported(
@@ -374,8 +310,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
             hint="copy the missing files from the node that wrote them, or ingest another checkpoint",
             missing=missing,
         )
-    prefixes = {path.name.startswith("bf16_") for path in found["optim"].values()}
-    if len(prefixes) > 1:
+    if len({path.name.startswith("bf16_") for path in found["optim"].values()}) > 1:
         raise LayoutMismatch(
             f"{folder} is mixed: the optim_states of some ranks begin with bf16_ and those of others do not",
             hint="ranks of one save belong together; ingest another checkpoint",
@@ -383,12 +318,25 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
     return tuple(RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks)
 
 
-def belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
-    """Yield the files of one checkpoint of *folder*; what is left out is said in *notes*."""
+def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
+    """
+    Yield the files in *folder*, while a trainer still writes there, that are kept byte for byte.
+
+    Gathered weights are not kept: they follow from the masters, and compose can make them again. An adapter's
+    weights are: only their file has PEFT's names, and they are all that is trained.
+    """
+    for path in _belonging(folder, tag, flavour_of(folder, tag), False, []):
+        is_weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+        if not SHARD_STEM.fullmatch(path.stem) and (not is_weights or path.name == ADAPTER_WEIGHTS):
+            yield path
+
+
+def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
+    """Yield the files of one checkpoint of *folder*; add to *notes* what is left out."""
     if flavour == "raw":
         # A raw save folder may hold anything beside its tags: only DeepSpeed's own scripts belong to this one.
         yield from _walk(folder / tag, folder, follow, notes)
-        yield from (folder / name for name in _SCRIPTS if (folder / name).is_file())
+        yield from (folder / name for name in SCRIPTS if (folder / name).is_file())
         return
     for file in _walk(folder, folder, follow, notes):
         top = file.relative_to(folder).parts[0]
@@ -434,6 +382,13 @@ def _kind(path: Path, follow: bool) -> str:
     raise SourceCheckpoint(f"{path} is neither a file nor a folder", hint="remove it from the checkpoint")
 
 
+def _linked(path: Path) -> SourceCheckpoint:
+    return SourceCheckpoint(
+        f"{path} is a symbolic link; links in a checkpoint are not followed",
+        hint="copy what it means into its place, or pass --follow if you trust where it points",
+    )
+
+
 def _is_text(name: str) -> bool:
     try:
         name.encode()
@@ -448,3 +403,54 @@ def _stamp(path: Path) -> FileStamp:
     except OSError as exc:
         raise SourceCheckpoint(f"{path} has vanished: {exc.strerror}", hint="repeat the command") from exc
     return FileStamp(path=path, size_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+
+
+# -- what the files beside the shards say --------------------------------------------------------------------------
+
+
+def check_companions(found: FoundCheckpoint, world_size: int) -> None:
+    """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
+    beside = [file for file in found.others if file.parent == found.folder]
+    ranks = {rank for file in beside if (rank := rank_of_file(file.name)) is not None}
+    missing = sorted(set(range(world_size)) - ranks) if ranks and world_size > 1 else []
+    if missing:
+        raise SourceCheckpoint(
+            f"{found.folder} is incomplete: the random state of rank {missing[0]} is missing ({len(missing)} in all)",
+            hint="wait for the save to end, or ingest another checkpoint",
+        )
+    others = set(found.others)
+    for file in found.others:
+        if file.name.endswith(".safetensors.index.json"):
+            absent = sorted(name for name in shards_of_index(file) if file.parent / name not in others)
+            if absent:
+                raise SourceCheckpoint(
+                    f"{found.folder} is incomplete: {file.name} names {absent[0]!r}, which is not there",
+                    hint="wait for the save to end, or ingest another checkpoint",
+                )
+
+
+def shards_of_index(path: Path) -> set[str]:
+    """Return the files that an index of sharded weights names; raises SourceCheckpoint where it is none."""
+    data = read_source_file(path, size_bytes_max=RECORD_BYTES_MAX)
+    try:
+        return {str(name) for name in json.loads(data)["weight_map"].values()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise SourceCheckpoint(
+            f"{path} is not the index of sharded weights: {exc}", hint="was the save interrupted?"
+        ) from exc
+
+
+def step_of_trainer(path: Path) -> int:
+    """Return the step in a ``trainer_state.json``; raises SourceCheckpoint where it has none."""
+    try:
+        step = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))["global_step"]
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        raise SourceCheckpoint(f"{path} does not tell the step: {exc}", hint="was the save interrupted?") from exc
+    return checked_step(step, path)
+
+
+def checked_step(step: object, path: PurePath) -> int:
+    """Return *step* if references, record names and index keys can hold it; else raise SourceCheckpoint."""
+    if type(step) is not int or not 0 <= step < STEP_MAX:
+        raise SourceCheckpoint(f"{path} has global_step {str(step)[:60]}, which is no step")
+    return step

@@ -1,9 +1,9 @@
 """
-What the calls of a checkpoint's pickle stand for: tensors, storages and inert objects.
+The calls of a checkpoint's pickle, as tree nodes: tensors, storages and inert objects.
 
-A call is never made. Its arguments are checked against what torch emits, and described by a tree node.
-What contradicts itself or is not supported becomes an `Unreadable` in its place,
-so that the survey of the finished tree can name the key path.
+A call is never made. Its arguments are checked against what torch emits, and a node describes the result.
+A call that contradicts itself or is not supported becomes an `Unreadable`, so that the check of the finished tree
+can name its key path.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from layerstore.dtypes import DType, by_code, by_storage_class, by_torch_name
 from layerstore.errors import Unsupported
 from layerstore.limits import TENSOR_DIMENSIONS_MAX, TENSOR_REPEATED_BYTES_MAX
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3 import picklenames as names
-from layerstore.zero3.treecheck import Unreadable, check_key, view_end
+from layerstore.zero3.pt import picklenames as names
+from layerstore.zero3.pt.treecheck import Unreadable, check_key, view_end
 
 # Early releases of Python 3.11 (3.11.2 among them) pickle an enum by the name of its member, all others by value.
 _ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
@@ -26,7 +26,7 @@ _TORCH_INT_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class StorageReference(Unreadable):
-    """A storage as the pickle names it; on its own, without a tensor, it cannot be represented."""
+    """A storage as the pickle names it. Without a tensor it cannot be represented."""
 
     key: str = ""
     """The record ``data/KEY``."""
@@ -48,7 +48,7 @@ class Calls:
         """Storages by key, in order of first use."""
 
     def call(self, name: str, arguments: tuple[object, ...]) -> object:
-        """Return the node for ``name(*arguments)``; *name* may be unknown, it is refused later."""
+        """Return the node for ``name(*arguments)``. An unknown *name* is refused later."""
         if name in _CALLS:
             return _CALLS[name](self, arguments)
         if name in names.UNSUPPORTED:
@@ -58,7 +58,7 @@ class Calls:
         return Inert(name=name, arguments=_as_trees(arguments))
 
     def refer(self, persistent_id: object) -> Unreadable:
-        """Return the reference that a persistent id makes, if it is one."""
+        """Return the storage that *persistent_id* refers to."""
         match persistent_id:
             case ("storage", Global(storage_class), str(key), str(device), elements) if _is_count(elements):
                 found = StorageReference(
@@ -250,7 +250,7 @@ def _with_attributes(tensor: Tensor, state: object) -> Tensor | Unreadable:
 
 
 def _malformed_tensor(arguments: tuple[object, ...]) -> Unreadable:
-    # An argument that is unreadable itself says more than the call around it.
+    # An unreadable argument says more than the call around it.
     found = next((part for part in arguments if isinstance(part, Unreadable)), None)
     if found is None or isinstance(found, StorageReference):
         return _damage("a malformed tensor")
@@ -274,7 +274,7 @@ def _are_counts(values: tuple[object, ...]) -> TypeGuard[tuple[int, ...]]:
 
 
 def _as_trees(arguments: tuple[object, ...]) -> tuple[Tree, ...]:
-    return arguments  # type: ignore[return-value]  # the survey of the finished tree checks every part
+    return arguments  # type: ignore[return-value]  # check_tree looks at every part of the finished tree
 
 
 _CALLS: dict[str, Callable[[Calls, tuple[object, ...]], object]] = {

@@ -1,9 +1,9 @@
 """
-Write an inert tree as the pickle that ``torch.save`` would have written: protocol 2, torch's own names.
+Write an inert tree as the pickle that ``torch.save`` would write: protocol 2, torch's own names.
 
-Whoever loads it gets live objects of the original classes back. Equal trees give equal bytes:
+Loading it with torch gives live objects of the original classes. Equal trees give equal bytes:
 only texts and globals are memorised, by value; storages are numbered by first use; sets are sorted.
-Does not use the ``pickle`` module. Lists and dicts that a tree shares are written once per mention.
+The ``pickle`` module is not used. A list or dict that occurs twice in a tree is written twice.
 """
 
 import struct
@@ -14,8 +14,8 @@ from typing import Final, cast
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3 import picklenames as names
-from layerstore.zero3.treecheck import CrookedTreeError, Survey, survey, view_end
+from layerstore.zero3.pt import picklenames as names
+from layerstore.zero3.pt.treecheck import TreeReport, UnsafeTreeError, check_tree, view_end
 
 _UINT8_MAX = 0xFF
 _UINT16_MAX = 0xFFFF
@@ -46,7 +46,7 @@ class WrittenPickle:
     payload: bytes
     """The bytes of ``data.pkl``."""
     storages: tuple[Storage, ...]
-    """Each one's place is its key: the first lies in ``data/0``."""
+    """By key: the first lies in ``data/0``."""
 
 
 def write_pickle(tree: Tree) -> WrittenPickle:
@@ -54,7 +54,7 @@ def write_pickle(tree: Tree) -> WrittenPickle:
     Return *tree* as a pickle.
 
     Raises:
-        InvalidInput: The tree contains itself, or what no pickle of ours may hold; names the key path.
+        InvalidInput: The tree contains itself, or a part that cannot be written; names the key path.
     """
     _check(tree)
     writer = _Writer()
@@ -64,8 +64,8 @@ def write_pickle(tree: Tree) -> WrittenPickle:
 
 def _check(tree: Tree) -> None:
     try:
-        found: Survey = survey(tree)
-    except CrookedTreeError as exc:
+        found: TreeReport = check_tree(tree)
+    except UnsafeTreeError as exc:
         raise InvalidInput(f"the tree cannot be written: {exc}") from exc
     for place, unreadable in found.unreadable:
         raise InvalidInput(f"the tree cannot be written: {unreadable.what} at {place}")
@@ -84,7 +84,7 @@ class _Writer:
         self._memo: dict[str | Global, int] = {}
 
     def payload(self) -> bytes:
-        """Return what was written so far."""
+        """Return the opcodes written so far."""
         return b"".join(self._pieces)
 
     def write(self, node: Tree) -> None:
@@ -152,7 +152,7 @@ class _Writer:
         self._set_items(cast("dict[Tree, Tree]", node))
 
     def _set(self, node: Tree) -> None:
-        # The order of a set changes from process to process; the elements' own pickles sort it.
+        # The order of a set changes from process to process, so its elements are sorted by their own pickles.
         elements = sorted(cast("set[Tree]", node), key=_sort_key)
         self._call(names.SET, lambda: self._list(elements))
 

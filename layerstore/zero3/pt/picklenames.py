@@ -1,8 +1,8 @@
 """
-The closed list: every global that a checkpoint's pickle may name, and what it is to us.
+The allow-list: every global that a checkpoint's pickle may name, and how it is read.
 
-Nothing here is imported or called; these are names. What is on no list is refused by name.
-Where the names come from: DeepSpeed's two classes, torch's own ways to say "tensor", the containers
+These are names; nothing is imported or called. A global that is on no list is refused.
+The names come from DeepSpeed's loss scalers and stages, torch's functions that rebuild tensors, the containers
 of learning-rate schedulers, and numpy, whose generator states DeepSpeed's data sampler keeps.
 """
 
@@ -28,7 +28,7 @@ REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 ZERO_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
-# Their calls become tree nodes; as mere values they make no sense.
+# Calls of these become tree nodes; on their own they are refused.
 CALLED: Final = frozenset(
     {
         ORDERED_DICT,
@@ -87,12 +87,12 @@ STORAGE_CLASSES: Final = frozenset(
     }
 )
 
-# Values that calls take as arguments, and that may stand anywhere: a dtype in a loss scaler.
+# Arguments of calls that may also stand alone, such as a dtype in a loss scaler.
 VALUES: Final = frozenset(
     {TENSOR, PARAMETER, "numpy.ndarray", *STORAGE_CLASSES, *(f"torch.{name}" for name in _DTYPE_NAMES)}
 )
 
-# Known and harmless, but there is no node for what they make: said by kind instead of as a strange name.
+# Known and harmless, but without a node: refused as unsupported, by kind, rather than as an unknown name.
 UNSUPPORTED: Final = {
     "torch._utils._rebuild_qtensor": "a quantized tensor",
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
@@ -111,12 +111,12 @@ UNSUPPORTED: Final = {
 
 KNOWN: Final = CALLED | INERT | VALUES | UNSUPPORTED.keys()
 
-# Pickle protocol 2 speaks of modules by their names in Python 2.
+# Pickle protocol 2 uses the names that modules had in Python 2.
 _RENAMED_MODULES = {"__builtin__": "builtins"}
 
 
 def dotted(module: str, name: str) -> str | None:
-    """Return the one spelling of a global; None if the two parts cannot be names."""
+    """Return a global's canonical spelling; None if the two parts cannot be names."""
     module = _RENAMED_MODULES.get(module, module)
     parts = (*module.split("."), name)
     return f"{module}.{name}" if all(part.isidentifier() for part in parts) else None

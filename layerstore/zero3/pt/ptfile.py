@@ -1,14 +1,13 @@
 """
-The one door to ``.pt`` files: their trees in and out, their payloads as extents.
+``.pt`` files: read as a tree and the places of its tensors' bytes, or laid out from one. No torch is imported.
 
-Reading takes milliseconds and costs no import of torch: the pickle becomes an inert tree, each storage
-the place where its bytes lie. Writing is a layout: the tree says where every payload goes and which
-bytes surround them, and those who own the disk put both there.
-Reads no payload and writes nothing. The format: one zip archive, as ``torch.save`` makes it.
+Reading takes milliseconds: the pickle becomes an inert tree, and each storage holds the place of its bytes.
+Writing starts from a layout: it says where each payload goes and which bytes surround them; callers write both.
+This module reads no payload and writes no file. The format is one zip archive, as ``torch.save`` makes it.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +15,11 @@ from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, Unsupported
 from layerstore.format.hashing import crc32 as crc32_of
 from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
-from layerstore.tree import Located, Storage, Tree
-from layerstore.zero3.pickletree import read_pickle
-from layerstore.zero3.picklewrite import write_pickle
-from layerstore.zero3.sourcefile import SourceFile, damaged, open_source, untrusted
-from layerstore.zero3.ziparchive import Archive, Entry, read_archive
-from layerstore.zero3.ziplayout import Record, ZipLayout, layout_archive
+from layerstore.tree import Storage, Tree
+from layerstore.zero3.pt.picklewrite import write_pickle
+from layerstore.zero3.pt.unpickle import read_pickle
+from layerstore.zero3.pt.ziparchive import Archive, Record, ZipLayout, layout_archive, read_archive
+from layerstore.zero3.sourcefile import OpenedSource, damaged, open_source, untrusted
 
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
@@ -62,9 +60,8 @@ class PtLayout:
     storages: tuple[tuple[Storage, int], ...]
     """Each storage with the absolute offset of its payload, in file order; empty ones included."""
     _records: tuple["_Planned", ...]
-    """All records, in file order."""
+    """All records but the last, the serialization id, in file order."""
     _zip: ZipLayout
-    """Their places."""
 
     def skeleton(self, crc32: Mapping[Storage, int]) -> list[tuple[int, bytes]]:
         """
@@ -77,44 +74,43 @@ class PtLayout:
         Raises:
             InvalidInput: The CRC of a storage is missing.
         """
-        contents = [record.content(crc32) for record in self._records]
-        identity = _serialization_id(contents[0].payload, [content.crc32 for content in contents])
-        contents.append(_Content(payload=identity, crc32=crc32_of(identity)))
-        framing = self._zip.framing([content.crc32 for content in contents])
-        placed = zip(self._zip.records, contents, strict=True)
-        payloads = [(record.offset_bytes, content.payload) for record, content in placed if content.payload]
-        return sorted(framing + payloads)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
-    """What a record holds, and its CRC."""
-
-    payload: bytes
-    """Empty for storages: others put those bytes in place."""
-    crc32: int
+        crcs = [record.crc32(crc32) for record in self._records]
+        identity = _serialization_id(self._records[0].payload, crcs)
+        framing = self._zip.framing([*crcs, crc32_of(identity)])
+        payloads = (*(record.payload for record in self._records), identity)
+        placed = zip(self._zip.records, payloads, strict=True)
+        return sorted([*framing, *((at.offset_bytes, payload) for at, payload in placed if payload)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """A record of the file to be: a storage, or bytes that are known already."""
+    """A record to write: a storage, or bytes that are known already."""
 
     name: str
     payload: bytes = b""
+    """Empty for storages: callers put those bytes in place."""
     storage: Storage | None = None
 
     @property
     def size_bytes(self) -> int:
-        return len(self.payload) if self.storage is None else _size_bytes(self.storage)
-
-    def content(self, crc32: Mapping[Storage, int]) -> _Content:
         if self.storage is None:
-            return _Content(payload=self.payload, crc32=crc32_of(self.payload))
-        if self.size_bytes == 0:
-            return _Content(payload=b"", crc32=0)
-        if self.storage not in crc32:
+            return len(self.payload)
+        return self.storage.elements * by_code(self.storage.dtype).bytes
+
+    def crc32(self, known: Mapping[Storage, int]) -> int:
+        if self.storage is None:
+            return crc32_of(self.payload)
+        if self.size_bytes and self.storage not in known:
             raise InvalidInput(f"the CRC of the record {self.name} is missing")
-        return _Content(payload=b"", crc32=crc32[self.storage])
+        return known[self.storage] if self.size_bytes else 0
+
+    def record(self, alignment_bytes: int) -> Record:
+        is_payload = self.storage is not None and self.size_bytes > 0
+        return Record(
+            name=self.name,
+            size_bytes=self.size_bytes,
+            alignment_bytes=alignment_bytes if is_payload else _RECORD_ALIGNMENT_BYTES,
+        )
 
 
 def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtFile:
@@ -126,7 +122,7 @@ def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtF
 
     Raises:
         SourceCheckpoint: Missing, cut short, damaged, of another format, or untrusted.
-        Unsupported: A tensor of a kind or element type that has no place here; big-endian bytes.
+        Unsupported: A tensor of a kind or element type that is not supported; big-endian bytes.
         StorageIO: The disk refused.
     """
     with open_source(path) as source:
@@ -137,8 +133,8 @@ def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtF
         payload,
         path=path,
         records={
-            name.removeprefix(_STORAGE_FOLDER): _located(path, entry)
-            for name, entry in archive.entries.items()
+            name.removeprefix(_STORAGE_FOLDER): located
+            for name, located in archive.entries.items()
             if name.startswith(_STORAGE_FOLDER)
         },
         allowed_globals=allowed_globals,
@@ -161,10 +157,17 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
     if not 1 <= alignment_bytes <= _ALIGNMENT_BYTES_MAX:
         raise InvalidInput(f"payloads cannot be aligned to {alignment_bytes} bytes")
     written = write_pickle(tree)
-    planned = _plan_records(written.payload, written.storages)
+    # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
+    # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
+    planned = (
+        _Planned(name=_PICKLE, payload=written.payload),
+        _Planned(name=_BYTE_ORDER, payload=b"little"),
+        *(_Planned(name=f"{_STORAGE_FOLDER}{key}", storage=storage) for key, storage in enumerate(written.storages)),
+        _Planned(name="version", payload=b"3\n"),
+    )
     identity = Record(name=".data/serialization_id", size_bytes=_ID_DIGITS, alignment_bytes=_RECORD_ALIGNMENT_BYTES)
-    placed = layout_archive([*(_record(item, alignment_bytes) for item in planned), identity], root=name)
-    pairs = zip(planned, placed.records, strict=False)  # the identity has a place, and is no planned record
+    placed = layout_archive([*(item.record(alignment_bytes) for item in planned), identity], root=name)
+    pairs = zip(planned, placed.records, strict=False)  # the serialization id has a place, but no plan
     return PtLayout(
         size_bytes=placed.size_bytes,
         storages=tuple((item.storage, at.offset_bytes) for item, at in pairs if item.storage is not None),
@@ -173,38 +176,14 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
     )
 
 
-def _plan_records(payload: bytes, storages: Sequence[Storage]) -> tuple[_Planned, ...]:
-    # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
-    # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
-    return (
-        _Planned(name=_PICKLE, payload=payload),
-        _Planned(name=_BYTE_ORDER, payload=b"little"),
-        *(_Planned(name=f"{_STORAGE_FOLDER}{key}", storage=storage) for key, storage in enumerate(storages)),
-        _Planned(name="version", payload=b"3\n"),
-    )
-
-
-def _record(item: _Planned, alignment_bytes: int) -> Record:
-    is_payload = item.storage is not None and item.size_bytes > 0
-    return Record(
-        name=item.name,
-        size_bytes=item.size_bytes,
-        alignment_bytes=alignment_bytes if is_payload else _RECORD_ALIGNMENT_BYTES,
-    )
-
-
-def _serialization_id(pickle: bytes, crcs: Sequence[int]) -> bytes:
-    """Return what torch puts there by chance and time, made from the contents instead."""
+def _serialization_id(pickle: bytes, crcs: list[int]) -> bytes:
+    """Return an id made from the contents; torch's own depends on chance and time."""
     digest = hashlib.blake2b(pickle, digest_size=16)
     digest.update(b"".join(crc.to_bytes(4, "little") for crc in crcs))
     return str(int.from_bytes(digest.digest(), "big")).zfill(_ID_DIGITS).encode()
 
 
-def _size_bytes(storage: Storage) -> int:
-    return storage.elements * by_code(storage.dtype).bytes
-
-
-def _check_byte_order(source: SourceFile, archive: Archive) -> None:
+def _check_byte_order(source: OpenedSource, archive: Archive) -> None:
     if _BYTE_ORDER not in archive.entries:
         return  # files older than torch 2.1 have none, and torch reads them as little-endian
     order = _read_record(source, archive, _BYTE_ORDER)
@@ -214,18 +193,14 @@ def _check_byte_order(source: SourceFile, archive: Archive) -> None:
         raise damaged(source.path, f"its byte order is {order[:20]!r}")
 
 
-def _read_record(source: SourceFile, archive: Archive, name: str) -> bytes:
-    entry = archive.entries.get(name)
-    if entry is None:
+def _read_record(source: OpenedSource, archive: Archive, name: str) -> bytes:
+    located = archive.entries.get(name)
+    if located is None:
         raise damaged(source.path, f"the record {name} is missing")
-    if entry.size_bytes > PICKLE_BYTES_MAX:
-        raise untrusted(source.path, f"the record {name} has {entry.size_bytes} bytes")
-    payload = source.read_at(entry.offset_bytes, entry.size_bytes)
+    if located.size_bytes > PICKLE_BYTES_MAX:
+        raise untrusted(source.path, f"the record {name} has {located.size_bytes} bytes")
+    payload = source.read_at(located.offset_bytes, located.size_bytes)
     found = crc32_of(payload)
-    if found != entry.crc32:
-        raise damaged(source.path, f"the record {name} has the CRC {found:08x}, its directory says {entry.crc32:08x}")
+    if found != located.crc32:
+        raise damaged(source.path, f"the record {name} has the CRC {found:08x}, its directory says {located.crc32:08x}")
     return payload
-
-
-def _located(path: Path, entry: Entry) -> Located:
-    return Located(path=path, offset_bytes=entry.offset_bytes, size_bytes=entry.size_bytes, crc32=entry.crc32)
