@@ -11,7 +11,7 @@ from pathlib import Path
 
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3 import convert
-from tests.unit.ptfiles import write_pt
+from tests.zero3.ptfiles import write_pt
 
 WORLD_SIZE = 2
 

@@ -37,9 +37,9 @@ from layerstore.store import Store, init
 from layerstore.tree import Global, Inert, Located
 from layerstore.zero3.pt import read_pt
 from tests.faults.harness import composed, copied, in_child, problems, seeded, snapshot, tiny_checkpoint
-from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.unit.hostile.pickles import HOSTILE_PICKLES
-from tests.unit.ptfiles import write_pt
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES
+from tests.zero3.ptfiles import write_pt
 
 TAG = "global_step2"
 
@@ -330,7 +330,7 @@ def test_an_unusual_name_of_a_run_is_kept(place: Path, run: str) -> None:
 # -- what must not be believed -------------------------------------------------------------------------------------
 
 
-# The whole lists, with those that take long, are tried one floor below, in tests/unit/hostile.
+# The whole lists, with those that take long, are tried one floor below, in tests/zero3/hostile.
 QUICK_PICKLES = [make for make in HOSTILE_PICKLES if not make.__name__.startswith("too_many")]
 
 

@@ -51,9 +51,9 @@ from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
 from tests.fuzz.harness import Parser, changed, changed_values
 from tests.unit import samples
-from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.unit.hostile.pickles import HOSTILE_PICKLES
 from tests.unit.recipes import FILE, llama
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES
 
 _SOURCE = (SourceCheckpoint, Unsupported)
 _STORED = (IntegrityError, Unsupported)

@@ -17,7 +17,7 @@ from layerstore.live.inert import Memory, NotPlain, inert
 from layerstore.tree import Located, Storage, Tree
 from layerstore.zero3.pt import read_pt
 from tests.deepspeed import client_states
-from tests.unit.ptfiles import fingerprint, held
+from tests.zero3.ptfiles import fingerprint, held
 
 Make = Callable[[], object]
 

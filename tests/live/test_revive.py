@@ -18,7 +18,7 @@ from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.tree import Global, Inert, Located, Storage, Tree
 from layerstore.zero3.pt import INERT, read_pt
 from tests.live.test_inert import MADE, as_it_is, trees
-from tests.unit.ptfiles import held
+from tests.zero3.ptfiles import held
 
 
 def revived(value: object) -> Any:

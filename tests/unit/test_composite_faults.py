@@ -26,8 +26,8 @@ from tests.bench.shapes import GROUPINGS, ModelShape
 from tests.deepspeed.compare import full_tensors, load, raw_bytes
 from tests.faults.harness import Recorder, snapshot
 from tests.generated import generate
-from tests.unit.ptfiles import write_pt
 from tests.unit.test_selective import tensors_of
+from tests.zero3.ptfiles import write_pt
 
 MIB = 1 << 20
 OLD, NEW = 100, 200

@@ -19,7 +19,7 @@ from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, U
 from layerstore.limits import PAGE_BYTES
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt import PtFile, layout_pt, read_pt
-from tests.unit.ptfiles import fingerprint, held, write_pt
+from tests.zero3.ptfiles import fingerprint, held, write_pt
 
 DTYPE_NAMES = [row.torch_name for row in DTYPES]
 

@@ -18,7 +18,7 @@ from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
-from tests.unit.ptfiles import fingerprint
+from tests.zero3.ptfiles import fingerprint
 
 SOMEWHERE = Path("somewhere.pt")
 

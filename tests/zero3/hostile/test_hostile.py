@@ -10,9 +10,9 @@ import pytest
 
 from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
 from layerstore.zero3.pt import read_pt
-from tests.unit.hostile import archives, pickles
-from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.unit.hostile.pickles import HOSTILE_PICKLES, text
+from tests.zero3.hostile import archives, pickles
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES, text
 
 MEMORY_BYTES_MAX = 300 * 1024 * 1024
 

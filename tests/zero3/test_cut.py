@@ -10,7 +10,7 @@ from layerstore.errors import LayoutMismatch
 from layerstore.model import Kind
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3 import Checkpoint, SliceSource, discover, read_checkpoint
-from tests.unit.ptfiles import write_pt
+from tests.zero3.ptfiles import write_pt
 
 # The worked example: sub_group_size = 10, group 0 has a, b and c, group 1 has d and e.
 ELEMENTS = {"a": 15, "b": 12, "c": 7, "d": 3, "e": 5}
