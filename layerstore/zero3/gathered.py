@@ -123,7 +123,7 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
                 raise _damaged(path, f"tensor {name!r} has sizes that are no whole numbers")
             # Before they are multiplied: thousands of numbers of thousands of digits would take hours.
-            if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max(end, *entry["shape"]) >= 1 << 63:
+            if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max([end, *entry["shape"]]) >= 1 << 63:
                 raise _damaged(path, f"tensor {name!r} has sizes that no tensor has")
             elements = prod(entry["shape"])
             if end - begin != elements * by_code(entry["dtype"]).bytes:
