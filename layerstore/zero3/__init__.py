@@ -45,6 +45,7 @@ from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
 from layerstore.zero3.trees import TreeView, replace_tensors, sub_group_shapes, undivided
 from layerstore.zero3.write import (
     BYTES_KEY,
+    DerivedCheck,
     OutputFile,
     derived_checks,
     filling_of,
@@ -66,6 +67,7 @@ __all__ = [
     "SUMMARY",
     "TRAINER_STATE",
     "Checkpoint",
+    "DerivedCheck",
     "FoundCheckpoint",
     "FoundTag",
     "GatheredSource",

@@ -105,6 +105,7 @@ FOREIGN = {
         ("layerstore.policy.recipe.document",),
         "only its parser is used: what constructs values from other people's text could execute it",
     ),
+    "safetensors": ((), "it maps the files that it reads, and holds the tensors that it writes: ADR 30"),
     "typer": (("layerstore.cli.",), "a library does not talk to terminals"),
     "click": (("layerstore.cli.",), "a library does not talk to terminals"),
     "rich": (("layerstore.cli.",), "a library does not talk to terminals"),
