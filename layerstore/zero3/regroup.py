@@ -25,8 +25,6 @@ _SUB_GROUP_SIZE = 10**9
 
 _UNIFY = "compose with --adam-step unify, or train with a param group per layer"
 
-_DS_ID = re.compile(r"(\d+)_(\d+)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubGroup:
@@ -36,8 +34,6 @@ class SubGroup:
     sample: int
     """A sub-group of the base in the same param group: everything but slices is taken from it."""
     shapes: dict[str, Size]
-    ds_id: str | None
-    """DeepSpeed's mark on the buffer; None where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +63,13 @@ def plan_regrouping(state: RankState, *, world_size: int) -> Regrouping:
     size = _sub_group_size(model)
     _check_rule(shapes, members, size, saved_by=model["dp_world_size"].integer())
     _check_scalars(state, members)
-    numbers = _parameter_numbers(state, shapes)
     found = []
     for param_group, old in members:
-        together = {name: shape for group in old for name, shape in shapes[group].items()}
-        names = list(together)
-        for chosen in sub_groups([_length({name: together[name]}, world_size) for name in names], size=size):
-            own = {names[index]: together[names[index]] for index in chosen}
-            first, last = numbers.get(names[chosen[0]]), numbers.get(names[chosen[-1]])
-            known = first is not None and last is not None
-            ds_id = f"{first}_{last}" if known else None
-            found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own, ds_id=ds_id))
+        together = [(name, shape) for group in old for name, shape in shapes[group].items()]
+        lengths = [_length({name: shape}, world_size) for name, shape in together]
+        for chosen in sub_groups(lengths, size=size):
+            own = dict(together[chosen.start : chosen.stop])
+            found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own))
     return Regrouping(world_size=world_size, sub_groups=tuple(found))
 
 
@@ -161,55 +153,6 @@ def same_bytes(tree: Tree) -> bytes:
     return pack(encode(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 
-# -- DeepSpeed's numbers of parameters -----------------------------------------------------------------------------
-
-
-def _parameter_numbers(state: RankState, shapes: Sequence[Mapping[str, Size]]) -> dict[str, int]:
-    """
-    Return the number that DeepSpeed gave each parameter, as far as the files show it.
-
-    Every buffer is marked with the numbers of its first and last parameter. DeepSpeed counts parameters as it
-    partitions them: in the order of ``parameters()``, or under ``zero.Init`` module by module as each is built.
-    The order that fits all marks gives the other numbers. No loader reads the marks: if neither fits, they are left
-    out.
-    """
-    known: dict[str, int] = {}
-    for (_, flat), own in zip(_outer(state)["fp32_flat_groups"].children(), shapes, strict=True):
-        mark = _DS_ID.fullmatch(str((flat.tensor().attributes or {}).get("ds_id")))
-        if mark and own:
-            first, *_, last = [*own, *own]
-            known |= {first: int(mark[1]), last: int(mark[2])}
-    model = TreeView.of(state.model)
-    buffers, shared = model.get("buffer_names"), model.get("shared_params")
-    left_out = {*(buffers.sequence() if buffers else ()), *(shared.mapping() if shared else ())}
-    names = [str(name) for name in model["module"].mapping() if name not in left_out]
-    for order in (names, _as_built(names)):
-        position = {name: index for index, name in enumerate(order)}
-        shifts = {number - position[name] for name, number in known.items() if name in position}
-        if len(shifts) == 1:
-            shift = shifts.pop()
-            return {name: index + shift for name, index in position.items()} | known
-    return known
-
-
-def _as_built(names: Sequence[str]) -> list[str]:
-    """
-    Return *names* in the order in which modules are complete: the inner ones before what surrounds them.
-
-    >>> _as_built(["gain", "norm.weight", "up.weight"])
-    ['norm.weight', 'up.weight', 'gain']
-    """
-    inner: dict[str, list[str]] = {}
-    own = []
-    for name in names:
-        head, dot, rest = name.partition(".")
-        if dot:
-            inner.setdefault(head, []).append(rest)
-        else:
-            own.append(name)
-    return [f"{head}.{rest}" for head, members in inner.items() for rest in _as_built(members)] + own
-
-
 # -- one rank's trees ----------------------------------------------------------------------------------------------
 
 
@@ -253,8 +196,7 @@ def _optimizer(template: RankState, regrouping: Regrouping, rank: int) -> TreeFi
     groups, lengths = list(enumerate(regrouping.sub_groups)), regrouping.lengths()
     masters, states = outer["fp32_flat_groups"], inner["state"]
     flats: list[Tree] = [
-        _flat(masters[own.sample].tensor(), FlatContent(state="", group=index), lengths[index], ds_id=own.ds_id)
-        for index, own in groups
+        _flat(masters[own.sample].tensor(), FlatContent(state="", group=index), lengths[index]) for index, own in groups
     ]
     state: dict[Tree, Tree] = {
         index: _state(states[own.sample], index, lengths[index])
@@ -282,17 +224,16 @@ def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
     for key, value in sample.children():
         if isinstance(value.value, Tensor) and isinstance(value.value.storage.content, FlatContent):
             content = replace(value.value.storage.content, group=group)
-            found[key] = _flat(value.value, content, elements, ds_id=None)
+            found[key] = _flat(value.value, content, elements)
         else:
             # Copies: two sub-groups must not count in the memory of one counter.
             found[key] = replace_tensors(value.value, lambda tensor: replace(tensor, storage=replace(tensor.storage)))
     return found
 
 
-def _flat(sample: Tensor, content: FlatContent, elements: int, *, ds_id: str | None) -> Tensor:
+def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:
+    # DeepSpeed marks a buffer with the numbers of its first and last parameter. No loader reads the mark.
     attributes = {key: value for key, value in (sample.attributes or {}).items() if key != "ds_id"}
-    if ds_id is not None and "ds_id" in (sample.attributes or {}):
-        attributes["ds_id"] = ds_id
     return replace(_resized(sample, elements, content), attributes=attributes or None)
 
 

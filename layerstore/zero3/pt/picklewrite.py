@@ -7,9 +7,8 @@ The ``pickle`` module is not used. A list or dict that occurs twice in a tree is
 """
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
@@ -87,23 +86,54 @@ class _Writer:
         """Return the opcodes written so far."""
         return b"".join(self._pieces)
 
-    def write(self, node: Tree) -> None:
+    def write(self, node: "Tree | Storage") -> None:  # noqa: PLR0912  # one case a type
         """Write one node of any type."""
-        _WRITERS[type(node)](self, node)
+        match node:
+            case None:
+                self._emit(_NONE)
+            case bool():
+                self._emit(_TRUE if node else _FALSE)
+            case int():
+                self._integer(node)
+            case float():
+                self._emit(struct.pack(">cd", b"G", node))
+            case str():
+                self._text(node)
+            case bytes():
+                # Protocol 2 has no bytes; latin-1 maps each of them to the character of its number.
+                self._call(names.ENCODE, node.decode("latin-1"), "latin1")
+            case Size():
+                self._call(names.SIZE, tuple(node))
+            case tuple():
+                self._tuple(node)
+            case list():
+                self._emit(_EMPTY_LIST)
+                self._appends(node)
+            case OrderedMap():
+                self._call(names.ORDERED_DICT)
+                self._set_items(node)
+                if node.attributes is not None:
+                    self.write(node.attributes)
+                    self._emit(_BUILD)
+            case dict():
+                self._emit(_EMPTY_DICT)
+                self._set_items(node)
+            case set():
+                # The order of a set changes from process to process, so its elements are sorted by their own pickles.
+                self._call(names.SET, sorted(node, key=_sort_key))
+            case Global():
+                self._global(node)
+            case Inert():
+                self._inert(node)
+            case Tensor():
+                self._tensor(node)
+            case Storage():
+                self._storage(node)
 
     def _emit(self, *pieces: bytes) -> None:
         self._pieces += pieces
 
-    # Scalars
-
-    def _none(self, _: Tree) -> None:
-        self._emit(_NONE)
-
-    def _boolean(self, node: Tree) -> None:
-        self._emit(_TRUE if node else _FALSE)
-
-    def _integer(self, node: Tree) -> None:
-        value = cast(int, node)
+    def _integer(self, value: int) -> None:
         if 0 <= value <= _UINT8_MAX:
             self._emit(b"K", value.to_bytes(1, "little"))
         elif 0 <= value <= _UINT16_MAX:
@@ -115,25 +145,15 @@ class _Writer:
             head = b"\x8a" + bytes([len(raw)]) if len(raw) <= _UINT8_MAX else b"\x8b" + struct.pack("<i", len(raw))
             self._emit(head, raw)
 
-    def _real(self, node: Tree) -> None:
-        self._emit(struct.pack(">cd", b"G", node))
-
-    def _text(self, node: Tree) -> None:
-        text = cast(str, node)
+    def _text(self, text: str) -> None:
         if not self._recall(text):
             raw = text.encode("utf-8", "surrogatepass")
             self._emit(b"X", struct.pack("<I", len(raw)), raw)
             self._memorise(text)
 
-    def _binary(self, node: Tree) -> None:
-        # Protocol 2 has no bytes; latin-1 maps each of them to the character of its number.
-        text = cast(bytes, node).decode("latin-1")
-        self._call(names.ENCODE, lambda: self.write(text), lambda: self.write("latin1"))
-
     # Containers
 
-    def _tuple(self, node: Tree) -> None:
-        items = cast("tuple[Tree, ...]", node)
+    def _tuple(self, items: "tuple[Tree | Storage, ...]") -> None:
         if not items:
             self._emit(_EMPTY_TUPLE)
             return
@@ -142,31 +162,6 @@ class _Writer:
         for item in items:
             self.write(item)
         self._emit(_TUPLES.get(len(items), _TUPLE))
-
-    def _list(self, node: Tree) -> None:
-        self._emit(_EMPTY_LIST)
-        self._appends(cast("list[Tree]", node))
-
-    def _dict(self, node: Tree) -> None:
-        self._emit(_EMPTY_DICT)
-        self._set_items(cast("dict[Tree, Tree]", node))
-
-    def _set(self, node: Tree) -> None:
-        # The order of a set changes from process to process, so its elements are sorted by their own pickles.
-        elements = sorted(cast("set[Tree]", node), key=_sort_key)
-        self._call(names.SET, lambda: self._list(elements))
-
-    def _ordered_map(self, node: Tree) -> None:
-        mapping = cast(OrderedMap, node)
-        self._call(names.ORDERED_DICT)
-        self._set_items(mapping)
-        if mapping.attributes is not None:
-            self._dict(mapping.attributes)
-            self._emit(_BUILD)
-
-    def _size(self, node: Tree) -> None:
-        extents = tuple(cast(Size, node))
-        self._call(names.SIZE, lambda: self._tuple(extents))
 
     def _appends(self, items: "list[Tree]") -> None:
         if items:
@@ -185,15 +180,14 @@ class _Writer:
 
     # Names and objects
 
-    def _name(self, node: Tree) -> None:
-        if not self._recall(cast(Global, node)):
-            module, name = names.module_and_name(cast(Global, node).name)
+    def _global(self, node: Global) -> None:
+        if not self._recall(node):
+            module, name = names.module_and_name(node.name)
             self._emit(f"c{module}\n{name}\n".encode())
-            self._memorise(cast(Global, node))
+            self._memorise(node)
 
-    def _inert(self, node: Tree) -> None:
-        item = cast(Inert, node)
-        self._name(Global(item.name))
+    def _inert(self, item: Inert) -> None:
+        self._global(Global(item.name))
         self._tuple(item.arguments)
         self._emit(_NEW if item.made_by_new else _REDUCE)
         self._appends(item.appended)
@@ -202,122 +196,67 @@ class _Writer:
             self.write(item.state)
             self._emit(_BUILD)
 
-    def _call(self, function: str, *arguments: Callable[[], None]) -> None:
-        """Write ``function(*arguments)``; each argument writes itself."""
-        self._name(Global(function))
-        self._emit(_EMPTY_TUPLE if not arguments else b"")
-        self._emit(_MARK if len(arguments) > 3 else b"")
-        for argument in arguments:
-            argument()
-        self._emit(_TUPLES.get(len(arguments), _TUPLE) if arguments else b"", _REDUCE)
+    def _call(self, function: str, *arguments: "Tree | Storage") -> None:
+        """Write ``function(*arguments)``."""
+        self._global(Global(function))
+        self._tuple(arguments)
+        self._emit(_REDUCE)
 
     # Tensors
 
-    def _tensor(self, node: Tree) -> None:
-        item = cast(Tensor, node)
+    def _tensor(self, item: Tensor) -> None:
         if item.is_parameter:
-            self._parameter(item)
-        elif item.attributes is not None:
-            function, arguments = self._view(item, requires_grad=item.requires_grad)
-            self._call(
-                names.REBUILD_FROM_TYPE,
-                lambda: self._name(Global(function)),
-                lambda: self._name(Global(names.TENSOR)),
-                lambda: self._arguments(arguments),
-                lambda: self._dict(item.attributes),
-            )
-        else:
-            function, arguments = self._view(item, requires_grad=item.requires_grad)
-            self._call(function, *arguments)
-
-    def _parameter(self, item: Tensor) -> None:
-        """Write a parameter around its plain data, which never requires a gradient itself."""
-        function, arguments = self._view(item, requires_grad=False)
-        parts: list[Callable[[], None]] = [
-            lambda: self._call(function, *arguments),
-            lambda: self._boolean(item.requires_grad),
-            self._no_hooks,
-        ]
+            # A parameter stands around its plain data, which never requires a gradient itself.
+            data = replace(item, is_parameter=False, requires_grad=False, attributes=None)
+            parts = (data, item.requires_grad, OrderedMap())
+            if item.attributes is None:
+                self._call(names.REBUILD_PARAMETER, *parts)
+            else:
+                self._call(names.REBUILD_PARAMETER_WITH_STATE, *parts, item.attributes)
+            return
+        function, arguments = _view(item)
         if item.attributes is None:
-            self._call(names.REBUILD_PARAMETER, *parts)
+            self._call(function, *arguments)
         else:
-            self._call(names.REBUILD_PARAMETER_WITH_STATE, *parts, lambda: self._dict(item.attributes))
-
-    def _view(self, item: Tensor, *, requires_grad: bool) -> "tuple[str, list[Callable[[], None]]]":
-        """Return the function that rebuilds a plain tensor, and its arguments."""
-        dtype = by_code(item.storage.dtype)
-        if view_end(item) > item.storage.elements:
-            raise InvalidInput(f"a tensor of shape {tuple(item.shape)} reaches beyond its storage")
-        arguments: list[Callable[[], None]] = [
-            lambda: self._storage(item.storage),
-            lambda: self._integer(item.offset),
-            lambda: self._tuple(tuple(item.shape)),
-            lambda: self._tuple(item.stride),
-            lambda: self._boolean(requires_grad),
-            self._no_hooks,
-        ]
-        if dtype.storage_class is not None:
-            return names.REBUILD_TENSOR, arguments
-        return names.REBUILD_TENSOR_UNTYPED, [
-            *arguments,
-            lambda: self._name(Global(f"torch.{dtype.torch_name}")),
-        ]
-
-    def _arguments(self, arguments: "list[Callable[[], None]]") -> None:
-        self._emit(_MARK)
-        for argument in arguments:
-            argument()
-        self._emit(_TUPLE)
+            kind = Global(names.TENSOR)
+            self._call(names.REBUILD_FROM_TYPE, Global(function), kind, arguments, item.attributes)
 
     def _storage(self, storage: Storage) -> None:
         key = self.storages.setdefault(storage, len(self.storages))
         dtype = by_code(storage.dtype)
         is_typed = dtype.storage_class is not None
-        self._emit(_MARK)
-        self._text("storage")
-        self._name(Global(f"torch.{dtype.storage_class}" if is_typed else names.UNTYPED_STORAGE))
-        self._text(str(key))
-        self._text(storage.device)
-        self._integer(storage.elements if is_typed else storage.elements * dtype.bytes)
-        self._emit(_TUPLE, _PERSISTENT)
-
-    def _no_hooks(self) -> None:
-        self._call(names.ORDERED_DICT)
+        storage_class = Global(f"torch.{dtype.storage_class}" if is_typed else names.UNTYPED_STORAGE)
+        elements = storage.elements if is_typed else storage.elements * dtype.bytes
+        self._tuple(("storage", storage_class, str(key), storage.device, elements))
+        self._emit(_PERSISTENT)
 
     # Memo
 
-    def _recall(self, value: "str | Global") -> bool:
+    def _recall(self, value: str | Global) -> bool:
         index = self._memo.get(value)
         if index is None:
             return False
         self._emit(b"h" + bytes([index]) if index <= _UINT8_MAX else b"j" + struct.pack("<I", index))
         return True
 
-    def _memorise(self, value: "str | Global") -> None:
+    def _memorise(self, value: str | Global) -> None:
         index = self._memo[value] = len(self._memo)
         self._emit(b"q" + bytes([index]) if index <= _UINT8_MAX else b"r" + struct.pack("<I", index))
+
+
+def _view(item: Tensor) -> "tuple[str, tuple[Any, ...]]":
+    """Return the function that rebuilds a plain tensor, and its arguments; a storage is among them."""
+    dtype = by_code(item.storage.dtype)
+    if view_end(item) > item.storage.elements:
+        raise InvalidInput(f"a tensor of shape {tuple(item.shape)} reaches beyond its storage")
+    no_hooks = OrderedMap()
+    arguments = (item.storage, item.offset, tuple(item.shape), item.stride, item.requires_grad, no_hooks)
+    if dtype.storage_class is not None:
+        return names.REBUILD_TENSOR, arguments
+    return names.REBUILD_TENSOR_UNTYPED, (*arguments, Global(f"torch.{dtype.torch_name}"))
 
 
 def _sort_key(element: Tree) -> bytes:
     writer = _Writer()
     writer.write(element)
     return writer.payload()
-
-
-_WRITERS: Final[dict[type, Callable[[_Writer, Tree], None]]] = {
-    type(None): _Writer._none,
-    bool: _Writer._boolean,
-    int: _Writer._integer,
-    float: _Writer._real,
-    str: _Writer._text,
-    bytes: _Writer._binary,
-    tuple: _Writer._tuple,
-    list: _Writer._list,
-    dict: _Writer._dict,
-    set: _Writer._set,
-    OrderedMap: _Writer._ordered_map,
-    Size: _Writer._size,
-    Global: _Writer._name,
-    Inert: _Writer._inert,
-    Tensor: _Writer._tensor,
-}
