@@ -52,8 +52,8 @@ from layerstore.zero3.pt.unpickle import read_pickle
 from tests.fuzz.harness import Parser, changed, changed_values
 from tests.unit import samples
 from tests.unit.recipes import FILE, llama
-from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.zero3.hostile.pickles import HOSTILE_PICKLES
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, SLOW_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES, SLOW_PICKLES, repeated_parts
 
 _SOURCE = (SourceCheckpoint, Unsupported)
 _STORED = (IntegrityError, Unsupported)
@@ -70,7 +70,7 @@ def _either(*inputs: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 
 def _hostile_pickles() -> list[bytes]:
-    quick = [make for make in HOSTILE_PICKLES if not make.__name__.startswith(("too_many", "repeated", "deep"))]
+    quick = [make for make in HOSTILE_PICKLES.values() if make not in {repeated_parts, *SLOW_PICKLES}]
     return [made for make in quick if len(made := make(Path(CANARY))) < 64 * KIB]
 
 
@@ -107,7 +107,7 @@ def _pickle() -> Parser:
 
 
 def _crooked_archives() -> list[bytes]:
-    quick = [make for make in HOSTILE_ARCHIVES if make.__name__ not in {"deflate_bomb", "million_entries"}]
+    quick = [make for make in HOSTILE_ARCHIVES.values() if make not in SLOW_ARCHIVES]
     return [made for make in quick if len(made := make()) < 64 * KIB]
 
 

@@ -1,7 +1,5 @@
 """Promises of the slicing: DeepSpeed's own rule, for every length and world size."""
 
-from math import prod
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,18 +16,6 @@ def ranges(name: str, world_size: int, rank: int) -> tuple[int, int, int]:
     elements = PARAMETERS[name]
     length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
     return (rank * length if valid else 0), valid, length - valid
-
-
-@pytest.mark.parametrize(
-    ("world_size", "lengths"),
-    [
-        (2, {"a": 8, "b": 6, "c": 4, "d": 2, "e": 3}),
-        (3, {"a": 5, "b": 4, "c": 3, "d": 1, "e": 2}),
-    ],
-)
-def test_slices_of_the_worked_example_have_its_lengths(world_size: int, lengths: dict[str, int]) -> None:
-    """k = ceil(n / W) for every parameter."""
-    assert lengths == {name: slice_length(elements, world_size) for name, elements in PARAMETERS.items()}
 
 
 @pytest.mark.parametrize(
@@ -50,13 +36,6 @@ def test_ranks_of_the_worked_example_hold_its_elements(
     assert expected == {name: ranges(name, world_size, rank) for name in PARAMETERS}
 
 
-def test_padding_may_take_whole_ranks() -> None:
-    """Nine elements on eight ranks: rank 4 is half padding, ranks 5 to 7 are nothing else."""
-    valid = [valid_elements(9, 8, rank) for rank in range(8)]
-
-    assert valid == [2, 2, 2, 2, 1, 0, 0, 0]
-
-
 @given(st.integers(0, 10**12), st.integers(1, 4096))
 def test_slices_tile_the_parameter(elements: int, world_size: int) -> None:
     """All valid elements together are the parameter, each rank's slice starts where the one before it ends."""
@@ -67,16 +46,6 @@ def test_slices_tile_the_parameter(elements: int, world_size: int) -> None:
     assert length * world_size - elements in range(world_size)
     assert all(count == length for count in valid[: elements // length if length else 0])
     assert valid == sorted(valid, reverse=True)
-
-
-@given(st.lists(st.integers(0, 50), max_size=6))
-def test_a_tensor_has_the_product_of_its_shape(shape: list[int]) -> None:
-    """A scalar has one element, and a tensor with an empty dimension none."""
-    expected = 1
-    for extent in shape:
-        expected *= extent
-
-    assert expected == prod(shape)
 
 
 def cut(values: list[int], world_size: int) -> list[list[int]]:

@@ -122,20 +122,6 @@ def test_a_name_that_no_reader_takes_is_not_written() -> None:
         layout_archive([Record(name="data.pkl", size_bytes=4)], root="x" * 600)
 
 
-def test_every_truncation_is_incomplete(tmp_path: Path) -> None:
-    """Cut after any byte, the file is reported as truncated and nothing else."""
-    layout = layout_archive([Record(name="data.pkl", size_bytes=9), Record(name="v", size_bytes=1)], root="a")
-    whole = assembled(layout, [b"some data", b"3"])
-    path = tmp_path / "cut.pt"
-    for size_bytes in range(len(whole)):
-        path.write_bytes(whole[:size_bytes])
-
-        with pytest.raises(SourceCheckpoint, match="truncated") as caught:
-            listing(path)
-
-        assert caught.value.facts["reason"] == "truncated"
-
-
 def test_every_flipped_bit_is_refused_or_harmless(tmp_path: Path) -> None:
     """A flipped bit in any header never leads to another error than ours, nor outside the file."""
     layout = layout_archive([Record(name="data.pkl", size_bytes=9), Record(name="v", size_bytes=1)], root="a")
