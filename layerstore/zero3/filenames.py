@@ -26,7 +26,7 @@ INCOMPLETE = "checkpoint-is-incomplete.txt"
 """The Trainer leaves it when it was interrupted."""
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 """DeepSpeed copies these beside its tags."""
-# What a compose of ours leaves when it is killed, or has while it runs.
+# A compose writes to such a folder, and leaves it behind when it is killed.
 UNFINISHED_OUTPUT = re.compile(r".+\.(partial|replaced)-[0-9a-f]{8}")
 
 ZERO3 = "ZeRO-3"

@@ -257,7 +257,7 @@ class Slices:
         return {name for kind, name in self._shards if kind is Kind.BUFFERS}
 
     def rank_buffers(self) -> dict[str, int]:
-        """Return the buffers of which every rank saved its own, and how many ranks that were."""
+        """Return the buffers that every rank saved for itself, each with the number of ranks."""
         return {name: shards for (kind, name), shards in self._shards.items() if kind is Kind.BUFFERS and shards > 1}
 
     def parameter(self, name: str) -> Parameter:

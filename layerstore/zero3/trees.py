@@ -200,7 +200,7 @@ def undivided(state: RankState) -> str:
     Describe the first part of the optimizer's state that several parameters of a sub-group share; empty if none.
 
     8-bit optimizers keep moments in blocks whose scales belong to no layer; others keep factors of a whole matrix.
-    Such a state is kept as it is, rank by rank, and serves only the very save that it was part of.
+    Such a state is kept unchanged, rank by rank, and can be used only with the save that it was part of.
     """
     return undivided_in(
         optimizer_states(TreeView.of(state.optimizer)),

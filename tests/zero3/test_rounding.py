@@ -190,7 +190,7 @@ def test_what_leaves_the_range_is_counted(source: str, target: str) -> None:
     assert (expected > 0) == ((source, target) not in {("F16", "F32"), ("F16", "BF16"), ("BF16", "F32")})
 
 
-@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_type_stays_as_it_is(dtype: str) -> None:
     """NaN payloads included."""
     data = as_bytes(numbers(dtype), dtype)

@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.zero3 import slice_length, stretches, valid_elements
+from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.format.objects import frame
+from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
+from layerstore.zero3 import Slices, slice_length, stretches, valid_elements
 from layerstore.zero3.slices import sub_groups
 
 # sub_group_size = 10; group 0 has a (15), b (12), c (7); group 1 has d (3), e (5).
@@ -120,3 +123,61 @@ def test_sub_groups_are_closed_as_soon_as_they_are_full(lengths: list[int], size
     else:
         assert all(total >= size for total in held[:-1])
         assert all(sum(lengths[index] for index in chosen[:-1]) < size for chosen in found if len(chosen) > 1)
+
+
+# -- slices of stored layers ---------------------------------------------------------------------------------------
+
+
+def stored_slices(*lengths: int, elements: int = 9, dtype: str = "F32") -> Slices:
+    """Return the masters of one parameter, stored by as many ranks as there are *lengths*."""
+    objects = []
+    for shard, length in enumerate(lengths):
+        tensor = StoredTensor(name="a", state="", dtype=dtype, elements=length, crc32=shard)
+        objects.append(
+            StoredObject(
+                id=ObjectId(f"{shard:032x}"),
+                size_bytes=frame([tensor]).size_bytes,
+                kind=Kind.MASTER,
+                shard=shard,
+                shards=len(lengths),
+                tensors=(tensor,),
+                chunks=b"",
+            )
+        )
+    parameter = Parameter(name="a", dtype="BF16", shape=(elements,), frozen=False, aliases=())
+    version = LayerVersion(
+        layer="a", parameters=(parameter,), buffers=(), world_size=len(lengths), objects=tuple(objects)
+    )
+    return Slices([version])
+
+
+def test_pieces_are_placed_by_the_type_that_they_become() -> None:
+    """Offsets in an object count elements of its type, those in the file elements of the file's."""
+    slices = stored_slices(5, 4)
+    starts = [slices.find(Kind.MASTER, "a", shard=shard).offset for shard in (0, 1)]
+
+    found = list(slices.pieces(Kind.MASTER, "a", dtype="BF16", offset=100, begin=3, end=7))
+
+    assert [(piece.object_offset, piece.size_bytes, piece.offset) for piece in found] == [
+        (starts[0] + 12, 8, 100),
+        (starts[1], 8, 104),
+    ]
+    assert {piece.rounding for piece in found} == {("F32", "BF16")}
+
+
+def test_pieces_of_the_same_type_are_copied() -> None:
+    """Without a range they are the whole parameter, and nothing is rounded."""
+    found = list(stored_slices(5, 4).pieces(Kind.MASTER, "a", dtype="F32", offset=0))
+
+    assert [(piece.size_bytes, piece.offset, piece.rounding) for piece in found] == [(20, 0, None), (16, 20, None)]
+
+
+def test_elements_that_are_not_stored_so_are_refused() -> None:
+    """A slice of another length, one that is missing, a type without a way to the one asked for."""
+    with pytest.raises(LayoutMismatch, match="slice 1 of 2 of 'a' is stored with 3 elements, its shape asks for 4"):
+        list(stored_slices(5, 3).pieces(Kind.MASTER, "a", dtype="F32", offset=0))
+    with pytest.raises(LayoutMismatch, match="no weights of 'a' for rank 0 is stored"):
+        list(stored_slices(5, 4).pieces(Kind.WEIGHTS, "a", dtype="F32", offset=0))
+    with pytest.raises(Unsupported, match="stored as I64 and cannot be written as F16") as raised:
+        list(stored_slices(9, dtype="I64").pieces(Kind.MASTER, "a", dtype="F16", offset=0, hint="choose a --dtype"))
+    assert raised.value.hint == "choose a --dtype"
