@@ -24,7 +24,7 @@ from layerstore.zero3.filenames import SHARD_STEM
 from layerstore.zero3.pt import PtFile, read_pt
 from layerstore.zero3.slices import slice_length
 from layerstore.zero3.sourcefile import damaged, open_source
-from layerstore.zero3.trees import TreeView, optimizer_states, refuse_settings, sub_group_shapes, undivided_in
+from layerstore.zero3.trees import TreeView, optimizer_states, refuse_settings, undivided_in
 
 MASTER = ""
 """The name of a master's flat buffer, which is no state of the optimizer."""
@@ -148,11 +148,6 @@ def agreed(ranks: list[RankSource], what: str, look: Callable[[RankSource], Agre
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def param_shapes(rank: RankSource) -> Groups:
-    """Return the rank's ``param_shapes``: what lies in each flat buffer, in which order."""
-    return sub_group_shapes(rank.model)
 
 
 def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:

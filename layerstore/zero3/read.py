@@ -44,14 +44,13 @@ from layerstore.zero3.ranks import (
     check_states,
     frozen_of,
     optimizer_steps,
-    param_shapes,
     parameters_of,
     read_ranks,
     world_size_of,
 )
 from layerstore.zero3.slices import slice_length, valid_elements
 from layerstore.zero3.sourcefile import open_source
-from layerstore.zero3.trees import replace_tensors, with_content
+from layerstore.zero3.trees import replace_tensors, sub_group_shapes, with_content
 
 _KINDS = tuple(Kind)
 
@@ -175,7 +174,7 @@ def read_checkpoint(
     world_size = world_size_of(ranks)
     check_saved_as_named(ranks)
     engine_step = agreed(ranks, "global_steps", lambda rank: rank.model["global_steps"].integer())
-    groups = agreed(ranks, "param_shapes", param_shapes)
+    groups = agreed(ranks, "param_shapes", lambda rank: sub_group_shapes(rank.model))
     check_flats(ranks, groups, world_size)
     check_states(ranks)
     steps = agreed(ranks, "the optimizer's count of updates", lambda rank: optimizer_steps(rank, len(groups)))
@@ -267,7 +266,7 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
         Unsupported: State of the optimizer lives elsewhere.
     """
     world_size = rank.model["dp_world_size"].integer()
-    groups = param_shapes(rank)
+    groups = sub_group_shapes(rank.model)
     check_flats([rank], groups, world_size)
     check_states([rank])
     check_names(rank, groups)
