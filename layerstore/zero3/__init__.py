@@ -25,8 +25,8 @@ from layerstore.zero3.filenames import (
     rank_of_file,
 )
 from layerstore.zero3.gathered import GatheredSource, read_header, tensors_in
-from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
-from layerstore.zero3.ranks import RankSource, buffers_of, rank_source
+from layerstore.zero3.pointer_files import Pointer, pointer_bytes, read_pointer, refuse_pointer
+from layerstore.zero3.rank_files import RankSource, buffers_of, rank_source
 from layerstore.zero3.read import (
     Checkpoint,
     LayerSource,
@@ -39,7 +39,7 @@ from layerstore.zero3.read import (
 )
 from layerstore.zero3.regroup import Regrouping, config_of, plan_regrouping, regrouped, same_bytes, with_own_steps
 from layerstore.zero3.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
-from layerstore.zero3.slices import Part, Piece, Slices, slice_length, stretches, valid_elements
+from layerstore.zero3.slices import Piece, Slices, StoragePart, slice_length, stretches, valid_elements
 from layerstore.zero3.sourcefile import OpenedSource, open_source, read_source_file, real_path, stat_source
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
 from layerstore.zero3.trees import TreeView, replace_tensors, sub_group_shapes, undivided
@@ -61,8 +61,8 @@ from layerstore.zero3.write import (
 __all__ = [
     "BYTES_KEY", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "SUMMARY", "TRAINER_STATE", "Checkpoint",
     "DerivedCheck", "FoundCheckpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
-    "OutputFile", "Part", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices",
-    "StorageCheck", "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive",
+    "OutputFile", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices",
+    "StorageCheck", "StoragePart", "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive",
     "check_unchanged", "checkpoints_below", "config_of", "convert", "derived_checks", "discover", "equal_bytes",
     "filling_of", "flavour_of", "gathered_pieces", "holds_zero3", "list_folder", "literal_file", "merged",
     "newly_infinite", "open_source", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file",

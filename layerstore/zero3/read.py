@@ -32,7 +32,7 @@ from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checke
 from layerstore.zero3.filenames import TRAINER_STATE
 from layerstore.zero3.gathered import GatheredFileSource, read_gathered
 from layerstore.zero3.pt import PtFile
-from layerstore.zero3.ranks import (
+from layerstore.zero3.rank_files import (
     MASTER,
     Groups,
     RankSource,

@@ -16,7 +16,7 @@ from layerstore.format.treecodec import encode
 from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.tree import OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.filenames import SHARD_STEM
-from layerstore.zero3.ranks import COUNTERS, STEP
+from layerstore.zero3.rank_files import COUNTERS, STEP
 from layerstore.zero3.slices import slice_length, sub_groups
 from layerstore.zero3.trees import TreeView, changed, replace_tensors, sub_group_shapes
 

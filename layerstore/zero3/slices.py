@@ -108,7 +108,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StoragePart:
     """A stretch of a storage: of a stored slice, or zeros where there is none."""
 
     size_bytes: int
@@ -135,11 +135,11 @@ class StoredSlice:
         """Return the piece that copies the slice to *offset*."""
         return Piece(object=self.object.ref, object_offset=self.offset, size_bytes=self.size_bytes, offset=offset)
 
-    def part(self, start: int = 0, elements: int | None = None) -> Part:
+    def part(self, start: int = 0, elements: int | None = None) -> StoragePart:
         """Return *elements* of the slice from *start* on; without them, all."""
         count = self.tensor.elements if elements is None else elements
         item_bytes = by_code(self.tensor.dtype).bytes
-        return Part(
+        return StoragePart(
             size_bytes=count * item_bytes,
             checksum=self.tensor.crc32 if count == self.tensor.elements else None,
             source=(self.object.ref, self.offset + start * item_bytes),
@@ -180,7 +180,9 @@ class Slices:
             raise LayoutMismatch(f"no {what} of {name!r} for rank {shard} is stored in the chosen layers", name=name)
         return stored
 
-    def parts(self, kind: Kind, name: str, *, state: str = "", dtype: str, begin: int, end: int) -> Iterator[Part]:
+    def parts(
+        self, kind: Kind, name: str, *, state: str = "", dtype: str, begin: int, end: int
+    ) -> Iterator[StoragePart]:
         """
         Yield what makes up the elements *begin* to *end* of a parameter, whatever slices they were stored in.
 

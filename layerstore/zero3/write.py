@@ -29,7 +29,7 @@ from layerstore.model import (
 )
 from layerstore.tree import Size, Storage
 from layerstore.zero3.pt import PtLayout, layout_pt
-from layerstore.zero3.slices import Part, Piece, Slices, slice_length, valid_elements
+from layerstore.zero3.slices import Piece, Slices, StoragePart, slice_length, valid_elements
 from layerstore.zero3.trees import TreeView, sub_group_shapes
 
 BYTES_KEY = "bytes"
@@ -128,7 +128,7 @@ def plan_source_file(file: SourceFile) -> OutputFile:
 def _plan_tree_file(file: TreeFile, slices: Slices, groups: _Groups, *, rank: int, world_size: int) -> OutputFile:
     layout = layout_pt(file.tree, name=PurePosixPath(file.path).stem)
     checksums: dict[Storage, int] = {}
-    unknown: dict[Storage, tuple[int, list[Part]]] = {}
+    unknown: dict[Storage, tuple[int, list[StoragePart]]] = {}
     literals: list[tuple[int, bytes]] = []
     pieces: list[Piece] = []
     for storage, offset in layout.storages:
@@ -161,7 +161,7 @@ def _plan_tree_file(file: TreeFile, slices: Slices, groups: _Groups, *, rank: in
 def _skeleton(
     layout: PtLayout,
     known: Mapping[Storage, int],
-    unknown: Mapping[Storage, tuple[int, list[Part]]],
+    unknown: Mapping[Storage, tuple[int, list[StoragePart]]],
     cut: Mapping[int, int],
 ) -> Literals:
     """Return the bytes around the payloads, given the checksums of the *cut* pieces by offset in the file."""
@@ -169,7 +169,7 @@ def _skeleton(
     return tuple(layout.skeleton({**known, **found}))
 
 
-def _combined(filling: list[Part], offset: int, cut: Mapping[int, int]) -> int:
+def _combined(filling: list[StoragePart], offset: int, cut: Mapping[int, int]) -> int:
     parts = []
     for part in filling:
         parts.append((cut[offset] if part.checksum is None else part.checksum, part.size_bytes))
@@ -179,7 +179,7 @@ def _combined(filling: list[Part], offset: int, cut: Mapping[int, int]) -> int:
 
 def filling_of(
     storage: Storage, slices: Slices, groups: _Groups, *, rank: int, world_size: int, path: str
-) -> list[Part]:
+) -> list[StoragePart]:
     """
     Return what fills *storage*, in order: stretches of objects, and padding.
 
@@ -194,7 +194,7 @@ def filling_of(
     return filling
 
 
-def _filling(storage: Storage, slices: Slices, groups: _Groups, *, rank: int, world_size: int) -> Iterator[Part]:
+def _filling(storage: Storage, slices: Slices, groups: _Groups, *, rank: int, world_size: int) -> Iterator[StoragePart]:
     match storage.content:
         case FlatContent(state=state, group=group):
             kind = Kind.OPTIMIZER if state else Kind.MASTER
@@ -212,7 +212,7 @@ def _filling(storage: Storage, slices: Slices, groups: _Groups, *, rank: int, wo
 
 def _padded_slice(
     storage: Storage, slices: Slices, kind: Kind, name: str, *, state: str, rank: int, world_size: int
-) -> Iterator[Part]:
+) -> Iterator[StoragePart]:
     elements = prod(slices.parameter(name).shape)
     length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
     if valid:
@@ -220,10 +220,10 @@ def _padded_slice(
         yield from slices.parts(kind, name, state=state, dtype=storage.dtype, begin=begin, end=begin + valid)
     padding = (length - valid) * by_code(storage.dtype).bytes
     if padding:
-        yield Part(size_bytes=padding, checksum=crc32_of_zeros(padding), source=None)
+        yield StoragePart(size_bytes=padding, checksum=crc32_of_zeros(padding), source=None)
 
 
-def _placed(filling: list[Part], offset: int) -> Iterator[Piece]:
+def _placed(filling: list[StoragePart], offset: int) -> Iterator[Piece]:
     for part in filling:
         if part.source is not None:
             ref, start = part.source

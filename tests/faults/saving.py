@@ -20,7 +20,7 @@ from layerstore.publish.shares import ShareWork, write_share
 from layerstore.storage.handles import Hook
 from layerstore.store import Store
 from layerstore.zero3 import discover, share_of
-from layerstore.zero3.ranks import read_ranks
+from layerstore.zero3.rank_files import read_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

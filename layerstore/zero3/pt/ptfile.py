@@ -18,7 +18,7 @@ from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.tree import Storage, Tree
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
-from layerstore.zero3.pt.ziparchive import Archive, Record, ZipLayout, layout_archive, read_archive
+from layerstore.zero3.pt.ziparchive import Archive, ZipLayout, ZipRecord, layout_archive, read_archive
 from layerstore.zero3.sourcefile import OpenedSource, damaged, open_source, untrusted
 
 _PICKLE = "data.pkl"
@@ -104,9 +104,9 @@ class _Planned:
             raise InvalidInput(f"the CRC of the record {self.name} is missing")
         return known[self.storage] if self.size_bytes else 0
 
-    def record(self, alignment_bytes: int) -> Record:
+    def record(self, alignment_bytes: int) -> ZipRecord:
         is_payload = self.storage is not None and self.size_bytes > 0
-        return Record(
+        return ZipRecord(
             name=self.name,
             size_bytes=self.size_bytes,
             alignment_bytes=alignment_bytes if is_payload else _RECORD_ALIGNMENT_BYTES,
@@ -165,7 +165,7 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
         *(_Planned(name=f"{_STORAGE_FOLDER}{key}", storage=storage) for key, storage in enumerate(written.storages)),
         _Planned(name="version", payload=b"3\n"),
     )
-    identity = Record(name=".data/serialization_id", size_bytes=_ID_DIGITS, alignment_bytes=_RECORD_ALIGNMENT_BYTES)
+    identity = ZipRecord(name=".data/serialization_id", size_bytes=_ID_DIGITS, alignment_bytes=_RECORD_ALIGNMENT_BYTES)
     placed = layout_archive([*(item.record(alignment_bytes) for item in planned), identity], root=name)
     pairs = zip(planned, placed.records, strict=False)  # the serialization id has a place, but no plan
     return PtLayout(

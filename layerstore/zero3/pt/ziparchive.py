@@ -323,7 +323,7 @@ def _read_struct(source: OpenedSource, layout: struct.Struct, offset_bytes: int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ZipRecord:
     """A record to lay out."""
 
     name: str
@@ -371,7 +371,7 @@ class ZipLayout:
         return [*pieces, (self.directory_offset, tail)]
 
 
-def layout_archive(records: Sequence[Record], *, root: str) -> ZipLayout:
+def layout_archive(records: Sequence[ZipRecord], *, root: str) -> ZipLayout:
     """
     Place *records* in the folder *root*, in their order.
 
@@ -394,7 +394,7 @@ def layout_archive(records: Sequence[Record], *, root: str) -> ZipLayout:
     )
 
 
-def _place(record: Record, *, root: str, header_offset: int) -> Placed:
+def _place(record: ZipRecord, *, root: str, header_offset: int) -> Placed:
     raw_name = f"{root}/{record.name}".encode()
     if len(raw_name) > ZIP_NAME_BYTES_MAX:
         raise InvalidInput(f"the archive name {root!r} is too long: at most {ZIP_NAME_BYTES_MAX} bytes")
