@@ -7,6 +7,7 @@ Such a file is kept byte for byte. Tensors whose layers are of other saves than 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path, PurePosixPath
 
 from layerstore.dtypes import by_code
@@ -16,12 +17,18 @@ from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.model import Kind, Parameter, SourceFile
 from layerstore.ops.loading import header_of
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.checkpoint import GatheredSource
-from layerstore.zero3.gathered import tensors_in
-from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole
-from layerstore.zero3.rounding import can_derive
-from layerstore.zero3.slices import elements_of, valid_elements
-from layerstore.zero3.write import plan_source_file
+from layerstore.zero3 import (
+    GatheredSource,
+    OutputFile,
+    Piece,
+    Slices,
+    can_derive,
+    merged,
+    plan_source_file,
+    tensors_in,
+    valid_elements,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +78,7 @@ def read_adapter(rooms: Rooms, file: SourceFile, slices: Slices, adapter: str) -
 def _suppliers(parameters: Iterable[Parameter], adapter: str) -> dict[str, tuple[str, int]]:
     found: dict[str, tuple[str, int]] = {}
     for parameter in parameters:
-        supplier = parameter.name, elements_of(parameter.shape)
+        supplier = parameter.name, prod(parameter.shape)
         for name in (parameter.name, *parameter.aliases):
             found.setdefault(name_in_file(name, adapter) or plain_name(name), supplier)
     return found

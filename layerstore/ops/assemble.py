@@ -22,11 +22,18 @@ from layerstore.ops.ranks import Ranks
 from layerstore.progress import Progress
 from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.discover import LATEST
-from layerstore.zero3.places import OutputFile, Piece, Slices, merged
-from layerstore.zero3.regather import derived_checks, gathered_pieces, plan_gathered
-from layerstore.zero3.rounding import round_master
-from layerstore.zero3.write import plan_rank
+from layerstore.zero3 import (
+    LATEST,
+    OutputFile,
+    Piece,
+    Slices,
+    convert,
+    derived_checks,
+    gathered_pieces,
+    merged,
+    plan_gathered,
+    plan_rank,
+)
 
 # How many objects may be verified ahead of the copy: enough to keep both threads busy.
 _AHEAD_MAX = 4
@@ -177,7 +184,7 @@ class Assembly:
                     for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
                         size_bytes = min(IO_CHUNK_BYTES, piece.size_bytes - start)
                         data = source.read_at(piece.object_offset + start, size_bytes)
-                        rounded = round_master(data, master=master, weights=weights)
+                        rounded = convert(data, source=master, target=weights)
                         file.write_at(offset, rounded)
                         offset, checksum = offset + len(rounded), crc32(rounded, checksum)
                     self._rounded.setdefault(file.path, {})[piece.offset] = checksum, offset - piece.offset

@@ -17,7 +17,7 @@ from layerstore.ops.summary import summary, summary_bytes
 from layerstore.ops.target import Product, appearing, checked_target
 from layerstore.progress import Progress
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
+from layerstore.zero3 import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

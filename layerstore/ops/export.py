@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path, PurePosixPath
 
 from layerstore.dtypes import by_code
@@ -28,11 +29,18 @@ from layerstore.ops.renaming import ask_transformers, may_be_renamed
 from layerstore.ops.target import Product, appearing, checked_target
 from layerstore.progress import Progress
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole
-from layerstore.zero3.rounding import can_convert
-from layerstore.zero3.slices import elements_of, stretches, valid_elements
-from layerstore.zero3.trees import TreeView
-from layerstore.zero3.write import plan_source_file
+from layerstore.zero3 import (
+    OutputFile,
+    Piece,
+    Slices,
+    TreeView,
+    can_convert,
+    merged,
+    plan_source_file,
+    stretches,
+    valid_elements,
+    whole,
+)
 
 _EXPORT = Product(what="an export", signs=(hf.WEIGHTS, hf.INDEX, ADAPTER_CONFIG))
 
@@ -247,10 +255,7 @@ def _uniform_dtype(tensors: Iterable[Member]) -> str | None:
 
 def _index(shards: tuple[hf.ShardFile, ...]) -> bytes:
     parameters = (
-        elements_of(tensor.shape)
-        for shard in shards
-        for tensor in shard.tensors
-        if tensor.source is TensorSource.PARAMETER
+        prod(tensor.shape) for shard in shards for tensor in shard.tensors if tensor.source is TensorSource.PARAMETER
     )
     return hf.index_of(shards, parameters=sum(parameters))
 
@@ -275,7 +280,7 @@ def _weights_file(shard: hf.ShardFile, slices: Slices) -> OutputFile:
 
 
 def _pieces(tensor: Member, slices: Slices, offset: int) -> Iterator[Piece]:
-    elements = elements_of(tensor.shape)
+    elements = prod(tensor.shape)
     if not elements:
         return  # nothing of it is stored anywhere
     if tensor.source is TensorSource.STORED:
@@ -292,7 +297,7 @@ def _pieces(tensor: Member, slices: Slices, offset: int) -> Iterator[Piece]:
 def _run_pieces(run: Run, dtype: str, slices: Slices, offset: int) -> Iterator[Piece]:
     """Yield what every slice has of *run*, cut by however many ranks."""
     name, kind = run.name, _kind(run.name, dtype, slices)
-    elements, shards = elements_of(slices.parameter(name).shape), slices.shards(kind, name)
+    elements, shards = prod(slices.parameter(name).shape), slices.shards(kind, name)
     for stretch in stretches(elements, shards, begin=run.start, end=run.start + run.elements):
         place = slices.find(kind, name, shard=stretch.shard)
         source, valid = place.tensor.dtype, valid_elements(elements, shards, stretch.shard)

@@ -19,8 +19,7 @@ from layerstore.model import SourceFile, TensorSource
 from layerstore.ops.adapters import AdapterFile, patched, read_adapter
 from layerstore.ops.loading import content_of
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.places import OutputFile, Piece, Slices, merged
-from layerstore.zero3.write import plan_source_file
+from layerstore.zero3 import OutputFile, Piece, Slices, merged, plan_source_file
 
 Pieces = Callable[[Member, Slices, int], Iterator[Piece]]
 """Says what supplies a tensor that begins at an offset."""

@@ -11,7 +11,7 @@ from layerstore import Store
 from layerstore.errors import AlreadyExists, IntegrityError
 from layerstore.ops import assemble
 from layerstore.storage.handles import Hook
-from layerstore.zero3.rounding import round_master
+from layerstore.zero3 import convert
 from tests.unit.test_verbs import checkpoint, digests
 
 
@@ -78,7 +78,7 @@ def test_force_replaces_an_older_form_of_the_checkpoint(store: Store, tmp_path: 
 
 def rounded_differently(data: Any, *, master: str, weights: str) -> bytes:
     """Round as another machine might: off by one bit."""
-    rounded = bytearray(round_master(data, master=master, weights=weights))
+    rounded = bytearray(convert(data, source=master, target=weights))
     rounded[-1] ^= 1
     return bytes(rounded)
 

@@ -17,21 +17,21 @@ import layerstore
 from layerstore import Composite, Store
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
+from layerstore.history.references import resolve
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind
 from layerstore.ops import fill
 from layerstore.ops.composition import compose_latest
-from layerstore.history.references import resolve
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from layerstore.storage.objects import ObjectStore
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.tree import Located
 from layerstore.zero3 import rounding
-from layerstore.zero3.ptfile import layout_pt, read_pt
+from layerstore.zero3.pt import layout_pt, read_pt
+from tests.deepspeed.compare import rank_trees
+from tests.deepspeed.weights import differing, whole_weights
 from tests.unit.test_verbs import change_gathered, checkpoint, digests, header_of
-from tests.zero3.compare import rank_trees
-from tests.zero3.weights import differing, whole_weights
 
 NORM = "model.norm.weight"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
