@@ -389,16 +389,12 @@ class Store:
         """Return what lies in quarantine, and whether it holds collections back; what was taken first comes first."""
         return kept(self._rooms)
 
-    def reindex(self, *, forget: bool = False) -> Reindexed:
-        """
-        Make the index afresh from the commit records.
-
-        Records that have vanished it goes on remembering, with their copies for a repair, unless it is to *forget*.
-        """
+    def reindex(self) -> Reindexed:
+        """Make the index afresh from the commit records, which are the truth."""
         rooms = self._rooms
         rooms.prepare_writing()
         with rooms.lock_index():
-            return rooms.catalog.rebuild(forget=forget)
+            return rooms.catalog.rebuild()
 
 
 def init(path: StrPath) -> Store:

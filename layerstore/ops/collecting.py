@@ -142,7 +142,7 @@ def _collection(rooms: Rooms, plan: GcPlan, trimming: Trimming) -> Collection:
         if name not in going and not rooms.records.is_there(name)
     }
     return Collection(
-        id=rooms.garbage.next_id(after=rooms.catalog.last_collection()),
+        id=rooms.garbage.next_id(),
         records=tuple(
             CollectedRecord(run=name.run, step=name.step, id=name.id, reason=reason)
             for name, reason in {**gone, **going}.items()
@@ -172,8 +172,9 @@ def _remove_records(rooms: Rooms, plan: GcPlan, trimming: Trimming, collection: 
         for group in waves(view, going):
             if not rooms.files.exists(rooms.layout.plan(collection.id)):
                 return  # another collection has taken it over: the records are that one's by now
-            rooms.records.remove([row.name for row in group])
-        rooms.catalog.find(view.run)  # which tells the index
+            names = [row.name for row in group]
+            rooms.records.remove(names)
+            rooms.catalog.forget(names)
 
 
 def _set_aside(rooms: Rooms, plan: GcPlan, collection_id: str, progress: Progress) -> None:

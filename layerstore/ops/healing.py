@@ -20,7 +20,6 @@ from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.runview import RunView
 
-INDEX_COPY = "its copy beside the index"
 ASIDE = "what a collection had moved aside"
 QUARANTINE = "an earlier repair's quarantine"
 
@@ -103,9 +102,6 @@ class Healing:
         return None
 
     def _copies(self, name: RecordName) -> "Iterator[tuple[str, _Read]]":
-        kept = self._rooms.catalog.copy(name)
-        if kept is not None:
-            yield INDEX_COPY, _Read(self._rooms, name, data=kept)
         for path in self._quarantined.get(name, ()):
             yield QUARANTINE, _Read(self._rooms, name, path=path)
         for other in self._others:

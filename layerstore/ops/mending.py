@@ -125,20 +125,11 @@ class Work:
         for pin in plan.pins:
             self._restore_pin(pin)
         if plan.outcome.reindexed:
-            if not self._may_forget(plan):
-                return True  # vanished meanwhile: the next look finds it, while its copy is still there
-            # Where there can be no index nothing was remembered, and nothing has to be forgotten.
             if self._rooms.catalog.index_problem is None:
                 with self._rooms.lock_index():
-                    self._rooms.catalog.rebuild(forget=True)
+                    self._rooms.catalog.rebuild()
             self.has_reindexed = True
         return before != (len(self.taken), len(self.healed), self.has_reindexed)
-
-    def _may_forget(self, plan: RepairPlan) -> bool:
-        """Whether *plan* knew of every record that the index remembers and that is gone: then its copy is kept."""
-        catalog = self._rooms.catalog
-        known = {record.name for record in plan.records if not record.is_there or record.copy is None}
-        return all(name in known for run in catalog.runs() for name in catalog.vanished(run))
 
     def _publish_log(self, files: Iterable[Quarantined]) -> None:
         """Write down what is about to be moved, if anything is; what a second look finds has a log of its own."""
@@ -178,6 +169,7 @@ class Work:
             self._note_taken(path, "record", record.reason)
         else:
             self._take_away(path, kind="record", reason=record.reason)
+            rooms.catalog.forget([name])
         if record.copy is not None:
             with self._writer() as writer:
                 self._claim(writer, record.copy.record)  # as far as it goes: no more than that was lost before

@@ -155,12 +155,12 @@ class Past:
         return _decided(self._rooms.catalog.commit(self._seen[position].name).record, policy)
 
     def entries(self, position: int, names: Collection[str]) -> dict[str, LayerEntry]:
-        """Return what the save of *position* says of the layers *names*; a row only finds its record."""
+        """Return what the save of *position* says of the layers *names*, by its row: `Catalog.check` reads the record."""
         if self._is_resumed(position):
             return {name: self._resumed[name] for name in names}
         if position == 0:
             return {entry.layer: entry for entry in self._base.record.layers if entry.layer in names}
-        return self._rooms.catalog.entries(self._seen[position].name, names)
+        return self._seen[position].entries(names)
 
     def is_older(self, entry: LayerEntry, position: int) -> bool:
         """Whether the layer was due at the save of *position*, and has no version there."""

@@ -13,7 +13,7 @@ from layerstore.format.canonical import Plain
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.ops.rooms import Rooms
-from layerstore.storage.manifest import COUNTED, RecordRow
+from layerstore.storage.manifest import RecordRow, packed_versions
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
 
@@ -56,7 +56,7 @@ def resumed_layers(rooms: Rooms, view: RunView, attempt: int) -> tuple[RecordRow
         attempt=first.fork.attempt if first.fork else attempt,
         save_number=first.save_number - 1,
         layer_names=tuple(entry.layer for entry in layers),
-        flags=bytes(COUNTED * (entry.optimizer_step is not None) for entry in layers),
+        versions=packed_versions(layers),
     )
     return row, layers
 

@@ -78,7 +78,6 @@ def open_rooms(path: Path, files: Files) -> Rooms:
     garbage = Garbage(layout, files, store_id=identity.store_id)
     catalog = Catalog(
         records,
-        garbage,
         directory=manifest_directory(layout, store_id=identity.store_id),
         store_id=identity.store_id,
     )

@@ -10,7 +10,7 @@ from layerstore.ops.refs import Resolved, references_to
 from layerstore.ops.retention import RunPlan
 from layerstore.ops.rooms import Rooms
 from layerstore.policy import Filter, Parity, Policy
-from layerstore.storage.manifest import COUNTED, RecordRow
+from layerstore.storage.manifest import RecordRow, packed_versions
 from layerstore.storage.runview import RunView
 
 # What people ask of full checkpoints. A commit that was saved selectively is a composite itself, and kept as one.
@@ -55,7 +55,8 @@ def versions_by(rooms: Rooms, resolved: Resolved, policy: Policy, view: RunView 
 
 
 def _without_moments(row: RecordRow) -> RecordRow:
-    return row._replace(flags=bytes(flag & ~COUNTED for flag in row.flags))
+    entries = row.entries().values()
+    return row._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
 
 def _lost(

@@ -164,8 +164,7 @@ def _called(resolved: Resolved) -> str:
 
 def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
     """Read every record; hold it against the index, and note what it names."""
-    runs = rooms.records.runs()
-    for run in runs:
+    for run in rooms.records.runs():
         indexed = rooms.catalog.indexed(run)
         names = rooms.records.names(run)
         progress.start(f"records of {run}", len(names))
@@ -175,7 +174,7 @@ def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
             try:
                 commit = _twice(partial(rooms.records.read, name))
             except LayerstoreError as exc:
-                if rooms.files.exists(path):  # else collected meanwhile, or vanished, which is told below
+                if rooms.files.exists(path):  # else removed meanwhile
                     named.note(_lost_record("record", name.id, rooms.layout.name(path), exc, called))
                 continue
             progress.advance(1)
@@ -184,11 +183,6 @@ def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
             if row is not None and row != row_of(commit):
                 problem = f"the index tells {called} differently than its record does"
                 named.note(_Fault(kind="index", id=run, path="manifest", reason=problem))
-    for run in sorted({*runs, *rooms.catalog.remembered_runs()}):
-        for name in rooms.catalog.vanished(run):
-            gone = IntegrityError("the record has vanished; the index remembers it")
-            path = rooms.layout.record(name.run, name.step, name.id)
-            named.note(_lost_record("record", name.id, rooms.layout.name(path), gone, f"{name.run}@{name.step}"))
 
 
 def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, called: str) -> _Fault:

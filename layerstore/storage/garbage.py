@@ -65,9 +65,9 @@ class Garbage:
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
-    def next_id(self, *, after: str) -> str:
-        """Return a name for a new collection, in the order of all that are known, and *after* another one."""
-        numbers = [int(name[:8]) for name in (*self._plans(), *self.asides(), *([after] if after else []))]
+    def next_id(self) -> str:
+        """Return a name for a new collection, in the order of all that are known."""
+        numbers = [int(name[:8]) for name in (*self._plans(), *self.asides())]
         return f"{max(numbers, default=0) + 1:08d}-{secrets.token_hex(4)}"
 
     def _plans(self) -> list[str]:

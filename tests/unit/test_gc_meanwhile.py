@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
-from layerstore.model import BlobRef, Collection, Commit, CommitRecord, LayerVersion
+from layerstore.model import BlobRef, Collection, CommitRecord, LayerVersion
 from layerstore.ops.marking import Marks
 from layerstore.ops.pins import pin
 from layerstore.ops.progress import Progress
@@ -21,11 +21,10 @@ from layerstore.ops.refs import Resolved, resolve
 from layerstore.ops.rooms import Rooms
 from layerstore.ops.setup import open_rooms
 from layerstore.storage import garbage
-from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook
-from layerstore.storage.manifest import RecordRow
+from layerstore.storage.manifest import Manifest, RecordRow
 from tests.unit.checkpoints import Checkpoints
 from tests.unit.test_gc import collect, objects, steps
 
@@ -215,21 +214,21 @@ def test_an_ingest_decides_again_when_what_it_looked_at_is_collected(
 def test_a_row_that_comes_late_does_not_outlive_its_record(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """An ingest tells the index of what a collection has just taken: nobody remembers that as lost."""
+    """An ingest tells the index of what a collection has just taken: nobody is told of it."""
     for each in (10, 20, 30):
         store.ingest(saved(each), run="r")
     grow_old(store)
-    catch_up, met = Catalog._catch_up, list[int]()
+    add, met = Manifest.add, list[int]()
 
-    def late(self: Catalog, unseen: list[tuple[Commit, bytes]]) -> None:
+    def late(self: Manifest, rows: Iterable[RecordRow]) -> None:
         monkeypatch.undo()
         with layerstore.open(store.path) as other:
             met.append(len(collect(other, FIRST, grace_seconds=None).removed))
-        catch_up(self, unseen)
+        add(self, rows)
 
     with layerstore.open(store.path) as writing:
         steps(writing)
-        monkeypatch.setattr(Catalog, "_catch_up", late)
+        monkeypatch.setattr(Manifest, "add", late)
         writing.ingest(saved(step), run="r")
 
     assert met[0] >= 2
@@ -727,29 +726,6 @@ def test_a_record_that_is_collected_while_it_is_confirmed(store: Store, saved: C
         collect(fresh)
         assert fresh.ingest(saved(10), run="r").is_new == slept
         assert steps(fresh, "r") == [30, 10]
-
-
-def test_what_another_process_has_taken_up_meanwhile_is_no_vanished_record(store: Store, saved: Checkpoints) -> None:
-    """The index is read, then a collection removes a record and somebody else tells the index so: it was collected."""
-    for step in (1, 2):
-        store.ingest(saved(step), run="run")
-    store.log()
-    catalog = store.rooms.catalog
-    read = catalog.indexed
-
-    def and_then_collected(run: str) -> Mapping[str, RecordRow]:
-        rows = read(run)
-        if not done:
-            done.append(True)
-            with Store(store.path) as other:
-                other.gc(FIRST, runs=[run], grace_seconds=0)
-                other.log(run)
-        return rows
-
-    done: list[bool] = []
-    with patch.object(catalog, "indexed", and_then_collected):
-        assert catalog.vanished("run") == []
-    assert done
 
 
 def test_what_lies_aside_is_settled_share_by_share(
