@@ -155,7 +155,7 @@ class Past:
         return _decided(self._rooms.catalog.commit(self._seen[position].name).record, policy)
 
     def entries(self, position: int, names: Collection[str]) -> dict[str, LayerEntry]:
-        """Return what the save of *position* says of the layers *names*, by its row: `Catalog.check` reads the record."""
+        """Return what the save of *position* says of the layers *names*, by its row; `Catalog.check` reads it."""
         if self._is_resumed(position):
             return {name: self._resumed[name] for name in names}
         if position == 0:

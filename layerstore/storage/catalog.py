@@ -178,10 +178,12 @@ class Catalog:
         if told:
             named = ", ".join(f"{name.run}@{name.step} ({name.id[:12]})" for name in told[:_NAMED_MAX])
             more = f" and {len(told) - _NAMED_MAX} more" if len(told) > _NAMED_MAX else ""
-            what = "the commit" if len(told) == 1 else "the commits"
-            verb = "is" if len(told) == 1 else "are"
-            text = f"{what} {named}{more} {verb} no longer there (a collection elsewhere, or somebody's rm)"
-            warnings.warn(text, IndexNotice, stacklevel=2)
+            are = "the commit {} is" if len(told) == 1 else "the commits {} are"
+            warnings.warn(
+                f"{are.format(named + more)} no longer there (a collection elsewhere, or somebody's rm)",
+                IndexNotice,
+                stacklevel=2,
+            )
 
     def commit(self, name: RecordName) -> Commit:
         """
