@@ -366,8 +366,9 @@ def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
         for fate in fates:
             if fate.loses_moments:
                 trim(rooms, fate.row)
-        rooms.records.remove([fate.row.name for fate in fates if fate.goes])
-        rooms.catalog.find(view.run)  # which tells the index
+        going = [fate.row.name for fate in fates if fate.goes]
+        rooms.records.remove(going)
+        rooms.catalog.forget(going)
     records, files = _old_trash(rooms, plan.trash_before_ns)
     for name in records:
         rooms.trash.remove_record(name)

@@ -132,7 +132,7 @@ OWN_FILES = {
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.holders": "what it writes into locks is for people",
     "layerstore.storage.lease": "leases are files that are touched, and no promise rests on them",
-    "layerstore.storage.copies": "it belongs to the index: nothing is lost with it",
+    "layerstore.storage.preflight": "it looks at LMDB's file before LMDB does",
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
     "layerstore.storage.placement": "it reads the system's list of mounts",

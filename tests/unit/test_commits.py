@@ -93,24 +93,25 @@ def test_some_entries_of_a_record_are_those_of_the_whole(rooms: Rooms) -> None:
     assert rooms.catalog.entries(name, []) == {}
 
 
-def test_some_entries_of_a_damaged_record_are_not_read(rooms: Rooms) -> None:
-    """The whole file is checked, whatever is asked for; so are its place and its name."""
+def test_entries_are_held_against_the_whole_record(rooms: Rooms) -> None:
+    """The whole file is checked, whichever layer is asked for; so are its place and its name."""
     commit = samples.commit()
     rooms.records.link(commit)
     rooms.catalog.add(commit)
-    path, name = path_of(rooms, commit), rooms.records.name_of(commit)
+    path, name, entries = path_of(rooms, commit), rooms.records.name_of(commit), commit.record.layers[:1]
+    rooms.catalog.check(name, entries)
     data = path.read_bytes()
     for position in range(0, len(data), 5):
         path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         with pytest.raises((IntegrityError, Unsupported)):
-            rooms.catalog.entries(name, [])
+            rooms.catalog.check(name, entries)
     other = rooms.layout.record("sft", 5, commit.id)
     other.write_bytes(seal_commit(commit, name=rooms.layout.name(other), store_id=rooms.identity.store_id))
     with pytest.raises(IntegrityError, match="does not hold the commit"):
-        rooms.catalog.entries(RecordName("sft", 5, commit.id), [])
+        rooms.catalog.check(RecordName("sft", 5, commit.id), entries)
     path.unlink()
-    with pytest.raises(IntegrityError, match="is gone"):
-        rooms.catalog.entries(name, [])
+    with pytest.raises(NotFound, match="removed by a collection meanwhile"):
+        rooms.catalog.check(name, entries)
 
 
 @pytest.mark.fault(96)

@@ -14,7 +14,6 @@ import pytest
 
 from layerstore import errors, limits, model
 from layerstore.dtypes import DTYPES
-from layerstore.storage import manifest
 from layerstore.store import init
 from layerstore.tree import Inert, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt import read_pt
@@ -55,9 +54,6 @@ ON_DISK = (
     model.PolicyUse,
     model.Observed,
     model.Pin,
-    manifest.RowBlock,
-    manifest.RowKind,
-    manifest.Hiding,
 )
 
 
