@@ -17,16 +17,18 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from typer.core import TyperArgument, TyperGroup
 from typer.exceptions import TyperException
 
 import layerstore
+from layerstore.cli.complete import Shell, items, script_for, values
 from layerstore.cli.exits import (
     EXIT_CLOSED_PIPE,
     EXIT_INTERRUPTED,
@@ -36,20 +38,14 @@ from layerstore.cli.exits import (
 )
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
-from layerstore.cli.shells import Shell, script_for
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 
-# Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
-app = typer.Typer(
-    name="layerstore",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,  # our own completes what a store holds, and knows what shells do at an @
-    suggest_commands=False,  # the hint does that
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-# Each is a module of its name, in the order of ``--help``; imported where it is needed, so that a shell need not wait.
+if TYPE_CHECKING:
+    from typer._click.core import Command, Context, Parameter
+    from typer._click.shell_completion import CompletionItem
+
+# The commands in the order of ``--help``; each is a function in the module of its name.
 COMMANDS = (
     "init",
     "ingest",
@@ -74,12 +70,61 @@ COMMANDS = (
 )
 
 
-# Those that live in another one's module.
+# Those in another one's module.
 _HOMES = {"undrop": "drop"}
 
-# Commands that are asked something: what they print is the answer. So is a plan, or a list, of any other.
+# Commands whose output is the answer to a question, which ``--quiet`` does not silence; a plan and a list are too.
 ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "verify", "doctor", "estimate", "demo"})
 ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
+
+
+class Commands(TyperGroup):
+    """All commands; each is imported when it is asked for, since a shell that completes cannot wait for all."""
+
+    def list_commands(self, ctx: "Context") -> list[str]:
+        """Return their names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: "Context", cmd_name: str) -> "Command | None":
+        """Return one of them; None if there is no such command."""
+        return self.load(cmd_name) if cmd_name in COMMANDS else None
+
+    def load(self, name: str) -> "Command":
+        """Import the command *name*, once; ``--quiet`` may stand behind it too."""
+        if name not in self.commands:
+            one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+            one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
+            command = typer.main.get_command(one)
+            for param in command.params:
+                _complete_values(param)
+                if isinstance(param, TyperArgument):
+                    # Its name says what it is; typer would add how Python calls it: list[Path].
+                    param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+            command.params += [param for param in self.params if param.name == "quiet"]
+            self.commands[name] = command
+        return self.commands[name]
+
+    def shell_complete(self, ctx: "Context", incomplete: str) -> "list[CompletionItem]":
+        """Return names and options that fit; without the help of the names, which all of them would be imported for."""
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        return [*items(names), *super(TyperGroup, self).shell_complete(ctx, incomplete)]
+
+
+def _complete_values(param: "Parameter") -> None:
+    """Let typer ask us what *param* may be."""
+    param.shell_complete = partial(values, param)  # type: ignore[method-assign]
+
+
+# Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
+app = typer.Typer(
+    name="layerstore",
+    cls=Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,  # its script for bash breaks words at an @
+    suggest_commands=False,  # the hint does that
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 class Terminated(BaseException):
@@ -124,7 +169,9 @@ def layerstore_(
     ] = False,
     show_completion: Annotated[
         Shell | None,
-        typer.Option("--show-completion", metavar="SHELL", help="Print what lets bash, zsh or fish complete words."),
+        typer.Option(
+            "--show-completion", metavar="bash|zsh|fish", help="Print the script that lets this shell complete words."
+        ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -143,7 +190,7 @@ def layerstore_(
         raise typer.Exit
     if show_completion is not None:
         let_through()
-        say(script_for(show_completion))
+        say(script_for(show_completion, context.command))
         raise typer.Exit
     if context.invoked_subcommand is None:
         if as_json:
@@ -158,21 +205,12 @@ def layerstore_(
 
 
 @functools.cache
-def command_line(only: str | None = None) -> TyperGroup:
-    """Return the command with all its commands, or with *only* one; ``--quiet`` may stand behind each of them."""
+def command_line() -> Commands:
+    """Return the command with all its commands."""
     group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    [quiet] = [param for param in group.params if param.name == "quiet"]
-    for name in COMMANDS if only is None else (only,):
-        one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-        one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
-        command = typer.main.get_command(one)
-        for param in command.params:
-            if isinstance(param, TyperArgument):
-                # Its name says what it is; the library would add how Python calls it: list[Path].
-                param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
-        command.params.append(quiet)
-        group.add_command(command)
+    assert isinstance(group, Commands)
+    for param in group.params:
+        _complete_values(param)
     return group
 
 
@@ -221,7 +259,7 @@ def _run(words: list[str]) -> Failure | None:
                 stream.flush()
     except TyperException as exc:
         return Failure(
-            kind="usage", code=exc.exit_code, message=usage_message(exc), hint=usage_hint(exc, command_line(), words)
+            kind="usage", code=exc.exit_code, message=usage_message(exc), hint=usage_hint(exc, COMMANDS, words)
         )
     except LayerstoreError as exc:
         _show_traceback(always=isinstance(exc, Internal))

@@ -23,10 +23,11 @@ def main() -> int:
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heard:
         signal.signal(signal.SIGINT, _leave)
-    if "_LAYERSTORE_COMPLETE" in os.environ:
+    if "_LAYERSTORE_COMPLETE" in os.environ:  # cli.complete.VARIABLE
+        from layerstore.cli.app import command_line
         from layerstore.cli.complete import answer_shell
 
-        return answer_shell()
+        return answer_shell(command_line())
     from layerstore.cli.app import main as run
 
     try:

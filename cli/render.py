@@ -99,17 +99,6 @@ def age(time_ns: int, *, now_ns: int | None = None) -> str:
     return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
 
 
-def iso_time(time_ns: int) -> str:
-    """
-    Return *time_ns* as programs want it.
-
-    >>> iso_time(1_500_000)
-    '1970-01-01T00:00:00.001500Z'
-    """
-    seconds, rest = divmod(time_ns, 10**9)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}Z"
-
-
 def counted(count: int, noun: str) -> str:
     """
     Return *count* with its noun.
@@ -192,7 +181,7 @@ def _folded(text: str, *, indent: int, stream: TextIO | None, pipe_width: int = 
 
 
 def say_json(fields: Mapping[str, object]) -> None:
-    """Print *fields* as the one line that programs read."""
+    """Print *fields*, mostly those of ``json_fields``, as the one line that programs read."""
     _print(json.dumps({"schema": JSON_SCHEMA, **fields}), sys.stdout)
 
 

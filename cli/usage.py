@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from layerstore.nearest import did_you_mean, nearest
@@ -62,18 +61,18 @@ def usage_message(problem: TyperException) -> str:
     return text[:1].lower() + text[1:]
 
 
-def usage_hint(problem: TyperException, group: TyperGroup, words: Sequence[str]) -> str | None:
+def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence[str]) -> str | None:
     """Return what may have been meant by *words*, and the command whose help lists what there is."""
     context = getattr(problem, "ctx", None)
     if context is None:  # the parser, which knows only that an option lacks its value
-        command = next((f" {word}" for word in words if word in group.commands), "")
+        command = next((f" {word}" for word in words if word in commands), "")
         return f"layerstore{command} --help"
     possible = getattr(problem, "possibilities", None)
     meant = list(possible) if isinstance(possible, list) else []  # the nearest first
     unknown = _NO_COMMAND.fullmatch(problem.message)
     if unknown is not None:
         name = unknown["name"]
-        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else nearest(name, group.commands)
+        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else nearest(name, commands)
     return did_you_mean(meant, else_=f"{context.command_path} --help")
 
 

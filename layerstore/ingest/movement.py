@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
-from layerstore.ops.distance import Meter, can_measure
+from layerstore.distance import Meter, can_measure
 from layerstore.publish.hashing import SourceReader
 from layerstore.storage.rooms import Rooms
 from layerstore.zero3.checkpoint import LayerSource, SliceSource

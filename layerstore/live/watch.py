@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerstore.distance import movement_of
 from layerstore.dtypes import by_code
 from layerstore.ingest.movement import is_still, sampled
 from layerstore.live.capture import Captured
 from layerstore.live.exchange import Exchange, Message
 from layerstore.model import Kind
-from layerstore.ops.distance import movement_of
 from layerstore.zero3.share import Share
 from layerstore.zero3.slices import elements_of, slice_length, stretches
 

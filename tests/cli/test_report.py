@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from layerstore.report.page import BEGINS
+from layerstore.inspect.page import BEGINS
 from tests.cli.conftest import Run
 
 FIELDS = [

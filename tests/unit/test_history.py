@@ -18,7 +18,7 @@ from layerstore.errors import InvalidInput, LayerstoreError, NotFound
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
 from layerstore.history.graph import graph, history
-from layerstore.ops.queries import LogPage
+from layerstore.inspect import LogPage
 from layerstore.history.references import find_row, resolve
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms

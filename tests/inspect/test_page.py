@@ -13,13 +13,12 @@ import pytest
 
 import layerstore
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO, Unsupported
-from layerstore.ops.report_fields import report_fields
-from layerstore.ops.report_page import report_page
-from layerstore.ops.sampling import Wish, shares
-from layerstore.report.page import BEGINS, PAGE_BYTES_MAX, render
-from tests.report.made_up import History, build
+from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
+from layerstore.inspect.report import Wish, shares
+from layerstore.inspect.report_json import report_fields, report_page
+from tests.inspect.made_up import History, build
 
-PIECES = Path(layerstore.__file__).parent / "report"
+PIECES = Path(layerstore.__file__).parent / "inspect" / "page"
 HOSTILE = (
     "</script><script>window.hurt=1</script>",
     "<img src=x onerror=window.hurt=2>",
@@ -219,12 +218,12 @@ def test_what_is_too_large_all_the_same_is_thinned(tmp_path: Path, monkeypatch: 
         report = store.report()
     whole = len(report_page(report))
 
-    monkeypatch.setattr("layerstore.ops.report_page.PAGE_BYTES_MAX", whole - 1)
+    monkeypatch.setattr("layerstore.inspect.report_json.PAGE_BYTES_MAX", whole - 1)
     smaller = facts_in(report_page(report))
     assert len(smaller["runs"][0]["saves"]["step"]) == 30
     assert smaller["runs"][0]["saves"]["step"][-1] == report.runs[0].saves[-1].entry.step
     assert smaller["is_sampled"]
-    monkeypatch.setattr("layerstore.ops.report_page.PAGE_BYTES_MAX", 1000)
+    monkeypatch.setattr("layerstore.inspect.report_json.PAGE_BYTES_MAX", 1000)
     with pytest.raises(Unsupported, match="more than 1,000 bytes"):
         report_page(report)
 

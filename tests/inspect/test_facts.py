@@ -14,12 +14,12 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import NotFound
+from layerstore.inspect import report_fields
+from layerstore.inspect.report import RunReport
+from layerstore.inspect.stats import Amounts
 from layerstore.model import Commit
-from layerstore.ops.growth import Amounts
-from layerstore.ops.report import RunReport
-from layerstore.ops.report_fields import report_fields
 from layerstore.storage.commits import RecordName, RecordStore
-from tests.report.made_up import LAYER_BYTES, History, build
+from tests.inspect.made_up import LAYER_BYTES, History, build
 from tests.unit.test_verbs import checkpoint
 
 
@@ -220,7 +220,7 @@ def test_every_record_is_read_once(drifting: Path, monkeypatch: pytest.MonkeyPat
     with layerstore.open(drifting) as store:
         entries = store.log()
         monkeypatch.setattr(RecordStore, "read", noted)
-        monkeypatch.setattr("layerstore.ops.report.ASKED", ())
+        monkeypatch.setattr("layerstore.inspect.report.ASKED", ())
         store.report()
 
     assert read == Counter(entry.commit for entry in entries)
