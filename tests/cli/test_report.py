@@ -19,7 +19,6 @@ FIELDS = [
     "runs",
     "runs_left_out",
     "retention",
-    "collected",
     "left_out",
 ]
 

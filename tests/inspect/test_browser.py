@@ -258,7 +258,7 @@ def test_it_opens_on_the_run_with_the_most_commits(browser: Browser, tmp_path: P
 
 
 def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Path) -> None:
-    """Steps are counted once, with the policies beside them; then what went, and that no more would go."""
+    """Steps are counted once, with the policies beside them; afterwards nothing more would go."""
     build(tmp_path / "store", History(run="full", saves=9, layers=4))
     with layerstore.open(tmp_path / "store") as store:
         lost = store.gc(Keep(every=150), dry_run=True).unserved
@@ -267,7 +267,6 @@ def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Pat
         store.report(tmp_path / "after.html", keep=Keep(last=2))
     with opened(browser, tmp_path / "before.html") as page:
         before = page.text("#retention-section")
-        assert page.look("document.getElementById('collected').hidden") is True
     with opened(browser, tmp_path / "after.html") as page:
         after = page.text("#retention-section")
         assert page.said() == []
@@ -275,9 +274,6 @@ def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Pat
     steps = len({each.reference for each in lost})
     assert steps < len(lost)
     assert f"At {steps} kept steps a composite by parity or filter would have other versions then." in before
-    assert re.search(
-        r"1 collection so far, the only one on \d{4}-\S+ \S+ UTC, took 7 commit records and \d+ objects", after
-    )
     assert "would remove no commit: all 2 stay. It would free nothing." in after
 
 

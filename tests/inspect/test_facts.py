@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple
@@ -183,29 +182,6 @@ def test_a_kept_step_that_lacks_two_policies_is_one_step(store: Store) -> None:
     assert len({each.policy for each in lost}) == 2
     assert told["unserved"] == len({each.reference for each in lost}) < len(lost)
     assert sorted(told["unserved_policies"]) == ["filter", "parity"]
-
-
-def test_what_collections_have_taken_is_told(store: Store) -> None:
-    """By their own logs: nothing before the first, and of the whole store only."""
-    assert store.report().collected is None
-
-    before_ns = time.time_ns() - 10**10
-    outcome = store.gc(Keep(last=1), grace_seconds=0)
-    found = store.report().collected
-    told = fields_of(store)["collected"]
-
-    assert outcome.removed
-    assert found is not None
-    assert (found.collections, found.objects, found.size_bytes) == (
-        1,
-        outcome.objects.count,
-        outcome.objects.size_bytes,
-    )
-    assert found.records >= len(outcome.removed)
-    assert found.last_ns > before_ns
-    assert told["records"] == found.records
-    assert told["last_time"].startswith("20")
-    assert store.report(run="sft").collected is None
 
 
 def test_every_record_is_read_once(drifting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
