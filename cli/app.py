@@ -1,8 +1,7 @@
 """
-The command line's outermost shell: which commands there are, and which exit code an exception becomes.
+The entry of the command line: the list of commands, and the exit code of each exception.
 
-Nothing is imported here that ``--help`` would have to wait for; commands import the library when they run.
-The exit codes are those of docs/reference/cli.md.
+Commands import the library when they run, so that ``--help`` is fast. The exit codes are in docs/reference/cli.md.
 """
 
 import contextlib
@@ -79,7 +78,7 @@ ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
 
 
 class Commands(TyperGroup):
-    """All commands; each is imported when it is asked for, since a shell that completes cannot wait for all."""
+    """All commands; each is imported when it is needed, since importing all is too slow for completion."""
 
     def list_commands(self, ctx: "Context") -> list[str]:
         """Return their names."""
@@ -90,7 +89,7 @@ class Commands(TyperGroup):
         return self.load(cmd_name) if cmd_name in COMMANDS else None
 
     def load(self, name: str) -> "Command":
-        """Import the command *name*, once; ``--quiet`` may stand behind it too."""
+        """Import the command *name*; ``--quiet`` may also follow it."""
         if name not in self.commands:
             one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
             one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
@@ -105,7 +104,7 @@ class Commands(TyperGroup):
         return self.commands[name]
 
     def shell_complete(self, ctx: "Context", incomplete: str) -> "list[CompletionItem]":
-        """Return names and options that fit; without the help of the names, which all of them would be imported for."""
+        """Return matching commands and options; without the commands' help, which would import them all."""
         names = [name for name in COMMANDS if name.startswith(incomplete)]
         return [*items(names), *super(TyperGroup, self).shell_complete(ctx, incomplete)]
 
@@ -128,12 +127,12 @@ app = typer.Typer(
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived: unwinds like Ctrl-C, so that whoever has a temporary file removes it."""
+    """SIGTERM arrived: it unwinds like Ctrl-C, so that temporary files are removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a command ended that did not succeed."""
+    """How a failed command ended."""
 
     kind: str
     code: int
@@ -142,7 +141,7 @@ class Failure:
 
 
 def _if_quiet(value: bool) -> bool:
-    """Note ``--quiet``, wherever it stands."""
+    """Silence notes if ``--quiet`` was given, wherever it stands."""
     if value:
         be_quiet()
     return value
@@ -237,7 +236,7 @@ def _main(words: list[str]) -> int:
             failure = _stopped(exc)
     if failure is None:
         return 0
-    with contextlib.suppress(OSError):  # nobody is left who could be told
+    with contextlib.suppress(OSError):  # nobody is left to tell
         if failure.message:
             say_error(
                 kind=failure.kind,
@@ -251,7 +250,7 @@ def _main(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> Failure | None:
-    """Run one command; every exception that is not a signal becomes a `Failure`."""
+    """Run one command; turn every exception but signals into a `Failure`."""
     try:
         code = command_line().main(args=words, prog_name="layerstore", standalone_mode=False)
         for stream in (sys.stdout, sys.stderr):
@@ -275,7 +274,7 @@ def _run(words: list[str]) -> Failure | None:
         if _is_closed_pipe(exc.__context__):
             raise BrokenPipeError from exc
         raise
-    except Exception as exc:  # noqa: BLE001  # the last resort: whatever it is, it is our fault and must be reported
+    except Exception as exc:  # noqa: BLE001  # whatever it is, it is our fault and must be reported
         if _is_out_of_memory(exc):
             return _out_of_memory()
         _show_traceback(always=True)
@@ -291,14 +290,14 @@ def _run(words: list[str]) -> Failure | None:
 
 
 def _is_out_of_memory(exc: BaseException | None) -> bool:
-    """Whether *exc*, or what it came from, is Python's or the system's word for too little memory."""
+    """Whether *exc*, or its cause, means that memory ran out."""
     while exc is not None:
         says = str(exc)
         if (
             isinstance(exc, MemoryError)
             or (isinstance(exc, OSError) and exc.errno == errnos.ENOMEM)
             or (isinstance(exc, RuntimeError) and says == "can't start new thread")
-            or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's own libraries
+            or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's libraries
         ):
             return True
         exc = exc.__cause__
@@ -316,7 +315,7 @@ def _out_of_memory() -> Failure:
 
 
 def _stopped(reason: BaseException) -> Failure:
-    """Return the failure that a signal, or a reader that went away, stands for."""
+    """Return the failure that a signal or a closed pipe means."""
     if isinstance(reason, BrokenPipeError):
         return Failure(kind="closed_pipe", code=EXIT_CLOSED_PIPE, message="")
     _show_traceback()
@@ -326,12 +325,12 @@ def _stopped(reason: BaseException) -> Failure:
 
 
 def _is_closed_pipe(exc: BaseException | None) -> bool:
-    # typer turns a closed pipe into SystemExit(1) before anybody else sees it.
+    # typer turns a closed pipe into SystemExit(1) before we see it.
     return isinstance(exc, OSError) and exc.errno == errnos.EPIPE
 
 
 def _asks_for_json(words: list[str]) -> bool:
-    """Look at the words themselves: a usage error comes before any option was understood."""
+    """Look at the words themselves: a usage error is raised before options are parsed."""
     return "--json" in _options(words)
 
 
@@ -340,7 +339,7 @@ def _options(words: list[str]) -> list[str]:
 
 
 def store_in(words: list[str]) -> str | None:
-    """Return the store that *words* name, the last one if there are two; None where they leave it open."""
+    """Return the store that *words* name, the last one if there are two; None if they name none."""
     options = _options(words)
     named = [following for word, following in itertools.pairwise(options) if word == "--store"]
     named += [word.removeprefix("--store=") for word in options if word.startswith("--store=")]
@@ -356,7 +355,7 @@ def _show_traceback(*, always: bool = False) -> None:
 
 
 def _occupy_standard_descriptors() -> None:
-    """Keep a closed stdin, stdout or stderr from becoming the descriptor of a file of the store."""
+    """Open closed standard descriptors, so that no file of the store gets one of them."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -365,7 +364,7 @@ def _occupy_standard_descriptors() -> None:
 
 
 def _tolerate_any_text() -> None:
-    """Let names that are no valid Unicode, or not in the terminal's encoding, be printed escaped."""
+    """Escape what is no valid Unicode, or not in the terminal's encoding, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # closed, or replaced by something simpler
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what else is suppressed
@@ -407,7 +406,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's last flush cannot fail again."""
+    """Discard what is still buffered, so that the interpreter's last flush cannot fail again."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
