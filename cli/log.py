@@ -21,6 +21,7 @@ from layerstore.cli.render import (
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
+    from layerstore.gc.drop import DroppedCommit
     from layerstore.inspect import LogEntry, LogLine
     from layerstore.storage.timings import SaveTiming
 
@@ -49,6 +50,7 @@ def log(
     timing: Annotated[
         bool, typer.Option("--timing", help="Show how long saves in training took, not what they hold.")
     ] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="List what is in the trash instead.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,8 +63,13 @@ def log(
     Examples:
       layerstore log sft --graph
       layerstore log sft --timing
+      layerstore log --dropped
       layerstore log sft --limit 20 --before 3f0c9a1b --json
     """
+    if dropped:
+        with opened(store) as opened_store:
+            _say_dropped(opened_store.dropped(run), as_json=as_json)
+        return
     with opened(store) as opened_store:
         page = opened_store.log_page(run, limit=limit or None, before=before, graph=graph and not as_json)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
@@ -84,6 +91,30 @@ def log(
         next_one = with_store("layerstore ingest CHECKPOINT")
         none = "no commits yet" if run is None else f"no commit of {shown(run)} shows: all were dropped"
         say_note(f"{none}; next: {next_one}")
+
+
+def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
+    if as_json:
+        fields = [json_fields(each.commit.record) | json_fields(each) for each in dropped]
+        say_json({"dropped": fields})
+    elif dropped:
+        columns = [Column("RUN", folds=True), Column("STEP", "right"), Column("COMMIT"), Column("SAVED")]
+        say_table(
+            [*columns, Column("DROPPED")],
+            (
+                [
+                    each.commit.record.run,
+                    str(each.commit.record.step),
+                    each.commit.id[:SHORT_ID_DIGITS],
+                    age(each.commit.observed.time_ns),
+                    age(each.dropped_ns),
+                ]
+                for each in dropped
+            ),
+        )
+        say_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back")
+    else:
+        say_note("the trash holds no commit")
 
 
 def _fields(

@@ -228,7 +228,8 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
 
 _STORE_OPTION = re.compile(r"--store(?![\w-])")
 _COMMAND = re.compile(
-    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|verify)\b)"
+    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|undrop|verify)"
+    r"\b)"
 )
 _named_store: list[str] = []
 """The store that the command line named, if it did."""

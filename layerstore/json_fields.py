@@ -8,9 +8,10 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 
-# Class -> its fields in JSON, in order: the name of a field or property, or ``name=attribute`` where they differ.
+# Class -> its fields in JSON, in order: the name of an attribute, or ``name=attribute`` where they differ.
 # A dataclass that is not here has all its fields under their own names.
 _FIELDS = {
     "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins has_moments",
@@ -23,6 +24,19 @@ _FIELDS = {
     "DiffSide": "run step commit pin world_size",
     "LayerDiff": "layer same=is_same status kinds bytes_changed",
     "Amount": "logical_bytes unique_bytes",
+    "CommitRecord": "run attempt step",
+    "DroppedCommit": "commit=commit.id time=commit.observed.time_ns dropped=dropped_ns",
+    "Dropped": "run step attempt commit bytes=size_bytes inherited_by pins tip is_tip",
+    "Verdict": "ok damaged orphans records objects bytes_read objects_read sample hurt=standing.hurt "
+    "whole=standing.whole",
+    "Damage": "kind id path needed_by reason costs",
+    "Cost": "commit=holder layers everything",
+    "Hurt": "commit=reference layers everything stands",
+    "Repaired": "moved fetched lost unreadable reingest pins_elsewhere newer reindexed",
+    "Moved": "path kind reason",
+    "Fetched": "kind path from=source bytes=size_bytes",
+    "PinElsewhere": "pin=name reference store=source",
+    "Diagnosis": "ok path findings versions",
     "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement",
     "EstimateLine": "saved_by policy first_bytes average_bytes largest_bytes cycle_saves run_bytes save_seconds "
     "history_saves history_seconds",
@@ -48,7 +62,7 @@ def json_fields(result: object) -> dict[str, object]:
 
 
 def _plain(owner: object, attribute: str) -> object:
-    value = getattr(owner, attribute)
+    value = attrgetter(attribute)(owner)
     return iso_time(value) if attribute.endswith("_ns") else json_value(value)
 
 
