@@ -291,9 +291,9 @@ def _explained(found: "Estimate") -> Iterator[str]:
         f"{size(found.training.disk_bytes)} are full."
     )
     share = f"{found.held_share:.1%}" if found.held_share >= 0.001 else "less than 0.1%"
-    yield (f"Training stands still while DeepSpeed writes: {share} of the time. layerstore writes beside it.")
+    yield (f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
     if found.training.movement is None:
-        yield "Drift cannot be predicted; with --movement X it is worked out for layers that all move alike."
+        yield "Drift cannot be predicted; with --movement X it is estimated for layers that all move alike."
 
 
 def _unsaid(training: "Training", assumed: set[str], measured: Path | None) -> Iterator[str]:

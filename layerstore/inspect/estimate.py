@@ -345,10 +345,10 @@ def _assumptions(model: Model, training: Training, policies: Iterable[Policy]) -
             f"{TRAINER}, as with PEFT"
         )
     yield "the first save of a run is full; nothing fails, nothing is removed and no byte is in the store already"
-    yield "what lies beside the layers (states of ranks, records, small files) is not counted: kilobytes for each"
+    yield "the ranks' own states, records and small files are not counted: kilobytes per save"
     if any(getattr(policy, "measures", False) for policy in policies):
         yield (
-            f"every layer moves by {training.movement} of its length from one save to the next, always on in one "
+            f"every layer moves by {training.movement} of its length from one save to the next, always in one "
             "direction: real layers differ, and move less over many saves"
         )
 

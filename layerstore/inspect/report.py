@@ -82,8 +82,9 @@ class RunReport:
     """All that can be read, shown or not."""
     attempts: int
     first_ns: int
+    """When the oldest commit was saved."""
     last_ns: int
-    """When the newest commit was saved; *first_ns*: the oldest."""
+    """When the newest commit was saved."""
     layers: tuple[str, ...]
     """In the order of the newest commit's model, then those that only older commits have."""
     layers_left_out: int
