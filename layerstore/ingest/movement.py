@@ -7,9 +7,9 @@ Runs of neighbours, not single elements: a disk reads a page for either.
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from layerstore.distance import Meter, can_measure
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
-from layerstore.distance import Meter, can_measure
 from layerstore.publish.hashing import SourceReader
 from layerstore.storage.rooms import Rooms
 from layerstore.zero3.checkpoint import LayerSource, SliceSource

@@ -75,9 +75,9 @@ STEP_IMPORTS = {
 }
 
 WHY_DOWN = (
-    "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy <- history "
-    "<- publish <- ingest, compose, gc, check <- inspect <- composite <- store <- live, remote <- cli, migrations): a lower room that knows an upper one "
-    "can be neither understood nor tested without it"
+    "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy <- "
+    "history <- publish <- ingest, compose, gc, check <- inspect <- composite <- store <- live, remote <- cli, "
+    "migrations): a lower room that knows an upper one can be neither understood nor tested without it"
 )
 WHY_STRANGERS = (
     "storage and zero3 never see each other, and neither do other rooms of one floor: the disk must not know "
@@ -344,7 +344,7 @@ def test_rooms_are_entered_by_their_doors() -> None:
             and module.room != room_of(found.target)
             and found.target != f"layerstore.{room_of(found.target)}"
         ),
-        "what a room offers stands in its __init__: behind it, files may be cut and named anew without anybody noticing",
+        "what a room offers stands in its __init__: behind it, files may be cut and named anew, and nobody notices",
     )
 
 
