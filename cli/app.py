@@ -1,8 +1,7 @@
 """
-The command line's outermost shell: which commands there are, and which exit code an exception becomes.
+The entry of the command line: the list of commands, and the exit code of each exception.
 
-Nothing is imported here that ``--help`` would have to wait for; commands import the library when they run.
-The exit codes are those of docs/reference/cli.md.
+Commands import the library when they run, so that ``--help`` is fast. The exit codes are in docs/reference/cli.md.
 """
 
 import contextlib
@@ -17,16 +16,18 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from typer.core import TyperArgument, TyperGroup
 from typer.exceptions import TyperException
 
 import layerstore
+from layerstore.cli.complete import Shell, items, script_for, values
 from layerstore.cli.exits import (
     EXIT_CLOSED_PIPE,
     EXIT_INTERRUPTED,
@@ -36,20 +37,14 @@ from layerstore.cli.exits import (
 )
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import be_quiet, let_through, name_store, say, say_error, say_json, say_warning, speak_up
-from layerstore.cli.shells import Shell, script_for
 from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 
-# Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
-app = typer.Typer(
-    name="layerstore",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,  # our own completes what a store holds, and knows what shells do at an @
-    suggest_commands=False,  # the hint does that
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-# Each is a module of its name, in the order of ``--help``; imported where it is needed, so that a shell need not wait.
+if TYPE_CHECKING:
+    from typer._click.core import Command, Context, Parameter
+    from typer._click.shell_completion import CompletionItem
+
+# The commands in the order of ``--help``; each is a function in the module of its name.
 COMMANDS = (
     "init",
     "ingest",
@@ -74,21 +69,70 @@ COMMANDS = (
 )
 
 
-# Those that live in another one's module.
+# Those in another one's module.
 _HOMES = {"undrop": "drop"}
 
-# Commands that are asked something: what they print is the answer. So is a plan, or a list, of any other.
+# Commands whose output is the answer to a question, which ``--quiet`` does not silence; a plan and a list are too.
 ANSWERING = frozenset({"log", "show", "ls", "diff", "stats", "verify", "doctor", "estimate", "demo"})
 ANSWERING_OPTIONS = frozenset({"--dry-run", "--list"})
 
 
+class Commands(TyperGroup):
+    """All commands; each is imported when it is needed, since importing all is too slow for completion."""
+
+    def list_commands(self, ctx: "Context") -> list[str]:
+        """Return their names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: "Context", cmd_name: str) -> "Command | None":
+        """Return one of them; None if there is no such command."""
+        return self.load(cmd_name) if cmd_name in COMMANDS else None
+
+    def load(self, name: str) -> "Command":
+        """Import the command *name*; ``--quiet`` may also follow it."""
+        if name not in self.commands:
+            one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+            one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
+            command = typer.main.get_command(one)
+            for param in command.params:
+                _complete_values(param)
+                if isinstance(param, TyperArgument):
+                    # Its name says what it is; typer would add how Python calls it: list[Path].
+                    param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+            command.params += [param for param in self.params if param.name == "quiet"]
+            self.commands[name] = command
+        return self.commands[name]
+
+    def shell_complete(self, ctx: "Context", incomplete: str) -> "list[CompletionItem]":
+        """Return matching commands and options; without the commands' help, which would import them all."""
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        return [*items(names), *super(TyperGroup, self).shell_complete(ctx, incomplete)]
+
+
+def _complete_values(param: "Parameter") -> None:
+    """Let typer ask us what *param* may be."""
+    param.shell_complete = partial(values, param)  # type: ignore[method-assign]
+
+
+# Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
+app = typer.Typer(
+    name="layerstore",
+    cls=Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,  # its script for bash breaks words at an @
+    suggest_commands=False,  # the hint does that
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
 class Terminated(BaseException):
-    """SIGTERM arrived: unwinds like Ctrl-C, so that whoever has a temporary file removes it."""
+    """SIGTERM arrived: it unwinds like Ctrl-C, so that temporary files are removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a command ended that did not succeed."""
+    """How a failed command ended."""
 
     kind: str
     code: int
@@ -97,7 +141,7 @@ class Failure:
 
 
 def _if_quiet(value: bool) -> bool:
-    """Note ``--quiet``, wherever it stands."""
+    """Silence notes if ``--quiet`` was given, wherever it stands."""
     if value:
         be_quiet()
     return value
@@ -124,7 +168,9 @@ def layerstore_(
     ] = False,
     show_completion: Annotated[
         Shell | None,
-        typer.Option("--show-completion", metavar="SHELL", help="Print what lets bash, zsh or fish complete words."),
+        typer.Option(
+            "--show-completion", metavar="bash|zsh|fish", help="Print the script that lets this shell complete words."
+        ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -143,7 +189,7 @@ def layerstore_(
         raise typer.Exit
     if show_completion is not None:
         let_through()
-        say(script_for(show_completion))
+        say(script_for(show_completion, context.command))
         raise typer.Exit
     if context.invoked_subcommand is None:
         if as_json:
@@ -158,21 +204,12 @@ def layerstore_(
 
 
 @functools.cache
-def command_line(only: str | None = None) -> TyperGroup:
-    """Return the command with all its commands, or with *only* one; ``--quiet`` may stand behind each of them."""
+def command_line() -> Commands:
+    """Return the command with all its commands."""
     group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    [quiet] = [param for param in group.params if param.name == "quiet"]
-    for name in COMMANDS if only is None else (only,):
-        one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-        one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
-        command = typer.main.get_command(one)
-        for param in command.params:
-            if isinstance(param, TyperArgument):
-                # Its name says what it is; the library would add how Python calls it: list[Path].
-                param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
-        command.params.append(quiet)
-        group.add_command(command)
+    assert isinstance(group, Commands)
+    for param in group.params:
+        _complete_values(param)
     return group
 
 
@@ -199,7 +236,7 @@ def _main(words: list[str]) -> int:
             failure = _stopped(exc)
     if failure is None:
         return 0
-    with contextlib.suppress(OSError):  # nobody is left who could be told
+    with contextlib.suppress(OSError):  # nobody is left to tell
         if failure.message:
             say_error(
                 kind=failure.kind,
@@ -213,7 +250,7 @@ def _main(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> Failure | None:
-    """Run one command; every exception that is not a signal becomes a `Failure`."""
+    """Run one command; turn every exception but signals into a `Failure`."""
     try:
         code = command_line().main(args=words, prog_name="layerstore", standalone_mode=False)
         for stream in (sys.stdout, sys.stderr):
@@ -221,7 +258,7 @@ def _run(words: list[str]) -> Failure | None:
                 stream.flush()
     except TyperException as exc:
         return Failure(
-            kind="usage", code=exc.exit_code, message=usage_message(exc), hint=usage_hint(exc, command_line(), words)
+            kind="usage", code=exc.exit_code, message=usage_message(exc), hint=usage_hint(exc, COMMANDS, words)
         )
     except LayerstoreError as exc:
         _show_traceback(always=isinstance(exc, Internal))
@@ -237,7 +274,7 @@ def _run(words: list[str]) -> Failure | None:
         if _is_closed_pipe(exc.__context__):
             raise BrokenPipeError from exc
         raise
-    except Exception as exc:  # noqa: BLE001  # the last resort: whatever it is, it is our fault and must be reported
+    except Exception as exc:  # noqa: BLE001  # whatever it is, it is our fault and must be reported
         if _is_out_of_memory(exc):
             return _out_of_memory()
         _show_traceback(always=True)
@@ -253,14 +290,14 @@ def _run(words: list[str]) -> Failure | None:
 
 
 def _is_out_of_memory(exc: BaseException | None) -> bool:
-    """Whether *exc*, or what it came from, is Python's or the system's word for too little memory."""
+    """Whether *exc*, or its cause, means that memory ran out."""
     while exc is not None:
         says = str(exc)
         if (
             isinstance(exc, MemoryError)
             or (isinstance(exc, OSError) and exc.errno == errnos.ENOMEM)
             or (isinstance(exc, RuntimeError) and says == "can't start new thread")
-            or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's own libraries
+            or (isinstance(exc, ImportError) and "failed to map segment" in says)  # numpy's libraries
         ):
             return True
         exc = exc.__cause__
@@ -278,7 +315,7 @@ def _out_of_memory() -> Failure:
 
 
 def _stopped(reason: BaseException) -> Failure:
-    """Return the failure that a signal, or a reader that went away, stands for."""
+    """Return the failure that a signal or a closed pipe means."""
     if isinstance(reason, BrokenPipeError):
         return Failure(kind="closed_pipe", code=EXIT_CLOSED_PIPE, message="")
     _show_traceback()
@@ -288,12 +325,12 @@ def _stopped(reason: BaseException) -> Failure:
 
 
 def _is_closed_pipe(exc: BaseException | None) -> bool:
-    # typer turns a closed pipe into SystemExit(1) before anybody else sees it.
+    # typer turns a closed pipe into SystemExit(1) before we see it.
     return isinstance(exc, OSError) and exc.errno == errnos.EPIPE
 
 
 def _asks_for_json(words: list[str]) -> bool:
-    """Look at the words themselves: a usage error comes before any option was understood."""
+    """Look at the words themselves: a usage error is raised before options are parsed."""
     return "--json" in _options(words)
 
 
@@ -302,7 +339,7 @@ def _options(words: list[str]) -> list[str]:
 
 
 def store_in(words: list[str]) -> str | None:
-    """Return the store that *words* name, the last one if there are two; None where they leave it open."""
+    """Return the store that *words* name, the last one if there are two; None if they name none."""
     options = _options(words)
     named = [following for word, following in itertools.pairwise(options) if word == "--store"]
     named += [word.removeprefix("--store=") for word in options if word.startswith("--store=")]
@@ -318,7 +355,7 @@ def _show_traceback(*, always: bool = False) -> None:
 
 
 def _occupy_standard_descriptors() -> None:
-    """Keep a closed stdin, stdout or stderr from becoming the descriptor of a file of the store."""
+    """Open closed standard descriptors, so that no file of the store gets one of them."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -327,7 +364,7 @@ def _occupy_standard_descriptors() -> None:
 
 
 def _tolerate_any_text() -> None:
-    """Let names that are no valid Unicode, or not in the terminal's encoding, be printed escaped."""
+    """Escape what is no valid Unicode, or not in the terminal's encoding, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # closed, or replaced by something simpler
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what else is suppressed
@@ -369,7 +406,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's last flush cannot fail again."""
+    """Discard what is still buffered, so that the interpreter's last flush cannot fail again."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):

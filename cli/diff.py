@@ -19,10 +19,11 @@ from layerstore.cli.render import (
     shown,
     size,
 )
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.ops.diff import Diff, KindDiff, LayerDiff, Side
-    from layerstore.ops.distance import Distance
+    from layerstore.distance import Distance
+    from layerstore.inspect import Diff, DiffSide, LayerDiff
 
 _REF_HELP = "RUN@STEP, RUN, RUN~1 or a pin."
 
@@ -32,7 +33,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help=_REF_HELP)],
     *,
     stat: Annotated[
-        bool, typer.Option("--stat", help="Also read the masters: how far B's are from A's, and at what angle.")
+        bool, typer.Option("--stat", help="Also measure how far B's masters are from A's, and at what angle.")
     ] = False,
     store: StorePath = None,
     as_json: AsJson = False,
@@ -40,8 +41,8 @@ def diff(
     """
     Compare two commits, layer by layer and kind by kind.
 
-    They may be of different runs. A difference is no failure: the exit code is 0.
-    REL L2 is the length of B - A over the length of A; COSINE is that of the angle between them.
+    They may be of different runs. The exit code is 0 whether or not they differ.
+    REL L2 is the norm of B - A over that of A, COSINE that of the angle between A and B.
 
     \b
     Examples:
@@ -99,7 +100,7 @@ def _sameness(is_same: bool) -> str:
     return "same" if is_same else "changed"
 
 
-def _side(side: "Side") -> str:
+def _side(side: "DiffSide") -> str:
     pin = f", pin {side.pin}" if side.pin else ""
     return shown(f"{side.reference} (commit {side.commit[:SHORT_ID_DIGITS]}{pin}), {counted(side.world_size, 'rank')}")
 
@@ -122,7 +123,7 @@ def _numbers(distance: "Distance | None") -> list[str]:
 
 def _in_column(number: float) -> str:
     """
-    Return *number* so that those of a column stand below each other: as wide whether it is small or not.
+    Return *number* with a fixed width, so that the numbers of a column align.
 
     >>> _in_column(1.1), _in_column(0.0123), _in_column(0.0000123), _in_column(0.0)
     ('1.100000', '0.012300', '1.23e-05', '0.000000')
@@ -147,60 +148,11 @@ def _total(found: "Diff") -> str:
 
 
 def _fields(found: "Diff", *, stat: bool) -> dict[str, object]:
-    return {
-        "a": _side_fields(found.a),
-        "b": _side_fields(found.b),
-        "layers": [_layer_fields(layer, stat=stat) for layer in found.layers],
-        "same_state": found.same_state,
-        "bytes_same": found.bytes_same,
-        "bytes_changed": found.bytes_changed,
-        "bytes_only_a": found.bytes_only_a,
-        "bytes_only_b": found.bytes_only_b,
-    }
-
-
-def _side_fields(side: "Side") -> dict[str, object]:
-    return {
-        "run": side.run,
-        "step": side.step,
-        "commit": side.commit,
-        "pin": side.pin,
-        "world_size": side.world_size,
-    }
-
-
-def _layer_fields(layer: "LayerDiff", *, stat: bool) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "layer": layer.layer,
-        "same": layer.status == "same",
-        "status": layer.status,
-        "kinds": {name: _kind_fields(kind) for name, kind in layer.kinds.items()},
-        "bytes_changed": layer.bytes_changed,
-    }
-    if not stat:
-        return fields
-    distance = layer.distance
-    if distance is None:
-        return fields | {"elements": 0, "relative_l2": None, "cosine": None}
-    return fields | {
-        "elements": distance.elements,
-        "relative_l2": _finite(distance.relative_l2),
-        "cosine": _finite(distance.cosine),
-        "nonfinite_a": distance.nonfinite_a,
-        "nonfinite_b": distance.nonfinite_b,
-        "left_out": list(distance.left_out),
-    }
-
-
-def _kind_fields(kind: "KindDiff") -> dict[str, object]:
-    return {
-        "status": kind.status,
-        "bytes_a": kind.bytes_a,
-        "bytes_b": kind.bytes_b,
-        "bytes_changed": kind.bytes_changed,
-    }
-
-
-def _finite(number: float) -> float | None:
-    """JSON has no word for NaN and infinity."""
-    return number if math.isfinite(number) else None
+    fields = json_fields(found)
+    if stat:
+        nothing = {"elements": 0, "relative_l2": None, "cosine": None}
+        fields["layers"] = [
+            json_fields(layer) | (nothing if layer.distance is None else json_fields(layer.distance))
+            for layer in found.layers
+        ]
+    return fields

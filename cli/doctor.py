@@ -7,6 +7,7 @@ import typer
 
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
 from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_paragraph, shown
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.check.doctor import Diagnosis
@@ -37,7 +38,7 @@ def doctor(
 
     diagnosis = layerstore.doctor(path or store or DEFAULT_STORE)
     if as_json:
-        say_json(_fields(diagnosis))
+        say_json(json_fields(diagnosis))
     else:
         _tell(diagnosis)
     if not diagnosis.ok:
@@ -63,15 +64,3 @@ def _tell(diagnosis: "Diagnosis") -> None:
 
 def _say(text: str, *, indent: int) -> None:
     say_paragraph(text, indent=indent, pipe_width=PASTED_WIDTH)
-
-
-def _fields(diagnosis: "Diagnosis") -> dict[str, object]:
-    return {
-        "ok": diagnosis.ok,
-        "path": diagnosis.path,
-        "findings": [
-            {"check": finding.check, "verdict": finding.verdict, "text": finding.text, "hint": finding.hint}
-            for finding in diagnosis.findings
-        ],
-        "versions": diagnosis.versions,
-    }

@@ -6,6 +6,7 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown, size, with_store
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.gc.drop import Dropped
@@ -42,7 +43,7 @@ def drop(
             name = f"{shown(ref)} (commit {', '.join(commit[:SHORT_ID_DIGITS] for commit in given_up)})"
             say(f"would give up {name}; nothing was changed" if dry_run else f"gave up {name}; its record is in trash/")
     elif as_json:
-        say_json(_fields(dropped, dry_run=dry_run))
+        say_json({**json_fields(dropped), "dry_run": dry_run})
     else:
         _tell(dropped, dry_run=dry_run)
 
@@ -90,18 +91,3 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
 
 def _some(names: tuple[str, ...]) -> str:
     return shown(", ".join(names[:_NAMES_SHOWN_MAX]) + (" …" if len(names) > _NAMES_SHOWN_MAX else ""))
-
-
-def _fields(dropped: "Dropped", *, dry_run: bool) -> dict[str, object]:
-    return {
-        "run": dropped.run,
-        "step": dropped.step,
-        "attempt": dropped.attempt,
-        "commit": dropped.commit,
-        "bytes": dropped.size_bytes,
-        "inherited_by": list(dropped.inherited_by),
-        "pins": list(dropped.pins),
-        "tip": dropped.tip,
-        "is_tip": dropped.is_tip,
-        "dry_run": dry_run,
-    }

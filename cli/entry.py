@@ -1,8 +1,7 @@
 """
-The first lines that run: Ctrl-C is quiet from here on, also while the command line is still being imported.
+The first lines that run: from here on Ctrl-C is quiet, also while the command line is being imported.
 
-Nothing has been begun then, so the process just ends, with the exit code that an interruption has later on.
-Only what Python itself does before it runs a program, and the package's own first lines, are out of reach.
+Nothing has begun then, so the process just ends, with the exit code of an interruption.
 """
 
 import os
@@ -14,30 +13,31 @@ if TYPE_CHECKING:
     import signal
     from types import FrameType
 else:
-    import _signal as signal  # what the module of that name is made of, without the time that it takes to import enum
+    import _signal as signal  # the C part of the module, without the time to import enum
 
 
 def main() -> int:
-    """Run the command line on the process's own arguments, or answer a shell that completes one."""
-    # Whoever started us may ignore SIGINT, as shells do for what runs in the background: that stays.
+    """Run the command line on the process's arguments, or answer a shell that completes one."""
+    # If SIGINT is ignored, as in a shell's background jobs, it stays ignored.
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heard:
         signal.signal(signal.SIGINT, _leave)
-    if "_LAYERSTORE_COMPLETE" in os.environ:
+    if "_LAYERSTORE_COMPLETE" in os.environ:  # cli.complete.VARIABLE
+        from layerstore.cli.app import command_line
         from layerstore.cli.complete import answer_shell
 
-        return answer_shell()
+        return answer_shell(command_line())
     from layerstore.cli.app import main as run
 
     try:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run()
-    except KeyboardInterrupt:  # a second one, while the first was being dealt with
+    except KeyboardInterrupt:  # a second one, while the first was handled
         return EXIT_INTERRUPTED
     finally:
         if is_heard:
-            signal.signal(signal.SIGINT, _leave)  # all is done and said: what is left is the interpreter's own end
+            signal.signal(signal.SIGINT, _leave)  # only the interpreter's shutdown is left
 
 
 def _leave(number: int, frame: "FrameType | None") -> None:

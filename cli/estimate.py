@@ -11,12 +11,12 @@ import typer
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
 from layerstore.cli.policy import policy_from
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from layerstore.ops.architectures import Model
-    from layerstore.ops.estimate import Estimate, Line, Training
+    from layerstore.inspect import Estimate, EstimateLine, Model, Training
 
 _POLICIES = ("full", "parity", "filter")
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")
@@ -24,14 +24,14 @@ _POWERS = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}
 _PARAMETERS_MAX = 10**15
 _DAY = 86400.0
 _UNITS = ((_DAY, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-# Nobody counts a history of years in days.
+# From here on in years.
 _YEARS_MIN, _YEAR = 730 * _DAY, 365.25 * _DAY
 _NUMBERS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (10**3, "thousand"))
 
-# A size without a unit is a number of bytes, as everywhere; so few are none of a disk, nor of what it writes.
+# A size without a unit is in bytes; fewer than these are a forgotten unit.
 _BARE_BYTES_MIN = 10**6
 
-# Defaults of what is said to be assumed where it was not given.
+# Defaults; those that apply are listed as assumed.
 _WORLD_SIZE, _STEPS, _EVERY, _STEP_SECONDS = 8, 10_000, 100, 10.0
 _BANDWIDTH, _DISK, _DTYPE = "2GB/s", "10TB", "bf16"
 
@@ -67,7 +67,7 @@ Policies = Annotated[
     ),
 ]
 Bandwidth = Annotated[
-    str | None, typer.Option("--bandwidth", metavar="RATE", help=f"What all ranks together write: {_BANDWIDTH}.")
+    str | None, typer.Option("--bandwidth", metavar="RATE", help=f"What all ranks write together: {_BANDWIDTH}.")
 ]
 Measure = Annotated[
     Path | None,
@@ -76,7 +76,8 @@ Measure = Annotated[
 Disk = Annotated[str | None, typer.Option("--disk", metavar="SIZE", help=f"Space for history: {_DISK}.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help=f"What is trained in: {_DTYPE}.")]
 Trainable = Annotated[
-    str, typer.Option("--trainable", metavar="SHARE", help="How much of it is trained, like 0.5%: LoRA, frozen layers.")
+    str,
+    typer.Option("--trainable", metavar="SHARE", help="The share that is trained, like 0.5%: LoRA, frozen layers."),
 ]
 Movement = Annotated[
     float | None,
@@ -106,10 +107,10 @@ def estimate(
     """
     Estimate what saving a model takes under each policy.
 
-    Full checkpoints stand beside it. Nothing is trained, downloaded or stored.
-    The policies are asked as they would be in training. What is assumed is printed below the table.
-    Of a checkpoint or a commit only headers are read: they tell the layers, what of them is trained, and the ranks.
-    Where MODEL is a path and a REF, it is the path.
+    The table compares it with full checkpoints. Nothing is trained, downloaded or stored.
+    The policies decide as they would in training. What is assumed is listed below the table.
+    Of a checkpoint or a commit only headers are read. A config.json needs Transformers and PyTorch installed.
+    If MODEL is both a path and a REF, the path wins.
 
     \b
     Examples:
@@ -118,8 +119,7 @@ def estimate(
       layerstore estimate --params 70B --layers 80 --every 50 --disk 40TB
     """
     from layerstore.export.hf import dtype_code
-    from layerstore.ops.estimate import Training
-    from layerstore.ops.estimate import estimate as estimated
+    from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)
     seen = chosen.world_size
@@ -135,7 +135,7 @@ def estimate(
         trainable=_share(trainable),
         movement=movement,
     )
-    found = estimated(chosen, training, policies)
+    found = estimate_saves(chosen, training, policies)
     said: dict[str, object] = {"--world-size": world_size or seen, "--steps": steps, "--every": every, "--disk": disk}
     said |= {"--step-seconds": step_seconds, "--bandwidth": bandwidth or measure}
     assumed = {name for name, value in said.items() if value is None}
@@ -150,8 +150,7 @@ def estimate(
 
 def _model(name: str | None, *, params: str | None, layers: int | None, store: Path | None) -> "Model":
     from layerstore.errors import InvalidInput
-    from layerstore.ops.architectures import made_up
-    from layerstore.ops.found_model import model_at
+    from layerstore.inspect import made_up, model_at
 
     if (name is None) == (params is None and layers is None):
         raise InvalidInput(
@@ -159,7 +158,9 @@ def _model(name: str | None, *, params: str | None, layers: int | None, store: P
             hint="a checkpoint's folder, a Transformers config.json, RUN@STEP, or for example --params 8B --layers 32",
         )
     if name is not None and os.path.lexists(name):
-        return model_at(Path(name))
+        from layerstore.live.meta_model import parameter_shapes
+
+        return model_at(Path(name), ask_transformers=parameter_shapes)
     if name is not None:
         return _stored_model(name, store)
     if params is None or layers is None:
@@ -169,7 +170,7 @@ def _model(name: str | None, *, params: str | None, layers: int | None, store: P
 
 def _stored_model(name: str, store: Path | None) -> "Model":
     from layerstore.errors import InvalidInput, NotFound
-    from layerstore.ops.found_model import model_of_commit
+    from layerstore.inspect import model_of_commit
 
     if store is None and not DEFAULT_STORE.exists():
         raise InvalidInput(
@@ -223,7 +224,7 @@ def _size(text: str, option: str) -> int:
 
 def _rate(bandwidth: str | None, measure: Path | None) -> float:
     from layerstore.errors import InvalidInput
-    from layerstore.ops.estimate import measure_speed
+    from layerstore.inspect import measure_speed
 
     if measure is None:
         return _size((bandwidth or _BANDWIDTH).removesuffix("/s"), "--bandwidth")
@@ -232,7 +233,7 @@ def _rate(bandwidth: str | None, measure: Path | None) -> float:
     return measure_speed(measure).bytes_per_second
 
 
-# -- what is told --------------------------------------------------------------------------------------------------
+# -- the answer ----------------------------------------------------------------------------------------------------
 
 
 def _tell(found: "Estimate", assumed: set[str], *, measured: Path | None) -> None:
@@ -266,20 +267,20 @@ def _tell(found: "Estimate", assumed: set[str], *, measured: Path | None) -> Non
             )
 
 
-def _label(line: "Line") -> str:
+def _label(line: "EstimateLine") -> str:
     return line.saved_by if line.policy is None else f"{line.saved_by} {line.policy}"
 
 
-def _row(found: "Estimate", line: "Line") -> list[str]:
-    seconds = found.history_seconds(line)
+def _row(found: "Estimate", line: "EstimateLine") -> list[str]:
+    history = "no end" if line.history_seconds is None else _time(line.history_seconds)
     return [
         _label(line),
-        size(round(line.average_bytes)),
+        size(line.average_bytes),
         size(line.largest_bytes),
         f"{line.average_bytes / found.full_bytes:.0%}",
         size(line.run_bytes),
         _time(line.save_seconds),
-        _time(seconds) if seconds else "no end" if seconds is None else "no save",
+        history if line.history_saves != 0 else "no save",
     ]
 
 
@@ -290,13 +291,13 @@ def _explained(found: "Estimate") -> Iterator[str]:
         f"{size(found.training.disk_bytes)} are full."
     )
     share = f"{found.held_share:.1%}" if found.held_share >= 0.001 else "less than 0.1%"
-    yield (f"Training stands still while DeepSpeed writes: {share} of the time. layerstore writes beside it.")
+    yield (f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
     if found.training.movement is None:
-        yield "Drift cannot be predicted; with --movement X it is worked out for layers that all move alike."
+        yield "Drift cannot be predicted; with --movement X it is estimated for layers that all move alike."
 
 
 def _unsaid(training: "Training", assumed: set[str], measured: Path | None) -> Iterator[str]:
-    """Say which figures nobody has given, and how to."""
+    """Yield the figures that were not given, with the options that give them."""
     rate = f"all ranks together write {size(round(training.bytes_per_second))}/s"
     texts: Mapping[str, str] = {
         "--world-size": counted(training.world_size, "rank"),
@@ -315,7 +316,7 @@ def _unsaid(training: "Training", assumed: set[str], measured: Path | None) -> I
 
 def _time(seconds: float) -> str:
     """
-    Return *seconds* for people, with two digits that say something.
+    Return *seconds* for people.
 
     >>> _time(0.0123), _time(90), _time(2 * 86400), _time(1e9)
     ('12.3 ms', '1.5 min', '2.0 days', '31.7 years')
@@ -338,7 +339,7 @@ def _number(count: int) -> str:
 
 
 def _fields(found: "Estimate", assumed: set[str]) -> dict[str, object]:
-    training, model = found.training, found.model
+    model = found.model
     return {
         "model": {
             "name": model.name,
@@ -348,31 +349,9 @@ def _fields(found: "Estimate", assumed: set[str]) -> dict[str, object]:
             "trained": found.trained,
             "layers": found.layers,
         },
-        "world_size": training.world_size,
-        "steps": training.steps,
-        "every": training.every,
-        "saves": training.saves,
-        "interval_seconds": training.interval_seconds,
-        "bytes_per_second": training.bytes_per_second,
-        "disk_bytes": training.disk_bytes,
-        "dtype": training.dtype,
-        "movement": training.movement,
+        **json_fields(found.training),
         "held_share": found.held_share,
-        "lines": [
-            {
-                "saved_by": line.saved_by,
-                "policy": line.policy,
-                "first_bytes": line.first_bytes,
-                "average_bytes": round(line.average_bytes),
-                "largest_bytes": line.largest_bytes,
-                "cycle_saves": line.cycle,
-                "run_bytes": line.run_bytes,
-                "save_seconds": line.save_seconds,
-                "history_saves": line.history_saves,
-                "history_seconds": found.history_seconds(line),
-            }
-            for line in found.lines
-        ],
+        "lines": [json_fields(line) for line in found.lines],
         "assumed": sorted(assumed),
         "assumptions": list(found.assumptions),
     }

@@ -1,4 +1,4 @@
-"""Exit codes that are no error's own: those stand in ``layerstore.errors``, all of them in docs/reference/cli.md."""
+"""Exit codes besides those of ``layerstore.errors``; docs/reference/cli.md lists all."""
 
 EXIT_NO_MEMORY = 1
 EXIT_USAGE = 2

@@ -12,7 +12,6 @@ from layerstore.cli.render import (
     Column,
     age,
     counted,
-    iso_time,
     let_through,
     say,
     say_json,
@@ -21,6 +20,7 @@ from layerstore.cli.render import (
     say_warning,
     size,
 )
+from layerstore.json_fields import iso_time
 
 if TYPE_CHECKING:
     from layerstore.gc.collect import CommitFate, GcOutcome, Gone

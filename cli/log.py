@@ -10,7 +10,6 @@ from layerstore.cli.render import (
     Column,
     age,
     counted,
-    iso_time,
     say_json,
     say_note,
     say_table,
@@ -19,29 +18,21 @@ from layerstore.cli.render import (
     size,
     with_store,
 )
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.ops.queries import LogEntry, LogLine
+    from layerstore.gc.drop import DroppedCommit
+    from layerstore.inspect import LogEntry, LogLine
     from layerstore.storage.timings import SaveTiming
 
     Took = dict[tuple[str, int, int], SaveTiming]
     """By run, attempt and step."""
 
 
-# What JSON tells of a timing.
-_TIMINGS = (
-    "blocked_seconds",
-    "durable_seconds",
-    "visible_seconds",
-    "copied_bytes",
-    "written_bytes",
-    "queued",
-)
-
-# Beside the columns that are as wide as they are.
+# How narrow the last columns may get.
 _NOTE_WIDTH_MIN = 10
 
-# One screen or two: as much as somebody reads.
+# One screen or two.
 _LIMIT = 50
 
 
@@ -53,12 +44,13 @@ def log(
     ] = _LIMIT,
     before: Annotated[
         str | None,
-        typer.Option("--before", metavar="COMMIT", help="Go on after this commit, in its run.", show_default=False),
+        typer.Option("--before", metavar="COMMIT", help="Start after this commit, in its run.", show_default=False),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
     timing: Annotated[
-        bool, typer.Option("--timing", help="Show what saves in training took, not what they hold.")
+        bool, typer.Option("--timing", help="Show how long saves in training took, not what they hold.")
     ] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="List what is in the trash instead.")] = False,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -71,8 +63,13 @@ def log(
     Examples:
       layerstore log sft --graph
       layerstore log sft --timing
+      layerstore log --dropped
       layerstore log sft --limit 20 --before 3f0c9a1b --json
     """
+    if dropped:
+        with opened(store) as opened_store:
+            _say_dropped(opened_store.dropped(run), as_json=as_json)
+        return
     with opened(store) as opened_store:
         page = opened_store.log_page(run, limit=limit or None, before=before, graph=graph and not as_json)
         runs = dict.fromkeys(entry.run for entry in page.entries) if timing else ()
@@ -96,46 +93,49 @@ def log(
         say_note(f"{none}; next: {next_one}")
 
 
+def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
+    if as_json:
+        fields = [json_fields(each.commit.record) | json_fields(each) for each in dropped]
+        say_json({"dropped": fields})
+    elif dropped:
+        columns = [Column("RUN", folds=True), Column("STEP", "right"), Column("COMMIT"), Column("SAVED")]
+        say_table(
+            [*columns, Column("DROPPED")],
+            (
+                [
+                    each.commit.record.run,
+                    str(each.commit.record.step),
+                    each.commit.id[:SHORT_ID_DIGITS],
+                    age(each.commit.observed.time_ns),
+                    age(each.dropped_ns),
+                ]
+                for each in dropped
+            ),
+        )
+        say_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back")
+    else:
+        say_note("the trash holds no commit")
+
+
 def _fields(
     sound: list["LogEntry"], damaged: list["LogEntry"], took: "Took | None", *, more: bool
 ) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "commits": [
-            {
-                "run": entry.run,
-                "attempt": entry.attempt,
-                "step": entry.step,
-                "commit": entry.commit,
-                "time": iso_time(entry.time_ns),
-                "layers_saved": entry.layers_saved,
-                "bytes_new": entry.bytes_new,
-                "pins": list(entry.pins),
-                "has_moments": entry.has_moments,
-                **({} if took is None else {"timing": _timing_fields(entry, took)}),
-            }
-            for entry in sound
-        ],
-        "more": more,
-    }
-    if damaged:
-        fields["damaged"] = [
-            {"run": entry.run, "step": entry.step, "commit": entry.commit, "reason": entry.damage} for entry in damaged
-        ]
-    return fields
-
-
-def _timing_fields(entry: "LogEntry", took: "Took") -> dict[str, object] | None:
-    found = took.get((entry.run, entry.attempt, entry.step))
-    return None if found is None else {name: getattr(found, name) for name in _TIMINGS}
+    commits = [json_fields(entry) for entry in sound]
+    if took is not None:
+        for fields, entry in zip(commits, sound, strict=True):
+            timing = took.get((entry.run, entry.attempt, entry.step))
+            fields["timing"] = None if timing is None else json_fields(timing)
+    lost = [{"run": entry.run, "step": entry.step, "commit": entry.commit, "reason": entry.damage} for entry in damaged]
+    return {"commits": commits, "more": more, **({"damaged": lost} if lost else {})}
 
 
 def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
     entries = [line.entry for line in lines if line.entry is not None]
     with_graph = any(line.drawing for line in lines)
     with_attempts = with_graph or any(entry.attempt > 1 for entry in entries)
-    # Timings stand in their place: all of it together would fit no terminal.
+    # Timings replace these columns: together they would fit no terminal.
     with_pins = took is None and any(entry.pins for entry in entries)
-    with_lacks = took is None and any(map(_lacks, entries))
+    with_lacks = took is None and not all(entry.has_moments for entry in entries)
     columns = [
         *([Column("GRAPH")] if with_graph else []),
         Column("RUN", folds=True),
@@ -154,7 +154,7 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
         (
             [
                 *([line.drawing] if with_graph else []),
-                # Where two lines of descent meet there is no commit.
+                # A line that joins two attempts has no commit.
                 *(
                     _row(line.entry, took, with_attempts=with_attempts, with_lacks=with_lacks, with_pins=with_pins)
                     if line.entry
@@ -166,11 +166,6 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
     )
     if took is not None and any((entry.run, entry.attempt, entry.step) not in took for entry in entries):
         say_note("-: not measured; only saves made with attach() are timed")
-
-
-def _lacks(entry: "LogEntry") -> str:
-    """Return what *entry* has not got any more that it was saved with."""
-    return "" if entry.has_moments else "moments"
 
 
 def _row(
@@ -185,7 +180,7 @@ def _row(
         entry.commit[:SHORT_ID_DIGITS],
         age(entry.time_ns),
         *([saved, size(entry.bytes_new)] if took is None else []),
-        *([_lacks(entry)] if with_lacks else []),
+        *(["" if entry.has_moments else "moments"] if with_lacks else []),
         *([", ".join(entry.pins)] if with_pins else []),
         *([] if took is None else _timing_cells(took.get((entry.run, entry.attempt, entry.step)))),
     ]

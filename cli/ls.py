@@ -6,9 +6,10 @@ import typer
 
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
 from layerstore.cli.render import Column, say_json, say_table, size
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.ops.queries import LayerLine
+    from layerstore.inspect import LayerLine
 
 
 def ls(
@@ -29,7 +30,7 @@ def ls(
         lines = opened_store.ls(ref, layer=layer)
         names = opened_store.names_of(lines)
     if as_json:
-        say_json({"layers": [layer_fields(line) for line in lines]})
+        say_json({"layers": [json_fields(line) for line in lines]})
         return
     kinds = [kind for kind in lines[0].bytes_by_kind if any(line.bytes_by_kind[kind] for line in lines)]
     columns = [
@@ -46,7 +47,7 @@ def ls(
         *(_size(sum(line.bytes_by_kind[kind] for line in lines)) for kind in kinds),
         size(sum(sum(line.bytes_by_kind.values()) for line in lines)),
     ]
-    # The step alone says enough where all are steps of one history.
+    # The step alone will do if all versions are of one history.
     is_one_history = all(name == f"{lines[0].run}@{line.step}" for name, line in zip(names, lines, strict=True))
     steps = [str(line.step) for line in lines] if is_one_history else names
     rows = (_row(line, step, kinds) for line, step in zip(lines, steps, strict=True))
@@ -65,17 +66,3 @@ def _row(line: "LayerLine", step: str, kinds: list[str]) -> list[str]:
 
 def _size(size_bytes: int) -> str:
     return size(size_bytes) if size_bytes else "-"
-
-
-def layer_fields(line: "LayerLine") -> dict[str, object]:
-    """Return one layer as programs read it."""
-    return {
-        "layer": line.layer,
-        "run": line.run,
-        "attempt": line.attempt,
-        "step": line.step,
-        "version": line.version,
-        "parameters": line.parameters,
-        "frozen": line.frozen,
-        "bytes": line.bytes_by_kind,
-    }

@@ -1,7 +1,7 @@
 """
-Options that many commands have, and how a command opens its store.
+Options that many commands share, and how a command opens its store.
 
-A ``--store`` or ``--json`` in front of the command is the default of the one behind it.
+A ``--store`` or ``--json`` before the command is the default of the one after it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ Reference = Annotated[
 
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator["Store"]:
-    """Yield the store at *path*, or the default one; its warnings are shown each time, not once per place."""
+    """Yield the store at *path*, or the default one; show its warnings in every command."""
     import layerstore
     from layerstore.storage.catalog import IndexNotice
     from layerstore.storage.files import WeakDurability
@@ -46,7 +46,7 @@ def opened(path: Path | None) -> Iterator["Store"]:
 
 def chosen_reference(store: "Store", *, ref: str | None, run: str | None, step: int | None) -> str | None:
     """
-    Return what REF, ``--run`` and ``--step`` mean together; None for the newest step of the only run.
+    Return the reference that REF, ``--run`` and ``--step`` mean together; None for the newest step of the only run.
 
     Raises:
         InvalidInput: REF and the options were both given, or it is not clear whose step is meant.

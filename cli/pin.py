@@ -10,7 +10,6 @@ from layerstore.cli.render import (
     SHORT_ID_DIGITS,
     Column,
     age,
-    iso_time,
     say,
     say_json,
     say_note,
@@ -19,6 +18,7 @@ from layerstore.cli.render import (
     shown,
     with_store,
 )
+from layerstore.json_fields import iso_time
 
 if TYPE_CHECKING:
     from layerstore import Store

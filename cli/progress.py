@@ -1,7 +1,7 @@
 """
-How far a verb is: a bar on a terminal, in a log one plain line every half minute, for programs nothing.
+Progress: a bar on a terminal, one plain line every half minute in a log, nothing for programs.
 
-A log's lines come from a thread of their own: also a disk that hangs is told of, as a rate of nothing.
+The lines of a log come from a thread of their own, so a disk that hangs shows as 0 B/s.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 
 class Bar:
-    """A `layerstore.progress.Progress` that draws one bar on stderr, gone when the work is done."""
+    """A `layerstore.progress.Progress` that draws a bar on stderr, removed at the end."""
 
     def __init__(self, live: "Live") -> None:
         self._live = live
         self._task: TaskID | None = None
 
     def start(self, what: str, total_bytes: int) -> None:
-        """Begin the bar anew for the phase *what*; without a total it only shows that something moves."""
+        """Restart the bar for the phase *what*; without a total it only shows activity."""
         if self._task is not None:
             self._live.remove_task(self._task)
         self._task = self._live.add_task(what, total=total_bytes or None, is_counted=_is_counted(what))
@@ -49,7 +49,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """How far a phase was at a moment."""
+    """The state of a phase at one moment."""
 
     what: str
     total: int
@@ -85,21 +85,21 @@ class Lines:
             return Phase(self._what, self._total, self._done, time.monotonic() - self._began)
 
     def speak(self, stop: threading.Event, *, every_seconds: float) -> None:
-        """Say where it is until *stop* is set."""
+        """Print a line every *every_seconds* until *stop* is set."""
         before: Phase | None = None
         while not stop.wait(every_seconds):
             phase = self.now()
             try:
                 if phase is not None:
                     say_progress(progress_line(phase, before))
-            except OSError:  # nobody reads the log any more: that is no reason to stop working
+            except OSError:  # nobody reads the log any more; the work goes on
                 return
             before = phase
 
 
 def progress_line(phase: Phase, before: Phase | None) -> str:
     """
-    Return what a log is told: the share, how much, how fast since the line *before*, and the time that is left.
+    Return a line of a log: share, amount, rate since the line *before*, and time left.
 
     >>> progress_line(Phase("ingest", 10**9, 25 * 10**7, 60), Phase("ingest", 10**9, 10**8, 30))
     'ingest: 25%, 250.0 MB of 1.0 GB, 5.0 MB/s, 3 min left'
@@ -108,7 +108,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
     >>> progress_line(Phase("verify", 10**9, 10**8, 60), Phase("verify", 10**9, 10**8, 30))
     'verify: 10%, 100.0 MB of 1.0 GB, 0 B/s'
     """
-    # A phase that has begun since then has its own rate, from its beginning.
+    # A phase that started since then has a rate of its own.
     is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
     done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
     rate = (phase.done - done) / max(phase.seconds - seconds, 1e-3)
@@ -144,7 +144,7 @@ def _is_counted(what: str) -> bool:
 
 @contextlib.contextmanager
 def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator["Progress"]:
-    """Yield where a verb tells how far it is."""
+    """Yield what a verb reports its progress to."""
     if as_json or is_quiet() or sys.stderr is None or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         from layerstore.progress import Silent
 
@@ -156,7 +156,7 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
         lines, stop = Lines(), threading.Event()
         options = {"every_seconds": every_seconds}
         speaker = threading.Thread(target=lines.speak, args=(stop,), kwargs=options, daemon=True)
-        with contextlib.suppress(RuntimeError):  # where there may be no more threads the work is done without words
+        with contextlib.suppress(RuntimeError):  # no more threads allowed: work without lines
             speaker.start()
         try:
             yield lines
@@ -172,7 +172,7 @@ def _live() -> "Live":
     from rich.text import Text
 
     class Amount(DownloadColumn):
-        """How much is done: records are no bytes."""
+        """The amount done, in bytes or records."""
 
         def render(self, task: "Task") -> "Text":
             if not task.fields["is_counted"]:
@@ -181,7 +181,7 @@ def _live() -> "Live":
             return Text(f"{task.completed:,.0f}{total}", style="progress.download")
 
     class Speed(TransferSpeedColumn):
-        """How fast it is; of records the time that is left says as much."""
+        """The rate; empty for records, whose time left says as much."""
 
         def render(self, task: "Task") -> "Text":
             return Text("") if task.fields["is_counted"] else super().render(task)

@@ -1,7 +1,7 @@
 """
-All that is printed: data on stdout, everything about it on stderr.
+Everything that is printed: answers on stdout; warnings, errors and progress on stderr.
 
-Text that comes from elsewhere passes through `shown`, so that it cannot move the cursor or reorder a line.
+Foreign text passes through `shown`, so that it cannot move the cursor or reorder a line.
 """
 
 import json
@@ -17,22 +17,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-# Raised when a field changes its meaning or goes; new fields may come at any time.
+# Raised when a field goes or changes its meaning; new fields may come at any time.
 JSON_SCHEMA = 1
 
 SHORT_ID_DIGITS = 12
 
-# In a file or a pipe no table is cut or folded to a terminal that nobody looks at.
+# In a file or a pipe nothing is folded.
 _WIDTH_OF_A_PIPE = 100_000
 
-# What is made to be pasted, into a mail or a report of a fault, is folded in a pipe too.
+# Output that is made for mails and bug reports is folded in a pipe too.
 PASTED_WIDTH = 80
 
-# Between two columns; and what a column that folds keeps at least.
+# Between two columns; and the least width of a column that folds.
 _GAP = 2
 _FOLDED_WIDTH_MIN = 20
 
-# Narrower than this, prose is left to the terminal.
+# In a narrower terminal prose is not folded.
 _PROSE_WIDTH_MIN = 20
 
 # Control characters, bidirectional overrides, lone surrogates, line and paragraph separators.
@@ -49,14 +49,14 @@ class Column:
     header: str
     align: Literal["left", "right"] = "left"
     folds: bool = False
-    """Whether its cells may go on in a next line where the terminal is narrow."""
+    """Whether its cells may wrap if the terminal is narrow."""
     width_min: int = _FOLDED_WIDTH_MIN
-    """How narrow it may become then."""
+    """How narrow it may get."""
 
 
 def shown(text: object) -> str:
     r"""
-    Return *text* as it may be printed: on one line, with nothing in it that a terminal acts upon.
+    Return *text* on one line, with everything escaped that a terminal acts upon.
 
     >>> shown("run\x1b[2J\u202e")
     'run\\x1b[2J\\u202e'
@@ -84,7 +84,7 @@ def size(size_bytes: int) -> str:
 
 def age(time_ns: int, *, now_ns: int | None = None) -> str:
     """
-    Return how long ago *time_ns* was, or its date where that is more than a month, or in the future.
+    Return how long ago *time_ns* was, or its date if that is over a month ago or in the future.
 
     >>> age(0, now_ns=150 * 10**9), age(0, now_ns=86400 * 10**9), age(0, now_ns=2 * 86400 * 10**9)
     ('2 min ago', '1 day ago', '2 days ago')
@@ -97,17 +97,6 @@ def age(time_ns: int, *, now_ns: int | None = None) -> str:
     unit, length = next((unit, length) for unit, length in _SECONDS_PER_UNIT if seconds >= length)
     count = seconds // length
     return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
-
-
-def iso_time(time_ns: int) -> str:
-    """
-    Return *time_ns* as programs want it.
-
-    >>> iso_time(1_500_000)
-    '1970-01-01T00:00:00.001500Z'
-    """
-    seconds, rest = divmod(time_ns, 10**9)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}Z"
 
 
 def counted(count: int, noun: str) -> str:
@@ -126,33 +115,33 @@ def counted(count: int, noun: str) -> str:
 
 @dataclass(slots=True)
 class _Voice:
-    """What ``--quiet`` leaves of what is said."""
+    """What ``--quiet`` silences."""
 
     is_quiet: bool = False
     answers: bool = False
-    """Whether the command was asked something, so that what it says is no note but the answer."""
+    """Whether the output is the answer to a question, which is never silenced."""
 
 
 _voice = _Voice()
 
 
 def be_quiet() -> None:
-    """Say no more than was asked for, until `speak_up`."""
+    """Print answers and errors only, until `speak_up`."""
     _voice.is_quiet = True
 
 
 def speak_up() -> None:
-    """Forget what was said of the voice: the next command begins anew."""
+    """Print everything again, for the next command."""
     _voice.is_quiet = _voice.answers = False
 
 
 def is_quiet() -> bool:
-    """Whether notes and progress are not wanted."""
+    """Whether notes and progress are silenced."""
     return _voice.is_quiet
 
 
 def let_through() -> None:
-    """Let what `say` prints from now on be what the command was asked for: ``--quiet`` does not silence that."""
+    """Treat what `say` prints from now on as the answer, which ``--quiet`` does not silence."""
     _voice.answers = True
 
 
@@ -160,22 +149,22 @@ def let_through() -> None:
 
 
 def say(text: str = "") -> None:
-    """Print a line of data; what is foreign in it has been through `shown`."""
+    """Print a line; foreign text in it has been through `shown`."""
     if _voice.answers or not _voice.is_quiet:
         _print(text, sys.stdout)
 
 
 def say_note(text: str) -> None:
-    """Print a line beside the answer, such as what to do next: with ``--quiet`` it is left out."""
+    """Print a note, such as what to do next; ``--quiet`` silences it."""
     if not _voice.is_quiet:
         _print(text, sys.stdout)
 
 
 def say_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A_PIPE) -> None:
     """
-    Print *text* in as many lines as the terminal needs, those after the first moved in by *indent*.
+    Print *text*, wrapped to the terminal's width, with lines after the first indented by *indent*.
 
-    Where there is no terminal, in lines of *pipe_width*: as a rule one.
+    Without a terminal, wrap it to *pipe_width*.
     """
     for line in _folded(text, indent=indent, stream=sys.stdout, pipe_width=pipe_width):
         say(line)
@@ -184,7 +173,7 @@ def say_paragraph(text: str, *, indent: int = 0, pipe_width: int = _WIDTH_OF_A_P
 def _folded(text: str, *, indent: int, stream: TextIO | None, pipe_width: int = _WIDTH_OF_A_PIPE) -> list[str]:
     is_cut = _is_terminal(stream) or "COLUMNS" in os.environ
     width = shutil.get_terminal_size().columns if is_cut else pipe_width
-    # Whole words, so that names, paths and commands can be copied.
+    # Words stay whole, so that names, paths and commands can be copied.
     lines = textwrap.TextWrapper(
         max(width, _PROSE_WIDTH_MIN), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
@@ -192,19 +181,19 @@ def _folded(text: str, *, indent: int, stream: TextIO | None, pipe_width: int = 
 
 
 def say_json(fields: Mapping[str, object]) -> None:
-    """Print *fields* as the one line that programs read."""
+    """Print *fields*, mostly those of ``json_fields``, as the one line that programs read."""
     _print(json.dumps({"schema": JSON_SCHEMA, **fields}), sys.stdout)
 
 
 def say_facts(facts: Mapping[str, str]) -> None:
-    """Print names and values below each other."""
+    """Print names and values, one pair per line."""
     width = max(map(len, facts)) + 2
     for name, value in facts.items():
         say_paragraph(f"{name:<{width}}{shown(value)}", indent=width)
 
 
 def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None) -> None:
-    """Print *rows* under *columns*, and below them the line *total*."""
+    """Print a table of *rows*, with a last line *total*."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -213,7 +202,7 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
     if not (_is_terminal(sys.stdout) or "COLUMNS" in os.environ):
         console.width = _WIDTH_OF_A_PIPE
     cells = [[Text(shown(cell)) for cell in row] for row in (*rows, *([] if total is None else [total]))]
-    bold = "bold" if _has_colour(sys.stdout) else "none"  # NO_COLOR leaves nothing but text, as in errors
+    bold = "bold" if _has_colour(sys.stdout) else "none"  # NO_COLOR means plain text
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=bold)
     for index, column in enumerate(columns):
         widest = max([len(column.header), *(line[index].cell_len for line in cells)])
@@ -226,10 +215,10 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
         )
     for line in cells:
         table.add_row(*line, style=bold if total is not None and line is cells[-1] else None)
-    # Rather lines that the terminal wraps than numbers that lack their ends.
+    # Better lines that the terminal wraps than numbers without their ends.
     console.width = max(console.width, sum((column.min_width or 0) + _GAP for column in table.columns))
     with console.capture() as capture:
-        console.print(table, crop=False)  # it may come out wider than it was to be, and would lose what is beyond
+        console.print(table, crop=False)  # else rich would cut what does not fit
     for printed in capture.get().splitlines():
         say(printed.rstrip())
 
@@ -239,24 +228,25 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
 
 _STORE_OPTION = re.compile(r"--store(?![\w-])")
 _COMMAND = re.compile(
-    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|verify)\b)"
+    r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|undrop|verify)"
+    r"\b)"
 )
 _named_store: list[str] = []
-"""What the command line has named as the store, if anything."""
+"""The store that the command line named, if it did."""
 
 
 def name_store(path: str | None) -> None:
-    """Let the commands that are named from now on name the store *path*, as the user had to."""
+    """From now on name the store *path* in commands that are suggested."""
     _named_store[:] = [] if path is None else [path]
 
 
 def named_store() -> str | None:
-    """Return what the command line has named as the store, None where it left that open."""
+    """Return the store that the command line named; None if it did not."""
     return _named_store[0] if _named_store else None
 
 
 def with_store(text: str) -> str:
-    """Return *text* with the commands in it aimed at the store that this command was aimed at."""
+    """Return *text* with ``--store`` in its commands, if this command was given one."""
     path = named_store()
     if path is None or _STORE_OPTION.search(text):
         return text
@@ -269,7 +259,7 @@ def say_warning(message: str) -> None:
 
 
 def say_progress(line: str) -> None:
-    """Print how far a verb is, for a log."""
+    """Print a line of progress, for a log."""
     _print(shown(line), sys.stderr)
 
 
@@ -288,18 +278,18 @@ def _complain(label: str, message: str) -> None:
     colour = {"error": "1;31", "warning": "1;33", "hint": "1;36"}[label]
     head = f"\x1b[{colour}m{label}:\x1b[0m" if _has_colour(sys.stderr) else f"{label}:"
     text = f"{label}: {shown(with_store(message))}"
-    # A hint is a command as a rule, and is copied: the terminal may wrap it, we put no line end into it.
+    # A hint is mostly a command to copy, so it gets no line ends from us.
     lines = [text] if label == "hint" else _folded(text, indent=2, stream=sys.stderr) or [text]
     _print("\n".join([head + lines[0].removeprefix(f"{label}:"), *lines[1:]]), sys.stderr)
 
 
 def _print(text: str, stream: TextIO | None) -> None:
-    if stream is not None:  # closed by whoever started us; print() would take the other one instead
+    if stream is not None:  # None if it was closed: print() would fall back to stdout
         print(text, file=stream)  # the one place that prints
 
 
 def _has_colour(stream: TextIO | None) -> bool:
-    """Decide as rich does, without importing it: errors come fast."""
+    """Decide as rich does, without the time to import it."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

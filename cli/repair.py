@@ -8,6 +8,7 @@ import typer
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown, size, with_store
+from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def repair(
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         repaired = opened_store.repair(read_data=read_data, sources=sources or (), dry_run=dry_run, progress=progress)
     if as_json:
-        say_json(_fields(repaired, dry_run=dry_run, restored=restored))
+        say_json({"dry_run": dry_run, **_identity_fields(restored), **json_fields(repaired)})
     else:
         if restored is not None:
             say(f"wrote store.json again, for store {shown(store_id)}")
@@ -151,26 +152,3 @@ def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
 def _more(count: int) -> None:
     if count > _LINES_MAX:
         say(f"… and {count - _LINES_MAX:,} more; --json has them all")
-
-
-def _fields(repaired: "Repaired", *, dry_run: bool, restored: "RestoredIdentity | None") -> dict[str, object]:
-    return {
-        "dry_run": dry_run,
-        **_identity_fields(restored),
-        "moved": [{"path": file.path, "kind": file.kind, "reason": file.reason} for file in repaired.moved],
-        "fetched": [
-            {"kind": each.kind, "path": each.path, "from": each.source, "bytes": each.size_bytes}
-            for each in repaired.fetched
-        ],
-        "lost": [
-            {"commit": cost.holder, "layers": list(cost.layers), "everything": cost.everything}
-            for cost in repaired.lost
-        ],
-        "unreadable": list(repaired.unreadable),
-        "reingest": list(repaired.reingest),
-        "pins_elsewhere": [
-            {"pin": each.name, "reference": each.reference, "store": each.source} for each in repaired.pins_elsewhere
-        ],
-        "newer": list(repaired.newer),
-        "reindexed": repaired.reindexed,
-    }

@@ -11,7 +11,7 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown, size
 
 if TYPE_CHECKING:
-    from layerstore.ops.report import Report, RetentionReport
+    from layerstore.inspect import Report, RetentionReport
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; an older report is replaced.")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
@@ -32,9 +32,9 @@ def report(
     """
     Write one HTML page: each layer's version at every step.
 
-    It needs no network, runs nothing but its own script, and stays below 1 MB: long histories are sampled, and say so.
-    It shows how old a composite at any step would be, storage over time, drift and save timings where recorded.
-    With rules as for gc it also shows what they would leave; nothing is removed.
+    It needs no network and stays below 1 MB: of a long history only some saves are shown, and the page says so.
+    It shows how old a composite at any step would be, storage over time, and drift and save timings if recorded.
+    With the options of gc it also shows what gc would keep; nothing is removed.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def report(
     for problem in found.left_out:
         say_warning(f"left out: {problem}")
     if as_json:
-        from layerstore.ops.report_fields import report_fields
+        from layerstore.inspect import report_fields
 
         say_json({"out": None if out is None else str(out), **report_fields(found)})
     else:
@@ -76,8 +76,8 @@ def _tell(found: "Report", out: Path | None) -> None:
 
 
 def _planned(retention: "RetentionReport", *, run: str | None) -> str:
-    """Return what a collection by the rules would do."""
-    from layerstore.ops.report_fields import rules_of
+    """Return what gc by the rules would do."""
+    from layerstore.inspect import rules_of
 
     rules, outcome = rules_of(retention.keep), retention.outcome
     if run is not None:

@@ -9,7 +9,7 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_facts, say_json, say_table, say_warning, size
 
 if TYPE_CHECKING:
-    from layerstore.ops.stats import Amount, RunStats, Stats
+    from layerstore.inspect import Stats
 
 
 def stats(
@@ -23,7 +23,7 @@ def stats(
     Count bytes: by run, by kind and by layer.
 
     LOGICAL is what the visible commits would take if each were stored whole.
-    UNIQUE counts every object once; OWN, without RUN, is what no other run needs of it.
+    UNIQUE counts every object once, OWN only those that no other run needs.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ def stats(
     if found.missing:
         say_warning(f"missing: {counted(found.missing, 'object')}; layerstore verify says which")
     if as_json:
-        say_json(_fields(found))
+        say_json(found.json_fields())
     else:
         _tell(found)
 
@@ -47,23 +47,24 @@ def _tell(found: "Stats") -> None:
     if not found.logical_bytes:
         return
     figures = [Column("LOGICAL", "right"), Column("UNIQUE", "right")]
-    is_all = found.run is None  # of one run alone nobody has looked at what the others need
+    own = [Column("OWN", "right")] if found.run is None else []  # of one run alone it is not known
     say()
-    own = [Column("OWN", "right")] if is_all else []
     say_table(
         [Column("RUN", folds=True), Column("COMMITS", "right"), *figures, *own],
-        ([run.run, f"{run.commits:,}", *_sizes(run), *([size(run.own_bytes)] if is_all else [])] for run in found.runs),
+        (
+            [of.run, f"{of.commits:,}", *_sizes(of.logical_bytes, of.unique_bytes, *[of.own_bytes] * len(own))]
+            for of in found.runs
+        ),
     )
-    say()
-    say_table(
-        [Column("KIND"), Column("OBJECTS", "right"), *figures],
-        ([name, f"{kind.count:,}", *_sizes(kind)] for name, kind in found.kinds.items() if kind.count),
-    )
-    say()
-    say_table(
-        [Column("LAYER", folds=True), Column("VERSIONS", "right"), *figures],
-        ([name, f"{layer.count:,}", *_sizes(layer)] for name, layer in found.layers.items()),
-    )
+    for columns, amounts in (
+        ([Column("KIND"), Column("OBJECTS", "right")], {name: of for name, of in found.kinds.items() if of.count}),
+        ([Column("LAYER", folds=True), Column("VERSIONS", "right")], found.layers),
+    ):
+        say()
+        say_table(
+            [*columns, *figures],
+            ([name, f"{of.count:,}", *_sizes(of.logical_bytes, of.unique_bytes)] for name, of in amounts.items()),
+        )
 
 
 def _facts(found: "Stats") -> dict[str, str]:
@@ -84,38 +85,5 @@ def _facts(found: "Stats") -> dict[str, str]:
     return facts
 
 
-def _sizes(of: "Amount | RunStats") -> list[str]:
-    return [size(of.logical_bytes), size(of.unique_bytes)]
-
-
-def _fields(found: "Stats") -> dict[str, object]:
-    return {
-        "run": found.run,
-        "commits": found.commits,
-        "pins": found.pins,
-        "logical_bytes": found.logical_bytes,
-        "unique_bytes": found.unique_bytes,
-        "physical_bytes": found.physical_bytes,
-        "saved_ratio": found.saved_ratio,
-        "unneeded": None
-        if found.unneeded is None
-        else {"objects": found.unneeded.objects, "bytes": found.unneeded.bytes},
-        "missing": found.missing,
-        "runs": [
-            {
-                "run": run.run,
-                "commits": run.commits,
-                "logical_bytes": run.logical_bytes,
-                "unique_bytes": run.unique_bytes,
-                "own_bytes": run.own_bytes if found.run is None else None,
-            }
-            for run in found.runs
-        ],
-        "kinds": [{"kind": name, "objects": kind.count, **_amount(kind)} for name, kind in found.kinds.items()],
-        "layers": [{"layer": name, "versions": layer.count, **_amount(layer)} for name, layer in found.layers.items()],
-        "left_out": list(found.left_out),
-    }
-
-
-def _amount(of: "Amount") -> dict[str, int]:
-    return {"logical_bytes": of.logical_bytes, "unique_bytes": of.unique_bytes}
+def _sizes(*sizes_bytes: int) -> list[str]:
+    return [size(each) for each in sizes_bytes]

@@ -1,17 +1,16 @@
-"""Usage errors in our words: what was written, and what is wrong with it."""
+"""Usage errors in our own words, with a hint."""
 
 import re
 from collections.abc import Mapping, Sequence
 
-from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from layerstore.nearest import did_you_mean, nearest
 
-# The library says it in no other way.
+# typer says it only in this message.
 _NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
 
-# What other tools call it.
+# Other tools' names for our commands.
 _ELSEWHERE = {
     "add": "ingest",
     "check": "verify",
@@ -36,7 +35,7 @@ _ELSEWHERE = {
     "upgrade": "migrate",
 }
 
-# By the code that the library gives a value it refuses; what has none of these keeps the library's own words.
+# By pydantic's code for a refused value; other codes keep typer's words.
 _PROBLEMS = {
     "int_parsing": "is no whole number",
     "int_parsing_size": "is too large",
@@ -56,35 +55,35 @@ def usage_message(problem: TyperException) -> str:
             return f"{option} {found.get('input')} {_PROBLEMS[str(found['type'])].format_map(facts)}"
         if "error" in facts:  # a choice, which typer checks itself
             return f"{option}: {str(facts['error']).rstrip('.')}"
-    # What an unknown option may have meant goes into the hint.
+    # For an unknown option the hint has the suggestions.
     is_unknown = isinstance(getattr(problem, "possibilities", None), list)
     text = " ".join((problem.message if is_unknown else problem.format_message()).split()).rstrip(".")
     return text[:1].lower() + text[1:]
 
 
-def usage_hint(problem: TyperException, group: TyperGroup, words: Sequence[str]) -> str | None:
-    """Return what may have been meant by *words*, and the command whose help lists what there is."""
+def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence[str]) -> str | None:
+    """Return what *words* may have meant, or the command whose help lists what there is."""
     context = getattr(problem, "ctx", None)
-    if context is None:  # the parser, which knows only that an option lacks its value
-        command = next((f" {word}" for word in words if word in group.commands), "")
+    if context is None:  # from the parser: an option lacks its value
+        command = next((f" {word}" for word in words if word in commands), "")
         return f"layerstore{command} --help"
     possible = getattr(problem, "possibilities", None)
     meant = list(possible) if isinstance(possible, list) else []  # the nearest first
     unknown = _NO_COMMAND.fullmatch(problem.message)
     if unknown is not None:
         name = unknown["name"]
-        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else nearest(name, group.commands)
+        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else nearest(name, commands)
     return did_you_mean(meant, else_=f"{context.command_path} --help")
 
 
 def _option(problem: TyperException) -> str | None:
-    """Return the option whose value it is, by its long name."""
+    """Return the long name of the option that the value was for."""
     names = getattr(getattr(problem, "param", None), "opts", [])
     return max((name for name in names if name.startswith("-")), key=len, default=None)
 
 
 def _refused(problem: TyperException) -> Mapping[str, object] | None:
-    """Return what the library's checker says of the value: typer keeps it as the cause."""
+    """Return what pydantic says of the value: typer keeps that as the cause."""
     errors = getattr(problem.__cause__, "errors", None)
     found = errors() if callable(errors) else []
     return found[0] if found else None

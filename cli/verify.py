@@ -7,6 +7,7 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_note, say_paragraph, shown, size
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +68,7 @@ def verify(
             ref, read_data=read_data, read_data_subset=read_data_subset, seed=seed, progress=progress
         )
     if as_json:
-        say_json(_fields(verdict))
+        say_json(json_fields(verdict))
     else:
         _say_verdict(verdict, looked_at)
         if not reads:
@@ -149,40 +150,3 @@ def _stands(hurt: "Hurt") -> str:
     policies = [f"--policy {name}" for name in hurt.stands if name != "weights"]
     stands = [*policies, *(["--format hf"] if "weights" in hurt.stands else [])]
     return f"{lost}; {', '.join(stands)} stands" if stands else f"{lost}; no policy avoids that"
-
-
-def _fields(verdict: "Verdict") -> dict[str, object]:
-    return {
-        "ok": verdict.ok,
-        "damaged": [damage_fields(damage) for damage in verdict.damaged],
-        "orphans": verdict.orphans,
-        "records": verdict.records,
-        "objects": verdict.objects,
-        "bytes_read": verdict.bytes_read,
-        "objects_read": verdict.objects_read,
-        "sample": verdict.sample,
-        "hurt": [
-            {
-                "commit": each.reference,
-                "layers": list(each.layers),
-                "everything": each.everything,
-                "stands": None if each.stands is None else list(each.stands),
-            }
-            for each in verdict.standing.hurt
-        ],
-        "whole": verdict.standing.whole,
-    }
-
-
-def damage_fields(damage: "Damage") -> dict[str, object]:
-    """Return *damage* as programs read it."""
-    return {
-        "kind": damage.kind,
-        "id": damage.id,
-        "path": damage.path,
-        "needed_by": list(damage.needed_by),
-        "reason": damage.reason,
-        "costs": [
-            {"commit": cost.holder, "layers": list(cost.layers), "everything": cost.everything} for cost in damage.costs
-        ],
-    }

@@ -14,14 +14,13 @@ from layerstore.export.hf import MAX_SHARD_SIZE
 from layerstore.history.collected import losses_told
 from layerstore.history.references import reference_to, references_to
 from layerstore.history.staleness import Staleness, check_staleness
+from layerstore.inspect import LayerLine, layer_lines
 from layerstore.model import LayerEntry, Pin, Saving
 from layerstore.ops import compose as compose_verb
 from layerstore.ops import export as export_verb
-from layerstore.ops import queries
 from layerstore.ops.compose import Written
 from layerstore.ops.composition import Composition, as_resolved, check_members, check_whole
 from layerstore.ops.export import Exported, ExportPlan
-from layerstore.ops.queries import LayerLine
 from layerstore.ops.ranks import AdamStep
 from layerstore.ops.summary import summary
 from layerstore.ops.tensors import Tensors, open_tensors
@@ -135,7 +134,7 @@ class Composite:
     def ls(self) -> list[LayerLine]:
         """Return every layer with its sizes."""
         with losses_told(self._rooms, self._composition):
-            return [queries.layer_line(self._rooms, entry) for entry in self._composition.layers]
+            return layer_lines(self._rooms, self._composition.layers)
 
     def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
         """Return, in plain sentences, what would not carry over; raises as ``write`` would."""

@@ -77,8 +77,7 @@ NAME_BYTES_MAX = 200
 RECIPE_BYTES_MAX = 256 * KIB
 RECIPE_DEPTH_MAX = 16
 
-# Sizes in a model's config: no dimension and no stack of blocks comes near, and what is larger would only take time.
-MODEL_DIMENSION_MAX = 10**9
+# Blocks of a model that `estimate` makes up: no real one comes near.
 MODEL_BLOCKS_MAX = 2_000
 
 # Of one tensor that Transformers cuts or joins otherwise on disk than in memory. Rows of a large model stay below it;

@@ -29,25 +29,29 @@ from layerstore.history.references import references_to, resolve
 from layerstore.ingest import execute as ingest_verb
 from layerstore.ingest.execute import Ingested
 from layerstore.ingest.plan import plan_ingest
+from layerstore.inspect import (
+    CommitView,
+    Diff,
+    LayerLine,
+    LogEntry,
+    LogPage,
+    Report,
+    Stats,
+    compare,
+    count_bytes,
+    describe_commit,
+    layer_lines,
+    make_report,
+    read_log,
+)
 from layerstore.model import Commit, Pin, Saving
-from layerstore.ops import diff as diff_verb
-from layerstore.ops import queries
-from layerstore.ops import report as report_verb
-from layerstore.ops import stats as stats_verb
 from layerstore.ops.composition import compose_by_policy, compose_exact, compose_latest
-from layerstore.ops.diff import Diff
-from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
 from layerstore.ops.recipes import compose_by_recipe, read_recipe
-from layerstore.ops.report import Report
-from layerstore.ops.report_page import report_page
-from layerstore.ops.stats import Stats
-from layerstore.ops.target_file import checked_file, write_file
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import pins as pin_verb
 from layerstore.publish.pins import Unpinned
-from layerstore.report.page import BEGINS
 from layerstore.storage import timings as timing_verb
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
@@ -186,7 +190,7 @@ class Store:
         """
         Return the commits of *run*, or of every run by name, newest step first.
 
-        At most *limit* of each run, and only what follows the commit *before*: a long history is read in pages.
+        At most *limit* of each run; the page starts after the commit *before*.
         """
         return self.log_page(run, limit=limit, before=before).entries
 
@@ -198,8 +202,8 @@ class Store:
         before: str | None = None,
         graph: bool = False,
     ) -> LogPage:
-        """Return what `log` does, with how many commits follow, and with *graph* a drawing of all attempts."""
-        return queries.log(self._rooms, run=run, limit=limit, before=before, graph=graph)
+        """Return what `log` does, how many commits follow, and with *graph* a drawing of all attempts."""
+        return read_log(self._rooms, run=run, limit=limit, before=before, graph=graph)
 
     def timings(self, run: str) -> dict[tuple[int, int], SaveTiming]:
         """Return what the saves of *run* took that were made while training, by attempt and step."""
@@ -209,22 +213,22 @@ class Store:
         """Return everything about one commit."""
         resolved = resolve(self._rooms, ref)
         with losses_told(self._rooms, compose_latest(resolved)):
-            return queries.show(self._rooms, resolved)
+            return describe_commit(self._rooms, resolved)
 
     def ls(self, ref: str | None = None, *, layer: str | None = None) -> list[LayerLine]:
-        """Return the layers of one commit with their sizes."""
+        """Return the layers of one commit with their sizes, or only *layer*."""
         resolved = resolve(self._rooms, ref)
         with losses_told(self._rooms, compose_latest(resolved)):
-            return queries.layer_lines(self._rooms, resolved, layer=layer)
+            return layer_lines(self._rooms, resolved.record.layers, layer=layer)
 
     def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> Diff:
         """
         Compare the commits *a* and *b*, of one run or of two, layer by layer and kind by kind.
 
-        With *stat* also how far the masters moved; what is read for that is verified first.
+        With *stat* also measure how far the masters moved; objects are verified before they are measured.
         """
         sides = resolve(self._rooms, a), resolve(self._rooms, b)
-        return diff_verb.diff(self._rooms, *sides, stat=stat, progress=progress or Silent())
+        return compare(self._rooms, *sides, stat=stat, progress=progress or Silent())
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
         """Return for each of *saves* the reference that means it and no other: ``RUN~1@STEP`` if it was left."""
@@ -232,7 +236,7 @@ class Store:
 
     def stats(self, run: str | None = None, *, progress: Progress | None = None) -> Stats:
         """Count logical, unique and physical bytes: of the whole store, or of what *run* needs."""
-        return stats_verb.stats(self._rooms, run=run, progress=progress or Silent())
+        return count_bytes(self._rooms, run=run, progress=progress or Silent())
 
     def report(
         self,
@@ -245,19 +249,15 @@ class Store:
         """
         Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
 
-        Every commit is read once; long histories are sampled, so that the page stays below 1 MB.
-        With *keep* it also tells what `gc` would do by these rules. An older report is replaced, nothing else is.
+        Every commit is read once. Of a long history only some saves are shown, so the page stays below 1 MB.
+        With *keep* it also shows what `gc` would do by these rules. Only an older report is replaced.
 
         Raises:
             AlreadyExists: Something else is at *out*.
             NotFound: There is no such run.
         """
-        rooms = self._rooms
-        target = None if out is None else checked_file(rooms, Path(out), what="a report", begins=BEGINS)
-        report = report_verb.collect(rooms, run=run, keep=keep, progress=progress or Silent())
-        if target is not None:
-            write_file(rooms, target, report_page(report))
-        return report
+        path = None if out is None else Path(out)
+        return make_report(self._rooms, path, run=run, keep=keep, progress=progress or Silent())
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""

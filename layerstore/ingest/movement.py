@@ -8,9 +8,9 @@ Runs of neighbours, not single elements: a disk reads a page for either.
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
+from layerstore.distance import Meter, can_measure
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
-from layerstore.ops.distance import Meter, can_measure
 from layerstore.publish.hashing import SourceReader
 from layerstore.storage.rooms import Rooms
 from layerstore.zero3 import LayerSource, Slices, SliceSource, stretches

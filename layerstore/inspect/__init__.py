@@ -1,1 +1,41 @@
-"""What is in a store, for people and programs: log, show, ls, diff, stats, report, estimate."""
+"""What is in a store, for people and for programs: log, show, ls, diff, stats, report and estimate. Writes nothing."""
+
+from layerstore.inspect.diff import Diff, DiffSide, LayerDiff, compare
+from layerstore.inspect.estimate import Estimate, EstimateLine, Training, estimate_saves, measure_speed
+from layerstore.inspect.log import LogEntry, LogLine, LogPage, read_log
+from layerstore.inspect.model_shapes import Model, made_up, model_at, model_of_commit
+from layerstore.inspect.report import Report, RetentionReport
+from layerstore.inspect.report_json import make_report, report_fields, rules_of
+from layerstore.inspect.show import CommitView, LayerLine, describe_commit, layer_lines
+from layerstore.inspect.stats import Stats, count_bytes
+
+__all__ = [
+    "CommitView",
+    "Diff",
+    "DiffSide",
+    "Estimate",
+    "EstimateLine",
+    "LayerDiff",
+    "LayerLine",
+    "LogEntry",
+    "LogLine",
+    "LogPage",
+    "Model",
+    "Report",
+    "RetentionReport",
+    "Stats",
+    "Training",
+    "compare",
+    "count_bytes",
+    "describe_commit",
+    "estimate_saves",
+    "layer_lines",
+    "made_up",
+    "make_report",
+    "measure_speed",
+    "model_at",
+    "model_of_commit",
+    "read_log",
+    "report_fields",
+    "rules_of",
+]

@@ -5,8 +5,7 @@ How Transformers writes a model's weights: under which names, and cut or joined 
 
 Transformers 5 holds some models otherwise than their files do: Mixtral's experts are one tensor in memory and many on
 disk. Only it knows its mappings, so it is asked, in a process of its own: whoever exports need not import torch.
-The model is built on the meta device from its config alone. No element exists, and no code of the model's is run:
-its class must be one of Transformers' own.
+The model is built from its config alone, as ``meta_model`` does: no element exists, and no code of the model's runs.
 """
 
 import json
@@ -21,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerstore.errors import LayerstoreError, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
-
-# Of a config, what has code fetched or weights packed otherwise when a model is built from it.
-_NOT_OF_THE_SHAPE = ("auto_map", "quantization_config", "attn_implementation", "_attn_implementation")
+from layerstore.live.meta_model import meta_model
 
 _TRANSFORMERS = f"Transformers {transformers.__version__}"
 
@@ -43,7 +40,7 @@ def saved_as(
     Raises:
         Unsupported: Transformers does not know the model, or writes other tensors than are expected.
     """
-    model = _model(config)
+    model = meta_model(config)
     known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
         if known.get(name) != tuple(shape):
@@ -62,28 +59,6 @@ def saved_as(
         f"{_TRANSFORMERS} would not write {missing!r} of shape {tuple(expected[missing])}, "
         "which the base's own weights files have"
     )
-
-
-def _model(config: Mapping[str, Any]) -> Any:
-    """Return the model that *config* describes, on the meta device."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    made = getattr(transformers, name, None) if name else None
-    if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel) and made.config_class):
-        raise Unsupported(f"the base's config names no model class of {_TRANSFORMERS}: {names!r}")
-    settings = made.config_class.from_dict(_shape_of(config))
-    with torch.device("meta"):
-        build: Any = made
-        return build._from_config(settings, attn_implementation="eager")
-
-
-def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *config*, and the configs inside it, without what says nothing of the shapes."""
-    return {
-        key: _shape_of(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in _NOT_OF_THE_SHAPE
-    }
 
 
 def _mappings(model: Any) -> Iterator[list[Any] | None]:

@@ -11,12 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerstore.distance import movement_of
 from layerstore.dtypes import by_code
 from layerstore.ingest.movement import is_still, sampled
 from layerstore.live.capture import Captured
 from layerstore.live.exchange import Exchange, Message
 from layerstore.model import Kind
-from layerstore.ops.distance import movement_of
 from layerstore.zero3 import Share, slice_length, stretches
 
 if TYPE_CHECKING:

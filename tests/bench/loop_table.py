@@ -5,15 +5,14 @@ Nothing is trained. Twelve bytes a parameter are its master and two moments; wha
 to be seen here.
 """
 
-import json
-import tempfile
 from collections.abc import Iterator, Mapping
+from functools import cache
 from math import prod
-from pathlib import Path
 
+from layerstore.inspect import Model
+from layerstore.inspect.estimate import SHARDED_BYTES, cycle_of, due_sets
 from layerstore.layers import layer_of
-from layerstore.ops.architectures import Model, model_of
-from layerstore.ops.estimate import SHARDED_BYTES, cycle_of, due_sets
+from layerstore.live.meta_model import parameter_shapes
 from layerstore.policy import Filter, Latest, Parity, Policy
 from layerstore.policy.anatomy import anatomy
 
@@ -44,15 +43,13 @@ _CONFIGS: Mapping[str, Mapping[str, object]] = {
 }
 
 
+@cache
 def models() -> list[Model]:
-    """Return the two published models that LLMTailor was measured with, by what their configs say."""
-    with tempfile.TemporaryDirectory() as folder:
-        return [_written(Path(folder) / f"{name}.json", fields) for name, fields in _CONFIGS.items()]
-
-
-def _written(path: Path, fields: Mapping[str, object]) -> Model:
-    path.write_text(json.dumps(fields))
-    return model_of(path)
+    """Return the two published models that LLMTailor was measured with, as Transformers makes them."""
+    return [
+        Model(name=name, architecture=None, shapes=parameter_shapes(fields), source="config")
+        for name, fields in _CONFIGS.items()
+    ]
 
 
 def elements_of(model: Model) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,13 +183,16 @@ def test_what_cannot_be_estimated_is_refused(
     assert len(outcome.err.splitlines()) <= 2
 
 
-def test_an_architecture_that_is_not_known_is_refused(run: Run, llama: Path) -> None:
-    """With those that are, and the way that needs none."""
+def test_a_config_that_nobody_knows_is_refused(run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Transformers, or for want of it; with the way that needs no config."""
     (llama / "config.json").write_text(json.dumps(CONFIG | {"model_type": "brand_new"}))
 
-    outcome = run("estimate", llama, "--json")
+    unknown = run("estimate", llama, "--json")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    missing = run("estimate", llama, "--json")
 
-    assert outcome.code == 16
-    assert "brand_new" in outcome.error["message"]
-    assert "qwen3_moe" in outcome.error["hint"]
-    assert "--params 8B --layers 32" in outcome.error["hint"]
+    assert (unknown.code, missing.code) == (16, 16)
+    assert "brand_new" in unknown.error["message"]
+    assert "only Transformers knows" in missing.error["message"]
+    for outcome in (unknown, missing):
+        assert "--params 8B --layers 32" in outcome.error["hint"]

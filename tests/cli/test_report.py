@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from layerstore.report.page import BEGINS
+from layerstore.inspect.page import BEGINS
 from tests.cli.conftest import Run
 
 FIELDS = [
@@ -19,7 +19,6 @@ FIELDS = [
     "runs",
     "runs_left_out",
     "retention",
-    "collected",
     "left_out",
 ]
 

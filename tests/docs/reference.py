@@ -49,8 +49,7 @@ def group() -> TyperGroup:
 @cache
 def commands() -> dict[str, TyperCommand]:
     """Return every command, in the order of ``--help``."""
-    of = group()
-    found = {name: of.commands[name] for name in of.list_commands(typer.Context(of))}
+    found = {name: cli.command_line().load(name) for name in cli.COMMANDS}
     return {name: command for name, command in found.items() if isinstance(command, TyperCommand)}
 
 

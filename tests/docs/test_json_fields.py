@@ -19,7 +19,7 @@ ROWS = {
     "`ingest`, one checkpoint": ["ingest out/checkpoint-1250 --run sft"],
     "`ingest`, several": ["ingest out/checkpoint-100 out/checkpoint-200 --run sft"],
     "`ingest --all`, `--watch`": ["ingest --all out --run sft"],
-    "`log`": ["log", "log --timing"],
+    "`log`": ["log", "log --timing", "log --dropped"],
     "`show`": ["show sft@200", "show mixed"],
     "`ls`": ["ls sft@200"],
     "`compose`": ["compose sft@200 -o a", "compose sft --policy parity --dry-run"],

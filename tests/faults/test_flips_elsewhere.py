@@ -20,7 +20,7 @@ from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Uns
 from layerstore.model import BlobRef, ObjectId, Part
 from layerstore.storage.timings import SaveTiming, note_timing
 from layerstore.store import Store, init
-from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer
+from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from tests.faults.harness import copied, in_child, seeded, tiny_checkpoint
 from tests.fuzz.parsers import part
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
+from layerstore.format.collections import collection_name, seal_collection, unseal_collection
 
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.export.hf import config_with_dtype
@@ -27,33 +28,31 @@ from layerstore.format.blobs import (
     ref_of,
 )
 from layerstore.format.canonical import Plain, pack, unpack
-from layerstore.format.collections import collection_name, seal_collection, unseal_collection
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.hashing import digest
 from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity
 from layerstore.format.parts import part_name, seal_part, unseal_part
 from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
+from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CollectedRecord, Collection, CommitId, LayerPart, Part
-from layerstore.gc.retention import _logged_at
-from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.policy.recipe import parse_recipe
 from layerstore.policy.recipe.document import read_text
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.manifest import Manifest, row_of
+from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.tree import Located
-from layerstore.zero3.discover import _shards_of_index
+from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
+from layerstore.zero3.discovery import shards_of_index, step_of_trainer
 from layerstore.zero3.gathered import read_gathered
-from layerstore.zero3.pickletree import read_pickle
-from layerstore.zero3.picklewrite import write_pickle
-from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer
-from layerstore.zero3.ptfile import layout_pt, read_pt
-from layerstore.zero3.read import step_of_trainer
+from layerstore.zero3.pt import layout_pt, read_pt
+from layerstore.zero3.pt.picklewrite import write_pickle
+from layerstore.zero3.pt.unpickle import read_pickle
 from tests.fuzz.harness import Parser, changed, changed_values
 from tests.unit import samples
-from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.unit.hostile.pickles import HOSTILE_PICKLES
 from tests.unit.recipes import FILE, llama
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES
 
 _SOURCE = (SourceCheckpoint, Unsupported)
 _STORED = (IntegrityError, Unsupported)
@@ -231,7 +230,7 @@ def _weights_index() -> Parser:
     def parse(data: bytes, folder: Path) -> object:
         path = folder / "model.safetensors.index.json"
         path.write_bytes(data)
-        return _shards_of_index(path)
+        return shards_of_index(path)
 
     inputs = _either(changed([_json(index)]), changed_values([index]).map(_json))
     return Parser(inputs=inputs, parse=parse, right=(SourceCheckpoint,))

@@ -18,7 +18,7 @@ from layerstore.live.demo import MARKER, STEPS, STEPS_MIN, DemoResult, StepLoss,
 from layerstore.live.demo_store import Collected, Mixture, Resized, Saved
 from tests.docs.pages import README
 from tests.docs.reference import commands
-from tests.report.test_page import facts_in
+from tests.inspect.test_page import facts_in
 
 DEMO_SECONDS_MAX = 600
 """Half a minute is usual; on a fresh machine DeepSpeed first compiles, and the machine may be busy."""

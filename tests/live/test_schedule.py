@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerstore.history.place import Place
 from layerstore.live.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
-from layerstore.history.place import Place
 from layerstore.policy import Latest, Parity, Policy
 from layerstore.policy.due import Save
 

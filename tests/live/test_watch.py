@@ -14,12 +14,12 @@ import torch
 
 import layerstore
 from layerstore import Drift
+from layerstore.ingest.movement import RUN_ELEMENTS, RUNS
 from layerstore.live import watch as watch_module
 from layerstore.live.capture import Captured, capture
 from layerstore.live.exchange import Exchange, Message
 from layerstore.live.seams import SavedStates
 from layerstore.live.watch import Watch
-from layerstore.ingest.movement import RUN_ELEMENTS, RUNS
 from layerstore.policy.due import Save
 from tests.generated import generate
 from tests.live.launched import DEVICES

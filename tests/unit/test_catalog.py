@@ -17,8 +17,6 @@ import pytest
 from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound, StorageIO
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Commit, CommitId, ObjectId
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
 from layerstore.storage import placement
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.commits import RecordStore
@@ -27,7 +25,9 @@ from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
 from layerstore.storage.manifest import Manifest, row_of
 from layerstore.storage.placement import manifest_directory, network_filesystem
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
+from layerstore.storage.setup import open_rooms
 from tests.unit import samples
 
 

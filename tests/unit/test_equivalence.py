@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import layerstore
 from layerstore import Composite, Filter, Latest, Parity, Store
-from layerstore.ops.queries import LogEntry
+from layerstore.inspect import LogEntry
 from layerstore.policy import Policy
 from layerstore.policy.due import Save
 from layerstore.tree import Tree

@@ -9,7 +9,7 @@ import layerstore
 from layerstore import Filter, Parity, Store
 from layerstore.policy import Policy
 from tests.generated import generate
-from tests.report.test_facts import fields_of
+from tests.inspect.test_facts import fields_of
 from tests.unit.test_equivalence import Waiting
 
 STEPS = (10, 20, 30, 40)

@@ -74,11 +74,12 @@ def test_the_types_are_shipped(wheel: zipfile.ZipFile) -> None:
 
 def test_the_pieces_of_the_report_are_installed(wheel: zipfile.ZipFile) -> None:
     """The page is made of files that are no modules: they come along, with the bytes they have here."""
-    pieces = [path for path in (ROOT / "layerstore" / "report").iterdir() if path.suffix in {".html", ".css", ".js"}]
+    folder = ROOT / "layerstore" / "inspect" / "page"
+    pieces = [path for path in folder.iterdir() if path.suffix in {".html", ".css", ".js"}]
 
     assert len(pieces) == 3
     for path in pieces:
-        assert wheel.read(f"layerstore/report/{path.name}") == path.read_bytes()
+        assert wheel.read(f"layerstore/inspect/page/{path.name}") == path.read_bytes()
 
 
 def test_the_version_is_said_once(wheel: zipfile.ZipFile) -> None:

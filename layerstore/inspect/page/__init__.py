@@ -1,1 +1,72 @@
-"""The HTML page of a report."""
+"""
+One HTML file that shows some facts: page, style, script, and the facts as JSON. It loads nothing.
+
+Names in a store are untrusted text. They appear only in the JSON, with every character that HTML knows escaped, and
+the script sets them as text, never as markup. A content security policy allows that one script and nothing else.
+"""
+
+import base64
+import hashlib
+import json
+import pkgutil
+import re
+from collections.abc import Mapping
+
+BEGINS = b"<!doctype html>\n<!-- layerstore report -->\n"
+"""The first bytes of every such file, which tell it from any other."""
+
+# Mails and tickets take an attachment of this size.
+PAGE_BYTES_MAX = 1_000_000
+
+_MARK = re.compile(r"\{\{([A-Z]+)\}\}")
+
+# What could end a script element, or begin another one.
+_ESCAPED = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
+
+
+def render(facts: Mapping[str, object]) -> bytes:
+    """Return the page that shows *facts*."""
+    style, script = _piece("page.css"), _piece("page.js")
+    parts = {
+        "POLICY": _policy(style=style, script=script),
+        "STYLE": style,
+        "SCRIPT": script,
+        "FACTS": json_for_html(facts),
+    }
+    page = _MARK.sub(lambda found: parts[found[1]], _piece("page.html")).encode()
+    assert page.startswith(BEGINS)
+    return page
+
+
+def json_for_html(facts: Mapping[str, object]) -> str:
+    r"""
+    Return *facts* as JSON that is safe inside a script element.
+
+    >>> json_for_html({"run": "</script>&é"})
+    '{"run":"\\u003c/script\\u003e\\u0026\\u00e9"}'
+    """
+    return json.dumps(facts, separators=(",", ":"), ensure_ascii=True, allow_nan=False).translate(_ESCAPED)
+
+
+def _policy(*, style: str, script: str) -> str:
+    """Return a content security policy that allows this style and this script, by their hashes, and nothing else."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src '{_hash(style)}'",
+            f"script-src '{_hash(script)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _piece(name: str) -> str:
+    data = pkgutil.get_data(__package__, name)
+    assert data is not None, f"{name} is not installed"
+    return data.decode()

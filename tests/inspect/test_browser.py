@@ -1,24 +1,22 @@
 """Promises of the page in a browser: it shows the facts, by mouse and by keyboard, in light, dark and print."""
 
-import json
 import re
 import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import layerstore
 from layerstore import Keep, Store
 from layerstore.format.records import make_commit
-from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
-from tests.report.chromium import Browser, Page, opened, program
-from tests.report.made_up import STARTED_NS, History, build
-from tests.report.test_page import HOSTILE, HOSTILE_RUN
+from layerstore.storage.setup import open_rooms
+from tests.inspect.chromium import Browser, Page, opened, program
+from tests.inspect.made_up import STARTED_NS, History, build
+from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
 
 pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is installed (Debian: chromium)")
 
@@ -258,7 +256,7 @@ def test_it_opens_on_the_run_with_the_most_commits(browser: Browser, tmp_path: P
 
 
 def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Path) -> None:
-    """Steps are counted once, with the policies beside them; then what went, and that no more would go."""
+    """Steps are counted once, with the policies beside them; afterwards nothing more would go."""
     build(tmp_path / "store", History(run="full", saves=9, layers=4))
     with layerstore.open(tmp_path / "store") as store:
         lost = store.gc(Keep(every=150), dry_run=True).unserved
@@ -267,7 +265,6 @@ def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Pat
         store.report(tmp_path / "after.html", keep=Keep(last=2))
     with opened(browser, tmp_path / "before.html") as page:
         before = page.text("#retention-section")
-        assert page.look("document.getElementById('collected').hidden") is True
     with opened(browser, tmp_path / "after.html") as page:
         after = page.text("#retention-section")
         assert page.said() == []
@@ -275,9 +272,6 @@ def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Pat
     steps = len({each.reference for each in lost})
     assert steps < len(lost)
     assert f"At {steps} kept steps a composite by parity or filter would have other versions then." in before
-    assert re.search(
-        r"1 collection so far, the only one on \d{4}-\S+ \S+ UTC, took 7 commit records and \d+ objects", after
-    )
     assert "would remove no commit: all 2 stay. It would free nothing." in after
 
 
@@ -312,9 +306,7 @@ def test_narrow_and_wide_windows(page: Page) -> None:
     before = page.text("#picked-summary")
     for width in (360, 800, 1900):
         page.resize(width, 800)
-        page.look(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 60))))"
-        )
+        page.look(SETTLED)
         assert page.look("document.documentElement.scrollWidth") <= width
         assert page.look("document.querySelector('#heat svg').getBoundingClientRect().width") > 300 or width == 360
     assert page.text("#picked-summary") == before
@@ -375,37 +367,25 @@ def test_the_policy_stops_what_got_in_all_the_same(browser: Browser, report: Pat
     assert any("Content Security Policy" in complaint for complaint in complaints)
 
 
-@pytest.mark.parametrize("kind", ["empty", "one save of one layer", "no room for a picture"])
-def test_next_to_nothing_is_shown_too(browser: Browser, tmp_path: Path, kind: str) -> None:
-    """An empty store says what comes next; a single save is a picture; a run without one says how to get it."""
-    histories = {"empty": [], "one save of one layer": [History(run="one", saves=1, names=["head"])]}
-    build(tmp_path / "store", *histories.get(kind, [History(run="one", saves=2, layers=4)]))
-    out = tmp_path / "report.html"
+@pytest.mark.parametrize(
+    ("histories", "text"),
+    [
+        ([], "No commits yet; next: layerstore ingest CHECKPOINT"),
+        (
+            [History(run="one", saves=1, names=["head"])],
+            "one@50 as it was saved: 1 of 1 layer from this very step.",
+        ),
+    ],
+    ids=["empty", "one save of one layer"],
+)
+def test_next_to_nothing_is_shown_too(browser: Browser, tmp_path: Path, histories: list[History], text: str) -> None:
+    """An empty store says what comes next; a single save is a picture."""
+    build(tmp_path / "store", *histories)
     with layerstore.open(tmp_path / "store") as store:
-        store.report(out)
-    if kind == "no room for a picture":
-        facts = _without_saves(out.read_text())
-        out.write_text(facts)
-    with opened(browser, out) as page:
+        store.report(tmp_path / "report.html")
+    with opened(browser, tmp_path / "report.html") as page:
         assert page.said() == []
-        text = page.text("body")
-    if kind == "empty":
-        assert "No commits yet; next: layerstore ingest CHECKPOINT" in text
-    elif kind == "one save of one layer":
-        assert "one@50 as it was saved: 1 of 1 layer from this very step." in text
-    else:
-        assert "Sampled: 0 of 2 saves are shown" in text
-        assert "layerstore report --run one" in text
-
-
-def _without_saves(page: str) -> str:
-    before, begin, rest = page.partition('id="facts">')
-    facts, end, after = rest.partition("</script>")
-    found: dict[str, Any] = json.loads(facts)
-    for run in found["runs"]:
-        run["saves"] = {name: [] for name in run["saves"]}
-        run |= {"versions": [], "drift": [], "composites": {"latest": []}}
-    return before + begin + json.dumps(found) + end + after
+        assert text in page.text("body")
 
 
 def test_a_damaged_store_says_so(browser: Browser, tmp_path: Path) -> None:
@@ -420,10 +400,5 @@ def test_a_damaged_store_says_so(browser: Browser, tmp_path: Path) -> None:
         assert page.said() == []
 
     assert "What could not be read is in no figure:" in text
-    assert f"hurt@{name.step}" in page_list(text)
+    assert f"hurt@{name.step}" in text.partition("What could not be read")[2].partition("Layers and steps")[0]
     assert "A collection by these rules would refuse: " in text
-
-
-def page_list(text: str) -> str:
-    """Return what comes after the heading of what could not be read."""
-    return text.partition("What could not be read is in no figure:")[2].partition("Layers and steps")[0]

@@ -405,13 +405,6 @@
   function drawRetention() {
     const plan = facts.retention;
     const stats = facts.stats;
-    const gone = facts.collected;
-    show("collected", gone !== null);
-    if (gone !== null) {
-      $("collected").textContent = `${counted(gone.collections, "collection")} so far, the ${gone.collections === 1 ? "only" : "last"} one on ` +
-        `${time(gone.last_time)} UTC, took ${counted(gone.records, "commit record")} and ${counted(gone.objects, "object")} of the whole store` +
-        `${gone.bytes ? `, ${size(gone.bytes)}` : ""}.`;
-    }
     const command = "layerstore gc --store " + quoted(facts.store);
     if (plan === null) {
       const free = !stats.unneeded?.bytes ? "" :
@@ -472,7 +465,6 @@
         `${sizes([bytes[UNIQUE], "new to the run"], [deduplicated(bytes), "there already"], [bytes[DERIVED], "derived"])}; ${written(bytes)}`],
       of.pins[column].length ? ["pins", of.pins[column].map(shown).join(", ")] : null,
       of.has_moments[column] ? null : ["lacks", "its moments: a collection has dropped them"],
-      of.layers_fell_back[column] ? ["repaired", `${counted(of.layers_fell_back[column], "layer")} fell back to older versions`] : null,
       of.timing[column] ? ["took", TIMED.map((kind, index) => `${kind.name} ${seconds(of.timing[column][index])}`).join(", ")] : null,
       of.fate[column] ? ["retention", shown(fateText(of.fate[column]))] : null,
     ].filter((line) => line !== null);

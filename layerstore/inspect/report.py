@@ -1,25 +1,23 @@
 """
-A report: what a store holds, how each run came to be, and what a composite at any of its steps would be made of.
+The facts of a report: what a store holds, how each run grew, and what a composite at any step would consist of.
 
-Facts alone, as `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run` tell them; how they look is the room
-`report`'s to say. A long history is sampled: what is counted is counted over all of it.
+They are those of `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run`; `report_json` turns them into JSON.
+Of a long history only some saves are shown; totals count all of them.
 """
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.gc.collect import CommitFate, GcOutcome, Request, plan_gc
 from layerstore.history.references import Resolved, references_to
 from layerstore.history.staleness import Staleness, staleness_of
+from layerstore.inspect.log import LogEntry, log_entry, names_of_pins
+from layerstore.inspect.stats import Amounts, Growth, Stats, count, views_of
 from layerstore.model import Commit, CommitId, LayerEntry
 from layerstore.ops.composition import compose_by_policy
-from layerstore.ops.growth import Amounts, Growth
-from layerstore.ops.queries import LogEntry, log_entry, names_of_pins
-from layerstore.ops.sampling import Wish, chosen, shares
-from layerstore.ops.stats import Stats, count, views_of
 from layerstore.policy import Filter, Parity
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress
@@ -28,21 +26,24 @@ from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 from layerstore.storage.timings import SaveTiming, timings
 
-# About what a page of 1 MB has room for beside its own text; and what a save and a layer of it take there.
+# What a page of 1 MB has room for, its own text aside; and about what a save, and a layer of it, take of that.
 _FACTS_BYTES = 640_000
 _SAVE_BYTES = 300
 _CELL_BYTES = 22
 
-# Rows of a picture: more would be thinner than its lines. Bytes of their names.
+# Saves in a picture: more columns would be narrower than a pointer.
+COLUMNS_MAX = 360
+
+# Layers in a picture: more rows would be thinner than its lines. Bytes of their names.
 _LAYERS_MAX = 1000
 _NAMES_BYTES_MAX = 100_000
 
-# Runs and problems that are named.
+# Runs and problems that are listed.
 _RUNS_MAX = 200
 _PROBLEMS_MAX = 50
 
 ASKED = (Parity(), Filter())
-"""What a composite of a step might be chosen by, beside what the commit has."""
+"""The policies whose composites are shown at each step, besides the commit's own layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +51,18 @@ class ShownSave:
     """One save, as a report shows it."""
 
     entry: LogEntry
-    """As a log has it."""
     reference: str
-    """What means it and no other."""
+    """The reference that means this commit."""
     turn: int
     """The number that policies count it by."""
     policy: str
-    """Which it was saved under."""
+    """The policy that it was saved under."""
     layers: Mapping[str, LayerEntry]
-    """The version of each, by name."""
+    """The commit's layers by name."""
     asked: Mapping[str, Mapping[str, LayerEntry]]
-    """By policy, what a composite of this step takes where that is not what the commit has; nothing if it has none."""
+    """The layers of a composite by each policy, where they differ from the commit's; empty where there is none."""
     movements: Mapping[str, float]
-    """How far each layer's masters had moved since their last version, where that was recorded."""
+    """How far each layer's masters had moved since their last version, where the save recorded it."""
     staleness: Staleness
     """Of the commit's own layers."""
     own: Amounts
@@ -70,7 +70,7 @@ class ShownSave:
     """Of all saves of the run up to this one, shown or not."""
     timing: SaveTiming | None
     fate: CommitFate | None
-    """What a collection by the rules would make of it."""
+    """What gc by the given rules would do with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +79,14 @@ class RunReport:
 
     run: str
     commits: int
-    """All that can be read; as many of them are shown as there is room for."""
+    """All that can be read, shown or not."""
     attempts: int
     first_ns: int
+    """When the oldest commit was saved."""
     last_ns: int
-    """When the oldest and the newest were saved."""
+    """When the newest commit was saved."""
     layers: tuple[str, ...]
-    """In the order of the newest one's model, those of older ones that it lacks behind."""
+    """In the order of the newest commit's model, then those that only older commits have."""
     layers_left_out: int
     saves: tuple[ShownSave, ...]
     """By attempt and step."""
@@ -93,17 +94,17 @@ class RunReport:
     """When each visible commit was saved, by attempt and step."""
     total: Amounts
     timings: tuple[SaveTiming, ...]
-    """Of all saves that were made in training, by attempt and step."""
+    """Of all saves made in training, by attempt and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionReport:
-    """What a collection by these rules would do."""
+    """What gc by these rules would do."""
 
     keep: Keep
     outcome: GcOutcome | None
     refusal: str = ""
-    """Why it would remove nothing, where it would refuse."""
+    """Why gc would refuse, if it would."""
 
     @property
     def commits_kept(self) -> int:
@@ -122,11 +123,11 @@ class Report:
     stats: Stats
     runs: tuple[RunReport, ...]
     runs_left_out: int
-    """Runs that are not even named: there are too many."""
+    """Runs that are not even listed."""
     retention: RetentionReport | None
     """None where no rule was given."""
-    left_out: tuple[str, ...] = field(default=())
-    """What could not be read, so that it is in no figure."""
+    left_out: tuple[str, ...] = ()
+    """What could not be read, and so is in no figure."""
 
     @property
     def is_sampled(self) -> bool:
@@ -134,30 +135,25 @@ class Report:
         return any(len(run.saves) < run.commits for run in self.runs)
 
 
-def collect(rooms: Rooms, *, run: str | None, keep: Keep | None, progress: Progress) -> Report:
+def collect_report(rooms: Rooms, *, run: str | None, keep: Keep | None, progress: Progress) -> Report:
     """
-    Return the facts about the whole store, or about *run*; with *keep* also what a collection by its rules would do.
+    Return the facts about the whole store, or about *run*; with *keep* also what gc by its rules would do.
 
-    What is damaged is left out and named; a collection would refuse then, which is told.
+    What is damaged is left out and named.
 
     Raises:
         NotFound: There is no such run.
         InvalidInput: No commit has the metric that *keep* goes by.
     """
-    views = list(views_of(rooms, run))
+    views = views_of(rooms, run)
     retention = _retention(rooms, run, keep, progress=progress)
     outcome = None if retention is None else retention.outcome
     fates = {} if outcome is None else {fate.commit: fate for fate in outcome.commits}
     pins = names_of_pins(rooms)
     listed = [view for view in views if view.visible or view.damaged]
     shown = listed[:_RUNS_MAX]
-    room = dict(
-        zip(
-            (view.run for view in shown),
-            shares([_wish(view) for view in shown], bytes_max=_FACTS_BYTES),
-            strict=True,
-        )
-    )
+    wishes = [_wish(view) for view in shown]
+    room = {view.run: saves for view, saves in zip(shown, shares(wishes, bytes_max=_FACTS_BYTES), strict=True)}
     runs, problems = list[RunReport](), list[str]()
 
     def tap(view: RunView, commits: Iterable[Commit]) -> Iterator[Commit]:
@@ -170,7 +166,7 @@ def collect(rooms: Rooms, *, run: str | None, keep: Keep | None, progress: Progr
             progress.advance(1)
             yield commit
         runs.append(collecting.done())
-        problems.extend(collecting.left_out)
+        problems.extend(collecting.growth.left_out)
 
     progress.start("records", sum(len(view.visible) for view in shown))
     counted = count(rooms, views, run=run, progress=progress, tap=tap)
@@ -197,7 +193,7 @@ def _retention(rooms: Rooms, run: str | None, keep: Keep | None, *, progress: Pr
 
 
 def thinned(report: Report) -> Report | None:
-    """Return *report* with about half of the saves that it shows; None where it shows one of each run already."""
+    """Return *report* with about half of its shown saves; None if each run shows only one."""
     if all(len(run.saves) < 2 for run in report.runs):
         return None
     return replace(
@@ -211,6 +207,16 @@ def thinned(report: Report) -> Report | None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """How many saves a run has to show, and what they take."""
+
+    saves: int
+    bytes_fixed: int
+    """What the run takes before its first save."""
+    bytes_per_save: int
+
+
 def _wish(view: RunView) -> Wish:
     layers, _ = _rows(view.visible)
     return Wish(
@@ -221,7 +227,7 @@ def _wish(view: RunView) -> Wish:
 
 
 def _rows(rows: Sequence[RecordRow]) -> tuple[tuple[str, ...], int]:
-    """Return the layers of *rows*, in the order of the newest one's model, and how many there is no room for."""
+    """Return the layers of *rows*, those of the newest model first, and how many there is no room for."""
     models = dict.fromkeys(row.layer_names for row in reversed(rows))
     names = list(dict.fromkeys(name for model in models for name in model))
     shown, size_bytes = 0, 0
@@ -238,7 +244,7 @@ def _name_bytes(name: str) -> int:
 
 
 class _Collecting:
-    """The facts about one run, on their way."""
+    """Collects the facts about one run, commit by commit."""
 
     def __init__(
         self,
@@ -254,21 +260,16 @@ class _Collecting:
         self._fates = fates
         self._pins = pins
         self._timings = timings(rooms, view.run)
-        self._growth = Growth(rooms)
+        self.growth = Growth(rooms)
         self._shown = self._chosen(view.visible, room)
         self._commits = 0
         self._saves: list[ShownSave] = []
         self._total = Amounts()
         self._times: dict[tuple[int, int], int] = {}
 
-    @property
-    def left_out(self) -> Sequence[str]:
-        """What could not be read, besides records."""
-        return self._growth.left_out
-
     def add(self, commit: Commit) -> None:
-        """Note *commit*, which comes after those before it."""
-        own = self._growth.add(commit)
+        """Add *commit*, the next by attempt and step."""
+        own = self.growth.add(commit)
         self._total += own
         self._commits += 1
         self._times[commit.record.attempt, commit.record.step] = commit.observed.time_ns
@@ -276,8 +277,9 @@ class _Collecting:
             self._saves.append(self._save(commit, own=own))
 
     def done(self) -> RunReport:
-        """Return the run, all of whose commits were added."""
+        """Return the run, once all of its commits were added."""
         layers, layers_left_out = _rows(self._view.visible)
+        references = references_to(self._rooms, [save.entry for save in self._saves])
         return RunReport(
             run=self._view.run,
             commits=self._commits,
@@ -286,14 +288,14 @@ class _Collecting:
             last_ns=max(self._times.values(), default=0),
             layers=layers,
             layers_left_out=layers_left_out,
-            saves=tuple(self._named(self._saves)),
+            saves=tuple(replace(save, reference=name) for save, name in zip(self._saves, references, strict=True)),
             times_ns=self._times,
             total=self._total,
             timings=tuple(timing for _, timing in sorted(self._timings.items())),
         )
 
     def _chosen(self, rows: Sequence[RecordRow], room: int) -> set[CommitId]:
-        """Return which of *rows* are shown: rather those with pins, and the ends of attempts."""
+        """Choose which of *rows* are shown, pinned ones and the ends of attempts first."""
         attempts = [row.attempt for row in rows]
         ends = {place for place, attempt in enumerate(attempts) if attempts[place - 1 : place] != [attempt]}
         ends |= {place - 1 for place in ends if place}
@@ -324,19 +326,71 @@ class _Collecting:
         )
 
     def _asked(self, commit: Commit, own: Mapping[str, LayerEntry]) -> dict[str, dict[str, LayerEntry]]:
-        """Return what policies would take for a composite at *commit*."""
+        """Return the layers of a composite at *commit* by each policy, where they are not its *own*."""
         found: dict[str, dict[str, LayerEntry]] = {}
         for policy in ASKED:
             try:
                 composition = compose_by_policy(self._rooms, Resolved.of_commit(commit), policy, view=self._view)
             except LayerstoreError:
-                found[policy.name] = {}  # whoever asks `compose` for this very one is told why
+                found[policy.name] = {}  # `compose` would refuse, and say why
                 continue
             layers = {entry.layer: entry for entry in composition.layers}
             if layers != own:
                 found[policy.name] = layers
         return found
 
-    def _named(self, saves: Sequence[ShownSave]) -> Iterable[ShownSave]:
-        references = references_to(self._rooms, [save.entry for save in saves])
-        return (replace(save, reference=reference) for save, reference in zip(saves, references, strict=True))
+
+# -- which saves of a long history are shown ------------------------------------------------------------------------
+
+
+def shares(wishes: Sequence[Wish], *, bytes_max: int) -> list[int]:
+    """
+    Return how many saves each of *wishes* may show, so that all of them together take about *bytes_max*.
+
+    Larger runs get what small ones leave over. If there are too many runs, the last ones get nothing.
+
+    >>> small, large = (Wish(saves=n, bytes_fixed=0, bytes_per_save=10) for n in (2, 500))
+    >>> shares([small, large], bytes_max=1000), shares([large, large], bytes_max=15)
+    ([2, 98], [1, 0])
+    """
+    found = [0] * len(wishes)
+    left = bytes_max
+    shown = []
+    for index, wish in enumerate(wishes):
+        least = wish.bytes_fixed + wish.bytes_per_save
+        if wish.saves and least <= left:
+            shown.append(index)
+            left -= least
+            found[index] = 1
+    shown.sort(key=lambda index: wishes[index].saves * wishes[index].bytes_per_save)
+    for place, index in enumerate(shown):
+        wish = wishes[index]
+        more = min(left // (len(shown) - place) // wish.bytes_per_save, wish.saves - 1, COLUMNS_MAX - 1)
+        found[index] += more
+        left -= more * wish.bytes_per_save
+    return found
+
+
+def chosen(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:
+    """
+    Return which of *count* places are shown if there is *room* for that many, in order.
+
+    The last is among them, then the first, then those *wanted* up to half of the room, then others, evenly spaced.
+
+    >>> chosen(5, room=9), chosen(100, room=5), chosen(100, room=6, wanted=[42]), chosen(100, room=1)
+    ([0, 1, 2, 3, 4], [0, 17, 50, 82, 99], [0, 17, 42, 50, 82, 99], [99])
+    """
+    if count <= room:
+        return list(range(count))
+    found = {count - 1} if room == 1 else {0, count - 1}
+    special = sorted(set(wanted) - found)
+    found |= {special[place] for place in _evenly(len(special), max(0, room // 2 - len(found)))}
+    rest = sorted(set(range(count)) - found)
+    return sorted(found | {rest[place] for place in _evenly(len(rest), room - len(found))})
+
+
+def _evenly(count: int, room: int) -> list[int]:
+    """Return *room* of *count* places, evenly spaced."""
+    if count <= room:
+        return list(range(count))
+    return [(2 * step + 1) * count // (2 * room) for step in range(room)]

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple
@@ -14,12 +13,12 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import NotFound
+from layerstore.inspect import report_fields
+from layerstore.inspect.report import RunReport
+from layerstore.inspect.stats import Amounts
 from layerstore.model import Commit
-from layerstore.ops.growth import Amounts
-from layerstore.ops.report import RunReport
-from layerstore.ops.report_fields import report_fields
 from layerstore.storage.commits import RecordName, RecordStore
-from tests.report.made_up import LAYER_BYTES, History, build
+from tests.inspect.made_up import LAYER_BYTES, History, build
 from tests.unit.test_verbs import checkpoint
 
 
@@ -185,29 +184,6 @@ def test_a_kept_step_that_lacks_two_policies_is_one_step(store: Store) -> None:
     assert sorted(told["unserved_policies"]) == ["filter", "parity"]
 
 
-def test_what_collections_have_taken_is_told(store: Store) -> None:
-    """By their own logs: nothing before the first, and of the whole store only."""
-    assert store.report().collected is None
-
-    before_ns = time.time_ns() - 10**10
-    outcome = store.gc(Keep(last=1), grace_seconds=0)
-    found = store.report().collected
-    told = fields_of(store)["collected"]
-
-    assert outcome.removed
-    assert found is not None
-    assert (found.collections, found.objects, found.size_bytes) == (
-        1,
-        outcome.objects.count,
-        outcome.objects.size_bytes,
-    )
-    assert found.records >= len(outcome.removed)
-    assert found.last_ns > before_ns
-    assert told["records"] == found.records
-    assert told["last_time"].startswith("20")
-    assert store.report(run="sft").collected is None
-
-
 def test_every_record_is_read_once(drifting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what counts bytes and by what shows saves, together; what policies ask for older ones besides is left out."""
     read: Counter[str] = Counter()
@@ -220,7 +196,7 @@ def test_every_record_is_read_once(drifting: Path, monkeypatch: pytest.MonkeyPat
     with layerstore.open(drifting) as store:
         entries = store.log()
         monkeypatch.setattr(RecordStore, "read", noted)
-        monkeypatch.setattr("layerstore.ops.report.ASKED", ())
+        monkeypatch.setattr("layerstore.inspect.report.ASKED", ())
         store.report()
 
     assert read == Counter(entry.commit for entry in entries)

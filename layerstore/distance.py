@@ -1,8 +1,8 @@
 """
-How far two streams of numbers are from each other, in memory that does not grow with them.
+The distance between two streams of numbers: relative L2, cosine, and relative movement.
 
-Elements come in chunks, in pairs, as the bytes that objects hold; sums are kept in float64.
-numpy is imported when the first chunk arrives: most commands never do.
+Both come in chunks of raw bytes, and memory does not grow with them; sums are kept in float64.
+numpy is imported with the first chunk: most commands need none.
 """
 
 import math
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _BF16 = "BF16"
-# Root mean square that a layer counts as having at least: initial weights are larger, learned zeros smaller.
+# A layer's root mean square counts as at least this: initial weights are larger, learned zeros smaller.
 _FLOOR = 1e-3
 _NUMPY_CODES = {
     "F64": "<f8",
@@ -34,19 +34,19 @@ _NUMPY_CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """How far two versions of a layer are from each other."""
+    """The distance between two versions of a layer."""
 
     elements: int
     """How many were compared."""
     relative_l2: float
-    """Length of the difference over the length of the first; infinite where the first is all zeros."""
+    """L2 norm of the difference over that of the first; infinite where the first is all zeros."""
     cosine: float
-    """Of the angle between the two; NaN where one of them is all zeros."""
+    """Cosine of the angle between the two; NaN where one is all zeros."""
     nonfinite_a: int | None
-    """NaNs and infinities in the first; None where equal bytes were not read at all."""
+    """NaNs and infinities in the first; None where equal bytes were not read."""
     nonfinite_b: int | None
     left_out: tuple[str, ...] = ()
-    """Parameters that cannot be compared: on one side only, of another shape, or of a type without arithmetic."""
+    """Parameters that cannot be compared: on one side only, of another shape, or no numbers."""
 
 
 def nothing_between(elements: int) -> Distance:
@@ -60,7 +60,7 @@ def can_measure(dtype: str) -> bool:
 
 
 class Meter:
-    """Sums over pairs of chunks."""
+    """Adds up the distance, pair of chunks by pair of chunks."""
 
     def __init__(self) -> None:
         self._elements = 0
@@ -68,24 +68,24 @@ class Meter:
         self._nonfinite_a = self._nonfinite_b = 0
 
     def add(self, a: memoryview, b: memoryview, *, dtype_a: str, dtype_b: str) -> None:
-        """Take the next elements of both: equally many."""
+        """Add the next elements of both, equally many."""
         import numpy as np
 
         first, second = _numbers(a, dtype_a), _numbers(b, dtype_b)
         assert first.size == second.size, "both sides advance together"
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is counted and told, not warned of
+        with np.errstate(over="ignore", invalid="ignore"):  # counted below, and reported
             difference = first - second
             self._aa += (aa := float(first @ first))
             self._bb += (bb := float(second @ second))
             self._ab += float(first @ second)
             self._dd += float(difference @ difference)
         self._elements += first.size
-        # A sum of squares is finite only if all its terms are: so the usual chunk needs no second look.
+        # A sum of squares is finite only if all its terms are, so most chunks need no second pass.
         self._nonfinite_a += 0 if math.isfinite(aa) else int(np.count_nonzero(~np.isfinite(first)))
         self._nonfinite_b += 0 if math.isfinite(bb) else int(np.count_nonzero(~np.isfinite(second)))
 
     def distance(self, *, left_out: tuple[str, ...] = ()) -> Distance:
-        """Return what was measured."""
+        """Return the distance of all that was added."""
         return Distance(
             elements=self._elements,
             relative_l2=self._relative_l2(),
@@ -97,9 +97,9 @@ class Meter:
 
     def movement(self) -> float | None:
         """
-        Return the length of the difference over that of the first, which counts as no shorter than a floor.
+        Return the relative L2, with a floor under the norm of the first; None where nothing was added.
 
-        Else a layer that began with zeros would have moved infinitely far. None where nothing was added.
+        Without the floor a layer that began with zeros would have moved infinitely far.
         """
         return movement_of(dd=self._dd, aa=self._aa, elements=self._elements) if self._elements else None
 
@@ -111,12 +111,12 @@ class Meter:
     def _cosine(self) -> float:
         lengths = math.sqrt(self._aa) * math.sqrt(self._bb)
         cosine = self._ab / lengths if lengths else math.nan
-        # Rounding may step over the end; NaN compares as nothing and stays.
+        # Rounding may exceed 1; NaN passes through.
         return math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine
 
 
 def movement_of(*, dd: float, aa: float, elements: int) -> float:
-    """Return a movement, from the sums of squares of the difference and of the first."""
+    """Return the relative movement, given the sums of squares of the difference (*dd*) and of the first (*aa*)."""
     return math.sqrt(dd) / max(math.sqrt(aa), _FLOOR * math.sqrt(elements))
 
 

@@ -1,8 +1,8 @@
 """
-Estimate: what saving a model would take, under one policy and another, before anything is trained.
+Estimate: what saving a model would take under each policy, before anything is trained.
 
-The policies' own answers are asked, save by save, and objects are framed as they would be written:
-only the numbers inside are missing. What cannot be known beforehand is assumed, and said.
+The policies decide, save by save, as they would in training, and objects are laid out as they would be written.
+What cannot be known beforehand is assumed, and listed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from pathlib import Path
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.format.objects import canonical_order, frame
+from layerstore.inspect.model_shapes import ADAM, MADE_UP_VOCABULARY, Model
 from layerstore.model import StoredTensor
-from layerstore.ops.architectures import ADAM, MADE_UP_VOCABULARY, Model
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 from layerstore.storage.files import Files
@@ -24,17 +24,17 @@ from layerstore.storage.probes import Speed, scratch, write_speed
 from layerstore.zero3 import slice_length, valid_elements
 
 SHARDED_BYTES = 4 * (1 + len(ADAM))
-"""Of a trained element in the shards of a training with Adam: a master and two moments in float32."""
+"""What a trained element takes in DeepSpeed's shards with Adam: a master and two moments in float32."""
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 
 _SAVES_LOOKED_AT = 2_000
-"""So many saves show where a policy begins anew: filter's longest cycle has a turn for each layer that waits."""
+"""Enough to see two cycles of a policy: filter's longest has a save for each of the blocks that take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a model is to be trained and saved."""
+    """How a model will be trained and saved."""
 
     world_size: int
     steps: int
@@ -43,14 +43,14 @@ class Training:
     """Steps from one save to the next."""
     step_seconds: float
     bytes_per_second: float
-    """What all ranks together write."""
+    """What all ranks write together."""
     disk_bytes: int
     dtype: str = "BF16"
     """Code of the weights' element type."""
     trainable: Fraction = Fraction(1)
-    """Share of the parameters that is trained; the others are frozen."""
+    """The share of the parameters that is trained; the rest is frozen."""
     movement: float | None = None
-    """How far each layer moves from one save to the next, relative to its length; for policies that measure it."""
+    """Relative L2 by which each layer moves from save to save, for policies that measure it."""
 
     def __post_init__(self) -> None:
         if self.steps < self.every:
@@ -66,35 +66,37 @@ class Training:
 
     @property
     def saves(self) -> int:
-        """Count the saves of the run."""
+        """The number of saves in the run."""
         return self.steps // self.every
 
     @property
     def interval_seconds(self) -> float:
-        """Return the time from one save to the next."""
+        """The time from one save to the next."""
         return self.every * self.step_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class EstimateLine:
     """One way of saving."""
 
     saved_by: str
     policy: str | None
-    """None for those who know none."""
+    """None for DeepSpeed and the HF Trainer, which have none."""
     first_bytes: int
     """The first save, which is full."""
-    average_bytes: float
-    """A save after that, over a whole cycle of the policy."""
+    average_bytes: int
+    """A later save, on average over a cycle of the policy."""
     largest_bytes: int
-    """The largest of these."""
-    cycle: int | None
-    """After so many saves the policy begins anew; None where none of many did: then the average is over these."""
+    """The largest later save."""
+    cycle_saves: int | None
+    """After this many saves the policy starts over; None if that is not to be seen: then all are averaged."""
     run_bytes: int
     save_seconds: float
-    """Writing an average save."""
+    """The time to write an average save."""
     history_saves: int | None
-    """How many saves, from the first, the disk holds; None where it never fills."""
+    """How many saves, from the first, the disk holds; None if it never fills."""
+    history_seconds: float | None
+    """How long a training takes to fill the disk; None likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,30 +107,26 @@ class Estimate:
     training: Training
     layers: int
     trained: int
-    """Parameters that are trained."""
-    lines: tuple[Line, ...]
+    """The number of trained parameters."""
+    lines: tuple[EstimateLine, ...]
     assumptions: tuple[str, ...]
-    """Each in a sentence: what the figures rest on and nobody has said."""
+    """What the figures rest on, one sentence each."""
 
     @property
     def full_bytes(self) -> int:
-        """Return what every figure is compared with: a checkpoint by DeepSpeed itself."""
+        """The size of a checkpoint by DeepSpeed itself."""
         return next(line.first_bytes for line in self.lines if line.saved_by == DEEPSPEED)
-
-    def history_seconds(self, line: Line) -> float | None:
-        """Return how long a training fills the disk."""
-        return None if line.history_saves is None else line.history_saves * self.training.interval_seconds
 
     @property
     def held_share(self) -> float:
-        """Return how much of the time training would wait for DeepSpeed's own saves."""
+        """The share of the time that training waits for DeepSpeed's own saves."""
         seconds = self.full_bytes / self.training.bytes_per_second
         return seconds / (seconds + self.training.interval_seconds)
 
 
-def estimate(model: Model, training: Training, policies: Mapping[str, Policy]) -> Estimate:
+def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy]) -> Estimate:
     """
-    Return what full checkpoints of *model* would take, and saving it under each of *policies*, which are named.
+    Return what full checkpoints of *model* would take, and what saves under each of *policies* would, by name.
 
     Raises:
         InvalidInput: A policy decides by how far layers have moved, and *training* does not say how far.
@@ -163,13 +161,13 @@ class LayerSize:
     """What one layer takes."""
 
     trained_bytes: int
-    """Objects that are new at each save: masters and moments."""
+    """Masters and moments: new objects at each save that includes the layer."""
     frozen_bytes: int
-    """Objects that are written once: weights that nothing trains."""
+    """Frozen weights: written once."""
 
 
 def layer_sizes(model: Model, training: Training) -> dict[str, LayerSize]:
-    """Return the sizes of all objects of every layer, of all ranks together, in the model's order."""
+    """Return the size of each layer's objects, of all ranks together, in the model's order."""
     elements, all_trained, found = _elements(model), _trained_elements(model, training), {}
     for layer, names in model.layers.items():
         trained = {name: all_trained[name] for name in names}
@@ -186,19 +184,19 @@ def _elements(model: Model) -> dict[str, int]:
 
 
 def _trained_elements(model: Model, training: Training) -> dict[str, int]:
-    """Return of every parameter how much of it is trained."""
+    """Return how many elements of each parameter are trained."""
     share = training.trainable
     return {name: 0 if name in model.frozen else round(count * share) for name, count in _elements(model).items()}
 
 
 def _sharded_bytes(model: Model) -> int:
-    """Return what a trained element takes in the shards: a master and the optimizer's states in float32."""
+    """Return what a trained element takes in DeepSpeed's shards: master and optimizer states in float32."""
     return 4 * (1 + len(model.states))
 
 
 def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, world_size: int) -> int:
-    """Return the bytes of one layer's objects of one kind: one for each rank that has anything of it."""
-    # Most ranks hold equally much: only where some parameter's padding begins is there another object.
+    """Return the size of one layer's objects of one kind: one object for each rank that has a slice."""
+    # Ranks with equal slices have equal objects: only those between two of these edges differ.
     edges = {0, world_size}
     for count in filter(None, elements.values()):
         full = count // slice_length(count, world_size)
@@ -216,7 +214,7 @@ def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, wor
 
 
 def _deepspeed_bytes(model: Model, training: Training, *, with_frozen: bool) -> int:
-    """Return what the shards take, padding included."""
+    """Return the size of the shards, padding included."""
     world_size, weights = training.world_size, by_code(training.dtype).bytes
     all_trained, total = _trained_elements(model, training), 0
     for name, elements in _elements(model).items():
@@ -228,7 +226,7 @@ def _deepspeed_bytes(model: Model, training: Training, *, with_frozen: bool) -> 
 
 
 def _trainer_bytes(model: Model, training: Training) -> int:
-    """Return what the shards and the gathered weights take; what is frozen is in neither, as with PEFT."""
+    """Return the size of shards and gathered weights; both lack frozen parameters, as with PEFT."""
     gathered = sum(_trained_elements(model, training).values()) * by_code(training.dtype).bytes
     return _deepspeed_bytes(model, training, with_frozen=False) + gathered
 
@@ -245,9 +243,9 @@ def due_sets(
     saves: int = _SAVES_LOOKED_AT,
 ) -> list[frozenset[str]]:
     """
-    Return what *policy* says is due at each of *saves* saves that follow a full one.
+    Return which layers are due under *policy* at each of *saves* saves after a full one.
 
-    For policies that measure, every layer has moved by *movement* times its age.
+    For policies that measure, each layer has moved by *movement* times its age.
     """
     last, found = dict.fromkeys(layers, 0), []
     for number in range(1, saves + 1):
@@ -262,12 +260,12 @@ def due_sets(
 
 def cycle_of(items: Sequence[object]) -> int | None:
     """
-    Return after how many items *items* begin anew, None if two rounds do not show it.
+    Return the length of the cycle of *items*; None unless two whole rounds show it.
 
     >>> cycle_of("abcabcab"), cycle_of("abcd")
     (3, None)
     """
-    # The longest beginning that is also an end, for each prefix: what is left of the whole is the cycle.
+    # For each prefix, the longest proper prefix that is also its suffix (Knuth, Morris, Pratt); the rest is the cycle.
     borders = [0]
     for item in items[1:]:
         length = borders[-1]
@@ -278,7 +276,7 @@ def cycle_of(items: Sequence[object]) -> int | None:
     return cycle if 2 * cycle <= len(items) else None
 
 
-def _under(name: str, policy: Policy, sizes: Mapping[str, LayerSize], training: Training) -> Line:
+def _under(name: str, policy: Policy, sizes: Mapping[str, LayerSize], training: Training) -> EstimateLine:
     trained = {layer: size.trained_bytes for layer, size in sizes.items()}
     movement = training.movement if getattr(policy, "measures", False) else None
     due = due_sets(policy, tuple(sizes), movement=movement, sizes=trained)
@@ -288,31 +286,33 @@ def _under(name: str, policy: Policy, sizes: Mapping[str, LayerSize], training: 
     return _line(LAYERSTORE, name, first, later, training, cycle=cycle)
 
 
-def _full(saved_by: str, size_bytes: int, training: Training) -> Line:
+def _full(saved_by: str, size_bytes: int, training: Training) -> EstimateLine:
     return _line(saved_by, None, size_bytes, [size_bytes], training, cycle=1)
 
 
 def _line(
     saved_by: str, policy: str | None, first: int, later: list[int], training: Training, *, cycle: int | None
-) -> Line:
-    """Return the line of saves that begin with *first* and go on with *later*, again and again."""
+) -> EstimateLine:
+    """Return the line of a run whose saves are *first*, then *later* in a cycle."""
     rounds, rest = divmod(training.saves - 1, len(later))
     average = sum(later) / len(later)
-    return Line(
+    held = _saves_held(training.disk_bytes, first, later)
+    return EstimateLine(
         saved_by=saved_by,
         policy=policy,
         first_bytes=first,
-        average_bytes=average,
+        average_bytes=round(average),
         largest_bytes=max(later),
-        cycle=cycle,
+        cycle_saves=cycle,
         run_bytes=first + rounds * sum(later) + sum(later[:rest]),
         save_seconds=average / training.bytes_per_second,
-        history_saves=_held(training.disk_bytes, first, later),
+        history_saves=held,
+        history_seconds=None if held is None else held * training.interval_seconds,
     )
 
 
-def _held(disk_bytes: int, first: int, later: list[int]) -> int | None:
-    """Return how many saves fit on the disk; None where all do."""
+def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
+    """Return how many saves fit on the disk; None if all do."""
     if disk_bytes < first:
         return 0
     if not sum(later):
@@ -345,10 +345,10 @@ def _assumptions(model: Model, training: Training, policies: Iterable[Policy]) -
             f"{TRAINER}, as with PEFT"
         )
     yield "the first save of a run is full; nothing fails, nothing is removed and no byte is in the store already"
-    yield "what lies beside the layers (states of ranks, records, small files) is not counted: kilobytes for each"
+    yield "the ranks' own states, records and small files are not counted: kilobytes per save"
     if any(getattr(policy, "measures", False) for policy in policies):
         yield (
-            f"every layer moves by {training.movement} of its length from one save to the next, always on in one "
+            f"every layer moves by {training.movement} of its length from one save to the next, always in one "
             "direction: real layers differ, and move less over many saves"
         )
 
@@ -357,7 +357,7 @@ def _assumptions(model: Model, training: Training, policies: Iterable[Policy]) -
 
 
 def measure_speed(folder: Path) -> Speed:
-    """Write into *folder* for a moment, as a save does; what is written is gone afterwards."""
+    """Measure how fast *folder* takes what a save writes; the files are removed."""
     files = Files()
     with scratch(files, folder, prefix="estimate") as place:
         return write_speed(files, place)

@@ -35,10 +35,10 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
+from layerstore.storage.files import Files
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
 from layerstore.storage.timings import SaveTiming, note_timing
-from layerstore.storage.files import Files
 from layerstore.tree import Tree
 from tests.bench.histories import layer_names
 
@@ -92,13 +92,14 @@ class _Writing:
         """Write every save."""
         history = self._history
         self._rooms.layout.run(history.run).mkdir()
-        attempt, fork, step = 1, None, 0
+        attempt, step, lineage = 1, 0, tuple[Fork, ...]()
         entries: dict[str, LayerEntry] = {}
         past: dict[int, dict[str, LayerEntry]] = {}
         for number in range(history.saves):
             if number in history.goes_back:
                 back = step - STEP_SIZE * max(1, (step // STEP_SIZE) // 4)
-                attempt, fork, step, entries = attempt + 1, Fork(attempt=attempt, step=back), back, dict(past[back])
+                lineage = (Fork(attempt=attempt, step=back), *lineage)
+                attempt, step, entries = attempt + 1, back, dict(past[back])
             step += STEP_SIZE
             origin = Origin(run=history.run, attempt=attempt, step=step, save_number=step // STEP_SIZE - 1)
             moved = self._movements(number) if history.policy == "drift" else {}
@@ -111,7 +112,7 @@ class _Writing:
             if moved:
                 decisions["movements"] = dict(moved.items())
             self._save(
-                number, origin, fork, entries, PolicyUse(name=history.policy, parameters={}, decisions=decisions)
+                number, origin, lineage, entries, PolicyUse(name=history.policy, parameters={}, decisions=decisions)
             )
             if history.is_live:
                 self._note(number, origin, len(due))
@@ -138,7 +139,7 @@ class _Writing:
         self,
         number: int,
         origin: Origin,
-        fork: Fork | None,
+        lineage: tuple[Fork, ...],
         entries: dict[str, LayerEntry],
         policy: PolicyUse,
     ) -> None:
@@ -146,10 +147,11 @@ class _Writing:
         record = CommitRecord(
             run=origin.run,
             attempt=origin.attempt,
-            fork=fork,
+            lineage=lineage,
             step=origin.step,
             save_number=origin.save_number,
             world_size=2,
+            stage=3,
             layers=tuple(entries[name] for name in self._names),
             states=(self._state(),),
             layout=SourceLayout(flavour="hf", tag=f"global_step{origin.step}", layer_pattern=None),

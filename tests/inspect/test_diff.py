@@ -12,10 +12,10 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.distance import Meter
 from layerstore.errors import IntegrityError
 from layerstore.limits import MIB
 from layerstore.model import BlobRef, Kind
-from layerstore.ops.distance import Meter
 from layerstore.storage.files import Files
 from layerstore.storage.setup import open_rooms
 from layerstore.zero3 import Slices

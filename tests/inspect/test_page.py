@@ -13,13 +13,12 @@ import pytest
 
 import layerstore
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO, Unsupported
-from layerstore.ops.report_fields import report_fields
-from layerstore.ops.report_page import report_page
-from layerstore.ops.sampling import Wish, shares
-from layerstore.report.page import BEGINS, PAGE_BYTES_MAX, render
-from tests.report.made_up import History, build
+from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
+from layerstore.inspect.report import Wish, shares
+from layerstore.inspect.report_json import report_fields, report_page
+from tests.inspect.made_up import History, build
 
-PIECES = Path(layerstore.__file__).parent / "report"
+PIECES = Path(layerstore.__file__).parent / "inspect" / "page"
 HOSTILE = (
     "</script><script>window.hurt=1</script>",
     "<img src=x onerror=window.hurt=2>",
@@ -177,41 +176,6 @@ def test_a_page_stays_below_its_bound(tmp_path: Path, runs: int, saves: int, lay
     assert shown["is_sampled"] == (len(shown["runs"][0]["saves"]["step"]) < saves)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "histories",
-    [
-        [History(run="wide", saves=400, layers=130, policy="drift", is_live=True, has_objects=False)],
-        [History(run=f"run-{number}", saves=60, layers=24, policy="parity", has_objects=False) for number in range(50)],
-    ],
-    ids=["wide", "many"],
-)
-def test_the_room_of_a_page_is_used(tmp_path: Path, histories: list[History]) -> None:
-    """What is read is chosen so that it fits at once: nothing is thinned, and no half of the page is empty."""
-    build(tmp_path / "store", *histories)
-    with layerstore.open(tmp_path / "store") as store:
-        report = store.report()
-    page = report_page(report)
-
-    assert PAGE_BYTES_MAX / 2 < len(page) <= PAGE_BYTES_MAX
-    assert [len(run["saves"]["step"]) for run in facts_in(page)["runs"]] == [len(run.saves) for run in report.runs]
-    assert all(run.saves for run in report.runs)
-
-
-@pytest.mark.exhaustive
-def test_ten_thousand_saves_are_a_small_page(tmp_path: Path) -> None:
-    """All are counted, 360 are shown."""
-    build(tmp_path / "store", History(run="long", saves=10_000, layers=6, policy="parity", has_objects=False))
-    with layerstore.open(tmp_path / "store") as store:
-        store.report(tmp_path / "page.html")
-        entries = store.log("long")
-    [run] = facts_in((tmp_path / "page.html").read_bytes())["runs"]
-
-    assert (tmp_path / "page.html").stat().st_size < PAGE_BYTES_MAX
-    assert (run["commits"], len(run["saves"]["step"])) == (10_000, 360)
-    assert run["total"]["written_bytes"] == sum(entry.bytes_new for entry in entries)
-
-
 def test_what_is_too_large_all_the_same_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the saves go, and again, until it fits; a page that cannot fit is refused with what would."""
     build(tmp_path / "store", History(run="long", saves=60, layers=20, has_objects=False))
@@ -219,12 +183,12 @@ def test_what_is_too_large_all_the_same_is_thinned(tmp_path: Path, monkeypatch: 
         report = store.report()
     whole = len(report_page(report))
 
-    monkeypatch.setattr("layerstore.ops.report_page.PAGE_BYTES_MAX", whole - 1)
+    monkeypatch.setattr("layerstore.inspect.report_json.PAGE_BYTES_MAX", whole - 1)
     smaller = facts_in(report_page(report))
     assert len(smaller["runs"][0]["saves"]["step"]) == 30
     assert smaller["runs"][0]["saves"]["step"][-1] == report.runs[0].saves[-1].entry.step
     assert smaller["is_sampled"]
-    monkeypatch.setattr("layerstore.ops.report_page.PAGE_BYTES_MAX", 1000)
+    monkeypatch.setattr("layerstore.inspect.report_json.PAGE_BYTES_MAX", 1000)
     with pytest.raises(Unsupported, match="more than 1,000 bytes"):
         report_page(report)
 

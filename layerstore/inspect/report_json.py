@@ -1,37 +1,60 @@
 """
-A report in words for programs: what ``--json`` prints and what the page has in it.
+A report as JSON, for ``--json`` and for the page.
 
-Saves are told by column, each field a list with one value for every save that is shown: that is a third of the bytes.
+Saves are stored by column: each field is a list with one value per shown save, which takes a third of the bytes.
 """
 
 import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
 
+from layerstore.errors import Unsupported
 from layerstore.gc.collect import CommitFate
+from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
+from layerstore.inspect.report import Report, RetentionReport, RunReport, ShownSave, collect_report, thinned
+from layerstore.inspect.stats import Stats
+from layerstore.json_fields import json_fields
 from layerstore.model import LayerEntry, Origin
-from layerstore.ops.report import Report, RetentionReport, RunReport, ShownSave
-from layerstore.ops.stats import Stats
+from layerstore.ops.target_file import checked_file, write_file
 from layerstore.policy.keep import Keep
+from layerstore.progress import Progress
+from layerstore.storage.rooms import Rooms
 from layerstore.storage.timings import SaveTiming
 
-# Digits of a version's id: enough to tell two of one layer apart.
+# Digits of a version's id that tell two of one layer apart.
 VERSION_DIGITS = 8
 
-# Whoever noted more than that noted something else.
+# A longer time is no time that a save took.
 _SECONDS_MAX = 1e9
 
-# Pins of one save that are named, and runs that are counted by name.
+# Pins that are listed of one save, and runs that are listed with their bytes.
 _PINS_MAX = 4
 _COUNTED_MAX = 200
 
+_STATS = ("commits", "pins", "logical_bytes", "unique_bytes", "physical_bytes", "saved_ratio", "unneeded", "missing")
+
+
+def make_report(rooms: Rooms, out: Path | None, *, run: str | None, keep: Keep | None, progress: Progress) -> Report:
+    """
+    Return what `collect_report` does, and write it as a page to the file *out*, where an older report is replaced.
+
+    Raises:
+        AlreadyExists: Something else is at *out*.
+        Unsupported: The page would be too large.
+    """
+    target = None if out is None else checked_file(rooms, out, what="a report", begins=BEGINS)
+    report = collect_report(rooms, run=run, keep=keep, progress=progress)
+    if target is not None:
+        write_file(rooms, target, report_page(report))
+    return report
+
 
 def report_fields(report: Report) -> dict[str, object]:
-    """Return *report* as it is told."""
+    """Return *report* as JSON has it."""
     return {
         "store": report.path,
         "id": report.store_id,
@@ -46,29 +69,34 @@ def report_fields(report: Report) -> dict[str, object]:
     }
 
 
+def report_page(report: Report) -> bytes:
+    """
+    Return the HTML page of *report*; it shows fewer saves if it would be larger than its bound.
+
+    Raises:
+        Unsupported: Even with one save of each run it is too large.
+    """
+    shown: Report | None = report
+    while shown is not None:
+        page = render(report_fields(shown))
+        if len(page) <= PAGE_BYTES_MAX:
+            return page
+        shown = thinned(shown)
+    raise Unsupported(
+        f"a page about {len(report.runs)} runs has more than {PAGE_BYTES_MAX:,} bytes",
+        hint="layerstore report --run RUN makes one about a single run; --json has no bound",
+    )
+
+
 def _stats(found: Stats) -> dict[str, object]:
-    unneeded = found.unneeded
+    fields = found.json_fields()
+    runs = fields["runs"]
+    assert isinstance(runs, list)
     return {
-        "commits": found.commits,
-        "pins": found.pins,
-        "logical_bytes": found.logical_bytes,
-        "unique_bytes": found.unique_bytes,
-        "physical_bytes": found.physical_bytes,
-        "saved_ratio": found.saved_ratio,
-        "unneeded": None if unneeded is None else {"objects": unneeded.objects, "bytes": unneeded.bytes},
-        "missing": found.missing,
-        "run_count": len(found.runs),
-        # Of one run alone nobody has looked at what the others need.
-        "runs": [asdict(run) | ({} if found.run is None else {"own_bytes": None}) for run in found.runs[:_COUNTED_MAX]],
-        "kinds": [
-            {
-                "kind": name,
-                "objects": amount.count,
-                "logical_bytes": amount.logical_bytes,
-                "unique_bytes": amount.unique_bytes,
-            }
-            for name, amount in found.kinds.items()
-        ],
+        **{name: fields[name] for name in _STATS},
+        "run_count": len(runs),
+        "runs": runs[:_COUNTED_MAX],
+        "kinds": fields["kinds"],
     }
 
 
@@ -84,7 +112,7 @@ def _run(run: RunReport) -> dict[str, object]:
         "attempts": run.attempts,
         "first_time": _iso(run.first_ns) if run.commits else None,
         "last_time": _iso(run.last_ns) if run.commits else None,
-        "total": asdict(run.total),
+        "total": json_fields(run.total),
         "layers": list(run.layers),
         "layers_left_out": run.layers_left_out,
         "saves": _columns(run.saves),
@@ -100,7 +128,7 @@ def _run(run: RunReport) -> dict[str, object]:
 
 
 def _composites(run: RunReport) -> dict[str, list[Mapping[str, LayerEntry] | None]]:
-    """Return by policy the layers of a composite at each save; None where they are those of the commit itself."""
+    """Return the layers of a composite at each save, by policy; None where they are the commit's own."""
     asked = sorted({name for save in run.saves for name in save.asked})
     return {
         "latest": [save.layers for save in run.saves],
@@ -109,7 +137,7 @@ def _composites(run: RunReport) -> dict[str, list[Mapping[str, LayerEntry] | Non
 
 
 def _places(layers: Mapping[str, LayerEntry], names: Iterable[str], origins: dict[Origin, int]) -> list[int]:
-    """Return for each of *names* which of *origins* its version is from; -1 where there is no such layer."""
+    """Return the index among *origins* of each layer's version; -1 where there is no such layer."""
     found = (layers.get(name) for name in names)
     return [-1 if entry is None else origins.setdefault(entry.origin, len(origins)) for entry in found]
 
@@ -147,8 +175,8 @@ _SAVE: Mapping[str, Callable[[ShownSave], object]] = {
     "oldest_saves": lambda save: save.staleness.oldest.saves,
     "timing": lambda save: None if save.timing is None else _timing(save.timing),
     "fate": lambda save: None if save.fate is None else _fate(save.fate),
-    "bytes": lambda save: list(asdict(save.own).values()),
-    "total_bytes": lambda save: list(asdict(save.total).values()),
+    "bytes": lambda save: list(json_fields(save.own).values()),
+    "total_bytes": lambda save: list(json_fields(save.total).values()),
 }
 
 
@@ -157,11 +185,11 @@ def _columns(saves: Iterable[ShownSave]) -> dict[str, list[object]]:
     return {name: [told(save) for save in each] for name, told in _SAVE.items()}
 
 
-# -- timings, from a file that anybody may have written to ----------------------------------------------------------
+# -- timings, which come from a file that anybody may have edited --------------------------------------------------
 
 
 def _timing(timing: SaveTiming) -> list[float | None]:
-    """Return seconds: blocked, durable, visible."""
+    """Return the seconds blocked, until durable, until visible."""
     return [_number(each) for each in (timing.blocked_seconds, timing.durable_seconds, timing.visible_seconds)]
 
 
@@ -186,7 +214,7 @@ def _summary(seconds: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def _number(value: object) -> float | None:
-    """Return *value* if it is a number of seconds, which a line that somebody else wrote need not have."""
+    """Return *value* if it is a number of seconds."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _SECONDS_MAX:
         return _rounded_number(float(value))
     return None
@@ -197,7 +225,7 @@ def _rounded_number(value: float) -> float:
 
 
 def _rounded(movement: float | None) -> float | str | None:
-    """Return *movement* with as many digits as anybody reads; what is no number has a word, since JSON has none."""
+    """Return *movement* with four digits; NaN and infinity, which JSON lacks, as text."""
     if movement is None:
         return None
     return _rounded_number(movement) if math.isfinite(movement) else str(movement)
@@ -224,7 +252,7 @@ def _retention(found: RetentionReport) -> dict[str, object]:
 
 
 def rules_of(keep: Keep) -> str:
-    """Return *keep* as the options of `gc`."""
+    """Return *keep* as the options of ``layerstore gc``."""
     best = keep.best_of
     options = {
         "--keep-last": keep.last,
@@ -241,7 +269,7 @@ def _seconds(age: timedelta) -> str:
 
 
 def _fate(fate: CommitFate) -> list[object]:
-    """Return what becomes of a commit, why, and the bytes that go with it, at once or later."""
+    """Return what gc would do with a commit, why, and the bytes that this frees, at once or later."""
     verdict = "trim" if fate.loses_moments else "keep" if fate.kept_by else "remove"
     why = ", ".join(fate.kept_by) if fate.kept_by else fate.goes_because
     return [verdict, why, fate.bytes_freed + fate.bytes_freed_later]

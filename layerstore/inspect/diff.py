@@ -1,0 +1,369 @@
+"""
+Diff: what two commits have in common, layer by layer and kind by kind.
+
+Equal ids are equal bytes, so a plain diff reads version blobs only.
+With *stat* it also measures how far the masters moved, in memory that does not grow with the model.
+It compares by position in the whole parameter, so any two world sizes can be compared.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, TypeAlias
+
+from layerstore.distance import Distance, Meter, can_measure, nothing_between
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError
+from layerstore.history.references import Resolved, reference_to
+from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
+from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
+from layerstore.progress import Progress
+from layerstore.storage.handles import OpenFile
+from layerstore.storage.rooms import Rooms
+from layerstore.zero3 import Slices, slice_length, valid_elements
+
+Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
+"""``re-sliced``: cut for another world size, so ids say nothing about equality."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffSide:
+    """One of the two commits."""
+
+    run: str
+    step: int
+    commit: str
+    pin: str | None
+    reference: str
+    """The reference that means this commit."""
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        """The name that a user knows it by."""
+        return self.pin or self.reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindDiff:
+    """One kind of one layer."""
+
+    status: Status
+    bytes_a: int
+    bytes_b: int
+    bytes_changed: int
+    """Size of the objects that only B has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDiff:
+    """One layer."""
+
+    layer: str
+    status: Status
+    kinds: dict[str, KindDiff]
+    """The kinds that at least one side has."""
+    distance: Distance | None = None
+    """None unless it was asked for, and where there is nothing to compare."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both sides have the same version."""
+        return self.status == "same"
+
+    @property
+    def bytes_a(self) -> int:
+        """Its size in A."""
+        return sum(kind.bytes_a for kind in self.kinds.values())
+
+    @property
+    def bytes_b(self) -> int:
+        """Its size in B."""
+        return sum(kind.bytes_b for kind in self.kinds.values())
+
+    @property
+    def bytes_changed(self) -> int:
+        """Size of the objects that only B has."""
+        return sum(kind.bytes_changed for kind in self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """Two commits, compared."""
+
+    a: DiffSide
+    b: DiffSide
+    layers: tuple[LayerDiff, ...]
+    """In A's order, then those that only B has."""
+    same_state: bool
+    """Whether everything that is no layer is equal too."""
+
+    def count(self, status: Status) -> int:
+        """Count the layers with this status."""
+        return sum(layer.status == status for layer in self.layers)
+
+    @property
+    def bytes_same(self) -> int:
+        """Size of what both have."""
+        return sum(layer.bytes_b - layer.bytes_changed for layer in self.layers)
+
+    @property
+    def bytes_changed(self) -> int:
+        """Size of what is different in B, in layers that both have."""
+        return sum(layer.bytes_changed for layer in self.layers if layer.status != "only in b")
+
+    @property
+    def bytes_only_a(self) -> int:
+        """Size of the layers that only A has."""
+        return sum(layer.bytes_a for layer in self.layers if layer.status == "only in a")
+
+    @property
+    def bytes_only_b(self) -> int:
+        """Size of the layers that only B has."""
+        return sum(layer.bytes_b for layer in self.layers if layer.status == "only in b")
+
+
+def compare(rooms: Rooms, a: Resolved, b: Resolved, *, stat: bool = False, progress: Progress) -> Diff:
+    """
+    Compare *a* with *b*; with *stat* also measure how far B's masters are from A's.
+
+    Raises:
+        IntegrityError: A version, or with *stat* an object to be measured, is damaged or missing.
+    """
+    ours = {entry.layer: entry for entry in a.record.layers}
+    theirs = {entry.layer: entry for entry in b.record.layers}
+    pairs = [(ours.get(layer), theirs.get(layer)) for layer in dict.fromkeys([*ours, *theirs])]
+    layers = [_layer(rooms, before, after) for before, after in pairs]
+    if stat:
+        layers = list(_measured(rooms, layers, pairs, progress))
+    return Diff(
+        a=_side(rooms, a), b=_side(rooms, b), layers=tuple(layers), same_state=a.record.states == b.record.states
+    )
+
+
+def _side(rooms: Rooms, resolved: Resolved) -> DiffSide:
+    record = resolved.record
+    return DiffSide(
+        run=record.run,
+        step=record.step,
+        commit=resolved.commit,
+        pin=resolved.pin,
+        reference=reference_to(rooms, record),
+        world_size=record.world_size,
+    )
+
+
+# -- by ids --------------------------------------------------------------------------------------------------------
+
+
+def _layer(rooms: Rooms, a: LayerEntry | None, b: LayerEntry | None) -> LayerDiff:
+    entry = a or b
+    assert entry is not None, "a layer of one of them"
+    status: Status = "changed"
+    if a is None or b is None:
+        status = "only in b" if a is None else "only in a"
+    elif a.version.id == b.version.id:
+        status = "same"
+    of_a = () if a is None else rooms.version_of(a).objects
+    of_b = of_a if status == "same" else () if b is None else rooms.version_of(b).objects
+    kinds = {kind.value: _kind(_of_kind(of_a, kind), _of_kind(of_b, kind)) for kind in Kind}
+    return LayerDiff(
+        layer=entry.layer,
+        status=status,
+        kinds={name: found for name, found in kinds.items() if found.bytes_a or found.bytes_b},
+    )
+
+
+def _of_kind(objects: Sequence[StoredObject], kind: Kind) -> list[StoredObject]:
+    return [stored for stored in objects if stored.kind is kind]
+
+
+def _kind(a: list[StoredObject], b: list[StoredObject]) -> KindDiff:
+    ids_a, ids_b = ({stored.id for stored in side} for side in (a, b))
+    status: Status = "changed"
+    if ids_a == ids_b:
+        status = "same"
+    elif not b:
+        status = "only in a"
+    elif not a:
+        status = "only in b"
+    elif {stored.shards for stored in a} != {stored.shards for stored in b}:
+        status = "re-sliced"
+    return KindDiff(
+        status=status,
+        bytes_a=sum(stored.size_bytes for stored in a),
+        bytes_b=sum(stored.size_bytes for stored in b),
+        bytes_changed=sum(stored.size_bytes for stored in b if stored.id not in ids_a),
+    )
+
+
+# -- by numbers ----------------------------------------------------------------------------------------------------
+
+
+def _measured(
+    rooms: Rooms,
+    layers: list[LayerDiff],
+    pairs: list[tuple[LayerEntry | None, LayerEntry | None]],
+    progress: Progress,
+) -> Iterator[LayerDiff]:
+    """Yield *layers* with their distances, one in memory at a time."""
+    progress.start("compare", sum(_size_to_read(layer) for layer in layers if layer.status == "changed"))
+    verified: set[BlobRef] = set()
+    for layer, (a, b) in zip(layers, pairs, strict=True):
+        if a is None or b is None:
+            yield layer
+            continue
+        version = rooms.version_of(a)
+        distance: Distance | None
+        if layer.status == "same":
+            elements = sum(prod(parameter.shape) for parameter in version.parameters)
+            distance = nothing_between(elements) if elements else None
+        else:
+            distance = _measure(rooms, version, rooms.version_of(b), verified, progress)
+        yield replace(layer, distance=distance)
+
+
+def _size_to_read(layer: LayerDiff) -> int:
+    masters = layer.kinds.get(Kind.MASTER.value) or layer.kinds.get(Kind.WEIGHTS.value)
+    return masters.bytes_a + masters.bytes_b if masters else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretch:
+    """Elements that are contiguous in one object of each side."""
+
+    ref_a: BlobRef
+    ref_b: BlobRef
+    offset_a: int
+    offset_b: int
+    elements: int
+    dtype_a: str
+    dtype_b: str
+
+
+def _measure(
+    rooms: Rooms, a: LayerVersion, b: LayerVersion, verified: set[BlobRef], progress: Progress
+) -> Distance | None:
+    """
+    Return how far *b*'s masters are from *a*'s; None where neither has any.
+
+    A frozen parameter has no master: its weights are compared. Objects are verified once, before they are measured:
+    *verified* are those that were.
+    """
+    left, right = Slices([a]), Slices([b])
+    found: list[_Stretch] = []
+    left_out: list[str] = []
+    for name in sorted(left.parameters.keys() | right.parameters.keys()):
+        of_parameter = _stretches_of(name, left, right)
+        if of_parameter is None:
+            left_out.append(name)
+        else:
+            found += of_parameter
+    if not found and not left_out:
+        return None
+    refs = {ref for each in found for ref in (each.ref_a, each.ref_b)} - verified
+
+    def check(ref: BlobRef) -> None:
+        rooms.objects.verify(ref)
+        progress.advance(ref.size_bytes)
+
+    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+        list(pool.map(check, refs))
+    verified |= refs
+    return _read_in_step(rooms, found).distance(left_out=tuple(left_out))
+
+
+def _stretches_of(name: str, a: Slices, b: Slices) -> list[_Stretch] | None:
+    """Return where the elements of the parameter *name* are on both sides; None if they cannot be compared."""
+    ours, theirs = a.parameters.get(name), b.parameters.get(name)
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return None
+    kind_a, kind_b = _numbers_of(a, ours), _numbers_of(b, theirs)
+    if kind_a is None or kind_b is None:
+        return None if prod(ours.shape) else []
+    found = list(_stretches(a, b, ours, kind_a, kind_b))
+    return found if all(can_measure(each.dtype_a) and can_measure(each.dtype_b) for each in found) else None
+
+
+def _numbers_of(slices: Slices, parameter: Parameter) -> Kind | None:
+    """Return which kind holds the parameter's numbers: its master, or its weights where it is frozen."""
+    return next((kind for kind in (Kind.MASTER, Kind.WEIGHTS) if slices.shards(kind, parameter.name)), None)
+
+
+def _stretches(a: Slices, b: Slices, parameter: Parameter, kind_a: Kind, kind_b: Kind) -> Iterator[_Stretch]:
+    """Yield the pieces of *parameter* that no slice of either side cuts."""
+    elements = prod(parameter.shape)
+    length_a = slice_length(elements, a.shards(kind_a, parameter.name))
+    length_b = slice_length(elements, b.shards(kind_b, parameter.name))
+    start = 0
+    while start < elements:
+        shard_a, shard_b = start // length_a, start // length_b
+        end = min(elements, (shard_a + 1) * length_a, (shard_b + 1) * length_b)
+        ref_a, offset_a, dtype_a = _place(a, kind_a, parameter, shard_a, start - shard_a * length_a)
+        ref_b, offset_b, dtype_b = _place(b, kind_b, parameter, shard_b, start - shard_b * length_b)
+        yield _Stretch(
+            ref_a=ref_a,
+            ref_b=ref_b,
+            offset_a=offset_a,
+            offset_b=offset_b,
+            elements=end - start,
+            dtype_a=dtype_a,
+            dtype_b=dtype_b,
+        )
+        start = end
+
+
+def _place(slices: Slices, kind: Kind, parameter: Parameter, shard: int, skipped: int) -> tuple[BlobRef, int, str]:
+    """Return the object, the offset in it, and the element type of a slice after its first *skipped* elements."""
+    place = slices.find(kind, parameter.name, shard=shard)
+    shards = slices.shards(kind, parameter.name)
+    if place.tensor.elements != valid_elements(prod(parameter.shape), shards, shard):
+        raise IntegrityError(f"object {place.object.id} has a slice of {parameter.name!r} that is of no such cut")
+    piece = place.piece(0)
+    return piece.object, piece.object_offset + skipped * by_code(place.tensor.dtype).bytes, place.tensor.dtype
+
+
+def _read_in_step(rooms: Rooms, stretches: list[_Stretch]) -> Meter:
+    """Measure all *stretches*, chunk by chunk; sorted, so that each object is opened about once."""
+    meter = Meter()
+    with _Reader(rooms) as of_a, _Reader(rooms) as of_b:
+        for each in sorted(stretches, key=lambda each: (each.ref_a.id, each.ref_b.id, each.offset_a)):
+            bytes_a, bytes_b = by_code(each.dtype_a).bytes, by_code(each.dtype_b).bytes
+            step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
+            for done in range(0, each.elements, step):
+                count = min(step, each.elements - done)
+                meter.add(
+                    of_a.read(each.ref_a, each.offset_a + done * bytes_a, count * bytes_a),
+                    of_b.read(each.ref_b, each.offset_b + done * bytes_b, count * bytes_b),
+                    dtype_a=each.dtype_a,
+                    dtype_b=each.dtype_b,
+                )
+    return meter
+
+
+class _Reader:
+    """Reads ranges of objects into one buffer; keeps the last object open."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._buffer = memoryview(bytearray(IO_CHUNK_BYTES))
+        self._stack = ExitStack()
+        self._ref: BlobRef | None = None
+        self._file: OpenFile | None = None
+
+    def read(self, ref: BlobRef, offset: int, size_bytes: int) -> memoryview:
+        """Return bytes of *ref*, valid until the next call."""
+        if self._file is None or self._ref != ref:
+            self._stack.close()
+            self._file, self._ref = self._stack.enter_context(self._rooms.objects.open(ref)), ref
+        data = self._buffer[:size_bytes]
+        self._file.read_into(data, offset)
+        return data
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

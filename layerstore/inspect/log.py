@@ -1,0 +1,177 @@
+"""Log: which commits a store shows, run by run and page by page."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
+from layerstore.format.records import WITHOUT_MOMENTS
+from layerstore.history.graph import GraphLine
+from layerstore.history.graph import graph as draw
+from layerstore.model import Commit
+from layerstore.storage.commits import RecordName
+from layerstore.storage.manifest import RecordRow
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.runview import RunView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEntry:
+    """One commit in a log."""
+
+    run: str
+    attempt: int
+    step: int
+    commit: str
+    time_ns: int
+    layers_saved: int
+    """Layers that were saved at this step; the commit inherits the others."""
+    layers: int
+    bytes_new: int
+    """Bytes that its writer put into the store."""
+    pins: tuple[str, ...]
+    has_moments: bool
+    """Whether training can resume from it: gc may have dropped its moments."""
+    damage: str | None
+    """Why its record cannot be read; None for a sound one. A damaged one has only run, step and commit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One line of a log."""
+
+    drawing: str
+    """The graph left of the commit; empty where none was asked for."""
+    entry: LogEntry | None
+    """None where the graph joins two attempts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class More:
+    """What a page leaves out of one run."""
+
+    run: str
+    commits: int
+    after: str
+    """The id of the last commit on the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPage:
+    """Some of the commits of some runs."""
+
+    lines: tuple[LogLine, ...]
+    more: tuple[More, ...]
+    """One for each run that has more commits than the page."""
+
+    @property
+    def entries(self) -> list[LogEntry]:
+        """The commits without the graph."""
+        return [line.entry for line in self.lines if line.entry is not None]
+
+
+def read_log(
+    rooms: Rooms, *, run: str | None = None, limit: int | None = None, before: str | None = None, graph: bool = False
+) -> LogPage:
+    """
+    Return the visible commits of *run*, or of every run, newest step first within each attempt.
+
+    *limit* is per run. *before* is a commit's id, or the beginning of one: the page starts after it, in its run.
+    With *graph* each attempt is drawn next to the one that it forked from, the newest one's history first.
+
+    Raises:
+        NotFound: There is no such run, or no such commit.
+    """
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"a page of {limit} commits is none", hint="give a limit of 1 or more, or none")
+    if run is not None and run not in rooms.catalog.runs():
+        rooms.catalog.view(run)  # raises, and lists the runs that there are
+    views = [rooms.catalog.view(name) for name in ([run] if run else rooms.catalog.runs())]
+    start = None if before is None else _commit_named(views, before)
+    if start is not None:
+        views = [view for view in views if view.run == start.run]
+    pins = names_of_pins(rooms)
+    lines: list[LogLine] = []
+    more = []
+    for view in views:
+        drawn = list(draw(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
+        page, left = _page(drawn, start, limit)
+        lines += [_line(rooms, line, pins) for line in page]
+        if left:
+            after = next(line.row.id for line in reversed(page) if line.row is not None)
+            more.append(More(run=view.run, commits=left, after=after))
+        if start is None:
+            damaged = (_damaged_entry(name, problem) for name, problem in view.damaged.items())
+            lines += [LogLine(drawing="", entry=entry) for entry in damaged]
+    return LogPage(lines=tuple(lines), more=tuple(more))
+
+
+def _commit_named(views: list[RunView], before: str) -> RecordRow:
+    found = [row for view in views for row in view.visible if row.id.startswith(before.lower())]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NotFound(f"there is no commit {before!r} to go on after", hint="name one as `layerstore log` shows it")
+    raise InvalidInput(f"{len(found)} commits begin with {before!r}", hint="write more of the id")
+
+
+def _page(lines: list[GraphLine], start: RecordRow | None, limit: int | None) -> tuple[list[GraphLine], int]:
+    """Return the lines after *start*, up to *limit* commits, and how many commits follow."""
+    if start is not None:
+        index = next(index for index, line in enumerate(lines) if line.row is not None and line.row.id == start.id)
+        lines = lines[index + 1 :]
+    ends = [end for end, line in enumerate(lines, start=1) if line.row is not None]
+    if limit is None or limit >= len(ends):
+        return lines, 0
+    return lines[: ends[limit - 1]], len(ends) - limit
+
+
+def _line(rooms: Rooms, line: GraphLine, pins: dict[str, list[str]]) -> LogLine:
+    if line.row is None:
+        return LogLine(drawing=line.drawing, entry=None)
+    try:
+        entry = log_entry(rooms.catalog.commit(line.row.name), pins.get(line.row.id, []))
+    except (IntegrityError, NotFound) as exc:  # lost while the index still lists it, or removed a moment ago
+        entry = _damaged_entry(line.row.name, exc)
+    return LogLine(drawing=line.drawing, entry=entry)
+
+
+def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:
+    return LogEntry(
+        run=name.run,
+        attempt=0,
+        step=name.step,
+        commit=name.id,
+        time_ns=0,
+        layers_saved=0,
+        layers=0,
+        bytes_new=0,
+        pins=(),
+        has_moments=True,
+        damage=str(problem),
+    )
+
+
+def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
+    """Return the log's entry of *commit*, which has *pins*."""
+    record = commit.record
+    return LogEntry(
+        run=record.run,
+        attempt=record.attempt,
+        step=record.step,
+        commit=commit.id,
+        time_ns=commit.observed.time_ns,
+        layers_saved=sum(entry.saved_by(record) for entry in record.layers),
+        layers=len(record.layers),
+        bytes_new=commit.observed.bytes_new,
+        pins=tuple(pins),
+        has_moments=WITHOUT_MOMENTS not in record.flags,
+        damage=None,
+    )
+
+
+def names_of_pins(rooms: Rooms) -> dict[str, list[str]]:
+    """Return the names of all readable pins, by the id of the commit that each pins."""
+    pins: dict[str, list[str]] = {}
+    for pin in rooms.records.readable_pins():
+        pins.setdefault(pin.base, []).append(pin.name)
+    return pins

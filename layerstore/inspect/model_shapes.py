@@ -1,0 +1,233 @@
+"""
+The parameters of a model, with their names and shapes: from a config, a checkpoint, a commit, or made up by size.
+
+Of a checkpoint only the shards' headers are read, of a commit only version blobs. Configs are for Transformers:
+the caller passes in what asks it, since importing it takes seconds.
+"""
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt, prod
+from pathlib import Path
+from typing import Any, Literal
+
+from layerstore.errors import InvalidInput, SourceCheckpoint
+from layerstore.history.references import resolve
+from layerstore.layers import layers_in_order
+from layerstore.limits import MODEL_BLOCKS_MAX, RECORD_BYTES_MAX
+from layerstore.model import Kind, Parameter
+from layerstore.storage.rooms import Rooms
+from layerstore.zero3 import (
+    discover,
+    holds_zero3,
+    list_folder,
+    read_checkpoint,
+    read_pointer,
+    read_source_file,
+    real_path,
+)
+
+CONFIG = "config.json"
+MADE_UP_VOCABULARY = 128_000
+"""Of a model of which only the size is known; today's tokenizers have about as many."""
+
+INSTEAD = "--params 8B --layers 32 does without a config"
+
+ADAM = ("exp_avg", "exp_avg_sq")
+"""What Adam keeps of each element besides its master."""
+
+# Names in a folder that an error lists.
+_NAMES_MAX = 5
+
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+Source = Literal["config", "params", "checkpoint", "commit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model, as far as its checkpoints are concerned."""
+
+    name: str
+    architecture: str | None
+    """Transformers' name for it (``model_type``); None where no config says it."""
+    shapes: Shapes
+    """Its parameters in the model's order; a tied one appears once, under its first name."""
+    source: Source
+    """What it is known from; ``params`` if it is made up."""
+    gathered: Mapping[str, Sequence[str]] | None = None
+    """The parameters of each layer, where they were seen; None where the names decide."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
+    states: tuple[str, ...] = ADAM
+    """What the optimizer keeps of each trained element besides its master."""
+    world_size: int | None = None
+    """The ranks that saved it; None where nobody did."""
+    dtype: str | None = None
+    """Code of the element type that most of it is trained in; None likewise."""
+
+    @property
+    def layers(self) -> Mapping[str, Sequence[str]]:
+        """The parameters of each layer, in the model's order."""
+        return layers_in_order(name for name, _ in self.shapes) if self.gathered is None else self.gathered
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(prod(shape) for _, shape in self.shapes)
+
+
+def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shapes]) -> Model:
+    """
+    Return the model of *path*: a ``config.json``, a folder with ZeRO-3 shards, or one with a config and no shards.
+
+    *ask_transformers* returns the parameters of the model that a config describes.
+
+    Raises:
+        InvalidInput: There is neither, or several checkpoints, or pointers into a store; the message says which.
+        SourceCheckpoint: The shards are incomplete, damaged or untrusted.
+        Unsupported: Transformers is missing or does not know the model, or a setting kept state out of the shards.
+    """
+    place = real_path(path)
+    if place.is_dir() and holds_zero3(place):
+        return _model_of_checkpoint(place)
+    file = place / CONFIG if place.is_dir() else place
+    if place.is_dir() and not file.is_file():
+        raise InvalidInput(
+            f"{path} holds neither ZeRO-3 shards nor a {CONFIG} to estimate from; it holds {_listed(place)}",
+            hint=f"a checkpoint's folder, or a commit of a store; {INSTEAD}",
+        )
+    config = _read_config(file)
+    kind = config.get("model_type")
+    return Model(
+        name=file.parent.name if file.name == CONFIG else file.stem,
+        architecture=kind if isinstance(kind, str) else None,
+        shapes=ask_transformers(config),
+        source="config",
+    )
+
+
+def _listed(folder: Path) -> str:
+    names = list_folder(folder)
+    more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
+    return f"{', '.join(names[:_NAMES_MAX])}{more}" if names else "nothing"
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))
+    except SourceCheckpoint as exc:
+        raise InvalidInput(f"there is no {CONFIG} to estimate from: {exc}", hint=INSTEAD) from exc
+    except (ValueError, RecursionError) as exc:
+        raise InvalidInput(f"{path} is not JSON: {exc}", hint=INSTEAD) from exc
+    if not isinstance(fields, dict):
+        raise InvalidInput(f"{path} is not an object", hint=INSTEAD)
+    return fields
+
+
+def _model_of_checkpoint(folder: Path) -> Model:
+    try:
+        found = discover(folder)
+    except InvalidInput as exc:
+        raise InvalidInput(str(exc), hint="name one of them; its config.json does, too") from exc
+    pointer = read_pointer(found.ranks[0].model)
+    if pointer is not None:
+        raise InvalidInput(
+            f"{folder} holds pointers to {pointer.name} in the store {pointer.store}",
+            hint=f"layerstore estimate {shlex.quote(pointer.name)} --store {shlex.quote(pointer.store)}",
+        )
+    checkpoint = read_checkpoint(found)
+    return _model_seen(
+        found.folder.name,
+        "checkpoint",
+        [(layer.layer, layer.parameters) for layer in checkpoint.layers],
+        [
+            (source.kind, part.name, part.state)
+            for layer in checkpoint.layers
+            for source in layer.objects
+            for part in source.slices
+        ],
+        world_size=checkpoint.world_size,
+    )
+
+
+def model_of_commit(rooms: Rooms, reference: str) -> Model:
+    """
+    Return the model of the commit or pin that *reference* means.
+
+    Raises:
+        NotFound: There is no such run, step or pin.
+        IntegrityError: A version of the commit is damaged or missing.
+    """
+    record = resolve(rooms, reference).record
+    versions = [rooms.version_of(entry) for entry in record.layers]
+    return _model_seen(
+        reference,
+        "commit",
+        [(version.layer, version.parameters) for version in versions],
+        [
+            (stored.kind, tensor.name, tensor.state)
+            for version in versions
+            for stored in version.objects
+            for tensor in stored.tensors
+        ],
+        world_size=record.world_size,
+    )
+
+
+def _model_seen(
+    name: str,
+    source: Source,
+    layers: Iterable[tuple[str, Iterable[Parameter]]],
+    tensors: Sequence[tuple[Kind, str, str]],
+    *,
+    world_size: int,
+) -> Model:
+    """Return the model of *layers*, without frozen parameters whose weights are in none of *tensors*."""
+    held = {name for kind, name, _ in tensors if kind in {Kind.MASTER, Kind.WEIGHTS}}
+    there = {layer: [each for each in parameters if each.name in held] for layer, parameters in layers}
+    parameters = [each for of_layer in there.values() for each in of_layer]
+    types = Counter[str]()
+    for each in parameters:
+        types[each.dtype] += prod(each.shape)
+    return Model(
+        name=name,
+        architecture=None,
+        shapes=tuple((each.name, each.shape) for each in parameters),
+        source=source,
+        gathered={layer: [each.name for each in of_layer] for layer, of_layer in there.items()},
+        frozen=frozenset(each.name for each in parameters if each.frozen),
+        # gc may have dropped a commit's moments; training on from it makes new ones.
+        states=tuple(sorted({state for kind, _, state in tensors if kind is Kind.OPTIMIZER})) or ADAM,
+        world_size=world_size,
+        dtype=max(types, key=types.__getitem__, default=None),
+    )
+
+
+def made_up(parameters: int, blocks: int) -> Model:
+    """
+    Return a model of *parameters* elements in *blocks* equal blocks, with an embedding, a norm and a head.
+
+    Its width is that of a Transformer of this size and depth: a block has 12 times the square of the width.
+
+    Raises:
+        InvalidInput: There are too many blocks, or too few parameters for them.
+    """
+    if not 0 < blocks <= MODEL_BLOCKS_MAX:
+        raise InvalidInput(f"no model has {blocks:,} blocks", hint=f"--layers is from 1 to {MODEL_BLOCKS_MAX:,}")
+    vocabulary = MADE_UP_VOCABULARY
+    width = max(1, (isqrt(vocabulary**2 + 12 * blocks * parameters) - vocabulary) // (12 * blocks))
+    block, rest = divmod(parameters - 2 * vocabulary * width - width, blocks)
+    if block < 1:
+        raise InvalidInput(
+            f"{parameters:,} parameters are too few for {blocks} blocks, an embedding and a head",
+            hint="--params and --layers are of the whole model: 8B and 32",
+        )
+    names = [("model.embed_tokens", vocabulary * width + rest)]
+    names += [(f"model.layers.{index}", block) for index in range(blocks)]
+    names += [("model.norm", width), ("lm_head", vocabulary * width)]
+    shapes = tuple((f"{name}.weight", (elements,)) for name, elements in names)
+    return Model(name=f"a model of {blocks} blocks", architecture=None, shapes=shapes, source="params")

@@ -1,0 +1,140 @@
+"""Show and ls: everything about one commit, and the sizes of its layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from layerstore.errors import NotFound
+from layerstore.format.records import WITHOUT_MOMENTS
+from layerstore.history.needs import objects_of_state
+from layerstore.history.references import Resolved
+from layerstore.model import Kind, LayerEntry, RankState
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.storage.rooms import Rooms
+
+# Layers that a hint lists.
+_NAMES_MAX = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLine:
+    """One layer of a commit, with the size of each kind."""
+
+    layer: str
+    run: str
+    attempt: int
+    step: int
+    """Where this version was saved."""
+    version: str
+    parameters: int
+    """Elements of all its parameters."""
+    frozen: bool
+    bytes_by_kind: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitView:
+    """Everything about one commit."""
+
+    run: str
+    step: int
+    attempt: int
+    fork: str | None
+    save_number: int
+    """Counts the run's saves in their order of arrival."""
+    turn: int
+    """The number that policies count it by: full saves in the order of their steps."""
+    commit: str
+    pin: str | None
+    time_ns: int
+    """When it was written, by its writer's clock."""
+    world_size: int
+    flavour: str
+    tag: str
+    policy: str
+    policy_parameters: dict[str, str]
+    is_mixture: bool
+    """Whether it is a pinned composite: then the policy chose its layers, and did not save them."""
+    supersedes: tuple[str, ...]
+    """Ids of the commits that it hides, and of records that hid its step."""
+    pins: tuple[str, ...]
+    """All pins of this very content, *pin* among them."""
+    layers: tuple[LayerLine, ...]
+    files: tuple[str, ...]
+    """Files of the checkpoint that are kept byte for byte."""
+    beside_bytes: int
+    """Size of everything that is no layer: the ranks' own states, and files."""
+    has_moments: bool
+    """Whether training can resume from it: gc may have dropped its moments."""
+
+    @property
+    def layers_saved(self) -> int:
+        """How many of its layers were saved at this very step."""
+        own = (self.run, self.attempt, self.step)
+        return sum((line.run, line.attempt, line.step) == own for line in self.layers)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all its layers."""
+        return sum(sum(line.bytes_by_kind.values()) for line in self.layers)
+
+
+def describe_commit(rooms: Rooms, resolved: Resolved) -> CommitView:
+    """Return everything about one commit."""
+    record = resolved.record
+    states = [rooms.state(ref) for ref in record.states]
+    beside = {*record.states, *(ref for state in states for ref in objects_of_state(state))}
+    return CommitView(
+        run=record.run,
+        step=record.step,
+        attempt=record.attempt,
+        fork=None if record.fork is None else f"attempt {record.fork.attempt} at step {record.fork.step}",
+        save_number=record.save_number,
+        turn=record.save_number,
+        commit=resolved.commit,
+        pin=resolved.pin,
+        time_ns=resolved.time_ns,
+        world_size=record.world_size,
+        flavour=record.layout.flavour,
+        tag=record.layout.tag,
+        policy=record.policy.name,
+        policy_parameters={str(name): str(value) for name, value in record.policy.parameters.items()},
+        is_mixture=resolved.is_mixture,
+        supersedes=record.supersedes,
+        pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.record == record),
+        layers=tuple(layer_lines(rooms, record.layers)),
+        files=tuple(sorted(path for state in states for path in _paths(state))),
+        beside_bytes=sum(ref.size_bytes for ref in beside),
+        has_moments=WITHOUT_MOMENTS not in record.flags,
+    )
+
+
+def _paths(state: RankState) -> list[str]:
+    return [*(file.path for file in state.files), *(file.path for file in state.gathered)]
+
+
+def layer_lines(rooms: Rooms, entries: Sequence[LayerEntry], *, layer: str | None = None) -> list[LayerLine]:
+    """Return the layers of *entries* with their sizes, or only *layer*; raises NotFound if it is not among them."""
+    found = [entry for entry in entries if layer in {None, entry.layer}]
+    if layer is not None and not found:
+        names = [entry.layer for entry in entries]
+        shown = ", ".join(names if len(names) <= _NAMES_MAX else [*names[:_NAMES_MAX], "…"])
+        hint = did_you_mean(nearest(layer, names), else_=f"layers: {shown}")
+        raise NotFound(f"there is no layer {layer!r} in this commit", hint=hint)
+    return [_layer_line(rooms, entry) for entry in found]
+
+
+def _layer_line(rooms: Rooms, entry: LayerEntry) -> LayerLine:
+    version = rooms.version_of(entry)
+    return LayerLine(
+        layer=entry.layer,
+        run=entry.origin.run,
+        attempt=entry.origin.attempt,
+        step=entry.origin.step,
+        version=entry.version.id,
+        parameters=sum(prod(parameter.shape) for parameter in version.parameters),
+        frozen=all(parameter.frozen for parameter in version.parameters),
+        bytes_by_kind={
+            kind.value: sum(stored.size_bytes for stored in version.objects if stored.kind is kind) for kind in Kind
+        },
+    )

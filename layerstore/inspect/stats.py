@@ -1,0 +1,451 @@
+"""
+Stats: how much a store would hold, holds, and takes on disk; and how each commit of a run adds to it.
+
+*Logical* is what every visible commit would take if each were stored whole, *unique* counts every object once,
+both by listed sizes; *physical* is what the files take on disk.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from pathlib import Path
+
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError, LayerstoreError, NotFound
+from layerstore.format.records import commit_id
+from layerstore.history.needs import objects_of_state
+from layerstore.json_fields import json_fields, json_value
+from layerstore.model import (
+    BlobRef,
+    Commit,
+    CommitId,
+    CommitRecord,
+    Kind,
+    LayerEntry,
+    ObjectId,
+    RankState,
+    TensorSource,
+)
+from layerstore.progress import Progress
+from layerstore.publish.pins import read_pins
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.runview import RunView
+
+VERSION, STATE, RECORD = "version", "state", "record"
+"""Kinds besides those of layers' objects: version blobs; everything that is no layer; commit records and pins."""
+
+_KINDS = (*(kind.value for kind in Kind), VERSION, STATE, RECORD)
+
+Tap = Callable[[RunView, Iterable[Commit]], Iterable[Commit]]
+"""Sees a run's commits as they are read, and yields every one of them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Amount:
+    """How much of something there is."""
+
+    count: int = 0
+    """Different objects; of a layer, its different versions."""
+    logical_bytes: int = 0
+    unique_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RunStats:
+    """One run."""
+
+    run: str
+    commits: int = 0
+    logical_bytes: int = 0
+    unique_bytes: int = 0
+    own_bytes: int = 0
+    """Unique bytes that no other counted run needs; of a run counted alone, all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unneeded:
+    """Objects that no visible commit and no pin names."""
+
+    objects: int
+    bytes: int
+    """On disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """The answer."""
+
+    run: str | None
+    """The only run that was counted; None for the whole store."""
+    commits: int
+    pins: int
+    """Pins of mixtures and hidden commits; they count like commits."""
+    logical_bytes: int
+    unique_bytes: int
+    physical_bytes: int
+    """Of the whole store, its index included if it is inside; of one run, of its objects and records."""
+    runs: tuple[RunStats, ...]
+    kinds: dict[str, Amount]
+    layers: dict[str, Amount]
+    unneeded: Unneeded | None
+    """None for one run: other runs may need what it does not."""
+    missing: int
+    """Objects that are needed and not there; `verify` names them."""
+    left_out: tuple[str, ...]
+    """What could not be read, and so is in no figure."""
+
+    @property
+    def saved_ratio(self) -> float:
+        """The share of the logical bytes that is not stored."""
+        return 1 - self.unique_bytes / self.logical_bytes if self.logical_bytes else 0.0
+
+    def json_fields(self) -> dict[str, object]:
+        """Return it as JSON has it; of a run counted alone nobody knows what only it needs."""
+        own = {} if self.run is None else {"own_bytes": None}
+        runs = [json_fields(run) | own for run in self.runs]
+        kinds = [{"kind": name, "objects": of.count} | json_fields(of) for name, of in self.kinds.items()]
+        layers = [{"layer": name, "versions": of.count} | json_fields(of) for name, of in self.layers.items()]
+        return {
+            "run": self.run,
+            "commits": self.commits,
+            "pins": self.pins,
+            "logical_bytes": self.logical_bytes,
+            "unique_bytes": self.unique_bytes,
+            "physical_bytes": self.physical_bytes,
+            "saved_ratio": self.saved_ratio,
+            "unneeded": json_value(self.unneeded),
+            "missing": self.missing,
+            "runs": runs,
+            "kinds": kinds,
+            "layers": layers,
+            "left_out": list(self.left_out),
+        }
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over everything that is needed."""
+
+    runs: list[RunStats] = field(default_factory=list)
+    kinds: dict[str, Amount] = field(default_factory=lambda: {kind: Amount() for kind in _KINDS})
+    layers: dict[str, Amount] = field(default_factory=dict)
+    users: dict[ObjectId, int] = field(default_factory=dict)
+    """Every needed object, and a bit for each run that needs it."""
+    left_out: list[str] = field(default_factory=list)
+    record_paths: list[Path] = field(default_factory=list)
+
+    def add(self, ref: BlobRef, uses: dict[int, int], *amounts: Amount) -> None:
+        """Count the object *ref* among *amounts*; *uses* says how often each run needs it."""
+        is_new = ref.id not in self.users
+        for amount in amounts:
+            amount.logical_bytes += sum(uses.values()) * ref.size_bytes
+            if is_new:
+                amount.count += 1
+                amount.unique_bytes += ref.size_bytes
+        for index, count in uses.items():
+            run, bit, known = self.runs[index], 1 << index, self.users.get(ref.id, 0)
+            run.logical_bytes += count * ref.size_bytes
+            if known & bit:
+                continue
+            run.unique_bytes += ref.size_bytes
+            # The first run that needs an object owns it, until there is a second.
+            if not known:
+                run.own_bytes += ref.size_bytes
+            elif known.bit_count() == 1:
+                self.runs[known.bit_length() - 1].own_bytes -= ref.size_bytes
+            self.users[ref.id] = known | bit
+
+    def add_record(self, index: int, size_bytes: int, path: Path) -> None:
+        """Count a record or pin, which no two runs share."""
+        for amount in (self.kinds[RECORD], self.runs[index]):
+            amount.logical_bytes += size_bytes
+            amount.unique_bytes += size_bytes
+        self.kinds[RECORD].count += 1
+        self.runs[index].own_bytes += size_bytes
+        self.record_paths.append(path)
+
+
+def count_bytes(rooms: Rooms, *, run: str | None = None, progress: Progress) -> Stats:
+    """
+    Count what the store holds, or what *run* needs of it.
+
+    What is damaged is left out and named. Raises NotFound if there is no such run.
+    """
+    return count(rooms, views_of(rooms, run), run=run, progress=progress)
+
+
+def views_of(rooms: Rooms, run: str | None) -> list[RunView]:
+    """Return the view of every run, or of *run* alone; raises NotFound if there is no such run."""
+    return [rooms.catalog.view(name) for name in (rooms.catalog.runs() if run is None else [run])]
+
+
+def count(
+    rooms: Rooms, views: Iterable[RunView], *, run: str | None, progress: Progress, tap: Tap | None = None
+) -> Stats:
+    """
+    Count what *views* hold: all runs, or *run* alone.
+
+    Every record, version blob and state blob is read once; *tap* sees the commits of each run on the way.
+    """
+    tally = _Tally()
+    versions: dict[tuple[BlobRef, int], int] = {}
+    states: dict[tuple[BlobRef, int], int] = {}
+    pins = 0
+    for index, is_pin, record in _holders(rooms, tally, views, run, tap or (lambda _, commits: commits)):
+        pins += is_pin
+        for entry in record.layers:
+            tally.layers.setdefault(entry.layer, Amount())
+            versions[entry.version, index] = versions.get((entry.version, index), 0) + 1
+        for state in record.states:
+            states[state, index] = states.get((state, index), 0) + 1
+    progress.start("stats", sum(ref.size_bytes for ref in {ref for ref, _ in (*versions, *states)}))
+    for add, found in ((_add_version, versions), (_add_state, states)):
+        for ref, uses in _by_blob(found):
+            try:
+                add(tally, rooms, ref, uses)
+            except LayerstoreError as exc:
+                tally.left_out.append(str(exc))
+            progress.advance(ref.size_bytes)
+    physical_bytes, unneeded, missing = _on_disk(rooms, tally, whole=run is None)
+    return Stats(
+        run=run,
+        commits=sum(of.commits for of in tally.runs),
+        pins=pins,
+        logical_bytes=sum(of.logical_bytes for of in tally.runs),
+        unique_bytes=sum(amount.unique_bytes for amount in tally.kinds.values()),
+        physical_bytes=physical_bytes,
+        runs=tuple(tally.runs),
+        kinds=tally.kinds,
+        layers=tally.layers,
+        unneeded=unneeded,
+        missing=missing,
+        left_out=tuple(tally.left_out),
+    )
+
+
+# -- what is needed ------------------------------------------------------------------------------------------------
+
+
+def _holders(
+    rooms: Rooms, tally: _Tally, views: Iterable[RunView], only: str | None, tap: Tap
+) -> Iterator[tuple[int, bool, CommitRecord]]:
+    """Yield every visible commit, and every pin of something else, with the index of its run."""
+    visible: set[CommitId] = set()
+    indexes: dict[str, int] = {}
+
+    def index_of(run: str) -> int:
+        if run not in indexes:
+            indexes[run] = len(tally.runs)
+            tally.runs.append(RunStats(run=run))
+        return indexes[run]
+
+    def add_record(index: int, path: Path) -> None:
+        tally.add_record(index, rooms.files.size(path) or 0, path)
+
+    for view in views:
+        tally.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
+        index = index_of(view.run)
+        for commit in tap(view, _commits(rooms, tally, view)):
+            visible.add(commit.id)
+            tally.runs[index].commits += 1
+            add_record(index, rooms.layout.record(view.run, commit.record.step, commit.id))
+            yield index, False, commit.record
+    pins, damaged = read_pins(rooms)
+    tally.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
+    for pin in pins:
+        if only in {None, pin.record.run}:
+            index = index_of(pin.record.run)
+            add_record(index, rooms.layout.pin(pin.name))
+            if commit_id(pin.record) not in visible:
+                yield index, True, pin.record
+
+
+def _commits(rooms: Rooms, tally: _Tally, view: RunView) -> Iterator[Commit]:
+    for row in view.visible:
+        try:
+            yield rooms.catalog.commit(row.name)
+        except NotFound:
+            continue  # gc has just removed it
+        except IntegrityError as exc:
+            tally.left_out.append(f"{row.run}@{row.step}: {exc}")
+
+
+def _by_blob(uses: dict[tuple[BlobRef, int], int]) -> Iterator[tuple[BlobRef, dict[int, int]]]:
+    """Yield each blob once, in the order of the folders, with the runs that use it and how often."""
+    keys = sorted(uses, key=lambda key: (key[0].id, key[0].size_bytes))
+    for ref, group in groupby(keys, key=lambda key: key[0]):
+        yield ref, {index: uses[ref, index] for _, index in group}
+
+
+def _add_version(tally: _Tally, rooms: Rooms, ref: BlobRef, uses: dict[int, int]) -> None:
+    version = rooms.version(ref)
+    layer = tally.layers.setdefault(version.layer, Amount())
+    layer.count += 1
+    for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.objects)]:
+        of_layer = Amount()
+        tally.add(part, uses, tally.kinds[kind], of_layer)
+        layer.logical_bytes += of_layer.logical_bytes
+        layer.unique_bytes += of_layer.unique_bytes
+
+
+def _add_state(tally: _Tally, rooms: Rooms, ref: BlobRef, uses: dict[int, int]) -> None:
+    for part in (ref, *objects_of_state(rooms.state(ref))):
+        tally.add(part, uses, tally.kinds[STATE])
+
+
+# -- what is on disk -----------------------------------------------------------------------------------------------
+
+
+def _on_disk(rooms: Rooms, tally: _Tally, *, whole: bool) -> tuple[int, Unneeded | None, int]:
+    """Return the bytes on disk, what nothing needs, and how many needed objects are missing."""
+    seen: set[tuple[int, int]] = set()
+    total = unneeded = unneeded_bytes = present = 0
+
+    def take(path: Path) -> int:
+        """Return what *path* adds: nothing if it is gone, or was counted under another name."""
+        found = rooms.files.occupied(path)
+        if found is None or found.identity in seen:
+            return 0
+        seen.add(found.identity)
+        return found.disk_bytes
+
+    for object_id, path in rooms.objects.ids():
+        is_needed = object_id in tally.users
+        present += is_needed
+        if is_needed or whole:
+            disk_bytes = take(path)
+            total += disk_bytes
+            unneeded += not is_needed
+            unneeded_bytes += 0 if is_needed else disk_bytes
+    total += sum(take(path) for path in (_all_files(rooms) if whole else tally.record_paths))
+    missing = len(tally.users) - present
+    return total, Unneeded(objects=unneeded, bytes=unneeded_bytes) if whole else None, missing
+
+
+def _all_files(rooms: Rooms) -> Iterator[Path]:
+    pending = [rooms.layout.root]
+    while pending:
+        folder = pending.pop()
+        for name in rooms.files.names(folder):
+            path = folder / name
+            if rooms.files.is_directory(path):
+                pending.append(path)
+            else:
+                yield path
+
+
+# -- how a run grows -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """Bytes of one commit, or of several, by listed sizes and without records."""
+
+    logical_bytes: int = 0
+    """What it would take if it were stored whole."""
+    unique_bytes: int = 0
+    """The part of it that no earlier commit of the run has."""
+    inherited_bytes: int = 0
+    """The part of it in layers that it inherits."""
+    derived_bytes: int = 0
+    """Besides: gathered weights that are not stored, since they are rounded from the masters."""
+    written_bytes: int = 0
+    """What its writer put into the store, as it noted then."""
+
+    def __add__(self, other: "Amounts") -> "Amounts":
+        """Return both together."""
+        return Amounts(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+class Growth:
+    """Counts what each commit of a run adds to those before it."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        # As bytes: a million hexadecimal ids would take twice the memory.
+        self._seen: set[bytes] = set()
+        self._versions: dict[bytes, int] = {}
+        """The size of each version, its objects included."""
+        self._stored_weights: dict[bytes, frozenset[str]] = {}
+        """Trained parameters whose weights are stored, since they are not the rounded masters, by version."""
+        self.left_out: list[str] = []
+        """What could not be read, and so is in no figure."""
+
+    def add(self, commit: Commit) -> Amounts:
+        """Return what *commit* adds to those that were added before."""
+        record = commit.record
+        logical = unique = inherited = 0
+        stored: set[str] = set()
+        for entry in record.layers:
+            new = self._add_version(entry)
+            size_bytes = self._versions[_key(entry.version)]
+            logical += size_bytes
+            unique += new
+            inherited += 0 if entry.saved_by(record) else size_bytes
+            stored |= self._stored_weights.get(_key(entry.version), frozenset())
+        derived = 0
+        for ref in record.states:
+            state = self._state(ref)
+            parts = [ref] if state is None else [ref, *objects_of_state(state)]
+            if state is not None:
+                logical += sum(part.size_bytes for part in parts)
+                unique += self._new_bytes(parts)
+                derived += _derived_bytes(state, stored)
+        return Amounts(
+            logical_bytes=logical,
+            unique_bytes=unique,
+            inherited_bytes=inherited,
+            derived_bytes=derived,
+            written_bytes=commit.observed.bytes_new,
+        )
+
+    def _add_version(self, entry: LayerEntry) -> int:
+        """Read the version of *entry*, if it is new; return the size of its new objects."""
+        key = _key(entry.version)
+        if key in self._versions:
+            return 0
+        try:
+            version = self._rooms.version_of(entry)
+        except LayerstoreError as exc:
+            self.left_out.append(str(exc))
+            self._versions[key] = 0
+            return 0
+        parts = [entry.version, *(stored.ref for stored in version.objects)]
+        self._versions[key] = sum(part.size_bytes for part in parts)
+        trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
+        weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
+        if unlike := frozenset(tensor.name for of in weights for tensor in of.tensors) & trained:
+            self._stored_weights[key] = unlike
+        return self._new_bytes(parts)
+
+    def _state(self, ref: BlobRef) -> RankState | None:
+        try:
+            return self._rooms.state(ref)
+        except LayerstoreError as exc:
+            problem = str(exc)
+            if problem not in self.left_out:
+                self.left_out.append(problem)
+            return None
+
+    def _new_bytes(self, refs: Iterable[BlobRef]) -> int:
+        new = 0
+        for ref in refs:
+            key = _key(ref)
+            if key not in self._seen:
+                self._seen.add(key)
+                new += ref.size_bytes
+        return new
+
+
+def _key(ref: BlobRef) -> bytes:
+    return bytes.fromhex(ref.id)
+
+
+def _derived_bytes(state: RankState, stored: set[str]) -> int:
+    """Return the bytes of the gathered weights in *state* that are not stored; those of the parameters *stored* are."""
+    return sum(
+        tensor.elements * by_code(tensor.dtype).bytes
+        for file in state.gathered
+        for tensor in file.tensors
+        if tensor.source is not TensorSource.STORED and tensor.layer_name not in stored
+    )

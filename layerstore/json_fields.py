@@ -1,0 +1,97 @@
+"""
+What ``--json`` prints of a result, field by field: the one way from a dataclass to plain JSON.
+
+The names here are documented (docs/reference/cli.md) and programs rely on them: attributes may be renamed, these not.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from pathlib import Path
+
+# Class -> its fields in JSON, in order: the name of an attribute, or ``name=attribute`` where they differ.
+# A dataclass that is not here has all its fields under their own names.
+_FIELDS = {
+    "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins has_moments",
+    "SaveTiming": "blocked_seconds durable_seconds visible_seconds copied_bytes written_bytes queued",
+    "LayerLine": "layer run attempt step version parameters frozen bytes=bytes_by_kind",
+    "CommitView": "run step attempt fork save_number turn commit pin time=time_ns world_size flavour tag policy "
+    "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
+    "has_moments",
+    "Diff": "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b",
+    "DiffSide": "run step commit pin world_size",
+    "LayerDiff": "layer same=is_same status kinds bytes_changed",
+    "Amount": "logical_bytes unique_bytes",
+    "CommitRecord": "run attempt step",
+    "DroppedCommit": "commit=commit.id time=commit.observed.time_ns dropped=dropped_ns",
+    "Dropped": "run step attempt commit bytes=size_bytes inherited_by pins tip is_tip",
+    "Verdict": "ok damaged orphans records objects bytes_read objects_read sample hurt=standing.hurt "
+    "whole=standing.whole",
+    "Damage": "kind id path needed_by reason costs",
+    "Cost": "commit=holder layers everything",
+    "Hurt": "commit=reference layers everything stands",
+    "Repaired": "moved fetched lost unreadable reingest pins_elsewhere newer reindexed",
+    "Moved": "path kind reason",
+    "Fetched": "kind path from=source bytes=size_bytes",
+    "PinElsewhere": "pin=name reference store=source",
+    "Diagnosis": "ok path findings versions",
+    "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement",
+    "EstimateLine": "saved_by policy first_bytes average_bytes largest_bytes cycle_saves run_bytes save_seconds "
+    "history_saves history_seconds",
+}
+
+
+def json_fields(result: object) -> dict[str, object]:
+    """
+    Return the fields of the dataclass *result* as JSON has them, those inside it likewise.
+
+    Times in nanoseconds become ISO 8601, numbers that JSON lacks (NaN and the infinities) become null.
+    """
+    own = getattr(result, "json_fields", None)
+    if own is not None:  # whose fields are no mere list of attributes
+        fields_of_its_own: dict[str, object] = own()
+        return fields_of_its_own
+    names = _FIELDS.get(type(result).__name__)
+    if names is None:
+        assert is_dataclass(result), f"{type(result).__name__} is no dataclass"
+        names = " ".join(field.name for field in fields(result))
+    pairs = (pair.partition("=") for pair in names.split())
+    return {name: _plain(result, attribute or name) for name, _, attribute in pairs}
+
+
+def _plain(owner: object, attribute: str) -> object:
+    value = attrgetter(attribute)(owner)
+    return iso_time(value) if attribute.endswith("_ns") else json_value(value)
+
+
+def json_value(value: object) -> object:
+    """
+    Return *value* as JSON has it: mappings, lists, texts, numbers and null.
+
+    >>> json_value({"steps": (1, float("nan")), "at": Path("/store")})
+    {'steps': [1, None], 'at': '/store'}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): json_value(each) for key, each in value.items()}
+    if isinstance(value, Iterable):
+        return [json_value(each) for each in value]
+    return json_fields(value)
+
+
+def iso_time(time_ns: int) -> str:
+    """
+    Return *time_ns* as programs want it.
+
+    >>> iso_time(1_500_000)
+    '1970-01-01T00:00:00.001500Z'
+    """
+    seconds, rest = divmod(time_ns, 10**9)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}Z"

@@ -1,0 +1,102 @@
+"""
+The model that a Transformers config describes, on the meta device: names and shapes, and not one element.
+
+Nothing is downloaded, and no code but that of Transformers and PyTorch runs: the model class must be one of
+Transformers' own, and what would make it fetch code or kernels is taken out of the config.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from layerstore.errors import LayerstoreError, Unsupported
+
+# What makes Transformers fetch code or kernels, or hold the weights packed.
+_NOT_OF_THE_SHAPE = ("auto_map", "quantization_config", "attn_implementation", "_attn_implementation")
+
+# Where a config names no architecture: the first of these that knows its type, most of what is trained first.
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
+
+_INSTEAD = "--params 8B --layers 32 needs neither"
+
+
+def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """
+    Return the parameters of the model that *config* describes, in the model's order; tied ones once.
+
+    Raises:
+        Unsupported: Transformers or PyTorch is not installed, or Transformers makes no model of *config*.
+    """
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        import torch
+        import transformers
+    except ImportError as exc:
+        raise Unsupported(
+            f"only Transformers knows what a config.json describes, and it cannot be imported here: {exc}",
+            hint=f"pip install 'layerstore[demo]' brings Transformers and PyTorch; {_INSTEAD}",
+        ) from exc
+    try:
+        model = meta_model(config, guess_class=True)
+        model.tie_weights()
+    except LayerstoreError:
+        raise
+    except Exception as exc:  # a config is free text: Transformers raises whatever its code runs into
+        said = " ".join(str(exc).split()) or type(exc).__name__
+        raise Unsupported(
+            f"Transformers {transformers.__version__} makes no model of the config: {said}", hint=_INSTEAD
+        ) from exc
+    assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
+    return tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+
+
+def meta_model(config: Mapping[str, Any], *, guess_class: bool = False) -> Any:
+    """
+    Return the model that *config* describes, on the meta device.
+
+    With *guess_class* a config that names no architecture gets the class that Transformers has for its type.
+
+    Raises:
+        Unsupported: The config names no model class of Transformers.
+    """
+    import torch
+    import transformers
+
+    shape = _shape_of(config)
+    with torch.device("meta"):
+        if guess_class and not config.get("architectures"):
+            return _by_type(shape)
+        names = config.get("architectures")
+        name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+        made: Any = getattr(transformers, name, None) if name else None
+        if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel) and made.config_class):
+            raise Unsupported(
+                f"the config names no model class of Transformers {transformers.__version__}: {names!r}",
+                hint=_INSTEAD if guess_class else None,
+            )
+        build: Any = made
+        return build._from_config(made.config_class.from_dict(shape), attn_implementation="eager")
+
+
+def _by_type(shape: dict[str, Any]) -> Any:
+    import transformers
+
+    kind = shape.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if not (isinstance(kind, str) and kind in known):
+        raise Unsupported(f"Transformers {transformers.__version__} knows no model type {kind!r}", hint=_INSTEAD)
+    settings = known[kind].from_dict(shape)
+    for name in _AUTO_CLASSES:
+        auto: Any = getattr(transformers, name)
+        if type(settings) in auto._model_mapping:
+            return auto.from_config(settings, attn_implementation="eager")
+    raise Unsupported(f"Transformers {transformers.__version__} has no model of type {kind!r}", hint=_INSTEAD)
+
+
+def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *config*, and the configs inside it, without what says nothing of the shapes."""
+    return {
+        key: _shape_of(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _NOT_OF_THE_SHAPE
+    }
