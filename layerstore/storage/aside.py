@@ -33,8 +33,12 @@ class Aside:
 
     def take(self, object_id: ObjectId) -> bool:
         """Move an object aside; return whether it was there."""
+        home, aside = self._layout.object(object_id), self._layout.aside / object_id
         try:
-            self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)
+            if self._files.is_same_file(home, aside):
+                # Linked back by a writer, or by a collection that was killed then: a rename would do nothing.
+                self._files.unlink(aside)
+            self._files.rename(home, aside)
         except StorageIO as exc:
             if exc.errno == errnos.ENOENT:
                 return False

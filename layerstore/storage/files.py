@@ -325,7 +325,7 @@ class Files:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
             # On a network the reply to a link that worked can be lost, or be an error: then both are one file.
-            if self._same_file(source, target):
+            if self.is_same_file(source, target):
                 return True
             if exc.errno in _NO_HARD_LINKS:
                 return None
@@ -334,7 +334,8 @@ class Files:
             return False
         return True
 
-    def _same_file(self, first: Path, second: Path) -> bool:
+    def is_same_file(self, first: Path, second: Path) -> bool:
+        """Whether both are names of one file."""
         one, other = self._lstat(first), self._lstat(second)
         return one is not None and other is not None and os.path.samestat(one, other)
 

@@ -184,6 +184,9 @@ def _sweep(disk: Disk, me: Actor) -> Move:
 
 
 def _take(disk: Disk, me: Actor) -> Move:
+    """Rename it; where a killed collection has left it both names, one goes first, or the rename would do nothing."""
+    if me.order[me.index] in disk.home & disk.aside:
+        return replace(disk, aside=disk.aside - {me.order[me.index]}), me
     return disk.take(me.order[me.index]), replace(me, at="sweep", index=me.index + 1)
 
 
