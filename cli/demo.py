@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.demo_progress import shown_demo
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, shown, size
 
@@ -43,6 +42,7 @@ def demo(
       layerstore demo
       layerstore demo --dir /tmp/demo --steps 40 --keep
     """
+    from layerstore.cli.demo_progress import shown_demo
     from layerstore.errors import LayerstoreError
     from layerstore.live.demo import run_demo
 

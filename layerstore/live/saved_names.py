@@ -1,12 +1,12 @@
 """
-How Transformers writes a model's weights: under which names, and cut or joined in which way.
+How Transformers writes a model's weights: their names, and how tensors are split or joined.
 
     python -m layerstore.live.saved_names <question.json >answer.json
 
-Transformers 5 holds some models otherwise than their files do: Mixtral's experts are one tensor in memory and many on
-disk. Only it knows its mappings, so it is asked, in a process of its own: whoever exports need not import torch.
-The model is built on the meta device from its config alone. No element exists, and no code of the model's is run:
-its class must be one of Transformers' own.
+Transformers 5 holds some models in another form than their files: Mixtral's experts are one tensor in memory and many
+on disk. Only Transformers knows its mappings, so an export asks it in a process of its own, and need not import torch.
+The model is built on the meta device from its config alone: without elements, and without running code of the
+model's own, since its class has to be one of Transformers'.
 """
 
 import json
@@ -22,23 +22,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layerstore.errors import LayerstoreError, Unsupported
 from layerstore.limits import RENAMED_RUNS_MAX
 
-# Of a config, what has code fetched or weights packed otherwise when a model is built from it.
+# Keys of a config that would fetch code, choose kernels or pack weights when a model is built from it.
 _NOT_OF_THE_SHAPE = ("auto_map", "quantization_config", "attn_implementation", "_attn_implementation")
 
 _TRANSFORMERS = f"Transformers {transformers.__version__}"
 
 Run = tuple[str, int, int]
-"""Elements that lie together in a parameter: its name, the first of them, how many."""
+"""Consecutive elements of a parameter: its name, the first one, their number."""
 
 
 def saved_as(
     config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Sequence[int], list[Run]]]:
     """
-    Return what ``save_pretrained`` would write of a model: each name with its shape, and where its elements lie.
+    Return what ``save_pretrained`` would write of a model: each name with its shape and where its elements come from.
 
-    *shapes* are of what the model holds in memory, by name; *expected* of what one of its own files holds, if there is
-    one: the model may have been loaded from a file with other prefixes than its class would write.
+    *shapes* are those of the model in memory, by name; *expected* those in a weights file of its own, if there is one:
+    the model may have been loaded from a file with other prefixes than its class would write.
 
     Raises:
         Unsupported: Transformers does not know the model, or writes other tensors than are expected.
@@ -78,7 +78,7 @@ def _model(config: Mapping[str, Any]) -> Any:
 
 
 def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *config*, and the configs inside it, without what says nothing of the shapes."""
+    """Return *config*, and the configs inside it, without the keys that do not affect shapes."""
     return {
         key: _shape_of(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -87,7 +87,7 @@ def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mappings(model: Any) -> Iterator[list[Any] | None]:
-    """Yield what saving may have found attached to the model: nothing as it was made, or what loading had attached."""
+    """Yield the mappings that saving may find on the model: none if it was made afresh, else what loading attached."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError as exc:
@@ -111,12 +111,12 @@ def _written(
 
 
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
-    """Knows of every tensor that is made of *tensors*, without any element, where its elements come from."""
+    """Follows where the elements of every tensor made from *tensors* come from, without any elements."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._stored = {_key(tensor): [(name, 0, tensor.numel())] for name, tensor in tensors.items()}
-        self._kept = [*tensors.values()]  # a storage that is gone could lend its key to another one
+        self._kept = [*tensors.values()]  # the key of a freed storage could be another one's
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -132,7 +132,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         return made
 
     def runs(self, tensor: Any) -> list[Run]:
-        """Return where the elements of *tensor* come from, in its own order."""
+        """Return where the elements of *tensor* come from, in their order."""
         return [run for block in self._blocks(tensor, 0) for run in block]
 
     def _note(self, made: Any, runs: list[Run]) -> None:
@@ -140,7 +140,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         self._kept.append(made)
 
     def _blocks(self, tensor: Any, dimension: int) -> list[list[Run]]:
-        """Return the runs of *tensor*, apart for each index of what lies before *dimension*."""
+        """Return the runs of *tensor*, one list for each index of the dimensions before *dimension*."""
         stored = self._stored.get(_key(tensor))
         if stored is None:
             raise Unsupported(f"{_TRANSFORMERS} converts this model's weights in a way not known here")
@@ -163,12 +163,12 @@ def _key(tensor: Any) -> int:
 
 
 def _joined(parts: list[list[list[Run]]]) -> list[Run]:
-    """Return the blocks of all *parts* in turns, as ``cat`` lays them."""
+    """Return the blocks of all *parts* in turn, as ``cat`` lays them out."""
     return [run for blocks in zip(*parts, strict=True) for block in blocks for run in block]
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return from which dimension on the elements lie together, and how many these are."""
+    """Return the dimension from which on the elements are consecutive, and their number."""
     length = 1
     for dimension in reversed(range(len(shape))):
         if shape[dimension] != 1 and strides[dimension] != length:
@@ -178,7 +178,7 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
 
 
 def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return where each index of *shape* begins, the last dimension fastest."""
+    """Return the offset of each index of *shape*, the last dimension fastest."""
     if prod(shape) > RENAMED_RUNS_MAX:
         raise Unsupported(f"{_TRANSFORMERS} turns this model's weights over, element by element")
     places = [0]
@@ -188,7 +188,7 @@ def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def _within(runs: Sequence[Run], begin: int, length: int) -> Iterator[Run]:
-    """Yield what *runs*, laid one after another, hold of *length* elements from *begin* on."""
+    """Yield the *length* elements from *begin* on of *runs*, laid one after another."""
     for name, start, count in runs:
         first, last = max(begin, 0), min(begin + length, count)
         if first < last:
@@ -207,7 +207,7 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def main() -> None:
-    """Answer one question; what Transformers itself says goes to stderr."""
+    """Answer one question; what Transformers prints goes to stderr."""
     question = json.load(sys.stdin)
     answers, sys.stdout = sys.stdout, sys.stderr
     try:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import layerstore
-from layerstore.live.ranks import Ranks
-from layerstore.model import CommitRecord
 from layerstore.history.references import resolve
+from layerstore.live.demo.launch import Ranks
+from layerstore.model import CommitRecord
 from layerstore.tree import Tree
 from tests.bench.drift_job import FURTHER_STEPS, HIDDEN, LAYERS, Course, Result
 from tests.bench.drift_lines import CONTROL, DRIFT, LINES, OTHER_TEXT, RUN

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore import Keep
-from layerstore.live import collector
+from layerstore.live.saver import collector
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import build, done, told, train
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import layerstore
-from layerstore.model import CommitRecord
 from layerstore.history.references import resolve
+from layerstore.model import CommitRecord
 from layerstore.policy import Policy
 from layerstore.store import Store
 from tests.live.plain import states_of

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.resume import Resumed
-from layerstore.live.saver import Saver
 from layerstore.history.references import resolve
+from layerstore.live.engine.resume import Resumed
+from layerstore.live.saver.saver import Saver
 from layerstore.store import Store
 from tests.live.plain import plainly
 from tests.live.resumptions import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import layerstore
-from layerstore.live.saver import Saver
+from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift
 from layerstore.store import Store
 from tests.live.plain import plainly

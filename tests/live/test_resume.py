@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import layerstore
+from layerstore.history.references import resolve
 from layerstore.layers import layer_of
 from layerstore.model import CommitRecord, Fork
-from layerstore.history.references import resolve
 from tests.live.cases import RANK_BUFFERS
 from tests.live.launched import DEVICES, Launched, Launcher, records
 from tests.live.resumptions import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.live.ranks import Ranks
+from layerstore.live.demo.launch import Ranks
 from layerstore.model import CommitRecord, Kind
 from layerstore.store import Store
 from tests.live.plain import states_of

@@ -8,10 +8,10 @@ import pytest
 
 import layerstore
 from layerstore.errors import Conflict
+from layerstore.history.place import place_begun
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId, Part
 from layerstore.publish.joining import GivenUp
-from layerstore.history.place import place_begun
 from layerstore.publish.shares import fail_share
 from layerstore.storage import kernel, stream
 from layerstore.store import Store

@@ -83,7 +83,6 @@ WHY_STRANGERS = (
     "what zero3 is, for the files of other tools: pure plans, which ops fills, so that a Composite can offer them; "
     "and so is report, for people: a page from plain data"
 )
-WHY_DOUBLES = "testing holds doubles for tests; a library that imports them ships faults to its users"
 WHY_MIGRATIONS = "migrations are frozen: they may use format and storage, because everything above moves on"
 WHY_SHORT = (
     "cli and migrations are visible from the repository root, but installed as layerstore.cli and "
@@ -116,7 +115,7 @@ FOREIGN = {
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
 # A callback is a subclass of theirs; nothing imports it but `layerstore.transformers`, when it is asked for it.
 # Nothing imports saved_names: it is a program.
-EAGER = {"layerstore.live.callback", "layerstore.live.saved_names"}
+EAGER = {"layerstore.live.trainer", "layerstore.live.saved_names"}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}
@@ -137,7 +136,7 @@ OWN_FILES = {
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
     "layerstore.storage.placement": "it reads the system's list of mounts",
-    "layerstore.live.collector": "what its process says goes to files without a name, nothing of the store",
+    "layerstore.live.saver.collector": "it talks with its process by files without a name, nothing of the store",
     "layerstore.live.scratch": "its folders are for libraries to look at, and gone with the process at the latest",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
     "layerstore.zero3.discover": "it looks at the source's folders, which are not the store",
@@ -147,7 +146,7 @@ WHY_SEAM = (
     "one seam, and a write beside it is neither synced nor tested"
 )
 # No part of the store: what the command line writes is for people, and the demo has processes, logs and folders.
-SEAM_EXEMPT = ("layerstore.cli.", "layerstore.testing.", "layerstore.live.demo", "layerstore.live.ranks")
+SEAM_EXEMPT = ("layerstore.cli.", "layerstore.live.demo.")
 
 OS_CALLS = _words(
     """
@@ -291,13 +290,11 @@ def test_the_walk_sees_the_library() -> None:
 
 def test_every_room_has_a_floor() -> None:
     """A new room is given its floor here before anybody moves in."""
-    known = FLOORS.keys() | {"testing"}
-
     report(
         (
             f"{module.at(module.tree)}: room {module.room!r} is on no floor"
             for module in MODULES
-            if module.room not in known
+            if module.room not in FLOORS
         ),
         "the plan of the house is drawn before it is built: design, section 7",
     )
@@ -309,9 +306,7 @@ def test_imports_go_down_only() -> None:
         (
             f"{module.at(found.node)}: {module.name} imports {found.target}"
             for module, found in own_imports()
-            if module.room != "testing"
-            and room_of(found.target) != "testing"
-            and FLOORS[module.room] < FLOORS[room_of(found.target)]
+            if FLOORS[module.room] < FLOORS[room_of(found.target)]
             and not (module.room in FILLING and room_of(found.target) == EMPTYING)
         ),
         WHY_DOWN,
@@ -392,18 +387,6 @@ def _find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
     return next((cycle for name in sorted(edges) if (cycle := visit(name, []))), None)
 
 
-def test_nothing_imports_the_doubles() -> None:
-    """The library runs without its ``testing`` room."""
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            if room_of(found.target) == "testing" and module.room != "testing"
-        ),
-        WHY_DOUBLES,
-    )
-
-
 def test_nothing_imports_the_command_line() -> None:
     """The library runs without its ``cli`` room."""
     report(
@@ -461,7 +444,7 @@ def test_each_foreign_library_has_one_room() -> None:
     for module in MODULES:
         for found in imports_of(module):
             library = found.target.split(".")[0]
-            if library in ours_or_standard or module.room == "testing":
+            if library in ours_or_standard:
                 continue
             rooms, why = FOREIGN.get(library, unknown)
             if not f"{module.name}.".startswith(rooms):

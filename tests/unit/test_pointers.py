@@ -9,7 +9,7 @@ import torch
 
 import layerstore
 from layerstore.errors import InvalidInput, NotFound, SourceCheckpoint
-from layerstore.live.following import composition_of, pointer_to
+from layerstore.live.engine.pointer_files import composition_of, pointer_to
 from layerstore.store import Store
 from layerstore.transformers import checkpoint
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer

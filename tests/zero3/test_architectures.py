@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from layerstore.ops.architectures import known_architectures, model_of
 from tests.environment import REPOSITORY
 from tests.zero3.launch import LAUNCH_SECONDS_MAX

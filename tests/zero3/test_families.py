@@ -20,7 +20,7 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import Unsupported
 from layerstore.layers import layer_of
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from tests.environment import REPOSITORY
 from tests.unit.test_export import weights_in
 from tests.zero3.family_names import FAMILIES, STEPS, VARIANTS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from tests.environment import REPOSITORY
 from tests.zero3.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
 from tests.zero3.composites import Composites, write_composite
