@@ -29,9 +29,9 @@ from layerstore.model import (
     StoredObject,
     StoredTensor,
 )
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
-from layerstore.storage.setup import open_rooms
 
 RUN = "long"
 STEP_SIZE = 10

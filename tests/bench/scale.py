@@ -36,9 +36,9 @@ from layerstore.model import (
     StoredTensor,
     TreeFile,
 )
-from layerstore.storage.files import Files
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
+from layerstore.storage.files import Files
 from tests.bench.histories import RUN, layer_names
 
 RANKS = 9

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from layerstore import Store
 from layerstore.history.references import resolve
-from layerstore.storage.files import Files
 from layerstore.storage.setup import open_rooms
+from layerstore.storage.files import Files
 
 STORES = Path(__file__).parent / "stores"
 

@@ -11,11 +11,11 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.history.place import Place, place_after, place_begun
-from layerstore.history.references import resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
 from layerstore.publish.hashing import SourceReader
 from layerstore.publish.joining import Joint, join, parts_of
+from layerstore.history.place import Place, place_after, place_begun
+from layerstore.history.references import resolve
 from layerstore.publish.shares import ShareWork, write_share
 from layerstore.storage.handles import Hook
 from layerstore.store import Store

@@ -27,8 +27,8 @@ import pytest
 
 from layerstore import Keep
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, NotFound
-from layerstore.history.references import resolve
 from layerstore.ingest import transfer
+from layerstore.history.references import resolve
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,

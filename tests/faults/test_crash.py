@@ -23,9 +23,9 @@ import pytest
 from layerstore import Keep
 from layerstore.errors import AlreadyExists
 from layerstore.ingest import transfer
+from layerstore.storage.setup import make_store
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
-from layerstore.storage.setup import make_store
 from layerstore.store import Store, init
 from tests.compat.format0 import as_format_0
 from tests.faults import harmed as harmed_module

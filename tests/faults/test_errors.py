@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import NotFound, StorageIO
+from layerstore.storage.setup import make_store
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
-from layerstore.storage.setup import make_store
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,

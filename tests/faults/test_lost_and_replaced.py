@@ -9,22 +9,22 @@ import pytest
 
 import layerstore
 from layerstore import Store
-from layerstore.check import given_up
 from layerstore.errors import Conflict, IntegrityError, StorageIO
 from layerstore.format.canonical import pack, unpack
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.hashing import digest
-from layerstore.history.references import resolve
+from layerstore.model import BlobRef, ObjectId
+from layerstore.check import given_up
 from layerstore.ingest.execute import execute_ingest
 from layerstore.ingest.plan import plan_ingest
-from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Silent
+from layerstore.history.references import resolve
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
 from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
 from tests.generated import generate
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from layerstore.check.mending import Work
 
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import IntegrityError
-from layerstore.history.references import resolve
 from layerstore.model import CommitRecord, Pin
+from layerstore.check.mending import Work
+from layerstore.history.references import resolve
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.objects import ObjectWriter
 from tests.faults.harness import flip, masters, object_of

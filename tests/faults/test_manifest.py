@@ -20,10 +20,10 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.files import Files
 from layerstore.storage.locks import lock
-from layerstore.storage.setup import open_rooms
 from layerstore.store import Store, init
 from tests.faults.harness import (
     child,

@@ -18,9 +18,9 @@ import pytest
 
 from layerstore import Keep
 from layerstore.errors import Conflict, IntegrityError, StorageIO, Unsupported
-from layerstore.history.needs import Needs
 from layerstore.migrations import runner
 from layerstore.migrations.runner import Migrated, migrate
+from layerstore.history.needs import Needs
 from layerstore.storage.files import Files
 from layerstore.storage.handles import no_hook
 from layerstore.store import Store, init

@@ -9,27 +9,27 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
-from layerstore.check.fall_back import FELL_BACK, FallBack, execute_fall_backs
-from layerstore.check.mending import execute_repair
-from layerstore.check.repaired import Repaired, Request
-from layerstore.publish.claims import publish
-from layerstore.storage.quarantine import Quarantine
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.check.damage import Costs, Holder
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, NotFound, StorageIO, Unsupported
 from layerstore.format.records import make_commit
 from layerstore.model import BlobRef, Commit, LayerEntry, LayerVersion, ObjectId, Observed, Part, QuarantineLog
+from layerstore.publish.claims import publish
+from layerstore.check.damage import Costs, Holder
+from layerstore.check.fall_back import FELL_BACK, FallBack, execute_fall_backs
+from layerstore.check.mending import execute_repair
 from layerstore.progress import Silent
+from layerstore.check.repaired import Repaired, Request
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
 from layerstore.storage.holders import Hold
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.quarantine import Quarantine
 from layerstore.store import restore_identity
 from tests.faults.harness import flip, masters, object_of, snapshot
 from tests.generated import generate

@@ -35,10 +35,10 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.storage.files import Files
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
 from layerstore.storage.timings import SaveTiming, note_timing
+from layerstore.storage.files import Files
 from layerstore.tree import Tree
 from tests.bench.histories import layer_names
 

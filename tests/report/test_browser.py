@@ -14,8 +14,8 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.format.records import make_commit
-from layerstore.storage.files import Files
 from layerstore.storage.setup import open_rooms
+from layerstore.storage.files import Files
 from tests.report.chromium import Browser, Page, opened, program
 from tests.report.made_up import STARTED_NS, History, build
 from tests.report.test_page import HOSTILE, HOSTILE_RUN

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from layerstore.history.needs import objects_of_state, objects_of_version
 from layerstore.model import CommitRecord, Kind
+from layerstore.history.needs import objects_of_state, objects_of_version
 from layerstore.store import Store, init
 from layerstore.zero3.discover import discover
 from layerstore.zero3.read import read_checkpoint

@@ -17,15 +17,15 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from layerstore.check.repaired import Repaired
 
 from layerstore import Keep
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.blobs import decode_version, ref_of
-from layerstore.history.references import resolve
-from layerstore.ingest.execute import Ingested
 from layerstore.layers import parse_reference
+from layerstore.ingest.execute import Ingested
+from layerstore.history.references import resolve
+from layerstore.check.repaired import Repaired
 from layerstore.store import Store, init
 from tests.faults.harness import fingerprint, flip
 from tests.stateful.harm import Harm, Owed

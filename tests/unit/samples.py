@@ -33,10 +33,10 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook, no_hook
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import make_store, open_rooms
+from layerstore.storage.files import Files
+from layerstore.storage.handles import Hook, no_hook
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
 
 STORE_ID = "5e" * 16

@@ -352,6 +352,8 @@ def test_inner_rooms_are_entered_by_their_doors() -> None:
             for module, found in own_imports()
             for door in INNER_DOORS
             if found.target.startswith(f"{door}.") and not f"{module.name}.".startswith(f"{door}.")
+            # A door may offer a function that is called as its file is: `attach`, `resume`, `capture`.
+            and not (isinstance(found.node, ast.ImportFrom) and found.node.module == door)
         ),
         "what a room offers stands in its __init__: its files may be cut and renamed without anybody noticing",
     )

@@ -17,6 +17,8 @@ from layerstore.format.canonical import Plain, pack, unpack
 from layerstore.format.envelope import MAGIC, Envelope, seal, unseal
 from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
 from layerstore.model import Commit
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage import placement
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.environment import ManifestUnusable
@@ -24,9 +26,7 @@ from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
 from layerstore.storage.manifest import BLOCK_ROWS, Manifest, row_of
 from layerstore.storage.placement import manifest_directory, network_filesystem
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
-from layerstore.storage.setup import open_rooms
 from tests.unit import samples
 
 

@@ -8,10 +8,10 @@ import pytest
 from layerstore.errors import IntegrityError, NotFound, StorageIO, Unsupported
 from layerstore.format.records import seal_commit
 from layerstore.model import Commit
-from layerstore.storage.commits import RecordName
-from layerstore.storage.files import Files
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
+from layerstore.storage.commits import RecordName
+from layerstore.storage.files import Files
 from tests.unit import samples
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import layerstore
+from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
 from layerstore.check import doctor as ops_doctor
 from layerstore.check.doctor import Diagnosis, Finding
-from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
 from layerstore.storage import placement, probes
 from layerstore.storage.files import Files, Room
 from layerstore.storage.racing import Race, race

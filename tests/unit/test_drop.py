@@ -11,8 +11,8 @@ from layerstore import Store
 from layerstore.errors import InvalidInput, NotFound, StorageIO
 from layerstore.format.records import make_commit
 from layerstore.model import Commit, CommitRecord, Fork, LayerEntry, Observed
-from layerstore.storage.files import Files
 from layerstore.storage.setup import open_rooms
+from layerstore.storage.files import Files
 from tests.unit.test_verbs import checkpoint, snapshot
 
 

@@ -17,15 +17,15 @@ import layerstore
 from layerstore import Composite, Store
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
-from layerstore.history.references import resolve
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind
 from layerstore.ops import fill
 from layerstore.ops.composition import compose_latest
-from layerstore.storage.files import Files
-from layerstore.storage.objects import ObjectStore
+from layerstore.history.references import resolve
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
+from layerstore.storage.files import Files
+from layerstore.storage.objects import ObjectStore
 from layerstore.tree import Located
 from layerstore.zero3 import rounding
 from layerstore.zero3.ptfile import layout_pt, read_pt

@@ -13,11 +13,11 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
 from layerstore.format.blobs import decode_version, ref_of
-from layerstore.gc.collect import GcOutcome
 from layerstore.model import Kind
+from layerstore.gc.collect import GcOutcome
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import Files
-from layerstore.storage.setup import open_rooms
 from tests.unit.checkpoints import Checkpoints
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layerstore.publish.hiding import hiding_commit
 
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, StorageIO
-from layerstore.history.references import resolve
 from layerstore.model import Commit, CommitId
 from layerstore.ops import claims, collecting, drop, trims
-from layerstore.storage.files import Files
+from layerstore.publish.hiding import hiding_commit
+from layerstore.history.references import resolve
 from layerstore.storage.rooms import Rooms
+from layerstore.storage.files import Files
 from tests.unit.checkpoints import Checkpoints
 from tests.unit.test_gc import collect, steps
 from tests.unit.test_gc_meanwhile import once

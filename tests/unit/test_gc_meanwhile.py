@@ -13,19 +13,19 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
-from layerstore.gc.mark import Marks
-from layerstore.history.references import Resolved, resolve
 from layerstore.model import BlobRef, Collection, Commit, CommitRecord, LayerVersion
-from layerstore.progress import Progress
+from layerstore.gc.mark import Marks
 from layerstore.publish.pins import pin
+from layerstore.progress import Progress
+from layerstore.history.references import Resolved, resolve
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage import garbage
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
 from tests.unit.checkpoints import Checkpoints
 from tests.unit.test_gc import collect, objects, steps
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 import layerstore
 from layerstore import Store
 from layerstore.errors import InvalidInput, LayerstoreError, NotFound
-from layerstore.history.graph import graph, history
-from layerstore.history.references import find_row, resolve
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
+from layerstore.history.graph import graph, history
 from layerstore.ops.queries import LogPage
+from layerstore.history.references import find_row, resolve
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.manifest import BLOCK_ROWS, RecordRow, row_of
-from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
-from layerstore.storage.setup import open_rooms
 from tests.faults.harness import flip
 from tests.unit import samples
 

@@ -10,8 +10,8 @@ import pytest
 from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format.blobs import ref_of
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage.objects import ObjectStore, ObjectWriter
 from layerstore.storage.rooms import Rooms
+from layerstore.storage.objects import ObjectStore, ObjectWriter
 from tests.faults.harness import flip
 from tests.unit import samples
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from layerstore.check.sample import parse_sample
 from layerstore.errors import IntegrityError
-from layerstore.history.packed import PARTS, NumberedIds, PackedRefs
 from layerstore.model import BlobRef, ObjectId
+from layerstore.history.packed import PARTS, NumberedIds, PackedRefs
+from layerstore.check.sample import parse_sample
 
 
 def test_what_goes_in_comes_out_once() -> None:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound
-from layerstore.history.references import reference_to, resolve
 from layerstore.layers import Reference, parse_reference
 from layerstore.model import Commit, CommitId, Fork
+from layerstore.history.references import reference_to, resolve
 from layerstore.storage.rooms import Rooms
 from tests.faults.harness import flip
 from tests.unit import samples

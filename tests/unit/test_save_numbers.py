@@ -9,11 +9,11 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import AlreadyExists, InvalidInput
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.manifest import Manifest
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
 from tests.unit import samples
 from tests.unit.test_verbs import checkpoint, snapshot
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.history.references import resolve
 from layerstore.live.demo.launch import cpu_environment
 from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import compose_latest
 from layerstore.progress import Silent
+from layerstore.history.references import resolve
 from tests.environment import REPOSITORY
 from tests.zero3.asked import scenarios_asked
 from tests.zero3.compare import (
