@@ -142,15 +142,7 @@ def _fields(result: "DemoResult") -> dict[str, object]:
         "problems": result.problems,
         "resumed_from": result.resumed_from,
         "saved": [asdict(saved) for saved in result.saved],
-        "losses": [
-            {
-                "step": loss.step,
-                "uninterrupted": loss.uninterrupted,
-                "resumed": loss.resumed,
-                "identical": loss.identical,
-            }
-            for loss in result.losses
-        ],
+        "losses": [{**asdict(loss), "identical": loss.identical} for loss in result.losses],
         "layers": result.layers,
         "mixture": {**asdict(result.mixture), "loss": result.mixture_loss},
         "other_ranks": asdict(result.resized),

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, Unsupported
-from layerstore.live.demo.launch import Event, Ranks
+from layerstore.live.demo.launch import Ranks
 from layerstore.live.demo.stores import (
     POLICIES,
     Collected,
@@ -59,14 +59,8 @@ MARKER = "layerstore-demo.txt"
 """The file that marks a demo's folder, which ``force`` may clear."""
 
 _MARKER_TEXT = "Made by `layerstore demo`; `layerstore demo --force` removes the folders beside this file.\n"
-_CHECKPOINTS, _STORE, _POLICIES, _COMPOSITES, _RESUMED, _REPORT = _RESULTS = (
-    "checkpoints",
-    "store",
-    "policies",
-    "composites",
-    "resumed",
-    "report.html",
-)
+_RESULTS = ("checkpoints", "store", "policies", "composites", "resumed", "report.html")
+_CHECKPOINTS, _STORE, _POLICIES, _COMPOSITES, _RESUMED, _REPORT = _RESULTS
 _LOGS = "logs"
 
 _MODULE = "layerstore.live.demo.training"
@@ -177,11 +171,10 @@ def run_demo(
     _prepare(folder, force=force)
     try:
         return _Demo(folder, steps=steps, keep=keep, audience=audience or Audience()).run()
-    except Exception:
-        raise  # everything stays to be looked at
-    except BaseException:
-        for name in _RESULTS:
-            _remove(folder / name)
+    except BaseException as exc:
+        if not isinstance(exc, Exception):  # after a failure everything stays to be looked at
+            for name in _RESULTS:
+                _remove(folder / name)
         raise
 
 
@@ -252,7 +245,7 @@ class _Demo:
 
     def run(self) -> DemoResult:
         """Run all parts."""
-        with self._timed("total"):
+        with self._part("total"):
             uninterrupted = self._train()
             saved = self._ingest()
             mixture = self._compose()
@@ -286,16 +279,15 @@ class _Demo:
 
     def _train(self) -> dict[int, float]:
         checkpoints = self._folder / _CHECKPOINTS
-        self._audience.phase(f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps")
-        with self._timed("training"):
+        text = f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps"
+        with self._part("training", text):
             (losses,) = self._trained("training", first=1, last=self._steps, out=checkpoints, saves=self._saves)
         self._sizes["checkpoints"] = size_bytes(checkpoints)
         return losses
 
     def _ingest(self) -> tuple[Usage, ...]:
         checkpoints = self._folder / _CHECKPOINTS
-        self._audience.phase(f"ingesting {SAVES} checkpoints under each of {len(POLICIES)} policies")
-        with self._timed("ingest"):
+        with self._part("ingest", f"ingesting {SAVES} checkpoints under each of {len(POLICIES)} policies"):
             saved = [usage_of_deepspeed(checkpoints, self._saves)]
             (self._folder / _POLICIES).mkdir()
             for name in POLICIES:
@@ -311,8 +303,8 @@ class _Demo:
 
     def _compose(self) -> Mixture:
         ref, folder = f"{RUN}@{self._base}", self._folder / _COMPOSITES
-        self._audience.phase(f"composing {ref}: as it is, mixed by {MIXED}, and for another number of ranks")
-        with self._timed("compose"), open_store(self._store) as store:
+        text = f"composing {ref}: as it is, mixed by {MIXED}, and for another number of ranks"
+        with self._part("compose", text), open_store(self._store) as store:
             folder.mkdir()
             exact, mixed = store.compose(ref), store.compose(ref, policy=POLICIES[MIXED])
             written = exact.write(folder / "exact")
@@ -326,9 +318,9 @@ class _Demo:
         return mixture
 
     def _resume(self) -> tuple[dict[int, float], dict[int, float]]:
-        self._audience.phase(f"resuming from step {self._base} in new processes, and once more from the mixture")
         composites = self._folder / _COMPOSITES
-        with self._timed("resume"):
+        text = f"resuming from step {self._base} in new processes, and once more from the mixture"
+        with self._part("resume", text):
             exact, mixed = self._trained(
                 "resumed",
                 first=self._base + 1,
@@ -340,8 +332,8 @@ class _Demo:
         return exact, mixed
 
     def _compare_layers(self) -> dict[str, bool]:
-        self._audience.phase(f"ingesting what the resumed run saved at step {self._steps}")
-        with self._timed("compare"), open_store(self._store) as store:
+        text = f"ingesting what the resumed run saved at step {self._steps}"
+        with self._part("compare", text), open_store(self._store) as store:
             ingested = store.ingest(self._folder / _RESUMED / "exact", run=RESUMED_RUN)
             same = same_layers(store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN))
         self._audience.note(
@@ -350,9 +342,9 @@ class _Demo:
         return same
 
     def _resume_elsewhere(self) -> Resized:
-        self._audience.phase(f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded")
-        with self._timed("other ranks"):
-            out = self._folder / _RESUMED / "other"
+        out = self._folder / _RESUMED / "other"
+        text = f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded"
+        with self._part("other ranks", text):
             self._trained(
                 "other-ranks",
                 count=OTHER_RANKS,
@@ -370,15 +362,15 @@ class _Demo:
         return found
 
     def _collect(self) -> Collected:
-        self._audience.phase(f"removing what is neither of the newest 3 commits nor of every {self._base}th step")
-        with self._timed("gc"), open_store(self._store) as store:
+        text = f"removing what is neither of the newest 3 commits nor of every {self._base}th step"
+        with self._part("gc", text), open_store(self._store) as store:
             found = collect(store, self._rules)
         self._audience.note(f"{_megabytes(found.before_bytes - found.after_bytes)} are free, what is left is verified")
         return found
 
     def _report(self) -> None:
-        self._audience.phase(f"writing {_REPORT}: what is left, what has gone, and what composites are made of")
-        with self._timed("report"), open_store(self._store) as store:
+        text = f"writing {_REPORT}: what is left, what has gone, and what composites are made of"
+        with self._part("report", text), open_store(self._store) as store:
             store.report(self._folder / _REPORT, keep=self._rules)
 
     def _trained(
@@ -404,18 +396,14 @@ class _Demo:
                 if event.kind == "resumed":
                     current = event.number
                     self._audience.note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
-                self._hear(event, losses[current], last=last)
+                elif event.kind == "compiling":
+                    self._audience.note("DeepSpeed compiles its C++ operator: about a minute, once on this machine")
+                elif event.kind == "step":
+                    losses[current][event.number] = float.fromhex(event.loss)
+                    self._audience.step(event.number, steps=last, loss=losses[current][event.number])
         if any(list(found) != list(range(first, last + 1)) for found in losses):
             raise LayerstoreError(f"the training told of other steps than {first} to {last}; its log is {log}")
         return losses
-
-    def _hear(self, event: Event, losses: dict[int, float], *, last: int) -> None:
-        match event.kind:
-            case "compiling":
-                self._audience.note("DeepSpeed compiles its C++ operator: about a minute, once on this machine")
-            case "step":
-                losses[event.number] = float.fromhex(event.loss)
-                self._audience.step(event.number, steps=last, loss=losses[event.number])
 
     def _drop(self, name: str, note: str | None = None) -> None:
         """Remove the folder *name* unless everything is kept."""
@@ -426,10 +414,13 @@ class _Demo:
             self._audience.note(note)
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _part(self, name: str, text: str = "") -> Iterator[None]:
+        """Announce the part *name* and take its time."""
+        if text:
+            self._audience.phase(text)
         started = time.monotonic()
         yield
-        self._seconds[part] = time.monotonic() - started
+        self._seconds[name] = time.monotonic() - started
 
 
 def _remove(path: Path) -> None:

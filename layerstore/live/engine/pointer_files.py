@@ -7,6 +7,7 @@ Saves write them, loads follow them, and `checkpoint` makes a folder of them for
 
 import os
 import secrets
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -122,21 +123,19 @@ def checkpoint(
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        opened = as_store(store)
-        found = _found(opened, ref, policy)
-        return None if found is None else _written(opened, *found, folder)
-    exchange = Exchange()
+    exchange = Exchange() if dist.is_initialized() else None
+    together = nullcontext if exchange is None else exchange.together
     try:
-        with exchange.together():
+        with together():
             opened = as_store(store)
             found = _found(opened, ref, policy)
-        if not exchange.is_same("" if found is None else found[0].commit):
+        if exchange is not None and not exchange.is_same("" if found is None else found[0].commit):
             raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
-        with exchange.together():
+        with together():
             return None if found is None else _written(opened, *found, folder)
     finally:
-        exchange.close()
+        if exchange is not None:
+            exchange.close()
 
 
 def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:

@@ -3,8 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from layerstore.errors import Conflict, LayerstoreError
 from layerstore.live.log import LOG
@@ -107,38 +108,38 @@ class Job:
 
 
 class Results:
-    """The results of finished saves: each of the newest, and the sum of all before them."""
+    """The results of finished saves: the newest ones, and the sum of all."""
 
     def __init__(self) -> None:
-        self.newest: deque[Result] = deque()
-        self._before = Status()
+        self.newest: deque[Result] = deque(maxlen=RESULTS_MAX)
+        self._sum = Status()
 
     def add(self, result: Result) -> None:
         """Add the next one; memory stays bounded, however many saves a job makes."""
         self.newest.append(result)
-        if len(self.newest) > RESULTS_MAX:
-            self._before = _status(self._before, [self.newest.popleft()])
+        self._sum = _added(self._sum, result)
 
     def status(self, running: Iterable[Result], *, collection_error: str = "") -> Status:
         """Sum up all saves, *running* ones included."""
-        return _status(self._before, [*self.newest, *running], collection_error=collection_error)
+        return replace(reduce(_added, running, self._sum), collection_error=collection_error)
 
 
-def _status(before: Status, results: Sequence[Result], *, collection_error: str = "") -> Status:
-    written = [result for result in results if result.durable_seconds is not None]
-    steps = [result.step for result in written if not result.failure]
-    known = steps if before.newest_step is None else [before.newest_step, *steps]
-    errors = tuple(f"step {result.step}: {result.failure}" for result in written if result.failure)
-    return Status(
-        queued=before.queued + len(results) - len(written),
-        saved=before.saved + len(steps),
-        failed=before.failed + len(errors),
-        newest_step=max(known, default=None),
-        blocked_seconds=before.blocked_seconds + sum(result.blocked_seconds for result in results),
-        copied_bytes=before.copied_bytes + sum(result.copied_bytes for result in written),
-        written_bytes=before.written_bytes + sum(result.written_bytes for result in written),
-        errors=(*before.errors, *errors)[-RESULTS_MAX:],
-        collection_error=collection_error,
+def _added(status: Status, result: Result) -> Status:
+    blocked_seconds = status.blocked_seconds + result.blocked_seconds
+    if result.durable_seconds is None:
+        return replace(status, queued=status.queued + 1, blocked_seconds=blocked_seconds)
+    is_saved = not result.failure
+    newest = result.step if status.newest_step is None else max(result.step, status.newest_step)
+    errors = () if is_saved else (f"step {result.step}: {result.failure}",)
+    return replace(
+        status,
+        saved=status.saved + is_saved,
+        failed=status.failed + (not is_saved),
+        newest_step=newest if is_saved else status.newest_step,
+        blocked_seconds=blocked_seconds,
+        copied_bytes=status.copied_bytes + result.copied_bytes,
+        written_bytes=status.written_bytes + result.written_bytes,
+        errors=(*status.errors, *errors)[-RESULTS_MAX:],
     )
 
 
