@@ -1,7 +1,6 @@
 """What is compared before a resume changes an engine: without any engine."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from layerstore.errors import LayoutMismatch
 from layerstore.live.engine.deepspeed import SavedStates
 from layerstore.live.engine.load import check_fits, schedule_notes
-
-Change = Callable[[SavedStates], None]
 
 
 def states() -> SavedStates:
@@ -55,88 +52,63 @@ def outer(of: SavedStates) -> Any:
     return of.optimizer["optimizer_state_dict"]
 
 
-def renamed(of: SavedStates) -> None:
-    """Call a parameter by another name."""
-    of.model["param_shapes"][1] = OrderedDict(d=torch.Size([4]))
+def put(of: SavedStates, place: str, value: object) -> None:
+    """Replace what is at *place*, keys with dots between, in the optimizer's states or the model's."""
+    *path, last = [int(key) if key.isdigit() else key for key in place.split(".")]
+    found: Any = outer(of) if path[:1] == ["optimizer"] else of.model
+    for key in path[1:] if path[:1] == ["optimizer"] else path:
+        found = found[key]
+    found[last] = value
 
 
-def grown(of: SavedStates) -> None:
-    """Add a row to a parameter."""
-    of.model["param_shapes"][0]["a"] = torch.Size([3, 3])
+def shapes(**named: tuple[int, ...]) -> OrderedDict[str, torch.Size]:
+    """Return a sub-group's shapes."""
+    return OrderedDict((name, torch.Size(shape)) for name, shape in named.items())
 
 
-def added(of: SavedStates) -> None:
-    """Add a parameter."""
-    of.model["param_shapes"][1]["d"] = torch.Size([1])
+def flats(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return flat masters of *sizes*."""
+    return [torch.zeros(size, dtype=dtype) for size in sizes]
 
 
-def swapped(of: SavedStates) -> None:
-    """Change the order within a sub-group."""
-    of.model["param_shapes"][0].move_to_end("a")
-
-
-def buffer_gone(of: SavedStates) -> None:
-    """Leave a buffer out."""
-    of.model["buffer_names"].clear()
-
-
-def buffer_grown(of: SavedStates) -> None:
-    """Make a buffer longer."""
-    of.model["module"]["run"] = torch.ones(6)
-
-
-def ice_grown(of: SavedStates) -> None:
-    """Make a frozen parameter longer."""
-    of.model["frozen_param_shapes"]["ice"] = torch.Size([8])
-
-
-def single(of: SavedStates) -> None:
-    """Put all into one param group."""
-    outer(of)["optimizer_state_dict"]["param_groups"] = [{"params": [0, 1]}]
-
-
-def more_sub_groups(of: SavedStates) -> None:
-    """Cut the second group's buffer into two."""
-    outer(of)["optimizer_state_dict"]["param_groups"][1]["params"].append(2)
-    outer(of)["fp32_flat_groups"][1:] = [torch.zeros(2), torch.zeros(2)]
-
-
-def other_sizes(of: SavedStates) -> None:
-    """Cut the buffers elsewhere."""
-    outer(of)["fp32_flat_groups"][:] = [torch.zeros(8), torch.zeros(5)]
-
-
-def half_masters(of: SavedStates) -> None:
-    """Keep masters in half precision."""
-    outer(of)["fp32_flat_groups"][:] = [flat.bfloat16() for flat in outer(of)["fp32_flat_groups"]]
-
-
-def half_weights(of: SavedStates) -> None:
-    """Compute in another type."""
-    of.model["module"]["b"] = torch.zeros(0, dtype=torch.float16)
+FLATS = "optimizer.fp32_flat_groups"
+GROUPS = "optimizer.optimizer_state_dict.param_groups"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("changes", "words"),
     [
-        (renamed, "parameter c: in the engine and not in the checkpoint"),
-        (grown, "parameter a: of shape [3, 3] in the checkpoint and of [2, 3] in the engine"),
-        (added, "parameter d: in the checkpoint and not in the engine"),
-        (swapped, "the checkpoint's parameters are in other sub-groups than the engine's, or in another order"),
-        (buffer_gone, "buffer run: in the engine and not in the checkpoint"),
-        (buffer_grown, "buffer run: of shape [6] in the checkpoint and of [5] in the engine"),
-        (ice_grown, "parameter ice: of shape [8] in the checkpoint and of [7] in the engine"),
-        (single, "the checkpoint has 1 param groups, the engine's optimizer has 2"),
-        (more_sub_groups, "the checkpoint has 3 sub-groups, the engine's optimizer 2, or of other sizes"),
-        (other_sizes, "the checkpoint has 2 sub-groups, the engine's optimizer 2, or of other sizes"),
-        (half_masters, "the masters in the checkpoint: bfloat16; in the engine: float32"),
-        (half_weights, "b in the checkpoint: float16; in the engine: bfloat16"),
+        ({"param_shapes.1": shapes(d=(4,))}, "parameter c: in the engine and not in the checkpoint"),
+        (
+            {"param_shapes.0.a": torch.Size([3, 3])},
+            "parameter a: of shape [3, 3] in the checkpoint and of [2, 3] in the engine",
+        ),
+        ({"param_shapes.1.d": torch.Size([1])}, "parameter d: in the checkpoint and not in the engine"),
+        (
+            {"param_shapes.0": shapes(b=(3,), a=(2, 3))},
+            "the checkpoint's parameters are in other sub-groups than the engine's, or in another order",
+        ),
+        ({"buffer_names": []}, "buffer run: in the engine and not in the checkpoint"),
+        ({"module.run": torch.ones(6)}, "buffer run: of shape [6] in the checkpoint and of [5] in the engine"),
+        (
+            {"frozen_param_shapes.ice": torch.Size([8])},
+            "parameter ice: of shape [8] in the checkpoint and of [7] in the engine",
+        ),
+        ({GROUPS: [{"params": [0, 1]}]}, "the checkpoint has 1 param groups, the engine's optimizer has 2"),
+        (
+            {GROUPS: [{"params": [0]}, {"params": [1, 2]}], FLATS: flats(9, 2, 2)},
+            "the checkpoint has 3 sub-groups, the engine's optimizer 2, or of other sizes",
+        ),
+        ({FLATS: flats(8, 5)}, "the checkpoint has 2 sub-groups, the engine's optimizer 2, or of other sizes"),
+        ({FLATS: flats(9, 4, dtype=torch.bfloat16)}, "the masters in the checkpoint: bfloat16; in the engine: float32"),
+        ({"module.b": torch.zeros(0, dtype=torch.float16)}, "b in the checkpoint: float16; in the engine: bfloat16"),
     ],
 )
-def test_what_differs_is_told(change: Change, words: str) -> None:
+def test_what_differs_is_told(changes: dict[str, object], words: str) -> None:
     """The first thing that the loader would stumble over, or would not even notice."""
     saved = states()
-    change(saved)
+    for place, value in changes.items():
+        put(saved, place, value)
 
     with pytest.raises(LayoutMismatch) as caught:
         compare(saved)
@@ -145,24 +117,14 @@ def test_what_differs_is_told(change: Change, words: str) -> None:
     assert caught.value.hint
 
 
-def without_frozen(of: SavedStates) -> None:
-    """Leave frozen parameters out, as PEFT does."""
-    of.model["frozen_param_shapes"] = None
-    del of.model["module"]["ice"]
-
-
-def other_numbers(of: SavedStates) -> None:
-    """Hold other values everywhere."""
-    of.model["module"]["run"].fill_(3)
-    outer(of)["fp32_flat_groups"][0].fill_(3)
-    outer(of)["optimizer_state_dict"]["state"][0] = {"step": 4}
-
-
-@pytest.mark.parametrize("change", [without_frozen, other_numbers])
-def test_what_may_differ_may_differ(change: Change) -> None:
-    """An engine keeps its own frozen weights where the checkpoint has none."""
+def test_what_may_differ_may_differ() -> None:
+    """Values, and frozen weights that the checkpoint left out: the engine keeps its own."""
     saved = states()
-    change(saved)
+    put(saved, "frozen_param_shapes", None)
+    del saved.model["module"]["ice"]
+    saved.model["module"]["run"].fill_(3)
+    outer(saved)["fp32_flat_groups"][0].fill_(3)
+    put(saved, "optimizer.optimizer_state_dict.state", {0: {"step": 4}})
 
     compare(saved)
 

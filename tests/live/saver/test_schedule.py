@@ -139,7 +139,7 @@ def test_saves_of_another_run_are_no_ages() -> None:
 
     # One layer is of this run, but of a number that it has not come to again since it was begun anew.
     inherited = {layer: entry("other", 50) for layer in LAYERS} | {"head": entry("own", 1), "embed": entry("own", 9)}
-    place = Place(attempt=2, fork=None, save_number=4, inherited=inherited)
+    place = Place(attempt=2, lineage=(), save_number=4, inherited=inherited)
 
     of = Schedule.after(place, Looking(), run="own")
 

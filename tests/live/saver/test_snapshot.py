@@ -18,7 +18,7 @@ from layerstore.live.saver.snapshot import Copier, CopyFailed, Pool, PoolClosed,
 from layerstore.model import Kind
 from layerstore.publish.hashing import Checksums
 from layerstore.publish.staging import Staging
-from layerstore.storage.objects import ObjectWriter
+from layerstore.publish.transaction import Transaction
 from layerstore.zero3.checkpoint import ObjectSource, SliceSource
 
 MEMORY = Path("memory")
@@ -131,12 +131,11 @@ def test_what_was_copied_is_read_once_whatever_the_store_has(tmp_path: Path) -> 
             yield data[offset : offset + size_bytes].numpy().data
 
     with layerstore.init(tmp_path / "store") as store:
-        rooms = store.rooms
         for offsets in ([0], [0, SIZE]):
             reads.clear()
-            with ObjectWriter(rooms.layout, rooms.files, rooms.objects) as writer:
+            with Transaction(store.rooms) as tx:
                 staging = Staging(
-                    writer,
+                    tx.objects,
                     Once,
                     source="a test",
                     checksums=Checksums(),
@@ -145,7 +144,7 @@ def test_what_was_copied_is_read_once_whatever_the_store_has(tmp_path: Path) -> 
                 )
                 for offset in offsets:
                     staging.object(ObjectSource(kind=Kind.MASTER, shard=0, shards=1, slices=(part(offset),)))
-                writer.publish()
+                tx.objects.publish()
             assert reads == offsets
 
 
@@ -249,27 +248,3 @@ def test_closing_wakes_a_taker() -> None:
     assert len(found) == 1
     with pytest.raises(PoolClosed):
         pool.take(1)
-
-
-def test_two_threads_hand_on_every_byte() -> None:
-    """What one thread writes, the other reads, in order, through a ring far smaller than all of it."""
-    pool = Pool(SIZE, pinned=False)
-    sizes = [1 + 7 * number % SIZE for number in range(500)]
-    sent: deque[torch.Tensor] = deque()
-    ready = threading.Semaphore(0)
-
-    def write() -> None:
-        for number, size in enumerate(sizes):
-            sent.append(pool.take(size).fill_(number % 251))
-            ready.release()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    for number, size in enumerate(sizes):
-        assert ready.acquire(timeout=WAIT_SECONDS_MAX)
-        piece = sent.popleft()
-        assert (len(piece), bool(piece.eq(number % 251).all())) == (size, True)
-        pool.give_back()
-    writer.join(WAIT_SECONDS_MAX)
-
-    assert pool.used_bytes == 0
