@@ -7,6 +7,7 @@ LOG = logging.getLogger("layerstore")
 
 def words_of(exc: BaseException) -> str:
     """Return *exc* and its cause in one line."""
-    cause = exc.__cause__
-    words = f"{exc}: {cause}" if cause is not None else str(exc)
+    words, cause = str(exc), str(exc.__cause__ or "")
+    if cause not in words:
+        words = f"{words}: {cause}"
     return " ".join(words.split()) or type(exc).__name__
