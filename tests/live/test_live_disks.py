@@ -100,7 +100,7 @@ def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed
         (error,) = one(launch, "status", name=name)["errors"]
         assert error.startswith("step 2: ")
         # Whoever looks first says so: the rank that wrote them, or the one that commits what all have written.
-        told = any(words in error for words in ("objects were removed", "had written, is gone"))
+        told = any(words in error for words in ("were removed while", "had written, is gone"))
         assert name != "one rank's objects" or told, error
     assert os.listdir(tmp_path / "store" / "parts") == []
 
