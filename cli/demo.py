@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.demo_progress import shown_demo
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, shown, size
 
@@ -43,6 +42,7 @@ def demo(
       layerstore demo
       layerstore demo --dir /tmp/demo --steps 40 --keep
     """
+    from layerstore.cli.demo_progress import shown_demo
     from layerstore.errors import LayerstoreError
     from layerstore.live.demo import run_demo
 
@@ -142,15 +142,7 @@ def _fields(result: "DemoResult") -> dict[str, object]:
         "problems": result.problems,
         "resumed_from": result.resumed_from,
         "saved": [asdict(saved) for saved in result.saved],
-        "losses": [
-            {
-                "step": loss.step,
-                "uninterrupted": loss.uninterrupted,
-                "resumed": loss.resumed,
-                "identical": loss.identical,
-            }
-            for loss in result.losses
-        ],
+        "losses": [{**asdict(loss), "identical": loss.identical} for loss in result.losses],
         "layers": result.layers,
         "mixture": {**asdict(result.mixture), "loss": result.mixture_loss},
         "other_ranks": asdict(result.resized),

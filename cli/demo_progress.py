@@ -1,52 +1,29 @@
-"""How far the demo is: on a terminal a line that moves below those that stay, elsewhere plain lines; all on stderr."""
+"""The progress of the demo on stderr: on a terminal with a line that moves, elsewhere in plain lines."""
 
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from layerstore.cli.render import is_quiet, shown
+from layerstore.live.demo import Audience
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Live
     from rich.progress import TaskID
 
 
-class DemoAudience(Protocol):
-    """A `layerstore.live.demo.Audience` that can also show what went wrong."""
-
-    def phase(self, text: str) -> None:
-        """Show that the next part begins."""
-
-    def note(self, text: str) -> None:
-        """Show a fact."""
-
-    def step(self, step: int, *, steps: int, loss: float) -> None:
-        """Show a step."""
+class QuietAudience(Audience):
+    """For programs and ``--quiet``: shows only what went wrong."""
 
     def complain(self, line: str) -> None:
-        """Show a line of a log."""
-
-
-class _Quiet:
-    """For programs, and for who wants no more: only what went wrong."""
-
-    def phase(self, text: str) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def step(self, step: int, *, steps: int, loss: float) -> None:
-        pass
-
-    def complain(self, line: str) -> None:
+        """Show a line of a failed training's log."""
         print(f"  | {shown(line)}", file=sys.stderr)
 
 
-class _Lines(_Quiet):
-    """For logs and pipes: one line for each event."""
+class _Lines(QuietAudience):
+    """For logs and pipes: a line for each event."""
 
     def phase(self, text: str) -> None:
         print(shown(text), file=sys.stderr, flush=True)
@@ -58,8 +35,8 @@ class _Lines(_Quiet):
         self.note(_step_line(step, steps, loss))
 
 
-class _Terminal(_Quiet):
-    """For people: what is done stays, what goes on moves."""
+class _Terminal(QuietAudience):
+    """For terminals: finished parts stay, the current step moves below them."""
 
     def __init__(self, live: "Live", task: "TaskID") -> None:
         self._live = live
@@ -84,10 +61,10 @@ def _step_line(step: int, steps: int, loss: float) -> str:
 
 
 @contextlib.contextmanager
-def shown_demo(*, as_json: bool) -> Iterator[DemoAudience]:
-    """Yield where the demo tells how far it is."""
+def shown_demo(*, as_json: bool) -> Iterator[QuietAudience]:
+    """Yield the audience that shows the demo's progress."""
     if as_json or is_quiet():
-        yield _Quiet()
+        yield QuietAudience()
     elif not sys.stderr.isatty() or os.environ.get("LAYERSTORE_NO_PROGRESS"):
         yield _Lines()
     else:

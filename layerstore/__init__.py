@@ -8,9 +8,7 @@ from layerstore.errors import LayerstoreError
 
 if TYPE_CHECKING:
     from layerstore.composite import Composite
-    from layerstore.live.attach import attach
-    from layerstore.live.resume import Resumed, resume
-    from layerstore.live.saver import Saver
+    from layerstore.live import Resumed, Saver, attach, resume
     from layerstore.policy import Drift, Filter, Latest, Parity
     from layerstore.policy.keep import Keep
     from layerstore.store import Store, doctor, find_checkpoints, init
@@ -41,15 +39,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "Composite": ("composite", "Composite"),
     "Keep": ("policy.keep", "Keep"),
-    "Resumed": ("live.resume", "Resumed"),
-    "Saver": ("live.saver", "Saver"),
-    "attach": ("live.attach", "attach"),
+    "Resumed": ("live", "Resumed"),
+    "Saver": ("live", "Saver"),
+    "attach": ("live", "attach"),
     "Store": ("store", "Store"),
     "doctor": ("store", "doctor"),
     "find_checkpoints": ("store", "find_checkpoints"),
     "init": ("store", "init"),
     "open": ("store", "open_store"),
-    "resume": ("live.resume", "resume"),
+    "resume": ("live", "resume"),
     **{policy: ("policy", policy) for policy in ("Drift", "Filter", "Latest", "Parity")},
 }
 

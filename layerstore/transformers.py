@@ -11,16 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from layerstore.live.callback import LayerstoreCallback
-    from layerstore.live.folder import checkpoint
+    from layerstore.live import checkpoint
+    from layerstore.live.trainer import LayerstoreCallback
 
 __all__ = ["LayerstoreCallback", "checkpoint"]
 
-# Loaded at first use: one of them brings Transformers along.
-_HOMES = {"LayerstoreCallback": "callback", "checkpoint": "folder"}
+# Loaded at first use: the callback imports Transformers.
+_HOMES = {"LayerstoreCallback": "live.trainer", "checkpoint": "live"}
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"layerstore.live.{_HOMES[name]}"), name)
+    return getattr(import_module(f"layerstore.{_HOMES[name]}"), name)

@@ -1,1 +1,12 @@
-"""Training frameworks: the only room that imports torch and deepspeed, and only inside functions."""
+"""
+Saving and resuming a live engine: the only room that imports torch, DeepSpeed and Transformers, inside functions.
+
+``saver/`` saves while training goes on, ``engine/`` knows DeepSpeed, ``ranks/`` is what ranks tell each other.
+``trainer.py`` is the callback for Transformers' Trainer, ``saved_names.py`` asks Transformers how it names weights,
+and ``demo/`` is ``layerstore demo``.
+"""
+
+from layerstore.live.engine import Resumed, checkpoint, resume
+from layerstore.live.saver import Result, Saved, Saver, SmallBuffer, Status, attach
+
+__all__ = ["Result", "Resumed", "Saved", "Saver", "SmallBuffer", "Status", "attach", "checkpoint", "resume"]

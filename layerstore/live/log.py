@@ -1,4 +1,4 @@
-"""Where savers tell what training need not stop for."""
+"""The logger of savers, and how an error becomes one line of it."""
 
 import logging
 
@@ -6,7 +6,8 @@ LOG = logging.getLogger("layerstore")
 
 
 def words_of(exc: BaseException) -> str:
-    """Return what went wrong, with what that came from, in one line."""
-    cause = exc.__cause__
-    words = f"{exc}: {cause}" if cause is not None else str(exc)
+    """Return *exc* and its cause in one line."""
+    words, cause = str(exc), str(exc.__cause__ or "")
+    if cause not in words:
+        words = f"{words}: {cause}"
     return " ".join(words.split()) or type(exc).__name__

@@ -1,4 +1,4 @@
-"""A folder of this process alone, for a moment: what libraries insist on finding on a disk. No part of any store."""
+"""Temporary folders for libraries that insist on files. They are never part of a store."""
 
 import atexit
 import shutil
@@ -10,13 +10,13 @@ from pathlib import Path
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Lend a new folder, which is gone afterwards."""
+    """Lend a new folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="layerstore-") as folder:
         yield Path(folder)
 
 
 def lasting_scratch() -> Path:
-    """Return a new folder, which is gone when this process ends."""
+    """Return a new folder that is removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="layerstore-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

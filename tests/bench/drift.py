@@ -21,7 +21,7 @@ from pathlib import Path
 
 import layerstore
 from layerstore.history.references import resolve
-from layerstore.live.ranks import Ranks
+from layerstore.live.demo.launch import Ranks
 from layerstore.model import CommitRecord
 from layerstore.tree import Tree
 from tests.bench.drift_job import FURTHER_STEPS, HIDDEN, LAYERS, Course, Result

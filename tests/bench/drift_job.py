@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import layerstore
-from layerstore.live.demo_training import SEQUENCE, Engine, build_engine, corpus
-from layerstore.live.ranks import tell
-from layerstore.live.saver import Saver
+from layerstore.live.demo.launch import tell
+from layerstore.live.demo.training import SEQUENCE, Engine, build_engine, corpus
+from layerstore.live.saver.saver import Saver
 from tests.bench.drift_lines import CONTROL, LINES, OTHER_TEXT, RUN
 from tests.bench.ranked import begin, end
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.live.ranks import Ranks
+from layerstore.live.demo.launch import Ranks
 from tests.bench.loop_job import Job, Result
 from tests.bench.loop_variants import DEEPSPEED, FULL, NONE, SYNCED, VARIANTS
 

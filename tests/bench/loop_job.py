@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from layerstore.live.ranks import tell
+from layerstore.live.demo.launch import tell
 from tests.bench.loop_variants import VARIANTS, Engine, Variant, Way, clear, folder_bytes
 from tests.bench.measure import machine_busy_seconds, own_cpu_seconds, wait_for_quiet
 from tests.bench.ranked import begin, end

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import layerstore
-from layerstore.live.saver import Saver
+from layerstore.live.saver.saver import Saver
 
 Engine = Any  # deepspeed ships no types
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from layerstore.live.ranks import tell
+from layerstore.live.demo.launch import tell
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -12,6 +12,9 @@ import pytest
 from tests.environment import processor_seconds
 
 HELP_SECONDS_MAX = 0.3
+IMPORT_SECONDS_MAX = 0.15
+IMPORT_MODULES_MAX = 20
+"""Modules that ``import layerstore`` loads and Python itself has not; `contextlib` and the like are among them."""
 
 # Runs one command, then tells which of the heavy modules it has loaded.
 DRIVER = """
@@ -90,3 +93,18 @@ def test_help_takes_less_than_300_ms(tmp_path: Path) -> None:
     start = partial(subprocess.run, command, cwd=tmp_path, check=True, capture_output=True)
 
     assert any(processor_seconds(start) < HELP_SECONDS_MAX for _ in range(25))
+
+
+def test_importing_the_library_loads_next_to_nothing() -> None:
+    """The front door loads what is asked for at first use: the store with its index, say, when it is opened."""
+    count = "import sys; before = set(sys.modules); import layerstore; print(len(set(sys.modules) - before))"
+    found = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
+    start = partial(subprocess.run, [sys.executable, "-c", "import layerstore"], check=True)
+
+    assert int(found.stdout) <= IMPORT_MODULES_MAX
+    assert any(processor_seconds(start) < IMPORT_SECONDS_MAX for _ in range(25))
+
+
+def test_the_library_does_not_load_what_only_some_commands_need(tmp_path: Path) -> None:
+    """Opening a store loads neither numpy nor what parses recipes, draws tables or reads command lines."""
+    assert _loaded(["numpy", "yaml", "rich", "typer", "click", "unittest", "asyncio"], cwd=tmp_path) == []

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import layerstore
 from layerstore import Store
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from layerstore.model import Kind
 from tests.deepspeed.compare import file_tree, rank_trees
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch

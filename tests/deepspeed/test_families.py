@@ -20,7 +20,7 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import Unsupported
 from layerstore.layers import layer_of
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from tests.deepspeed.family_names import FAMILIES, STEPS, VARIANTS
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
 from tests.deepspeed.weights import differing

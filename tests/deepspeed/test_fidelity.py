@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from tests.deepspeed.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
 from tests.deepspeed.composites import Composites, write_composite
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch

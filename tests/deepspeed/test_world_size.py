@@ -16,7 +16,7 @@ import pytest
 
 import layerstore
 from layerstore.history.references import resolve
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from layerstore.ops.compose import execute_compose
 from layerstore.ops.composition import compose_latest
 from layerstore.progress import Silent

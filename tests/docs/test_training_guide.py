@@ -3,8 +3,8 @@
 import ast
 import inspect
 
-from layerstore.live.attach import attach
-from layerstore.live.resume import Resumed
+from layerstore.live.engine.resume import Resumed
+from layerstore.live.saver.attach import attach
 from tests.docs.pages import DOCS, blocks
 
 GUIDE = DOCS / "guides" / "training.md"

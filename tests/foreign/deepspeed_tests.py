@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from tests.environment import REPOSITORY, memory
 from tests.foreign.plugin import FOLDER, OUTCOMES
 from tests.operators import claim

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import layerstore
-from layerstore.live.saver import Saver
+from layerstore.live.saver.saver import Saver
 from layerstore.zero3 import read_pointer
 from tests.foreign.plugin import FOLDER, SAVES
 

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 import layerstore
-from layerstore.live.saver import Saver
+from layerstore.live.saver.saver import Saver
 from layerstore.storage import stream
 from layerstore.store import Store
 from tests.live.courses import COURSES, Course

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from layerstore.live.settings import Mode
+from layerstore.live.saver.settings import Mode
 from layerstore.policy import Filter, Latest, Parity, Policy
 from layerstore.policy.due import Save
 from layerstore.tree import Tree

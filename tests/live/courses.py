@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.live.settings import Pressure
+from layerstore.live.saver.settings import Pressure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

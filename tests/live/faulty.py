@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live import leaving
+from layerstore.live.saver import background
 from layerstore.store import Store
 from tests.forked import tell
 from tests.live.tiny import Faults, attempt, build, done, fail, hold, slow, told, train
@@ -31,7 +31,7 @@ def killed(options: Any) -> None:
     """Save at every step; the save of step 4 stops where *options* say, and waits there to be killed."""
     faults = Faults()
     engine = build()
-    leaving.PATIENCE_SECONDS = 0.5
+    background.PATIENCE_SECONDS = 0.5
     with Store(options["store"], hook=faults) as store:
         saver = layerstore.attach(engine, store, run=RUN, policy=options["policy"])
         train(engine, 3, saver=saver, save_at=(1, 2, 3))
@@ -134,7 +134,7 @@ def ended(options: Any) -> None:
 
 def left_alone(options: Any) -> None:
     """An exception comes out of the block on the first rank, while the other one is gone."""
-    leaving.PATIENCE_SECONDS = 0.5
+    background.PATIENCE_SECONDS = 0.5
     faults = Faults().on("link", "/parts/", hold("part"), rank=1)
     engine = build()
     started = time.monotonic()

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.folder import checkpoint
+from layerstore.live.engine.pointer_files import checkpoint
 from layerstore.policy.due import Save
 from layerstore.store import Store
 from layerstore.tree import Tree
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, train
 
-CAPTURE = "layerstore.live.taking.capture"
-MEASURE = "layerstore.live.saver.capture"
-LOOK_UP = "layerstore.live.dropin.composition_of"
-PLAN = "layerstore.live.folder.plan_composite"
-TRAINERS = "layerstore.live.folder._write_files"
-READ = "layerstore.live.resume.plan_load"
+CAPTURE = "layerstore.live.saver.saver.capture"
+MEASURE = "layerstore.live.saver.saver.capture"
+LOOK_UP = "layerstore.live.engine.checkpoint_engine.composition_of"
+PLAN = "layerstore.live.engine.pointer_files.plan_composite"
+TRAINERS = "layerstore.live.engine.pointer_files._write_files"
+READ = "layerstore.live.engine.load.plan_load"
 
 
 def alone(options: Any) -> None:

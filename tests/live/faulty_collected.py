@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore import Keep
-from layerstore.live import collector
+from layerstore.live.saver import collector
 from tests.live.faulty import RUN, STEPS
 from tests.live.tiny import build, done, told, train
 
@@ -24,7 +24,7 @@ def collected(options: Any) -> None:
 
     Objects of a collected commit are too young to go in earnest: here nobody else writes.
     """
-    vars(collector)["GRACE"] = "0s"
+    vars(collector)["GRACE_SECONDS"] = 0
     engine = build()
     with layerstore.attach(engine, options["store"], run=RUN, policy="parity", keep=Keep(last=KEPT, every=3)) as saver:
         train(engine, STEPS, saver=saver, save_at=range(STEPS + 1))

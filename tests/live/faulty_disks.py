@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.settings import Mode, Pressure
+from layerstore.live.saver.settings import Mode, Pressure
 from layerstore.storage import stream
 from layerstore.store import Store
 from tests.forked import tell

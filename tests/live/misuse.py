@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from layerstore.errors import StorageIO
-from layerstore.live.results import Saved
-from layerstore.live.saver import Saver
+from layerstore.live.saver.results import Saved
+from layerstore.live.saver.saver import Saver
 
 Facts = dict[str, Any]
 

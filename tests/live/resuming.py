@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore.history.references import resolve
-from layerstore.live.resume import Resumed
-from layerstore.live.saver import Saver
+from layerstore.live.engine.resume import Resumed
+from layerstore.live.saver.saver import Saver
 from layerstore.store import Store
 from tests.deepspeed import client_states, models
 from tests.deepspeed.scenarios import WORLD_SIZE, Scenario

@@ -1,23 +1,25 @@
 """
 Training whose steps are saved twice: by a saver, and by DeepSpeed itself. The program that each rank runs.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.live.saved_twice FOLDER
-
 Every parameter stays gathered between steps, embedding and head are tied, some parameters are frozen, one buffer
 changes in forward. That a save leaves parameters gathered is checked here, what it saves by who runs this.
 A second saver goes by how far layers have moved; at last the engine is filled from its run, and makes one step more.
 """
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import layerstore
-from layerstore.live.saver import Saver
+from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift
 from layerstore.store import Store
 from tests.live.plain import plainly
+from tests.live.tiny import done
 
 STEPS = 3
 CHANGED_AT = 2
@@ -29,13 +31,9 @@ DRIFT = Drift(budget=50_000, stalest=100)
 """Enough for one block of three."""
 
 
-def main() -> None:
+def run(options: Any) -> None:
     """Train a few steps, and save each of them twice."""
-    import deepspeed
-    import torch.distributed as dist
-
-    folder = Path(sys.argv[1])
-    deepspeed.init_distributed(dist_backend="gloo")
+    folder = Path(options["out"])
     engine = build_engine()
     if dist.get_rank() == 0:
         layerstore.init(folder / "store").close()
@@ -56,8 +54,7 @@ def main() -> None:
         train_step(engine, STEPS + 1)
         save_drift(engine, drift, folder, STEPS + 1)
     save_excluded(engine, store, folder)
-    dist.barrier()
-    os._exit(0)  # taking down threads of torch and gloo now and then aborts the process
+    done()
 
 
 def attached(engine: Any, store: Store) -> Saver:
@@ -67,9 +64,6 @@ def attached(engine: Any, store: Store) -> Saver:
 
 def train_step(engine: Any, step: int) -> None:
     """Make one step."""
-    import torch
-    import torch.distributed as dist
-
     generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
     tokens = torch.randint(0, 60, (2, 16), generator=generator)
     engine.module.seen += 1
@@ -79,9 +73,6 @@ def train_step(engine: Any, step: int) -> None:
 
 def change_frozen(engine: Any) -> None:
     """Change a frozen parameter as DeepSpeed says that one may."""
-    import deepspeed
-    import torch
-
     weight = engine.module.model.norm.weight
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
         weight.mul_(2)
@@ -111,10 +102,6 @@ def gathered_names(engine: Any) -> set[str]:
 
 def build_engine() -> Any:
     """Return an engine around a tiny Llama."""
-    import deepspeed
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -141,7 +128,3 @@ def build_engine() -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained, lr=1e-3), config=config)
     return engine
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 import layerstore
-from layerstore.live.ranks import cpu_environment, free_port
+from layerstore.live.demo.launch import cpu_environment, free_port
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop, train
 from tests.live.cases import EXAMPLES, EXAMPLES_FOLDER
 

@@ -52,7 +52,7 @@ def test_a_saver_that_lost_what_it_would_inherit_saves_everything(collected: tup
     }
     told = {event["name"]: event for event in launch.events("status") if event["rank"] == 0}[LOST_RUN]
     assert (told["saved"], told["failed"]) == (2, 1)
-    assert "collected meanwhile" in told["errors"][0]
+    assert "that was to be inherited is gone" in told["errors"][0]
     assert sorted((entry.attempt, entry.step) for entry in store.log(LOST_RUN)) == [(1, 3), (2, 4), (2, 5)]
     assert due[4] == len(store.compose(f"{LOST_RUN}@4").layers) > due[5] > 0
     assert store.verify(read_data=True).ok

@@ -12,7 +12,7 @@ import pytest
 
 from layerstore.errors import Unsupported
 from layerstore.export.members import Written
-from layerstore.live.ranks import cpu_environment
+from layerstore.live.demo.launch import cpu_environment
 from layerstore.ops.renaming import ask_transformers, may_be_renamed
 from tests.environment import REPOSITORY
 

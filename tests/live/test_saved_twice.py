@@ -6,24 +6,21 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.live.ranks import Ranks
 from layerstore.model import CommitRecord, Kind
 from layerstore.store import Store
+from tests.forked import Nursery
 from tests.live.plain import states_of
 from tests.live.saved_twice import CHANGED_AT, DRIFT, DRIFT_RUN, EXCLUDED_RUN, RUN, STEPS
-
-ROOT = Path(__file__).parents[2]
-
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Path]]:
+def saved(ranks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Path]]:
     """Return the store that the training saved to, and the folder of DeepSpeed's own checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
-    with Ranks("tests.live.saved_twice", [str(folder)], count=2, folder=ROOT, log=folder / "log") as ranks:
-        assert list(ranks.events()) == []
+    with ranks.launch("tests.live.saved_twice:run", {"out": str(folder)}, folder=folder, name="saved") as launch:
+        launch.done()
     with layerstore.open(folder / "store") as store:
         yield store, folder / "deepspeed"
 

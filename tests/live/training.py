@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.saver import Saver
+from layerstore.live.saver.saver import Saver
 from layerstore.model import StoredObject
 from layerstore.publish.staging import Staging
 from layerstore.store import Store

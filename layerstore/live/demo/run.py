@@ -1,0 +1,435 @@
+"""
+The demo: a real DeepSpeed ZeRO-3 training goes through a store, and comes out the same.
+
+A tiny Llama is trained and saved on two CPU ranks. Its checkpoints are ingested under three policies. DeepSpeed resumes
+from three composites: one of a single step, after which every loss is compared bit by bit with the uninterrupted run's;
+a mixture of steps; and one for a single rank, where masters and moments are compared. Then most commits are collected,
+and an HTML page shows what is left.
+A loss does not see everything (the embedding of a byte that the text lacks), so what both runs save at the last step is
+compared, too: layers have the same version only if all their weights and moments are the same bytes.
+All numbers are measured in this very run. Only the ranks load torch and DeepSpeed.
+"""
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from layerstore.errors import AlreadyExists, InvalidInput, LayerstoreError, Unsupported
+from layerstore.live.demo.launch import Ranks
+from layerstore.live.demo.stores import (
+    POLICIES,
+    Collected,
+    Mixture,
+    Resized,
+    Usage,
+    collect,
+    mixture_of,
+    resized,
+    same_layers,
+    size_bytes,
+    usage_of_deepspeed,
+    usage_under,
+)
+from layerstore.policy.keep import Keep
+from layerstore.storage.kernel import mapped_errors
+from layerstore.store import open_store
+
+RANKS = 2
+OTHER_RANKS = 1
+RUN = "demo"
+SAVES = 10
+"""The uninterrupted run saves so often, the last time at its last step; composites are based on the middle save."""
+
+RESUMED_RUN = "resumed"
+RESIZED_RUN = "on-one-rank"
+MIXED = "parity"
+"""The policy of the mixed composite, and the name of its pin."""
+
+STEPS = 20
+STEPS_MIN = SAVES
+
+MARKER = "layerstore-demo.txt"
+"""The file that marks a demo's folder, which ``force`` may clear."""
+
+_MARKER_TEXT = "Made by `layerstore demo`; `layerstore demo --force` removes the folders beside this file.\n"
+_RESULTS = ("checkpoints", "store", "policies", "composites", "resumed", "report.html")
+_CHECKPOINTS, _STORE, _POLICIES, _COMPOSITES, _RESUMED, _REPORT = _RESULTS
+_LOGS = "logs"
+
+_MODULE = "layerstore.live.demo.training"
+
+_PACKAGES = ("torch", "deepspeed", "transformers")
+
+
+class Audience:
+    """Hears of the demo's progress; this one ignores it."""
+
+    def phase(self, text: str) -> None:
+        """Hear that the next part begins."""
+
+    def note(self, text: str) -> None:
+        """Hear a fact about the current part."""
+
+    def step(self, step: int, *, steps: int, loss: float) -> None:
+        """Hear that *step* of *steps* is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoss:
+    """The losses of one step, averaged over the ranks."""
+
+    step: int
+    uninterrupted: float
+    resumed: float
+
+    @property
+    def identical(self) -> bool:
+        """Whether both are the same number, to the last bit."""
+        return math.isfinite(self.resumed) and self.uninterrupted.hex() == self.resumed.hex()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo measured."""
+
+    folder: Path
+    store: Path
+    report: Path
+    """An HTML page of every layer and save that is left."""
+    resumed_from: int
+    """The step of the composites."""
+    saved: tuple[Usage, ...]
+    """The disk space of the same saves by DeepSpeed itself and under each policy."""
+    losses: tuple[StepLoss, ...]
+    """The losses of every later step."""
+    layers: dict[str, bool]
+    """Whether both runs saved the same version of a layer at the last step."""
+    mixture: Mixture
+    mixture_loss: float
+    """The last loss of the run resumed from the mixture, which is a different training."""
+    resized: Resized
+    collected: Collected
+    seconds: dict[str, float]
+    """The time of each part, and ``total``."""
+    sizes: dict[str, int]
+    """Bytes on disk: ``checkpoints`` (all), ``store`` (with full saves), ``composite``."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What differs from what it should be, in words."""
+        losses = sum(not loss.identical for loss in self.losses)
+        layers = sum(not is_same for is_same in self.layers.values())
+        mixed, tensors = self.mixture.layers - self.mixture.same, self.resized.tensors - self.resized.same
+        found = {
+            f"{losses} of {len(self.losses)} losses after the resume are not the uninterrupted run's": losses,
+            f"{layers} of {len(self.layers)} layers at the last step are not the uninterrupted run's": layers,
+            f"{mixed} of {self.mixture.layers} layers of the mixture are not those that were saved by parity": mixed,
+            f"{tensors} of {self.resized.tensors} tensors are others on another number of ranks": tensors,
+            "what the collection left is damaged": not self.collected.is_sound,
+        }
+        return [text for text, is_wrong in found.items() if is_wrong]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every loss, layer and tensor is what it should be."""
+        return not self.problems
+
+
+def run_demo(
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    keep: bool = False,
+    force: bool = False,
+    audience: Audience | None = None,
+) -> DemoResult:
+    """
+    Train, ingest, compose, resume and compare, all below *folder*.
+
+    The store and the logs stay. Unless *keep*, checkpoints are removed once they are ingested, and composites once all
+    proved identical. *force* removes what an earlier demo left in *folder*. However it ends, it leaves no process
+    behind; an interrupt removes everything but the logs.
+
+    Raises:
+        Unsupported: DeepSpeed needs something that is missing; nothing was changed.
+        AlreadyExists: *folder* is not empty, or with *force* not a demo's; nothing was changed.
+        LayerstoreError: The training failed; the message names its log, and ``facts["tail"]`` has the log's end.
+    """
+    if steps < STEPS_MIN:
+        raise InvalidInput(
+            f"{steps} steps are too few: the demo saves {SAVES} times", hint=f"--steps {STEPS_MIN} or more"
+        )
+    check_needs()
+    folder = folder.resolve()
+    _prepare(folder, force=force)
+    try:
+        return _Demo(folder, steps=steps, keep=keep, audience=audience or Audience()).run()
+    except BaseException as exc:
+        if not isinstance(exc, Exception):  # after a failure everything stays to be looked at
+            for name in _RESULTS:
+                _remove(folder / name)
+        raise
+
+
+def check_needs() -> None:
+    """
+    Check that DeepSpeed can train here, without importing anything heavy.
+
+    Raises:
+        Unsupported: Packages, ninja or the C++ compiler are missing; all that is missing is named at once.
+    """
+    packages = [name for name in _PACKAGES if find_spec(name) is None]
+    if not _program("ninja"):
+        packages.append("ninja")
+    # torch compiles DeepSpeed's operators with $CXX, else with c++.
+    compiler = os.environ.get("CXX", "c++")
+    missing = [*packages, *([] if _program(compiler) else [f"the C++ compiler {compiler}"])]
+    if missing:
+        hints = ["in a fresh virtual environment: pip install -e '.[demo]'"] if packages else []
+        if len(missing) > len(packages):
+            hints.append("install a C++ compiler, for example with: apt-get install g++")
+        raise Unsupported(
+            f"the demo trains with DeepSpeed, and this is missing: {', '.join(missing)}", hint="; ".join(hints)
+        )
+
+
+def _program(name: str) -> str | None:
+    """Return where the ranks find *name*: on the path, or in this Python's own folder."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def _prepare(folder: Path, *, force: bool) -> None:
+    """Make *folder*, or clear what an earlier demo left there."""
+    if folder.exists() and not folder.is_dir():
+        raise AlreadyExists(f"{folder} is there and is not a folder; nothing was changed", hint="choose another --dir")
+    with mapped_errors(folder, doing="use"):
+        if folder.exists() and any(folder.iterdir()):
+            _check_replaceable(folder, force=force)
+            for name in (*_RESULTS, _LOGS):
+                _remove(folder / name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).write_text(_MARKER_TEXT)
+        (folder / _LOGS).mkdir()
+
+
+def _check_replaceable(folder: Path, *, force: bool) -> None:
+    if not (folder / MARKER).exists():
+        hint = "choose another --dir"
+        raise AlreadyExists(f"{folder} is not empty and not a demo's folder; nothing was changed", hint=hint)
+    if not force and any((folder / name).exists() for name in _RESULTS):
+        hint = "choose another --dir, or replace it with --force"
+        raise AlreadyExists(f"{folder} holds an earlier demo; nothing was changed", hint=hint)
+
+
+class _Demo:
+    """One demo while it runs."""
+
+    def __init__(self, folder: Path, *, steps: int, keep: bool, audience: Audience) -> None:
+        self._folder = folder
+        self._store = folder / _STORE
+        self._steps = steps
+        self._keeps_all = keep
+        self._audience = audience
+        self._saves = [steps * save // SAVES for save in range(1, SAVES + 1)]
+        self._base = self._saves[SAVES // 2 - 1]
+        self._rules = Keep(last=3, every=self._base)
+        self._seconds: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
+
+    def run(self) -> DemoResult:
+        """Run all parts."""
+        with self._part("total"):
+            uninterrupted = self._train()
+            saved = self._ingest()
+            mixture = self._compose()
+            resumed, mixed = self._resume()
+            layers = self._compare_layers()
+            other = self._resume_elsewhere()
+            collected = self._collect()
+            self._report()
+        losses = tuple(
+            StepLoss(step=step, uninterrupted=uninterrupted[step], resumed=resumed[step])
+            for step in range(self._base + 1, self._steps + 1)
+        )
+        result = DemoResult(
+            folder=self._folder,
+            store=self._store,
+            report=self._folder / _REPORT,
+            resumed_from=self._base,
+            saved=saved,
+            losses=losses,
+            layers=layers,
+            mixture=mixture,
+            mixture_loss=mixed[self._steps],
+            resized=other,
+            collected=collected,
+            seconds=self._seconds,
+            sizes=self._sizes,
+        )
+        if result.identical:
+            self._drop(_COMPOSITES)
+        return result
+
+    def _train(self) -> dict[int, float]:
+        checkpoints = self._folder / _CHECKPOINTS
+        text = f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps"
+        with self._part("training", text):
+            (losses,) = self._trained("training", first=1, last=self._steps, out=checkpoints, saves=self._saves)
+        self._sizes["checkpoints"] = size_bytes(checkpoints)
+        return losses
+
+    def _ingest(self) -> tuple[Usage, ...]:
+        checkpoints = self._folder / _CHECKPOINTS
+        with self._part("ingest", f"ingesting {SAVES} checkpoints under each of {len(POLICIES)} policies"):
+            saved = [usage_of_deepspeed(checkpoints, self._saves)]
+            (self._folder / _POLICIES).mkdir()
+            for name in POLICIES:
+                saved.append(usage_under(name, checkpoints, self._saves, store=self._store_of(name), run=RUN))
+                self._audience.note(f"{name}: {_megabytes(saved[-1].total_bytes)} of store")
+        self._sizes["store"] = size_bytes(self._store)
+        self._drop(_CHECKPOINTS, "the checkpoints are removed: from here on there are only the stores")
+        return tuple(saved)
+
+    def _store_of(self, policy: str) -> Path:
+        """Return the store of the saves under *policy*; the demo's main store has the full ones."""
+        return self._store if policy == next(iter(POLICIES)) else self._folder / _POLICIES / policy
+
+    def _compose(self) -> Mixture:
+        ref, folder = f"{RUN}@{self._base}", self._folder / _COMPOSITES
+        text = f"composing {ref}: as it is, mixed by {MIXED}, and for another number of ranks"
+        with self._part("compose", text), open_store(self._store) as store:
+            folder.mkdir()
+            exact, mixed = store.compose(ref), store.compose(ref, policy=POLICIES[MIXED])
+            written = exact.write(folder / "exact")
+            exact.write(folder / "other", world_size=OTHER_RANKS)
+            mixed.write(folder / MIXED)
+            mixed.pin(MIXED)
+            mixture = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
+        self._sizes["composite"] = written.bytes_written
+        self._audience.note(f"{_megabytes(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
+        self._drop(_POLICIES)
+        return mixture
+
+    def _resume(self) -> tuple[dict[int, float], dict[int, float]]:
+        composites = self._folder / _COMPOSITES
+        text = f"resuming from step {self._base} in new processes, and once more from the mixture"
+        with self._part("resume", text):
+            exact, mixed = self._trained(
+                "resumed",
+                first=self._base + 1,
+                last=self._steps,
+                out=self._folder / _RESUMED / "exact",
+                saves=[self._steps],
+                resume=[composites / "exact", composites / MIXED],
+            )
+        return exact, mixed
+
+    def _compare_layers(self) -> dict[str, bool]:
+        text = f"ingesting what the resumed run saved at step {self._steps}"
+        with self._part("compare", text), open_store(self._store) as store:
+            ingested = store.ingest(self._folder / _RESUMED / "exact", run=RESUMED_RUN)
+            same = same_layers(store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN))
+        self._audience.note(
+            f"{sum(same.values())} of {len(same)} layers are stored already, {_megabytes(ingested.bytes_new)} new"
+        )
+        return same
+
+    def _resume_elsewhere(self) -> Resized:
+        out = self._folder / _RESUMED / "other"
+        text = f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded"
+        with self._part("other ranks", text):
+            self._trained(
+                "other-ranks",
+                count=OTHER_RANKS,
+                first=self._base + 1,
+                last=self._base + 1,
+                out=out,
+                saves=[self._base],
+                resume=[self._folder / _COMPOSITES / "other"],
+            )
+            with open_store(self._store) as store:
+                store.ingest(out, run=RESIZED_RUN)
+                found = resized(store.compose(f"{RUN}@{self._base}"), store.compose(RESIZED_RUN))
+        self._audience.note(f"{found.same} of {found.tensors} masters and moments have the same bits")
+        self._drop(_RESUMED)
+        return found
+
+    def _collect(self) -> Collected:
+        text = f"removing what is neither of the newest 3 commits nor of every {self._base}th step"
+        with self._part("gc", text), open_store(self._store) as store:
+            found = collect(store, self._rules)
+        self._audience.note(f"{_megabytes(found.before_bytes - found.after_bytes)} are free, what is left is verified")
+        return found
+
+    def _report(self) -> None:
+        text = f"writing {_REPORT}: what is left, what has gone, and what composites are made of"
+        with self._part("report", text), open_store(self._store) as store:
+            store.report(self._folder / _REPORT, keep=self._rules)
+
+    def _trained(
+        self,
+        name: str,
+        *,
+        first: int,
+        last: int,
+        out: Path,
+        saves: list[int],
+        resume: Sequence[Path] = (),
+        count: int = RANKS,
+    ) -> list[dict[int, float]]:
+        """Run the training program; return the losses of steps *first* to *last*, one dict for each of *resume*."""
+        log = self._folder / _LOGS / f"{name}.log"
+        losses: list[dict[int, float]] = [{} for _ in range(max(1, len(resume)))]
+        arguments = ["--steps", str(last), "--out", str(out), "--save-at", *map(str, saves)]
+        arguments += ["--resume", *map(str, resume)] if resume else []
+        with Ranks(_MODULE, arguments, count=count, folder=self._folder, log=log) as ranks:
+            self._audience.note(f"starting torch and DeepSpeed; their log is {log.relative_to(self._folder)}")
+            current = 0
+            for event in ranks.events():
+                if event.kind == "resumed":
+                    current = event.number
+                    self._audience.note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
+                elif event.kind == "compiling":
+                    self._audience.note("DeepSpeed compiles its C++ operator: about a minute, once on this machine")
+                elif event.kind == "step":
+                    losses[current][event.number] = float.fromhex(event.loss)
+                    self._audience.step(event.number, steps=last, loss=losses[current][event.number])
+        if any(list(found) != list(range(first, last + 1)) for found in losses):
+            raise LayerstoreError(f"the training told of other steps than {first} to {last}; its log is {log}")
+        return losses
+
+    def _drop(self, name: str, note: str | None = None) -> None:
+        """Remove the folder *name* unless everything is kept."""
+        if self._keeps_all:
+            return
+        _remove(self._folder / name)
+        if note is not None:
+            self._audience.note(note)
+
+    @contextmanager
+    def _part(self, name: str, text: str = "") -> Iterator[None]:
+        """Announce the part *name* and take its time."""
+        if text:
+            self._audience.phase(text)
+        started = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - started
+
+
+def _remove(path: Path) -> None:
+    with mapped_errors(path, doing="remove"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

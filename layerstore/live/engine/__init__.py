@@ -1,0 +1,56 @@
+"""
+DeepSpeed's engine: what is captured from it, how it is filled, and how it saves and loads through a store.
+
+Only ``deepspeed.py`` uses DeepSpeed's names. Savers are known here by what the engine calls of them, nothing more.
+"""
+
+from layerstore.live.engine.capture import Captured, bytes_by_layer, capture, check_client_state, has_moments
+from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, install_checkpoint_engine
+from layerstore.live.engine.deepspeed import (
+    ENGINE_KEYS,
+    FOLDER,
+    Engine,
+    SavedStates,
+    engine_of,
+    engines_are_made_with,
+)
+from layerstore.live.engine.inert import Memory
+from layerstore.live.engine.pointer_files import checkpoint
+from layerstore.live.engine.randomness import random_state
+from layerstore.live.engine.resume import (
+    Resumed,
+    check_run,
+    filled_with,
+    note_closed,
+    origin_of,
+    place_resumed,
+    resume,
+)
+from layerstore.live.engine.savers import OPEN_SAVERS
+
+__all__ = [
+    "ENGINE_KEYS",
+    "FOLDER",
+    "OPEN_SAVERS",
+    "Captured",
+    "Engine",
+    "Memory",
+    "Resumed",
+    "SavedStates",
+    "StoreCheckpointEngine",
+    "bytes_by_layer",
+    "capture",
+    "check_client_state",
+    "check_run",
+    "checkpoint",
+    "engine_of",
+    "engines_are_made_with",
+    "filled_with",
+    "has_moments",
+    "install_checkpoint_engine",
+    "note_closed",
+    "origin_of",
+    "place_resumed",
+    "random_state",
+    "resume",
+]

@@ -1,0 +1,260 @@
+"""
+The engine's checkpoint engine: ``save_checkpoint`` and ``load_checkpoint`` go to the store, whoever calls them.
+
+A save is captured as by ``Saver.save``, and leaves pointer files in the folder. Pointers are loaded from the store;
+all other files are loaded as before.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from layerstore.errors import Conflict, IntegrityError, Unsupported
+from layerstore.history.collected import losses_told
+from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
+from layerstore.live.engine.load import Loaded, whole_weights
+from layerstore.live.engine.pointer_files import composition_of, write_pointer
+from layerstore.live.engine.savers import AttachedSaver, wait_for_saves
+from layerstore.live.log import LOG
+from layerstore.live.ranks import Exchange
+from layerstore.ops.composition import Composition
+from layerstore.store import Store, open_store
+from layerstore.zero3 import Pointer, read_pointer
+
+_MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
+
+
+class StoreCheckpointEngine:
+    """Replaces DeepSpeed's checkpoint engine, and passes on to it all that is not a save of the whole state."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.name = "layerstore"
+        self._savers: list[AttachedSaver] = []
+        self._engine: Engine | None = None
+        self._uninstall: Callable[[], None] | None = None
+        self.loaded: Composition | None = None
+        """What the engine was last filled with, if it came from a store."""
+        self.trouble = ""
+        """Why the engine's state must not be saved: a load has failed half-way."""
+        self._held: dict[str, tuple[Any, Path]] = {}
+        self._load: tuple[Pointer, Loaded] | None = None
+        self._is_whole = True
+        """Whether the current load includes the optimizer's state."""
+        self._has_begun = False
+        """Whether the current load has read anything."""
+
+    # -- savers --------------------------------------------------------------------------------------------------
+
+    @property
+    def saver(self) -> AttachedSaver | None:
+        """The saver that the engine's own saves go to: the one attached last."""
+        return self._savers[-1] if self._savers else None
+
+    def attach(self, saver: AttachedSaver, engine: Engine) -> None:
+        """Save *engine* through *saver* from now on."""
+        self._savers.append(saver)
+        self._engine = engine
+        if self._uninstall is None:
+            self._uninstall = engine.install(self)
+
+    def detach(self, saver: AttachedSaver) -> None:
+        """Save through the saver attached before *saver*; without one, restore the engine."""
+        self._savers = [other for other in self._savers if other is not saver]
+        if not self._savers and self._uninstall is not None:
+            self._uninstall()
+            self._uninstall = None
+
+    def saves_to(self, store: Store, run: str) -> bool:
+        """Whether an open saver saves run *run* of *store*."""
+        return any((saver.store.id, saver.run) == (store.id, run) for saver in self._savers)
+
+    def settle(self) -> None:
+        """Wait for all saves under way."""
+        for saver in self._savers:
+            saver.wait()
+
+    def went_to(self, composition: Composition | None) -> None:
+        """Let all savers continue from *composition*, which the engine was filled with; None if from no store."""
+        self.trouble = ""
+        for saver in self._savers:
+            saver.went_to(composition)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def create(self, info: Any) -> None:
+        """Begin a save."""
+        self._held.clear()
+        self.real.create(info)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Hold one half of this rank's state until `commit`; pass all other files on."""
+        kind = next((kind for kind in (_MODEL, _OPTIMIZER) if path.endswith(kind)), None)
+        if self.saver is None or kind is None:
+            self.real.save(state_dict, path)
+            return
+        self._held[kind] = state_dict, Path(path)
+
+    def commit(self, info: Any) -> Any:
+        """Save what is held once both halves are there, and write pointers in their place."""
+        saver = self.saver
+        if saver is not None and self._held.keys() == {_MODEL, _OPTIMIZER}:
+            (model, model_path), (optimizer, optimizer_path) = self._held[_MODEL], self._held[_OPTIMIZER]
+            self._held.clear()
+            pointer = saver.pointer()
+            saver.take(
+                SavedStates(model=model, model_path=model_path, optimizer=optimizer, optimizer_path=optimizer_path),
+                folder=model_path.parent.parent,
+                tag=model_path.parent.name,
+            )
+            with saver.exchange.together():
+                for path in (model_path, optimizer_path):
+                    write_pointer(saver.store.rooms.files, path, pointer)
+        return self.real.commit(info)
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
+        """
+        Surround one load of the engine; not *is_whole*: without the optimizer's state.
+
+        Savers continue from what was loaded; after a partial load they begin from nothing.
+        """
+        self._is_whole, self._has_begun = is_whole, False
+        try:
+            try:
+                yield
+            except BaseException:
+                if self._has_begun:
+                    self.trouble = "the last load_checkpoint failed half-way, so the engine holds parts of two states"
+                raise
+            if note and self._load is not None and self._known_engine().global_rank == 0:
+                LOG.warning("%s: %s", self._load[0].name, note)
+            if self._has_begun:
+                self.went_to(self.loaded)
+        finally:
+            self._is_whole, self._load = True, None
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the content of *path*, or of what it points to."""
+        if path.endswith(_MODEL):
+            self.settle()  # loading changes masters without an update, so no gate would hold it
+            self._load = self._agreed(Path(path))
+            self._has_begun, self.loaded = True, None
+        if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
+            return self.real.load(path, map_location=map_location)
+        _, loaded = self._load
+        if path.endswith(_MODEL):
+            return loaded.model()
+        optimizer = loaded.optimizer()
+        self._load = None  # the optimizer's state is asked for last; now it is the engine's alone
+        self.loaded = loaded.composition
+        return optimizer
+
+    def whole_weights(self, path: Path) -> dict[str, Any] | None:
+        """Return all weights of the pointer *path*, the same on all ranks; None if it is no pointer."""
+        found = self._agreed(path)
+        if found is None:
+            return None
+        pointer, loaded = found
+        if self._load is not None and self._load[0] != pointer and self._known_engine().global_rank == 0:
+            LOG.warning(
+                "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names: "
+                "they are those of %s, all else is of %s",
+                pointer.name,
+                self._load[0].name,
+            )
+        exchange = Exchange()
+        try:
+            with exchange.together():
+                store = self._store_of(pointer)
+                with losses_told(store.rooms, loaded.composition):
+                    return whole_weights(store, loaded.composition)
+        finally:
+            exchange.close()
+
+    def _agreed(self, path: Path) -> tuple[Pointer, Loaded] | None:
+        """
+        Return the pointer *path* and what it leads to, the same on all ranks; None if it is no pointer.
+
+        Raises on every rank if one rank cannot load it, before the engine changes.
+        """
+        exchange = Exchange()
+        try:
+            with exchange.together():
+                pointer = read_pointer(path)
+                if pointer is not None:
+                    wait_for_saves(pointer.store_id, pointer.run)
+            with exchange.together():
+                found = self._found(path, pointer)
+            texts = exchange.texts("shards" if found is None else f"a pointer to {found[1].composition.commit}")
+            for rank, text in enumerate(texts):
+                if text != texts[0]:
+                    raise IntegrityError(
+                        f"the ranks cannot load {path.parent}: rank 0 finds {texts[0]} there, rank {rank} {text}",
+                        hint="does every host see the same folder? layerstore.transformers.checkpoint makes a new one",
+                    )
+        finally:
+            exchange.close()
+        return found
+
+    def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer, Loaded] | None:
+        if pointer is None:
+            return None
+        if self._load is not None and self._load[0] == pointer:
+            return self._load  # the loader reads its first file more than once
+        engine = self._known_engine()
+        if engine.loads_universal:
+            raise Unsupported(
+                f"{path.parent} holds pointers, and the engine loads universal checkpoints",
+                hint=f"{pointer.command}; then DeepSpeed's ds_to_universal.py makes one of FOLDER",
+            )
+        store = self._store_of(pointer)
+        composition = composition_of(store, pointer)
+        with losses_told(store.rooms, composition):
+            loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size)
+            notes = loaded.check_fits(engine, is_whole=self._is_whole)
+        for note in notes if engine.global_rank == 0 else ():
+            LOG.warning("%s: %s", pointer.name, note)
+        return pointer, loaded
+
+    def _known_engine(self) -> Engine:
+        return self._engine or Engine(engine_with(self))
+
+    def _store_of(self, pointer: Pointer) -> Store:
+        if self.saver is not None and self.saver.store.id == pointer.store_id:
+            return self.saver.store  # it may have been moved since the pointer was written
+        store = open_store(pointer.store)
+        if store.id != pointer.store_id:
+            raise Conflict(
+                f"the pointer leads to {pointer.name} of another store than {pointer.store} is now",
+                hint="attach a saver to the right store first",
+            )
+        return store
+
+    # -- the rest of the interface -------------------------------------------------------------------------------
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:  # DeepSpeed's signature
+        """Make a folder."""
+        self.real.makedirs(path, exist_ok=exist_ok)
+
+    def is_decoupled(self) -> bool:
+        """Tell DeepSpeed that it need not wait for saves."""
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        """Tell DeepSpeed that tensors need not be cloned before they are handed over."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def install_checkpoint_engine(engine: Engine, saver: AttachedSaver) -> StoreCheckpointEngine:
+    """Make *engine* save through *saver*; return its checkpoint engine, which may serve other savers already."""
+    found = engine.checkpoint_engine
+    made = found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
+    made.attach(saver, engine)
+    return made

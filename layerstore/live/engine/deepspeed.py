@@ -1,0 +1,444 @@
+"""
+Where layerstore meets DeepSpeed's engine: all uses of DeepSpeed's own names are in this file.
+
+docs/reference/support.md lists the versions of DeepSpeed that were tried.
+"""
+
+import copy
+import functools
+import gc
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.live.scratch import put, scratch
+from layerstore.zero3 import read_latest
+
+if TYPE_CHECKING:
+    import torch
+
+# What DeepSpeed puts into a rank's model_states; all other keys are the user's client_state.
+_ENGINE_KEYS = """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+    data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size
+    mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version ds_autoep_layers autoep_layers
+    universal_checkpoint_info folding
+"""
+ENGINE_KEYS = frozenset(_ENGINE_KEYS.split())
+
+_MODULE_ONLY = (
+    "under ZeRO stage 3 DeepSpeed's load_module_only=True loads buffers and frozen weights, and none that is trained; "
+    "load_optimizer_states=False loads them all"
+)
+
+# The folder that the engine is told to save to; nothing is ever written there.
+FOLDER = Path("live")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStates:
+    """What the engine would write to one rank's two files. The tensors are the engine's own, not copies."""
+
+    model: dict[str, Any]
+    model_path: Path
+    optimizer: dict[str, Any]
+    optimizer_path: Path
+
+
+class LoadHandler(Protocol):
+    """A checkpoint engine that hears of its engine's loads."""
+
+    def loading(self, *, is_whole: bool, note: str) -> AbstractContextManager[None]:
+        """Surround one load; not *is_whole*: without the optimizer's state. *note* is logged if pointers are loaded."""
+
+    def whole_weights(self, path: Path) -> "dict[str, torch.Tensor] | None":
+        """Return all weights of the checkpoint with the ``model_states`` *path*; None if these are real shards."""
+
+
+class Engine:
+    """What layerstore uses of a DeepSpeed engine under ZeRO stage 3."""
+
+    def __init__(self, engine: Any) -> None:
+        """Raise InvalidInput if *engine* is no such engine, Unsupported if it keeps state out of reach."""
+        stage = getattr(engine, "zero_optimization_stage", None)
+        if not callable(stage) or not hasattr(engine, "checkpoint_engine"):
+            raise InvalidInput(
+                f"attach wants a DeepSpeed engine, found {type(engine).__name__}",
+                hint="pass what deepspeed.initialize returns first, or accelerator.prepare",
+            )
+        if stage() != 3:
+            raise Unsupported(
+                f"the engine trains under ZeRO stage {stage()}; only stage 3 is supported",
+                hint="set zero_optimization.stage to 3",
+            )
+        self.engine = engine
+        self._zero = engine.optimizer
+        swapped = engine.zero_offload_param()
+        self._swaps_parameters = swapped is not None and str(getattr(swapped, "device", "none")).endswith("nvme")
+        self._check_optimizer(engine.zero_offload_optimizer())
+        # Read once: when the process exits, the groups may be gone.
+        self.rank = _rank_in(self._zero.dp_process_group)
+        """This rank among those that share the optimizer's state."""
+
+    def _check_optimizer(self, offload: Any) -> None:
+        """Raise Unsupported if the optimizer keeps state where `states` does not find it."""
+        if offload is not None and str(getattr(offload, "device", "none")).endswith("nvme"):
+            raise Unsupported(
+                "the optimizer is offloaded to NVMe: its state is in files of its own",
+                hint="set offload_optimizer.device to 'cpu' or 'none'",
+            )
+        if offload is not None and getattr(offload, "ratio", 1.0) < 1.0:
+            raise Unsupported(
+                f"offload_optimizer.ratio is {offload.ratio} (Twin-Flow): DeepSpeed itself saves only a part of that",
+                hint="set offload_optimizer.ratio to 1",
+            )
+        if getattr(self._zero, "zenflow", False) or "ZenFlow" in type(self._zero).__name__:
+            raise Unsupported(
+                "the optimizer is under ZenFlow: a process beside the training updates its state at any time",
+                hint="train without zenflow to save while training",
+            )
+        if type(self._zero).__name__.startswith("SuperOffload"):
+            raise Unsupported(
+                "the optimizer is under SuperOffload: DeepSpeed itself saves only a part of its state",
+                hint="turn offload_optimizer.super_offload off",
+            )
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that share the optimizer's state."""
+        return int(self._zero.partition_count)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all processes."""
+        return int(self.engine.global_rank)
+
+    @property
+    def step(self) -> int:
+        """The engine's own step counter."""
+        return int(self.engine.global_steps)
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether no gradient has been accumulated for an update that is still to come."""
+        told = getattr(self.engine, "_is_gradient_accumulation_boundary", None)
+        if told is not None:
+            return bool(told)  # Accelerate counts batches itself and calls step() once an update
+        return int(self.engine.micro_steps) % int(self.engine.gradient_accumulation_steps()) == 0
+
+    @property
+    def device(self) -> "torch.device":
+        """The device that the engine computes on."""
+        import torch
+
+        return torch.device(self.engine.device)
+
+    @property
+    def ungated(self) -> str:
+        """Why updates cannot be made to wait for copies; empty if they can."""
+        inner = self._zero.optimizer
+        if "Muon" in type(inner).__name__ or getattr(self._zero, "use_muon", False):
+            return "Muon changes its momentum before the optimizer's step begins"
+        if not hasattr(inner, "register_step_pre_hook"):
+            return f"{type(inner).__name__} has no hook before its step"
+        return ""
+
+    @property
+    def loads_universal(self) -> bool:
+        """Whether the engine's config asks for universal checkpoints."""
+        return bool(self.engine.load_universal_checkpoint())
+
+    @property
+    def checkpoint_engine(self) -> Any:
+        """The checkpoint engine that saves and loads the engine's files."""
+        return self.engine.checkpoint_engine
+
+    def install(self, checkpoint_engine: LoadHandler) -> Callable[[], None]:
+        """Make the engine save and load with *checkpoint_engine*; return a function that undoes it."""
+        engine, before = self.engine, self.engine.checkpoint_engine
+        engine.checkpoint_engine = checkpoint_engine
+        # DeepSpeed's function copies frozen weights to the host at each save; we copy them once, in the background.
+        engine._get_param_fragment_func = _fragment
+        load, engine.load_checkpoint = vars(engine).get("load_checkpoint"), _announced(engine, checkpoint_engine)
+
+        def undo() -> None:
+            if engine.checkpoint_engine is checkpoint_engine:
+                engine.checkpoint_engine = before
+            vars(engine).pop("_get_param_fragment_func", None)
+            vars(engine).pop("load_checkpoint", None)
+            if load is not None:
+                engine.load_checkpoint = load
+
+        return undo
+
+    def before_update(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Call *action* before each update of the optimizer; return a function that ends it."""
+        if not hasattr(self._zero.optimizer, "register_step_pre_hook"):
+            return lambda: None  # `ungated` says so
+        handle = self._zero.optimizer.register_step_pre_hook(lambda *_: action())
+        remove: Callable[[], None] = handle.remove
+        return remove
+
+    def at_next_forward(self, action: Callable[[], None]) -> None:
+        """Call *action* once, before the next forward."""
+
+        def once(*_: object) -> None:
+            handle.remove()
+            action()
+
+        handle = self.engine.module.register_forward_pre_hook(once)
+
+    def states(self, tag: str, client_state: Mapping[str, object], *, exclude_frozen: bool) -> SavedStates:
+        """Return what ``engine.save_checkpoint`` would save now."""
+        import deepspeed
+
+        catcher = _Catcher()
+        engine, real = self.engine, self.engine.checkpoint_engine
+        engine.checkpoint_engine = catcher
+        try:
+            with self._settled():
+                engine._save_checkpoint(
+                    str(FOLDER), tag, client_state=dict(client_state), exclude_frozen_parameters=exclude_frozen
+                )
+            optimizer = {
+                "optimizer_state_dict": self._zero.state_dict(),
+                "ds_config": engine.config,
+                "ds_version": deepspeed.__version__,
+            }
+        finally:
+            engine.checkpoint_engine = real
+        self._ungather(catcher.state["module"])
+        return SavedStates(
+            model=catcher.state,
+            model_path=Path(engine._get_ckpt_name(str(FOLDER), tag)),
+            optimizer=optimizer,
+            optimizer_path=Path(engine._get_zero_ckpt_name(str(FOLDER), tag)),
+        )
+
+    def without_frozen(self, states: SavedStates) -> SavedStates:
+        """Return *states* as the engine makes them with ``exclude_frozen_parameters``."""
+        module = copy.copy(states.model["module"])  # keeps its order and torch's metadata
+        for name, parameter in self.engine.module.named_parameters():
+            if not parameter.requires_grad:
+                module.pop(name, None)
+        model = {**states.model, "module": module, "frozen_param_shapes": None, "frozen_param_fragments": None}
+        return replace(states, model=model)
+
+    @property
+    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each frozen parameter, by name."""
+        found = self.engine._get_zero_frozen_param_attributes(self.engine._get_param_shape_func)
+        return {name: tuple(shape) for name, shape in found.items()}
+
+    @property
+    def optimizer_file(self) -> Path:
+        """The name of the file that the engine would write this rank's optimizer state to."""
+        return Path(self.engine._get_zero_ckpt_name(str(FOLDER), "tag"))
+
+    def load(self, model: Callable[[], dict[str, Any]], optimizer: Callable[[], dict[str, Any]], *, tag: str) -> None:
+        """Make the engine load what *model* and *optimizer* return, as if it were in its two files."""
+        engine, real = self.engine, self.engine.checkpoint_engine
+        has_frozen = model().get("frozen_param_fragments") is not None
+        has_schedule = model().get("lr_scheduler") is not None
+        with scratch() as folder:
+            # The loader checks that its files exist before it reads them.
+            put(Path(engine._get_ckpt_name(str(folder), tag)))
+            put(Path(engine._get_zero_ckpt_name(str(folder), tag)))
+            engine.checkpoint_engine = _Giver(model, optimizer)
+            try:
+                path, _ = engine.load_checkpoint(
+                    str(folder), tag=tag, load_module_strict=has_frozen, load_lr_scheduler_states=has_schedule
+                )
+            finally:
+                engine.checkpoint_engine = real
+        if path is None:
+            raise Unsupported("DeepSpeed did not load what it was given", hint="which version of DeepSpeed is it?")
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """
+        Partition all parameters, as the engine's own save does, if their slices could be on NVMe otherwise.
+
+        In all other cases the slices are in memory, gathered or not. Partitioning and gathering the persistent
+        parameters takes one collective each, which would be most of the time of a save.
+        """
+        if not self._swaps_parameters:
+            yield
+            return
+        if self.engine._optimizer_has_ckpt_event_prologue():
+            self._zero.checkpoint_event_prologue()
+        yield
+        if self.engine._optimizer_has_ckpt_event_epilogue():
+            self._zero.checkpoint_event_epilogue()
+
+    def _ungather(self, module: dict[str, Any]) -> None:
+        """Replace gathered parameters in *module* by empty tensors, as partitioned ones have there."""
+        gathered = {
+            _place(parameter): parameter.new_empty(0)
+            for parameter in self.engine.module.parameters()
+            if hasattr(parameter, "ds_id") and tuple(parameter.shape) != (0,)
+        }
+        for name, value in module.items() if gathered else ():
+            if hasattr(value, "untyped_storage"):
+                module[name] = gathered.get(_place(value), value)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of this rank's masters and moments; Adam's moments are assumed until the optimizer has any."""
+        masters = sum(flat.numel() * flat.element_size() for flat in self._zero.fp32_partitioned_groups_flat)
+        kept = self._zero.optimizer.state.values()
+        moments = sum(of.numel() * of.element_size() for state in kept for of in state.values() if hasattr(of, "numel"))
+        return int(masters + (moments or 2 * masters))
+
+    @property
+    def ranks_here(self) -> int:
+        """The number of ranks on this host."""
+        return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+    @property
+    def scripts(self) -> list[Path]:
+        """The scripts that DeepSpeed puts beside its shards."""
+        import deepspeed
+
+        folder = Path(os.path.dirname(deepspeed.__file__), "utils")  # noqa: PTH120  # as DeepSpeed finds them
+        return [path for name in ("zero_to_fp32.py", "zero_to_torch.py") if (path := folder / name).is_file()]
+
+
+def _announced(engine: Any, own: LoadHandler) -> Callable[..., Any]:
+    """Return *engine*'s ``load_checkpoint``, wrapped so that *own* hears of each load."""
+    load = engine.load_checkpoint
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_checkpoint(*arguments: Any, **named: Any) -> Any:
+        if engine.checkpoint_engine is not own:
+            return load(*arguments, **named)
+        asked = signature.bind(*arguments, **named).arguments
+        has_optimizer = bool(asked.get("load_optimizer_states", True))
+        is_module_only = bool(asked.get("load_module_only", False))
+        note = _MODULE_ONLY if is_module_only and has_optimizer else ""
+        with own.loading(is_whole=has_optimizer and not is_module_only, note=note), _asking(engine, own):
+            return load(*arguments, **named)
+
+    return load_checkpoint
+
+
+@contextmanager
+def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
+    """
+    Ask *own* for whole weights while *engine* loads.
+
+    Without the optimizer's states DeepSpeed assembles the masters from all ranks' files, with a function that reads
+    the files itself. That function is replaced in the engine's module during the load.
+    """
+    from deepspeed.runtime import engine as module
+
+    real = module.get_fp32_state_dict_from_zero_checkpoint
+
+    def weights(folder: str, tag: str | None = None, *arguments: Any, **named: Any) -> Any:
+        with suppress(SourceCheckpoint):
+            tag = tag or read_latest(Path(folder))
+        # Also if this rank finds no tag: the other ranks may have one, and this is collective.
+        found = own.whole_weights(Path(engine._get_ckpt_name(folder, tag or "")))
+        return real(folder, tag, *arguments, **named) if found is None else found
+
+    module.get_fp32_state_dict_from_zero_checkpoint = weights
+    try:
+        yield
+    finally:
+        module.get_fp32_state_dict_from_zero_checkpoint = real
+
+
+def engine_of(model: Any) -> Any:
+    """Return the engine that trains *model*: trainers hand the bare model to callbacks, which does not know it."""
+    return _engine_where(lambda engine: engine.module is model)
+
+
+def engine_with(checkpoint_engine: Any) -> Any:
+    """Return the engine that saves and loads with *checkpoint_engine*, which is not told its engine."""
+    return _engine_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine)
+
+
+def _engine_where(is_it: Callable[[Any], bool]) -> Any:
+    from deepspeed import DeepSpeedEngine
+
+    found = [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine) and is_it(each)]
+    if not found:
+        raise InvalidInput(
+            "the Trainer does not train under DeepSpeed", hint="pass TrainingArguments(deepspeed=CONFIG) with stage 3"
+        )
+    return found[-1]
+
+
+def engines_are_made_with(wrapper: Callable[[Any], Any]) -> None:
+    """
+    Wrap the checkpoint engine of each new engine with *wrapper* from now on.
+
+    DeepSpeed's config has no key for this, so its factory function is replaced.
+    """
+    from deepspeed.runtime import engine
+
+    make = getattr(engine, "create_checkpoint_engine", None)
+    if make is None:
+        raise Unsupported(
+            f"DeepSpeed {getattr(engine, 'version', '')} is too old for a Trainer's own resume from pointers",
+            hint="use DeepSpeed 0.17.1 or newer",
+        )
+    if getattr(make, "wrapper", None) is wrapper:
+        return
+
+    @functools.wraps(make)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return wrapper(make(*arguments, **named))
+
+    wrapped.wrapper = wrapper  # type: ignore[attr-defined]
+    engine.create_checkpoint_engine = wrapped
+
+
+def _rank_in(group: Any) -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_rank(group=group))
+
+
+class _Catcher:
+    """A checkpoint engine that keeps the state instead of writing it."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Keep *state_dict*."""
+        self.state = state_dict
+
+    def preserves_storage_sharing(self) -> bool:
+        """Tell that tensors need not be cloned."""
+        return False
+
+
+class _Giver(_Catcher):
+    """A checkpoint engine that returns states instead of reading files."""
+
+    def __init__(self, model: Callable[[], dict[str, Any]], optimizer: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._model = model
+        self._optimizer = optimizer
+
+    def load(self, path: str, map_location: object = None) -> dict[str, Any]:
+        """Return what belongs under *path*."""
+        return self._model() if path.endswith("model_states.pt") else self._optimizer()
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    """Return a key for the memory of *tensor*."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def _fragment(parameter: Any) -> "torch.Tensor":
+    held: torch.Tensor = (parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter).detach()
+    return held

@@ -1,0 +1,222 @@
+"""
+Live objects -> an inert tree: what reading a ``.pt`` file that ``torch.save`` wrote of them would return.
+
+Nothing is written and no tensor is copied: storages point at the memory that holds their bytes.
+"""
+
+from collections import OrderedDict
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any, cast
+
+from layerstore.dtypes import by_torch_name, knows_torch_name
+from layerstore.errors import Unsupported
+from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.zero3.pt import INERT, VALUES
+
+if TYPE_CHECKING:
+    import torch
+
+_PROTOCOL = 2
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+class NotPlain(Exception):
+    """A value that no tree can hold: neither plain, nor a tensor, nor numpy's."""
+
+    def __init__(self, where: str, value: object, trait: str = "") -> None:
+        """*trait* says what is wrong with a value of an acceptable class."""
+        kind = type(value)
+        self.where = where
+        self.kind = f"{kind.__module__}.{kind.__qualname__}{trait}"
+        super().__init__(f"{where or 'it'} is a {self.kind}")
+
+
+class Memory:
+    """The storages that trees point at, and where each one's bytes are now."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._storages: dict[int, Storage] = {}
+        self._held: dict[Path, torch.UntypedStorage] = {}
+        self._marks: dict[Path, tuple[int, int]] = {}
+
+    def storage(self, tensor: "torch.Tensor") -> Storage:
+        """Return the node of *tensor*'s storage, always the same one."""
+        untyped = tensor.untyped_storage()
+        dtype = by_torch_name(_dtype_name(tensor))
+        known = self._storages.get(untyped._cdata)
+        if known is not None:
+            if known.dtype != dtype.code:
+                raise Unsupported(f"one storage of {self._name} is viewed as {known.dtype} and as {dtype.code}")
+            return known
+        place = Path(self._name, str(len(self._storages)))
+        node = Storage(
+            dtype=dtype.code,
+            elements=untyped.nbytes() // dtype.bytes,
+            device=str(untyped.device),
+            content=Located(path=place, offset_bytes=0, size_bytes=untyped.nbytes(), crc32=0),
+        )
+        self._storages[untyped._cdata] = node
+        self._held[place] = untyped  # while it is held, no other storage gets its address
+        # torch counts changes in place; inference tensors have no count.
+        self._marks[place] = untyped.data_ptr(), 0 if tensor.is_inference() else tensor._version
+        return node
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """Every storage, in order of first use."""
+        return tuple(self._storages.values())
+
+    def bytes_of(self, path: Path) -> "torch.Tensor":
+        """Return the bytes at *path* as they are now, not copied."""
+        import torch
+
+        untyped = self._held[path]
+        return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+
+    def mark_of(self, path: Path) -> tuple[int, int]:
+        """Return the address of *path* and torch's count of its changes, as of when its node was made."""
+        return self._marks[path]
+
+    def put(self, name: str, data: bytes) -> Path:
+        """Add *data*; return its path."""
+        import torch
+
+        place = Path(self._name, "files", name)
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        self._held[place] = held.untyped_storage()
+        return place
+
+    def keep_copy(self, path: Path) -> None:
+        """Replace the memory at *path* by a copy on the host that nothing else changes."""
+        copy = self.bytes_of(path).to("cpu", copy=True)
+        self._held[path] = copy.untyped_storage()
+
+    def copied(self, path: Path) -> bytes:
+        """Return a copy of the bytes at *path*."""
+        return bytes(self.bytes_of(path).cpu().numpy().data)
+
+    def drop(self, path: Path) -> None:
+        """Release the memory at *path*."""
+        self._held.pop(path, None)
+
+    def holds(self, path: Path) -> bool:
+        """Whether *path* is in this memory."""
+        return path in self._held
+
+
+def inert(value: object, memory: Memory, *, where: str = "") -> Tree:  # noqa: PLR0911  # one line a type
+    """
+    Return the tree of *value*, whose tensors stay in *memory*.
+
+    Raises:
+        NotPlain: It holds an object of a class that no checkpoint may name.
+    """
+    import torch
+
+    kind = type(value)
+    if kind in _PLAIN:
+        return cast(Tree, value)
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, memory, where)
+    if kind is dict:
+        return _pairs(value, memory, where)
+    if kind is OrderedDict:
+        attributes = _pairs(vars(value), memory, where) if vars(value) else None
+        return OrderedMap(_pairs(value, memory, where), attributes)
+    if kind is list:
+        return [inert(item, memory, where=f"{where}[{at}]") for at, item in enumerate(cast("list[object]", value))]
+    if kind is torch.Size:
+        return Size(cast("tuple[int, ...]", value))
+    if kind is tuple:
+        items = cast("tuple[object, ...]", value)
+        return tuple(inert(item, memory, where=f"{where}[{at}]") for at, item in enumerate(items))
+    if kind is set:
+        return {inert(item, memory, where=where) for item in cast("set[object]", value)}
+    if kind is torch.dtype:
+        return Global(str(value))
+    return _object(value, memory, where)
+
+
+def _pairs(value: object, memory: Memory, where: str) -> dict[Tree, Tree]:
+    items = cast("dict[object, object]", value).items()
+    return {
+        inert(key, memory, where=where): inert(item, memory, where=f"{where}.{key}" if where else str(key))
+        for key, item in items
+    }
+
+
+def _tensor(value: "torch.Tensor", memory: Memory, where: str) -> Tensor:
+    import torch
+
+    is_parameter = type(value) is torch.nn.Parameter
+    if not (is_parameter or type(value) is torch.Tensor):
+        raise NotPlain(where, value)
+    if trait := _strange_trait(value):
+        raise NotPlain(where, value, trait)
+    attributes = vars(value)
+    return Tensor(
+        storage=memory.storage(value),
+        offset=int(value.storage_offset()),
+        shape=Size(value.shape),
+        stride=tuple(value.stride()),
+        requires_grad=value.requires_grad,
+        attributes=_pairs(attributes, memory, where) if attributes else None,
+        is_parameter=is_parameter,
+    )
+
+
+def _strange_trait(value: "torch.Tensor") -> str:
+    """Return what about a tensor no tree can express; empty if nothing."""
+    import torch
+
+    if value.device.type == "meta":
+        return " on the meta device"
+    if value.layout is not torch.strided or value.is_quantized:
+        return f" of {value.dtype} in layout {value.layout}"
+    if value.is_conj() or value.is_neg():
+        return " that is conjugated or negated lazily"
+    return "" if knows_torch_name(_dtype_name(value)) else f" of {value.dtype}"
+
+
+def _dtype_name(value: "torch.Tensor") -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _object(value: object, memory: Memory, where: str) -> Tree:
+    """Take apart an object of a class that checkpoints may name, as pickling would."""
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        raise NotPlain(where, value)
+    name = _name_of(type(value))
+    if name not in INERT and not name.startswith("numpy."):
+        raise NotPlain(where, value)
+    if isinstance(value, complex):
+        return Inert(name=name, arguments=(value.real, value.imag))
+    call, arguments, *rest = cast("tuple[Any, ...]", value.__reduce_ex__(_PROTOCOL))
+    state, listed, mapped = (*rest, None, None, None)[:3]
+    made_by_new = call.__name__ == "__newobj__"
+    called, arguments = (arguments[0], arguments[1:]) if made_by_new else (call, arguments)
+    called_name = _name_of(called)
+    if called_name not in INERT:
+        raise NotPlain(where, value)
+    return Inert(
+        name=called_name,
+        arguments=tuple(_argument(item, memory, where) for item in arguments),
+        made_by_new=made_by_new,
+        state=None if state is None else inert(state, memory, where=where),
+        has_state=state is not None,
+        appended=[inert(item, memory, where=where) for item in listed or ()],
+        items={inert(key, memory): inert(item, memory, where=where) for key, item in mapped or ()},
+    )
+
+
+def _argument(value: object, memory: Memory, where: str) -> Tree:
+    if isinstance(value, type) and _name_of(value) in VALUES:
+        return Global(_name_of(value))
+    return inert(value, memory, where=where)
+
+
+def _name_of(named: object) -> str:
+    module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
+    return f"{module}.{name}"

@@ -1,0 +1,280 @@
+"""
+What one rank loads of a composite, as live objects, and whether that fits the engine.
+
+All is checked before the engine's loader changes anything: DeepSpeed's loader would notice a mismatch late, with half
+of the engine filled, or never, since it copies as many flat buffers as both sides have.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Self
+
+from layerstore.composite import Composite
+from layerstore.dtypes import by_code
+from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.live.engine.deepspeed import Engine, SavedStates
+from layerstore.live.engine.revive import bytes_of, empty, revive
+from layerstore.ops.composition import Composition
+from layerstore.ops.loading import RankLoad, plan_load
+from layerstore.ops.ranks import AdamStep
+from layerstore.ops.tensors import Tensors
+from layerstore.store import Store
+from layerstore.tree import Storage, Tree
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+
+_MODEL_HINT = "resume into the model that was saved"
+_GROUPS_HINT = "build the optimizer's param groups as they were, and keep sub_group_size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """One rank's two files of a composite, as live objects that are made when first asked for."""
+
+    composition: Composition
+    load: RankLoad
+    _model: "_Revived"
+    _optimizer: "_Revived"
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        composition: Composition,
+        *,
+        rank: int,
+        world_size: int,
+        adam_step: AdamStep = "unify",
+    ) -> Self:
+        """Plan what *rank* of *world_size* loads."""
+        load = plan_load(store.rooms, composition, rank=rank, world_size=world_size, adam_step=adam_step)
+        return cls(
+            composition=composition,
+            load=load,
+            _model=_Revived(load, load.state.model.tree),
+            _optimizer=_Revived(load, load.state.optimizer.tree),
+        )
+
+    def model(self) -> dict[str, Any]:
+        """Return the content of ``model_states``."""
+        return self._model.get()
+
+    def optimizer(self) -> dict[str, Any]:
+        """Return the content of ``optim_states``."""
+        return self._optimizer.get()
+
+    def check_fits(self, engine: Engine, *, is_whole: bool = True) -> tuple[str, ...]:
+        """
+        Read and verify all that is loaded, and compare it with *engine*; return what does not carry over.
+
+        Not *is_whole*: the optimizer's state is not loaded, and need not fit.
+
+        Raises:
+            InvalidInput: Gradients are being accumulated for an update that is still to come.
+            LayoutMismatch: It is of another model, another optimizer or another precision.
+            IntegrityError: Part of it is damaged.
+        """
+        if not engine.is_at_boundary:
+            raise InvalidInput(
+                "gradients are being accumulated for an update that is still to come: they are not the checkpoint's",
+                hint="resume after engine.step() at the end of an accumulation, best before training",
+            )
+        notes = (*self.load.notes, *_age_notes(self.composition))
+        if not is_whole:
+            self.model()
+            return notes
+        states = engine.states("resumed", {}, exclude_frozen=True)
+        self._check_precision(engine.optimizer_file.name)
+        check_fits(self.model(), self.optimizer(), states, frozen=engine.frozen_shapes)
+        return (*notes, *schedule_notes(self.model(), states))
+
+    def _check_precision(self, name: str) -> None:
+        """Raise LayoutMismatch unless *name*, the engine's own optimizer file, is of the same precision."""
+        saved = PurePosixPath(self.load.state.optimizer.path).name.startswith("bf16_")
+        wanted = name.startswith("bf16_")
+        if saved != wanted:
+            words = {True: "with", False: "without"}
+            raise LayoutMismatch(
+                f"the checkpoint was saved {words[saved]} bf16, the engine trains {words[wanted]} it",
+                hint="train in the same precision",
+            )
+
+
+class _Revived:
+    """One of the two trees; its live objects are made once."""
+
+    def __init__(self, load: RankLoad, tree: Tree) -> None:
+        self._load = load
+        self._tree = tree
+        self._made: dict[str, Any] | None = None
+
+    def get(self) -> dict[str, Any]:
+        """Return the live objects in a new dict; the tensors have memory of their own."""
+        if self._made is None:
+            self._made = revive(self._tree, self._fill)
+        return dict(self._made)
+
+    def _fill(self, storage: Storage) -> Any:
+        made = empty(storage)
+        if storage.elements:
+            self._load.fill(storage, bytes_of(made))
+        return made
+
+
+def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Tensor]":
+    """
+    Return the masters, frozen weights and buffers of *composition* by name, each whole; all is verified.
+
+    They are what DeepSpeed's ``zero_to_fp32`` makes of its shards, in the same order: its loader fills an engine from
+    these when the optimizer's state is not asked for. Buffers are rank 0's, floating-point ones as float32.
+    """
+    composite = Composite(store.rooms, composition)
+    masters, frozen = composite.tensors("master"), composite.tensors("weights")
+    model = Loaded.of(store, composition, rank=0, world_size=composition.base.world_size).model()
+    found = {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in model["module"].items()
+        if name in model["buffer_names"]
+    }
+    for name, shape in (model["frozen_param_shapes"] or {}).items():
+        # A parameter without elements is not stored.
+        found[name] = (
+            _tensor(frozen, name) if name in frozen else model["frozen_param_fragments"][name].new_empty(shape)
+        )
+    found |= {name: _tensor(masters, name) for group in model["param_shapes"] for name in group}
+    found |= {alias: found[name] for alias, name in model["shared_params"].items() if name in found}
+    return found
+
+
+def _tensor(tensors: Tensors, name: str) -> "torch.Tensor":
+    import torch
+
+    made = torch.empty(tensors.shape(name), dtype=getattr(torch, by_code(tensors.dtype(name)).torch_name))
+    target, offset = bytes_of(made.view(-1)), 0
+    for part in tensors.parts(name):
+        target[offset : offset + part.nbytes] = part.data.cast("B")
+        offset += part.nbytes
+    return made
+
+
+def _age_notes(composition: Composition) -> tuple[str, ...]:
+    """Say which layers are older than the commit: such a mixture is no state that training ever had."""
+    base = composition.base
+    older = [entry for entry in composition.layers if not entry.saved_by(base)]
+    if not older:
+        return ()
+    oldest = min(older, key=lambda entry: entry.origin.step)
+    return (
+        f"{len(older)} of {len(composition.layers)} layers are older than {base.run}@{base.step}, "
+        f"the oldest is {oldest.layer} of {oldest.origin.run}@{oldest.origin.step}",
+    )
+
+
+# -- comparing a checkpoint with an engine ---------------------------------------------------------------------------
+
+
+def check_fits(
+    model: Mapping[str, Any], optimizer: Mapping[str, Any], states: SavedStates, *, frozen: Mapping[str, Shape]
+) -> None:
+    """
+    Compare a checkpoint's *model* and *optimizer* states with the engine's own *states*.
+
+    *frozen* are the shapes of the engine's frozen parameters, which *states* leave out.
+
+    Raises:
+        LayoutMismatch: Parameters, buffers, types or the optimizer's groups differ.
+    """
+    _check_model(model, states.model, frozen)
+    _check_optimizer(optimizer["optimizer_state_dict"], states.optimizer["optimizer_state_dict"])
+    if [list(group) for group in model["param_shapes"]] != [list(group) for group in states.model["param_shapes"]]:
+        raise LayoutMismatch(
+            "the checkpoint's parameters are in other sub-groups than the engine's, or in another order",
+            hint=_GROUPS_HINT,
+        )
+
+
+def schedule_notes(model: Mapping[str, Any], states: SavedStates) -> tuple[str, ...]:
+    """Say whether a learning rate schedule does not carry over."""
+    saved, own = (of.get("lr_scheduler") is not None for of in (model, states.model))
+    if saved and not own:
+        return ("the engine has no learning rate schedule: the checkpoint's is left out",)
+    if own and not saved:
+        return ("the checkpoint has no learning rate schedule: the engine's begins anew",)
+    return ()
+
+
+def _check_model(model: Mapping[str, Any], engines: Mapping[str, Any], frozen: Mapping[str, Shape]) -> None:
+    saved_frozen = model.get("frozen_param_shapes")
+    saved_shapes, own_shapes = _trained_shapes(model), _trained_shapes(engines)
+    if saved_frozen is not None:  # otherwise they were not saved, and the engine keeps its own
+        _compare_shapes("parameter", saved_shapes | _plain(saved_frozen), own_shapes | dict(frozen))
+    _compare_shapes("trained parameter", saved_shapes, own_shapes)
+    _compare_shapes("buffer", _buffer_shapes(model), _buffer_shapes(engines))
+    saved, own = model["module"], engines["module"]
+    for name in own_shapes:
+        if name in saved and name in own:
+            _compare_dtypes(name, saved[name], own[name])
+
+
+def _check_optimizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    groups, own_groups = _sub_group_counts(saved), _sub_group_counts(own)
+    if len(groups) != len(own_groups):
+        raise LayoutMismatch(
+            f"the checkpoint has {len(groups)} param groups, the engine's optimizer has {len(own_groups)}",
+            hint=_GROUPS_HINT,
+        )
+    flats, own_flats = saved["fp32_flat_groups"], own["fp32_flat_groups"]
+    if groups != own_groups or [flat.numel() for flat in flats] != [flat.numel() for flat in own_flats]:
+        raise LayoutMismatch(
+            f"the checkpoint has {len(flats)} sub-groups, the engine's optimizer {len(own_flats)}, or of other sizes",
+            hint=_GROUPS_HINT,
+        )
+    for one, other in zip(flats, own_flats, strict=True):
+        _compare_dtypes("the masters", one, other)
+
+
+def _compare_dtypes(what: str, saved: Any, own: Any) -> None:
+    if saved.dtype != own.dtype:
+        words = [str(tensor.dtype).removeprefix("torch.") for tensor in (saved, own)]
+        raise LayoutMismatch(
+            f"{what} in the checkpoint: {words[0]}; in the engine: {words[1]}", hint="train in the same precision"
+        )
+
+
+def _compare_shapes(what: str, saved: Mapping[str, Shape], own: Mapping[str, Shape]) -> None:
+    missing = [name for name in own if name not in saved]
+    surplus = [name for name in saved if name not in own]
+    different = [name for name in own if saved.get(name, own[name]) != own[name]]
+    names = missing or surplus or different
+    if not names:
+        return
+    first, more = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
+    if missing:
+        fate = "in the engine and not in the checkpoint"
+    elif surplus:
+        fate = "in the checkpoint and not in the engine"
+    else:
+        fate = f"of shape {list(saved[first])} in the checkpoint and of {list(own[first])} in the engine"
+    raise LayoutMismatch(f"{what} {first}{more}: {fate}", hint=_MODEL_HINT)
+
+
+def _trained_shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: shape for group in model["param_shapes"] for name, shape in _plain(group).items()}
+
+
+def _plain(shapes: Mapping[str, Iterable[int]]) -> dict[str, Shape]:
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _buffer_shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
+    module = model["module"]
+    return {name: tuple(module[name].shape) for name in model["buffer_names"] if name in module}
+
+
+def _sub_group_counts(states: Mapping[str, Any]) -> list[int]:
+    """Return the number of sub-groups of each param group."""
+    return [len(group["params"]) for group in states["optimizer_state_dict"]["param_groups"]]

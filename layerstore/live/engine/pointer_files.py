@@ -1,0 +1,199 @@
+"""
+Pointer files: what a checkpoint folder holds instead of shards when its state is in a store.
+
+Saves write them, loads follow them, and `checkpoint` makes a folder of them for any commit, so that
+``trainer.train(resume_from_checkpoint=…)``, which wants a folder, takes a reference.
+"""
+
+import os
+import secrets
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from layerstore.errors import Conflict, IntegrityError, NotFound
+from layerstore.format.canonical import Plain
+from layerstore.format.fields import from_plain, to_plain
+from layerstore.history.attempt_locks import saved_now
+from layerstore.history.references import Resolved, reference_to
+from layerstore.layers import parse_reference
+from layerstore.live.log import LOG
+from layerstore.live.ranks import Exchange
+from layerstore.live.scratch import lasting_scratch
+from layerstore.model import LayerEntry
+from layerstore.ops.composition import Composition, compose_latest
+from layerstore.ops.loading import content_of
+from layerstore.ops.ranks import Ranks, plan_composite
+from layerstore.policy import Policy
+from layerstore.storage.files import Files
+from layerstore.storage.runview import RunView
+from layerstore.store import Store, StrPath, as_store
+from layerstore.tree import Tree
+from layerstore.zero3 import LATEST, TRAINER_STATE, Pointer, pointer_bytes
+
+
+def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:
+    """Make *path* a pointer file."""
+    _write(files, path, pointer_bytes(pointer, stem=path.stem))
+
+
+def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Pointer:
+    """Return the pointer to *composition*, whose base is the pin *pin* if that is given."""
+    base = composition.base
+    is_mixture = pin is None and composition.policy != "latest"
+    return Pointer(
+        store=str(store.path),
+        store_id=store.id,
+        name=pin or reference_to(store.rooms, base),
+        run=base.run,
+        attempt=base.attempt,
+        step=base.step,
+        is_pin=pin is not None,
+        policy=composition.policy,
+        layers=[cast(Tree, to_plain(entry)) for entry in composition.layers] if is_mixture else None,
+    )
+
+
+def composition_of(store: Store, pointer: Pointer) -> Composition:
+    """
+    Return what *pointer* leads to.
+
+    Raises:
+        NotFound: *store* does not have it.
+    """
+    composition = compose_latest(_resolved(store, pointer))
+    if pointer.layers is None:
+        return composition
+    what = f"the pointer to {pointer.name}"
+    if not isinstance(pointer.layers, list):
+        raise IntegrityError(f"{what} is in a form that is not known", hint="make it again")
+    layers = tuple(from_plain(LayerEntry, cast(Plain, each), what=what) for each in pointer.layers)
+    return replace(composition, layers=layers, policy=pointer.policy)
+
+
+def _resolved(store: Store, pointer: Pointer) -> Resolved:
+    rooms = store.rooms
+    if pointer.is_pin:
+        return Resolved.of_pin(rooms.records.read_pin(pointer.name))
+    view = rooms.catalog.find(pointer.run)
+    own = [] if view is None else view.of_attempt(pointer.attempt)
+    row = next((row for row in own if row.step == pointer.step), None)
+    if row is None:
+        raise NotFound(
+            f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
+            hint=_newest_instead(store, view, pointer),
+        )
+    return Resolved.of_commit(rooms.catalog.commit(row.name))
+
+
+def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str:
+    """Return the hint for a pointer to nothing: usually the job was killed before the save was complete."""
+    if saved_now(store.rooms, pointer.run, [pointer.attempt]):
+        return f"a job still saves attempt {pointer.attempt}: that save is not complete yet, or it failed; try again"
+    if view is None or not view.visible:
+        return f"its save was not complete when the job ended, or it was removed; {pointer.run} has no other"
+    newest = f"{pointer.run}@{next(view.history(view.attempts[-1])).step}"
+    return (
+        f"its save was not complete when the job ended, or it was removed; {newest} is there: "
+        f'layerstore.transformers.checkpoint("{pointer.store}", "{newest}")'
+    )
+
+
+# -- a folder of pointers for a Trainer ------------------------------------------------------------------------------
+
+
+def checkpoint(
+    store: Store | StrPath,
+    ref: str,
+    *,
+    folder: StrPath | None = None,
+    policy: str | Policy = "latest",
+) -> str | None:
+    """
+    Return a folder that ``resume_from_checkpoint`` takes, for the commit *ref*: ``RUN@STEP``, ``RUN`` or a pin.
+
+    None if *ref* is a run that has no commit yet: so one script serves the first launch and every later one.
+    Every rank calls it. The folder is for as many ranks as there are now, whatever number has saved. It is *folder*,
+    or one of this process alone that is removed at its end. *policy* says which version of each layer is taken.
+
+    Raises:
+        NotFound: There is no such commit, or no Trainer has saved it.
+    """
+    import torch.distributed as dist
+
+    exchange = Exchange() if dist.is_initialized() else None
+    together = nullcontext if exchange is None else exchange.together
+    try:
+        with together():
+            opened = as_store(store)
+            found = _found(opened, ref, policy)
+        if exchange is not None and not exchange.is_same("" if found is None else found[0].commit):
+            raise Conflict("the ranks see different commits", hint="name the step; is somebody else still saving?")
+        with together():
+            return None if found is None else _written(opened, *found, folder)
+    finally:
+        if exchange is not None:
+            exchange.close()
+
+
+def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:
+    """Return the composite that *ref* means and a pointer to it; None if *ref* is a run that has no commit yet."""
+    rooms = store.rooms
+    reference = parse_reference(ref)
+    is_pin = reference.name in rooms.records.pin_names()
+    if not is_pin and reference.step is None and not reference.back:
+        view = rooms.catalog.find(reference.name)
+        if view is None or not view.rows:
+            LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
+            return None
+    composition = store.compose(ref, policy=policy).composition
+    return composition, pointer_to(store, composition, pin=reference.name if is_pin and policy == "latest" else None)
+
+
+def _written(store: Store, composition: Composition, pointer: Pointer, folder: StrPath | None) -> str:
+    """Write this rank's folder; return its path."""
+    rooms, layout = store.rooms, composition.base.layout
+    ranks = plan_composite(rooms, composition, world_size=_world_size(), adam_step="unify").ranks
+    for note in ranks.notes:
+        LOG.warning("%s: %s", pointer.name, note)
+    target = lasting_scratch() if folder is None else Path(folder)
+    if not _write_files(store, ranks, target, tag=layout.tag):
+        raise NotFound(
+            f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
+            hint="fill the engine with layerstore.resume(engine, store, run=…)",
+        )
+    # A Trainer looks for folders of this name only.
+    tag = layout.tag if layout.tag.startswith("global_step") else f"global_step{composition.base.step}"
+    for rank in range(ranks.world_size):
+        state = ranks.state(rank)
+        for path in (state.model.path, state.optimizer.path):
+            write_pointer(rooms.files, target / tag / Path(path).name, pointer)
+    _write(rooms.files, target / LATEST, tag.encode())
+    return str(target)
+
+
+def _write_files(store: Store, ranks: Ranks, folder: Path, *, tag: str) -> bool:
+    """Write the small files beside the shards; return whether a Trainer can resume from them."""
+    names = set()
+    for state in ranks.states():
+        for file in state.files:
+            if not file.path.startswith(f"{tag}/"):
+                _write(store.rooms.files, folder / file.path, content_of(store.rooms, file.content))
+                names.add(file.path)
+    return TRAINER_STATE in names
+
+
+def _write(files: Files, path: Path, data: bytes) -> None:
+    """Write *path* by a rename, so that it is never torn: other ranks may be writing the same file."""
+    files.make_directories(path.parent)
+    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    with files.create(partial) as file:
+        file.write_at(0, data)
+    files.rename(partial, path)
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return int(dist.get_world_size()) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,76 @@
+"""
+The random number generators of one rank: saved as a file beside its state, and restored when that rank resumes.
+
+The file has the Trainer's own form and name, so that a composed folder serves a Trainer as well.
+"""
+
+import random
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+from layerstore.live.engine.inert import Memory
+from layerstore.live.engine.revive import bytes_of, empty, revive
+from layerstore.live.scratch import put, scratch
+from layerstore.model import RankState
+from layerstore.publish.shares import KeptFile
+from layerstore.tree import Located, Storage
+from layerstore.zero3 import RANDOM_STATE, open_source
+from layerstore.zero3.pt import read_pt
+
+
+def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:
+    """Return the state of this process's generators as a file, whose bytes go to *memory*."""
+    import numpy as np
+    import torch
+
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # the legacy generator, which libraries use
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.random.get_rng_state()
+    data = BytesIO()
+    torch.save(states, data)
+    name = "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
+    return KeptFile(name=name, executable=False, place=memory.put(name, data.getvalue()), size_bytes=data.tell())
+
+
+def read_random_state(state: RankState, content_of: Callable[[Any], bytes]) -> dict[str, Any] | None:
+    """Return the generators' states in *state*; None if there are none."""
+    # Accelerate may have left a file of its own form, which Accelerate loads itself.
+    ours = (each for each in state.files if each.path.startswith("rng_state"))
+    file = next((each for each in ours if RANDOM_STATE.fullmatch(each.path)), None)
+    if file is None:
+        return None
+    with scratch() as folder:
+        path = put(folder / file.path, content_of(file.content))
+        states: dict[str, Any] = revive(read_pt(path).tree, _fill)
+    return states
+
+
+def _fill(storage: Storage) -> Any:
+    made = empty(storage)
+    located = storage.content
+    assert isinstance(located, Located), "trees that were just read point into their files"
+    with open_source(located.path) as source:
+        source.read_into(bytes_of(made), located.offset_bytes)
+    return made
+
+
+def set_random_state(states: dict[str, Any]) -> bool:
+    """Set this process's generators; False if CUDA's is in *states* and not here, or the other way round."""
+    import numpy as np
+    import torch
+
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+    cuda, is_cuda = states.get("cuda"), torch.cuda.is_available()
+    if cuda is not None and is_cuda:
+        if isinstance(cuda, list):
+            torch.cuda.random.set_rng_state_all(cuda)
+        else:
+            torch.cuda.random.set_rng_state(cuda)
+    return (cuda is not None) == is_cuda

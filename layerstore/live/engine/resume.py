@@ -1,0 +1,207 @@
+"""
+Resume: fill a live engine from the store, with no shards written to disk.
+
+The engine's own loader does it, fed from memory, so that persistent parameters, half-precision copies and all else that
+depends on the masters come out right. Which version of each layer is taken, a query says.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from layerstore.composite import Composite
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
+from layerstore.history.collected import losses_told
+from layerstore.history.place import Place, place_after, place_begun
+from layerstore.history.references import Resolved
+from layerstore.layers import check_name, parse_reference
+from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
+from layerstore.live.engine.load import Loaded
+from layerstore.live.engine.randomness import read_random_state, set_random_state
+from layerstore.live.engine.savers import wait_for_saves
+from layerstore.live.log import LOG
+from layerstore.live.ranks import Exchange
+from layerstore.ops.composition import Composition, as_resolved, compose_latest
+from layerstore.ops.ranks import AdamStep
+from layerstore.policy import Policy
+from layerstore.storage.runview import RunView
+from layerstore.store import Store, StrPath, as_store
+from layerstore.zero3 import TreeView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What an engine was filled with."""
+
+    run: str
+    step: int
+    """The trainer's step of the base commit."""
+    global_steps: int
+    """DeepSpeed's own counters."""
+    global_samples: int
+    skipped_steps: int
+    client_state: dict[str, Any]
+    """What was passed to ``save``."""
+    layers: dict[str, int]
+    """The step at which each layer's version was saved."""
+    random_state_restored: bool
+    notes: tuple[str, ...]
+    """What did not carry over."""
+
+
+def resume(
+    engine: Any,
+    store: Store | StrPath,
+    *,
+    run: str,
+    step: int | Literal["latest"] = "latest",
+    policy: str | Policy = "latest",
+    adam_step: AdamStep = "unify",
+    must_exist: bool = False,
+) -> Resumed | None:
+    """
+    Fill *engine* from run *run* of *store*, at the engine's own world size; None if the run has no commit yet.
+
+    Every rank calls it. A saver attached afterwards continues the newest attempt if this was its newest step, and
+    opens the next attempt if not. *policy* says which version of each layer is taken, seen from *step*.
+
+    Raises:
+        NotFound: There is no such step, or with *must_exist* no commit at all.
+        Conflict: *run* is the name of a pin.
+        LayoutMismatch: The layers are not this engine's.
+        InvalidInput: Gradients are being accumulated for an update that is still to come.
+    """
+    known = Engine(engine)
+    attached = known.checkpoint_engine if hasattr(known.checkpoint_engine, "went_to") else None
+    if attached is not None:
+        attached.settle()  # first: the step asked for may still be on its way
+    exchange = Exchange()
+    try:
+        with exchange.together():
+            opened = as_store(store)
+            wait_for_saves(opened.id, run)
+        with exchange.together():
+            composite = _composite(opened, run, step=step, policy=policy, must_exist=must_exist)
+        if not exchange.is_same("" if composite is None else composite.commit):
+            raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
+        if composite is None:
+            return None
+        resumed = _fill(known, opened, composite, adam_step, exchange)
+    finally:
+        exchange.close()
+    if attached is not None:
+        attached.went_to(composite.composition)
+    return resumed
+
+
+def check_run(store: Store, run: str) -> None:
+    """
+    Make sure that *run* can be a run's name.
+
+    Raises:
+        InvalidInput: It is a reference to a step, or no name at all.
+        Conflict: It is the name of a pin.
+    """
+    if not isinstance(run, str):
+        raise InvalidInput(f"the run is {run!r}", hint='name it: run="sft"')
+    reference = parse_reference(run) if {"@", "~"} & set(run) else None
+    if reference is not None:
+        step = "" if reference.step is None else f", step={reference.step}"
+        raise InvalidInput(
+            f"{run!r} is no run but a reference",
+            hint=f'run="{reference.name}"{step}; layerstore.transformers.checkpoint takes references',
+        )
+    check_name(run, what="the run's name")
+    if run in store.rooms.records.pin_names() and not store.rooms.records.names(run):
+        raise Conflict(
+            f"{run!r} is a pin; runs and pins share their names",
+            hint="name the run; layerstore.transformers.checkpoint takes a pin",
+        )
+
+
+def _composite(
+    store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
+) -> Composite | None:
+    check_run(store, run)
+    view = store.rooms.catalog.find(run)
+    if view is None or not view.rows:
+        if must_exist:
+            raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
+        if store.runs:
+            LOG.warning("run %r has no commit yet, training begins; runs here: %s", run, ", ".join(store.runs[:10]))
+        return None
+    return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
+
+
+def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
+    """Fill *engine* from *composite*. Whatever can fail fails on every rank, before the engine is changed."""
+    composition = composite.composition
+    with exchange.together(), losses_told(store.rooms, composition):
+        loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
+        notes = loaded.check_fits(engine)
+        random_state = read_random_state(loaded.load.state, loaded.load.content)
+    engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
+    restored = random_state is not None and set_random_state(random_state)
+    for note in notes if engine.global_rank == 0 else ():
+        LOG.warning("%s: %s", composite.name, note)
+    _ORIGINS[engine.engine] = _Origin(filled=composition)
+    state = loaded.load.state.model
+    view = TreeView(state.tree, path=PurePosixPath(state.path))
+    return Resumed(
+        run=composite.run,
+        step=composite.step,
+        global_steps=view["global_steps"].integer(),
+        global_samples=view["global_samples"].integer(),
+        skipped_steps=view["skipped_steps"].integer(),
+        client_state={key: value for key, value in loaded.model().items() if key not in ENGINE_KEYS},
+        layers={layer: choice.step for layer, choice in composite.layers.items()},
+        random_state_restored=restored and composition.base.world_size == engine.world_size,
+        notes=notes,
+    )
+
+
+# -- where the saves of an engine continue ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Origin:
+    """What the next save of an engine follows."""
+
+    filled: Composition | None = None
+    """What `resume` filled the engine with."""
+    closed: dict[tuple[str, str], Composition] = field(default_factory=dict)
+    """The newest commit of savers closed since then, by store and run."""
+
+
+_ORIGINS: "WeakKeyDictionary[Any, _Origin]" = WeakKeyDictionary()
+
+
+def origin_of(engine: Any, store: Store, run: str) -> Composition | None:
+    """Return what the next save of *engine* as *run* follows; None if nothing."""
+    origin = _ORIGINS.get(engine, _Origin())
+    return origin.closed.get((store.id, run), origin.filled)
+
+
+def filled_with(engine: Any) -> Composition | None:
+    """Return what `resume` last filled *engine* with; None if it never did."""
+    origin = _ORIGINS.get(engine)
+    return None if origin is None else origin.filled
+
+
+def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
+    """Let the next saver of *run* continue *attempt*, whose saver is closed now."""
+    view = store.rooms.catalog.find(run)
+    rows = [] if view is None else view.of_attempt(attempt)
+    if rows:
+        tip = Resolved.of_commit(store.rooms.catalog.commit(rows[-1].name))
+        _ORIGINS.setdefault(engine, _Origin()).closed[store.id, run] = compose_latest(tip)
+
+
+def place_resumed(view: RunView | None, composition: Composition | None) -> Place:
+    """Return where saves go after an engine was filled from *composition*; None: from no commit."""
+    if composition is None:
+        return place_begun(view)
+    base = composition.base
+    record = as_resolved(composition).record
+    return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)

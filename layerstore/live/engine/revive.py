@@ -1,0 +1,180 @@
+"""
+An inert tree -> live objects, for an engine to load.
+
+Only what is listed here is ever made: containers, tensors, and the few small classes in an engine's own state.
+Everything else is refused by name; no name from a tree is ever looked up.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from layerstore.dtypes import by_code
+from layerstore.errors import Unsupported
+from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPE = "numpy.dtype"
+
+Fill = Callable[[Storage], "torch.Tensor"]
+"""Returns the elements of a storage, in newly allocated memory."""
+
+
+def revive(tree: Tree, fill: Fill) -> Any:
+    """
+    Return what *tree* describes; tensors that share a storage share its memory.
+
+    Raises:
+        Unsupported: It names a class that is not listed here.
+    """
+    return _Reviver(fill).value(tree)
+
+
+class _Reviver:
+    def __init__(self, fill: Fill) -> None:
+        self._fill = fill
+        self._filled: dict[int, torch.Tensor] = {}
+
+    def value(self, tree: Tree) -> Any:  # noqa: PLR0911  # one line a type
+        match tree:
+            case Tensor():
+                return self._tensor(tree)
+            case OrderedMap():
+                return self._ordered(tree)
+            case Inert():
+                return self._object(tree)
+            case Global(name):
+                return _named(name)
+            case dict():
+                return {self.value(key): self.value(item) for key, item in tree.items()}
+            case list():
+                return [self.value(item) for item in tree]
+            case set():
+                return {self.value(item) for item in tree}
+            case Size():
+                return _size(tree)
+            case tuple():
+                return tuple(self.value(item) for item in tree)
+            case _:
+                return tree
+
+    def _ordered(self, tree: OrderedMap) -> "OrderedDict[Any, Any]":
+        made = OrderedDict((self.value(key), self.value(item)) for key, item in tree.items())
+        if tree.attributes:
+            vars(made).update(self.value(tree.attributes))
+        return made
+
+    def _tensor(self, tree: Tensor) -> "torch.Tensor":
+        import torch
+
+        elements = self._filled.get(id(tree.storage))
+        if elements is None:
+            elements = self._filled[id(tree.storage)] = self._fill(tree.storage)
+        made = elements.as_strided(tuple(tree.shape), tree.stride, tree.offset)
+        made = torch.nn.Parameter(made, tree.requires_grad) if tree.is_parameter else made
+        if tree.requires_grad and not tree.is_parameter:
+            made.requires_grad_()
+        vars(made).update(self.value(tree.attributes) if tree.attributes else {})
+        return made
+
+    def _object(self, tree: Inert) -> Any:
+        make = _makers().get(tree.name)
+        if make is None:
+            raise Unsupported(
+                f"the state names {tree.name}, which is not made here",
+                hint="compose a folder, and load it with DeepSpeed itself if you trust it",
+            )
+        made = make(*(self.value(part) for part in tree.arguments))
+        if tree.has_state:
+            state = self.value(tree.state)
+            if hasattr(made, "__setstate__"):
+                made.__setstate__(state)
+            else:
+                vars(made).update(state)
+            if tree.name == _DTYPE:
+                _check_numpy_type(made)
+        if tree.items:
+            made.update({self.value(key): self.value(item) for key, item in tree.items.items()})
+        return made
+
+
+def _makers() -> dict[str, Callable[..., Any]]:
+    """Return the makers of all classes by name; each is called with the arguments in the tree."""
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return {
+        "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler": lambda *_: LossScaler.__new__(LossScaler),
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": lambda *_: DynamicLossScaler.__new__(DynamicLossScaler),
+        "collections.Counter": Counter,
+        "builtins.complex": complex,
+        "torch.device": torch.device,
+        **_numpy_makers(),
+    }
+
+
+def _numpy_makers() -> dict[str, Callable[..., Any]]:
+    """Return the makers of numpy's arrays and numbers; arrays of Python objects are refused."""
+    import numpy as np
+
+    def dtype(*arguments: Any) -> Any:
+        made = np.dtype(*arguments)
+        _check_numpy_type(made)
+        return made
+
+    rebuild: Any = np.zeros(0).__reduce__()[0]
+    scalar: Any = np.float64(0).__reduce__()[0]
+    makers: dict[str, Callable[..., Any]] = {_DTYPE: dtype}
+    for room in ("core", "_core"):  # numpy 1 and 2
+        makers[f"numpy.{room}.multiarray._reconstruct"] = lambda *_: rebuild(np.ndarray, (0,), b"b")
+        makers[f"numpy.{room}.multiarray.scalar"] = scalar
+    return makers
+
+
+def _check_numpy_type(dtype: Any) -> None:
+    """Refuse types that would read bytes as pointers, or outside of an element; a type's state can do both."""
+    if dtype.hasobject:
+        raise Unsupported("the state holds a numpy array of objects, which is not made here")
+    for kind, offset, *_ in (dtype.fields or {}).values():
+        if not 0 <= offset <= dtype.itemsize - kind.itemsize:
+            raise Unsupported(
+                "the state holds a numpy array with fields outside of its elements, which is not made here"
+            )
+
+
+def _named(name: str) -> Any:
+    import numpy as np
+    import torch
+
+    if name == "numpy.ndarray":
+        return np.ndarray
+    kind = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
+        raise Unsupported(f"the state names {name}, which is not made here")
+    return kind
+
+
+def _size(tree: Size) -> "torch.Size":
+    import torch
+
+    return torch.Size(tree)
+
+
+def bytes_of(tensor: "torch.Tensor") -> memoryview:
+    """Return *tensor*'s memory, writable."""
+    import torch
+
+    found: memoryview = tensor.view(torch.uint8).numpy().data
+    return found
+
+
+def empty(storage: Storage) -> "torch.Tensor":
+    """Return uninitialized memory for *storage*."""
+    import torch
+
+    dtype = getattr(torch, by_code(storage.dtype).torch_name)
+    return torch.empty(storage.elements, dtype=dtype)

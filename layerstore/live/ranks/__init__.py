@@ -1,0 +1,30 @@
+"""
+What the ranks of a job tell each other: small all-gathers over gloo, in the main thread alone.
+
+Knows torch.distributed and no engine.
+"""
+
+from layerstore.live.ranks.agreement import (
+    SAVES_MAX,
+    Agreed,
+    RankReport,
+    agree_on_save,
+    agreed_layers,
+    exchange_reports,
+    open_session,
+)
+from layerstore.live.ranks.attempt import AttemptLock
+from layerstore.live.ranks.exchange import Exchange, Message
+
+__all__ = [
+    "SAVES_MAX",
+    "Agreed",
+    "AttemptLock",
+    "Exchange",
+    "Message",
+    "RankReport",
+    "agree_on_save",
+    "agreed_layers",
+    "exchange_reports",
+    "open_session",
+]

@@ -1,0 +1,107 @@
+"""
+Which attempt a job saves: one that no other job is saving.
+
+Two jobs that save one attempt would mix their commits. The second job therefore opens the next attempt, and both
+continue. The lock is released by whatever ends the process.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+
+from layerstore.errors import Conflict
+from layerstore.history.attempt_locks import reserve
+from layerstore.history.place import Place, place_at, place_free
+from layerstore.live.log import LOG
+from layerstore.live.ranks.exchange import Exchange
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.runview import RunView
+
+Wish = Callable[[RunView | None], Place]
+"""Returns the place where a job would save if no other job did, by the commits of its run."""
+
+_TRIES = 10
+
+
+class AttemptLock:
+    """The attempt that a saver saves; rank 0 holds the lock for all ranks."""
+
+    def __init__(self, exchange: Exchange, rooms: Rooms, *, run: str) -> None:
+        self._exchange = exchange
+        self._rooms = rooms
+        self._run = run
+        self._lock = ExitStack()
+        self._held = 0
+        """The locked attempt; 0 for none."""
+        self._has_saved = False
+
+    def acquire(self, wish: Wish) -> Place:
+        """
+        Return the place where all ranks save from now on: the one wished for, or the next that is free.
+
+        If it raises, the lock is as it was.
+
+        Raises:
+            Conflict: The ranks see different commits.
+        """
+        for _ in range(_TRIES):
+            with ExitStack() as unless_agreed:
+                with self._exchange.together():
+                    attempt = self._reserved(wish, unless_agreed) if self._exchange.rank == 0 else 0
+                attempt = int(self._exchange.first(str(attempt)))
+                with self._exchange.together():
+                    # Looked up again: the attempt's last holder may have committed just before its lock was released.
+                    view = self._rooms.catalog.find(self._run)
+                    place = place_at(view, wish(view), attempt)
+                said = self._exchange.texts("" if place is None else f"{attempt} {place.save_number} {place.fork}")
+                if "" in said or place is None:
+                    continue
+                if set(said) != {said[0]}:
+                    raise Conflict(
+                        f"the ranks see different commits of run {self._run!r}",
+                        hint="does every host see the same store?",
+                    )
+                self._hold(attempt, unless_agreed.pop_all())
+                self._has_saved = False
+                return place
+        raise Conflict(f"run {self._run!r} is changed by others again and again", hint="try again, or wait for them")
+
+    def warn_if_not_resumed(self, place: Place) -> None:
+        """At the first save at *place*, warn if the run has commits that training was not resumed from."""
+        if self._has_saved:
+            return
+        self._has_saved = True
+        view = self._rooms.catalog.find(self._run)
+        if view is not None and view.visible and place.fork is None and not place.inherited:
+            LOG.warning(
+                "run %r has commits up to step %d, and this engine was not resumed from them: attempt %d begins anew; "
+                "layerstore.resume(engine, store, run=%r) before training goes on with them",
+                self._run,
+                max(row.step for row in view.of_attempt(view.attempts[-1])),
+                place.attempt,
+                self._run,
+            )
+
+    def release(self) -> None:
+        """Let other jobs save this attempt."""
+        self._hold(0, ExitStack())
+
+    def _hold(self, attempt: int, lock: ExitStack) -> None:
+        if attempt != self._held:
+            self._lock.close()
+            self._lock, self._held = lock, attempt
+
+    def _reserved(self, wish: Wish, lock: ExitStack) -> int:
+        """Lock the attempt wished for, or the next that is free, until *lock* closes; return it."""
+
+        def placed(taken: Collection[int]) -> Place:
+            view = self._rooms.catalog.find(self._run)
+            return place_free(view, wish(view), taken)
+
+        found = reserve(self._rooms, self._run, placed, held=self._held)
+        lock.push(found.lock)
+        attempt = found.place.attempt
+        if found.passed:
+            LOG.warning("%s: this job saves attempt %d", found.passed[0].message, attempt)
+        if found.doubt is not None:
+            LOG.warning("nobody is kept from saving attempt %d beside this job: %s", attempt, found.doubt)
+        return attempt

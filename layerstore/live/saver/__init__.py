@@ -1,0 +1,12 @@
+"""
+The saver: checkpoints of a running engine go into a store while training goes on.
+
+What the ranks agree on is in ``live/ranks``, and what is known of DeepSpeed in ``live/engine``.
+"""
+
+from layerstore.live.saver.attach import attach
+from layerstore.live.saver.results import Result, Saved, Status
+from layerstore.live.saver.saver import Saver
+from layerstore.live.saver.settings import SmallBuffer
+
+__all__ = ["Result", "Saved", "Saver", "SmallBuffer", "Status", "attach"]

@@ -1,0 +1,115 @@
+"""``layerstore.attach``: check what the ranks want, and give the engine a saver."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from layerstore.errors import Conflict, InvalidInput
+from layerstore.format.hashing import object_id
+from layerstore.live.engine import Engine, StoreCheckpointEngine, check_run, origin_of, place_resumed
+from layerstore.live.log import LOG
+from layerstore.live.ranks import AttemptLock, Exchange
+from layerstore.live.saver.saver import Saver
+from layerstore.live.saver.settings import Frozen, Mode, Pressure, Settings
+from layerstore.ops.composition import Composition
+from layerstore.policy import Policy, checked, policy_named
+from layerstore.policy.keep import Keep
+from layerstore.storage.timings import SaveTiming
+from layerstore.store import Store, StrPath, as_store
+
+
+def attach(
+    engine: Any,
+    store: Store | StrPath,
+    *,
+    run: str,
+    policy: str | Policy = "latest",
+    mode: Mode = "async",
+    host_buffer: int | str = "auto",
+    on_pressure: Pressure = "wait",
+    keep: Keep | None = None,
+    frozen: Frozen = "once",
+    layer_pattern: str | None = None,
+    on_saved: Callable[[SaveTiming], None] | None = None,
+) -> Saver:
+    """
+    Return a saver of *engine*, a DeepSpeed engine under ZeRO stage 3, into *store* as run *run*.
+
+    Every rank calls it. *policy* says which layers are due at each save; see docs/guides/policies.md.
+    With *mode* ``sync`` every ``save`` waits until it is durable. *host_buffer* bounds the memory for copies on this
+    host, in bytes or as ``"8GB"``. *on_pressure* says what to do when the disk does not keep up: ``wait`` for it,
+    ``skip`` a save, or ``degrade`` it to as many layers as fit. *frozen* weights are written ``once``, or left out.
+    *keep* says which commits of the run to keep: after each save the others are collected in the background.
+    *on_saved* is called on rank 0, in its training thread, with the timing of each finished save.
+
+    On a run that has commits this begins a new attempt, whose first save is full. To continue a run, call
+    ``layerstore.resume`` first, or load through the engine before the first save. An engine that had a saver of this
+    run continues that one's attempt. If another job is saving the attempt that would continue, the next one begins,
+    and a warning says who that is.
+    There may be savers for several runs; what the engine saves by itself goes to the one attached last.
+
+    Raises:
+        InvalidInput: *engine* is no DeepSpeed engine, or the ranks do not see the same store.
+        Conflict: *engine* has a saver for this run already, or the ranks see different commits.
+        Unsupported: It does not train under ZeRO-3, or keeps state where it cannot be saved.
+    """
+    settings = Settings(
+        mode=mode,
+        host_buffer=host_buffer,
+        on_pressure=on_pressure,
+        frozen=frozen,
+        layer_pattern=layer_pattern,
+        keep=keep,
+        on_saved=on_saved,
+    )
+    known = Engine(engine)
+    if known.ungated and mode == "async":
+        settings = replace(settings, mode="sync")
+        LOG.warning("saves are synchronous: %s", known.ungated)
+    chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
+    exchange = Exchange()
+    try:
+        opened, resumed = _agreed(exchange, store, known, run=run, settings=settings, policy=chosen)
+        attempt = AttemptLock(exchange, opened.rooms, run=run)
+        with ExitStack() as unless_made:
+            unless_made.callback(attempt.release)
+            place = attempt.acquire(partial(place_resumed, composition=resumed))
+            saver = Saver(known, opened, exchange, settings, run=run, policy=chosen, attempt=attempt, place=place)
+            unless_made.pop_all()
+    except BaseException:
+        exchange.close()
+        raise
+    return saver
+
+
+def _agreed(
+    exchange: Exchange, store: Store | StrPath, engine: Engine, *, run: str, settings: Settings, policy: Policy
+) -> tuple[Store, Composition | None]:
+    """Return the store and what *engine* continues from; raise on every rank unless all want the same."""
+    with exchange.together():
+        opened = as_store(store)
+        check_run(opened, run)
+        found = engine.checkpoint_engine
+        if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
+            raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
+        resumed = origin_of(engine.engine, opened, run) or _loaded(engine)
+        opened.rooms.prepare_writing()
+    stores = exchange.texts(f"{opened.id} at {opened.path}")
+    for rank, other in enumerate(stores):
+        if other.split()[0] != stores[0].split()[0]:
+            raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
+    wishes = exchange.texts(f"run {run}, {settings.of_all_ranks}, policy {policy.name}")
+    for rank, other in enumerate(wishes):
+        if other != wishes[0]:
+            raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
+    if not exchange.is_same(object_id(repr(policy.parameters).encode())):
+        raise InvalidInput(f"the ranks want different settings of policy {policy.name!r}", hint="give all the same")
+    return opened, resumed
+
+
+def _loaded(engine: Engine) -> Composition | None:
+    """Return what *engine* has loaded through pointers before a saver was attached."""
+    found = engine.checkpoint_engine
+    return found.loaded if isinstance(found, StoreCheckpointEngine) else None

@@ -1,0 +1,188 @@
+"""
+The threads behind a saver: one copies, one writes, and on rank 0 one commits. None of them calls a collective.
+
+An error here never reaches training: it is noted with the save, which is then given up.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from layerstore.errors import LayerstoreError
+from layerstore.history.place import Place
+from layerstore.history.references import Resolved
+from layerstore.live.log import LOG, words_of
+from layerstore.live.ranks import SAVES_MAX
+from layerstore.live.saver.collector import Collector
+from layerstore.live.saver.results import Job
+from layerstore.live.saver.snapshot import Copier, Pool
+from layerstore.model import Commit, LayerEntry, Part
+from layerstore.publish.joining import BaseLost, GivenUp, Joint, join, parts_of
+from layerstore.publish.pins import pin
+from layerstore.publish.shares import Frozen, fail_share, write_share
+from layerstore.storage.rooms import Rooms
+
+POLL_SECONDS = 0.02
+"""How often rank 0 looks for the other ranks' parts, which come over a filesystem."""
+
+
+EXIT_SECONDS_MAX = 600.0
+"""How long an ending process waits until its own share is on disk."""
+
+PATIENCE_SECONDS = 10.0
+"""How long rank 0 then waits at least for the others' parts; live ranks write about as much as it does."""
+
+
+def wait_at_exit(jobs: Collection[Job], *, commits: bool) -> None:
+    """Return once *jobs* are on disk, and visible if this rank *commits*, unless the other ranks are far slower."""
+    end = time.monotonic() + EXIT_SECONDS_MAX
+    for job in jobs:
+        job.is_written.wait(max(end - time.monotonic(), 0))
+    if commits:
+        slowest = max((job.durable_seconds or 0 for job in jobs), default=0)
+        end = time.monotonic() + max(PATIENCE_SECONDS, slowest)
+        for job in jobs:
+            job.is_resolved.wait(max(end - time.monotonic(), 0))
+
+
+class _Worker:
+    """A thread with a queue of jobs."""
+
+    def __init__(self, name: str, work: Callable[[Job], None]) -> None:
+        self._work = work
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # A daemon: it does not keep a process alive that ends without closing its saver.
+        self._thread = threading.Thread(target=self._run, name=f"layerstore-{name}", daemon=True)
+        self._thread.start()
+
+    def add(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._work(job)
+
+
+class Background:
+    """One rank's threads."""
+
+    def __init__(self, rooms: Rooms, pool: Pool, copier: Copier, *, commits: bool, collector: Collector | None) -> None:
+        self._rooms = rooms
+        self._pool = pool
+        self._copier = copier
+        self._collector = collector
+        self._given_up: set[int] = set()
+        self._frozen: Frozen = {}
+        self._inherited: dict[str, LayerEntry] = {}
+        """The newest visible version of each layer."""
+        self._stop = threading.Event()
+        self._copying = _Worker("copy", self._copy)
+        self._writing = _Worker("write", self._write)
+        self._committing = _Worker("commit", self._commit) if commits else None
+        self.has_lost_base = False
+        """Whether a layer was collected that the next commit would inherit: all have to be saved again."""
+
+    def add(self, job: Job) -> None:
+        """Start *job*."""
+        self._copying.add(job)
+        self._writing.add(job)
+        if self._committing is not None:
+            self._committing.add(job)
+
+    def begin_at(self, place: Place) -> None:
+        """Continue from *place*, with no save under way; frozen weights are read again."""
+        self._inherited = dict(place.inherited)
+        self._frozen.clear()
+        self._given_up.clear()  # numbers count on from there
+
+    def give_up(self, number: int) -> None:
+        """Stop waiting for parts of the save *number*: a rank has reported that it failed."""
+        # A new set each time: the committing thread reads it meanwhile. Older saves are resolved.
+        self._given_up = {other for other in self._given_up if other > number - SAVES_MAX} | {number}
+
+    def close(self, *, at_once: bool) -> None:
+        """End the threads when their work is done, or *at_once*."""
+        if at_once:
+            self._stop.set()
+            self._pool.close()
+        for worker in (self._copying, self._writing, self._committing):
+            if worker is not None:
+                worker.close()
+        if self._collector is not None:
+            self._collector.close(at_once=at_once)
+        self._pool.close()
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _copy(self, job: Job) -> None:
+        job.snapshot.fill(self._pool, self._copier)
+
+    def _write(self, job: Job) -> None:
+        try:
+            job.written_bytes = write_share(self._rooms, job.work, job.snapshot, frozen=self._frozen)
+        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+            job.failure = words_of(exc)
+            LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
+            self._report_failure(job)
+        finally:
+            try:
+                job.snapshot.discard()
+            finally:
+                job.durable_seconds = time.monotonic() - job.begun
+                job.is_written.set()
+
+    def _report_failure(self, job: Job) -> None:
+        try:
+            fail_share(self._rooms, job.work, job.failure)
+        except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says it
+            LOG.warning("nor could that be noted in the store: %s", exc)
+
+    def _commit(self, job: Job) -> None:
+        assert job.joint is not None
+        try:
+            job.commit = self._joined(job, job.joint)
+            job.visible_seconds = time.monotonic() - job.begun
+            self._pin(job.commit, job.joint)
+            if self._collector is not None:
+                self._collector.wake()
+        except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
+            job.failure = job.failure or words_of(exc)
+            LOG.error("%s", job.failure)  # one line
+            if isinstance(exc, BaseLost):
+                self._inherited, self.has_lost_base = {}, True
+        finally:
+            try:
+                self._remove_parts(job)
+            finally:
+                job.is_resolved.set()
+
+    def _joined(self, job: Job, joint: Joint) -> Commit:
+        """Wait for all ranks' parts and publish the commit."""
+        found: dict[int, Part] = {}
+        while (parts := parts_of(self._rooms, joint, found)) is None:
+            if job.number in self._given_up or (job.failure and job.is_written.is_set()):
+                raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
+            if self._stop.wait(POLL_SECONDS):
+                raise GivenUp(f"step {job.step} is given up: the saver was closed before all ranks had written")
+        commit = join(self._rooms, joint, parts, inherited=self._inherited)
+        self._inherited = {entry.layer: entry for entry in commit.record.layers}
+        return commit
+
+    def _pin(self, commit: Commit, joint: Joint) -> None:
+        if joint.pin is None:
+            return
+        try:
+            pin(self._rooms, joint.pin, Resolved.of_commit(commit))
+        except LayerstoreError as exc:
+            LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
+
+    def _remove_parts(self, job: Job) -> None:
+        try:
+            self._rooms.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
+        except Exception as exc:  # noqa: BLE001  # the thread must live on; a collection removes them
+            LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)

@@ -1,0 +1,227 @@
+"""A save from its beginning to what users hear of it: the job, its result, the status of all, and the timings."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from layerstore.errors import Conflict, LayerstoreError
+from layerstore.live.log import LOG
+from layerstore.live.ranks import SAVES_MAX
+from layerstore.live.saver.clock import Hold
+from layerstore.live.saver.kept_files import SaveFiles
+from layerstore.live.saver.snapshot import Snapshot
+from layerstore.model import Commit
+from layerstore.publish.joining import Joint
+from layerstore.publish.shares import ShareWork
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.timings import SaveTiming, note_timing
+
+RESULTS_MAX = 256
+"""How many results of finished saves are kept one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What ``save`` has begun."""
+
+    step: int
+    number: int
+    layers_due: tuple[str, ...]
+    skipped: bool
+    blocked_seconds: float
+    """Inside ``save``; the wait before the next update comes on top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The outcome of one save on this rank."""
+
+    step: int
+    failure: str
+    blocked_seconds: float
+    durable_seconds: float | None
+    copied_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """How a saver is doing on this rank."""
+
+    queued: int = 0
+    """Saves that are not on disk yet."""
+    saved: int = 0
+    """Saves that this rank has written."""
+    failed: int = 0
+    newest_step: int | None = None
+    """The newest step that this rank has written."""
+    blocked_seconds: float = 0.0
+    """Of training, in all saves and before updates; on CUDA by the device's clock."""
+    copied_bytes: int = 0
+    written_bytes: int = 0
+    errors: tuple[str, ...] = ()
+    """Of the newest saves that failed."""
+    collection_error: str = ""
+    """Why the last collection behind this saver removed nothing; empty if it worked, or none has run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One save of this rank, under way."""
+
+    step: int
+    number: int
+    work: ShareWork
+    snapshot: Snapshot
+    files: SaveFiles
+    joint: Joint | None
+    """What the commit is to be; on the rank that commits."""
+    queued: int
+    """Earlier saves that were still under way when this one began."""
+    held: list[Hold] = field(default_factory=list)
+    """Training's waits for it: inside ``save`` and before updates."""
+    begun: float = field(default_factory=time.monotonic)
+    is_written: threading.Event = field(default_factory=threading.Event)
+    is_resolved: threading.Event = field(default_factory=threading.Event)
+    """Set on the rank that commits, once the commit is visible or given up."""
+    written_bytes: int = 0
+    durable_seconds: float | None = None
+    """From ``save`` until this rank's share was on disk."""
+    visible_seconds: float | None = None
+    """From ``save`` until the commit was visible; on the rank that commits."""
+    failure: str = ""
+    commit: Commit | None = None
+
+    def result(self) -> Result:
+        """Return what is known so far."""
+        return Result(
+            step=self.step,
+            failure=self.failure,
+            blocked_seconds=sum(hold.seconds for hold in self.held),
+            durable_seconds=self.durable_seconds,
+            copied_bytes=self.snapshot.size_bytes,
+            written_bytes=self.written_bytes,
+        )
+
+
+class Results:
+    """The results of finished saves: the newest ones, and the sum of all."""
+
+    def __init__(self) -> None:
+        self.newest: deque[Result] = deque(maxlen=RESULTS_MAX)
+        self._sum = Status()
+
+    def add(self, result: Result) -> None:
+        """Add the next one; memory stays bounded, however many saves a job makes."""
+        self.newest.append(result)
+        self._sum = _added(self._sum, result)
+
+    def status(self, running: Iterable[Result], *, collection_error: str = "") -> Status:
+        """Sum up all saves, *running* ones included."""
+        return replace(reduce(_added, running, self._sum), collection_error=collection_error)
+
+
+def _added(status: Status, result: Result) -> Status:
+    blocked_seconds = status.blocked_seconds + result.blocked_seconds
+    if result.durable_seconds is None:
+        return replace(status, queued=status.queued + 1, blocked_seconds=blocked_seconds)
+    is_saved = not result.failure
+    newest = result.step if status.newest_step is None else max(result.step, status.newest_step)
+    errors = () if is_saved else (f"step {result.step}: {result.failure}",)
+    return replace(
+        status,
+        saved=status.saved + is_saved,
+        failed=status.failed + (not is_saved),
+        newest_step=newest if is_saved else status.newest_step,
+        blocked_seconds=blocked_seconds,
+        copied_bytes=status.copied_bytes + result.copied_bytes,
+        written_bytes=status.written_bytes + result.written_bytes,
+        errors=(*status.errors, *errors)[-RESULTS_MAX:],
+    )
+
+
+class LastSave:
+    """The last save, or the step that the engine was filled from: the next save has to come after it."""
+
+    def __init__(self, after: int | None) -> None:
+        self._lost: set[int] = set()
+        self.begin_at(after, updates=0)
+
+    def begin_at(self, after: int | None, *, updates: int) -> None:
+        """Continue behind the step *after*, which the store has; None if there is none."""
+        self._saved: Saved | None = None
+        self._after = after
+        self._updates = updates
+        self._lost.clear()
+
+    def note(self, saved: Saved, *, updates: int) -> None:
+        """Note that *saved* has begun, after *updates* updates."""
+        self._saved, self._after, self._updates = saved, saved.step, updates
+
+    def note_lost(self, number: int) -> None:
+        """Note that the save *number* was given up: its step may be saved again."""
+        # Older ones are resolved: numbers grow.
+        self._lost = {other for other in self._lost if other > number - SAVES_MAX} | {number}
+
+    def is_lost(self, number: int) -> bool:
+        """Whether the save *number* was given up."""
+        return number in self._lost
+
+    def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool) -> Saved | None:
+        """
+        Return the last save if this one would be the same: trainers save twice at the end of training.
+
+        If there is a *pin*, or client_state or files, a warning says that the first save stays as it is.
+
+        Raises:
+            Conflict: *step* is not after the last one.
+        """
+        if self._after is None or step > self._after:
+            return None
+        if step < self._after or updates != self._updates:
+            raise Conflict(
+                f"step {step} is not after step {self._after}, which was saved last",
+                hint="count steps on; to go back to an earlier step, resume from it",
+            )
+        if self._saved is not None and self._saved.number in self._lost:
+            return None
+        if pin is not None:
+            LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)
+        if has_extras:
+            LOG.warning("step %d was saved already: what client_state and files it has, it keeps", step)
+        return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
+
+
+def note_job(rooms: Rooms, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:
+    """Write the timing of *job*, which is finished, to the store, and pass it to *on_saved*. On rank 0 alone."""
+    joint = job.joint
+    assert joint is not None
+    assert job.durable_seconds is not None
+    result = job.result()
+    timing = SaveTiming(
+        run=joint.run,
+        attempt=joint.place.attempt,
+        step=joint.step,
+        save_number=joint.save_number,
+        blocked_seconds=result.blocked_seconds,
+        durable_seconds=job.durable_seconds,
+        visible_seconds=job.visible_seconds,
+        copied_bytes=result.copied_bytes,
+        written_bytes=result.written_bytes,
+        layers_saved=len(joint.work.due),
+        layers=len(joint.work.share.layers),
+        queued=job.queued,
+        failure=job.failure,
+    )
+    try:
+        note_timing(rooms, session, timing)
+    except LayerstoreError as exc:
+        LOG.warning("what step %d took is not noted: %s", job.step, exc)
+    try:
+        if on_saved is not None:
+            on_saved(timing)
+    except Exception as exc:  # noqa: BLE001  # the user's own code, on rank 0 alone: the other ranks wait
+        LOG.warning("on_saved failed at step %d: %s", job.step, exc)

@@ -1,0 +1,498 @@
+"""
+The saver: a running engine's checkpoints go into the store while training goes on.
+
+    with layerstore.attach(engine, "runs/store", run="sft", policy="parity") as saver:
+        for batch in data:
+            …
+            engine.step()
+            if engine.global_steps % 100 == 0:
+                saver.save()
+
+``save`` is collective: every rank calls it, and all ranks agree there on what is saved. The rest happens in the
+background: slices are copied until the next update, which waits for the copies that remain; then each rank writes its
+own share.
+"""
+
+import atexit
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from layerstore.errors import Conflict, Locked, StorageIO
+from layerstore.history.place import Place
+from layerstore.layers import compile_pattern
+from layerstore.live.engine import (
+    ENGINE_KEYS,
+    FOLDER,
+    OPEN_SAVERS,
+    Captured,
+    Engine,
+    SavedStates,
+    bytes_by_layer,
+    capture,
+    check_client_state,
+    has_moments,
+    install_checkpoint_engine,
+    note_closed,
+    place_resumed,
+)
+from layerstore.live.log import LOG, words_of
+from layerstore.live.ranks import (
+    SAVES_MAX,
+    Agreed,
+    AttemptLock,
+    Exchange,
+    RankReport,
+    agree_on_save,
+    agreed_layers,
+    exchange_reports,
+    open_session,
+)
+from layerstore.live.saver.background import Background, wait_at_exit
+from layerstore.live.saver.clock import hold_training
+from layerstore.live.saver.collector import Collector
+from layerstore.live.saver.kept_files import SaveFiles
+from layerstore.live.saver.movements import MovementWatch, Sample
+from layerstore.live.saver.request import SaveRequest, read_request
+from layerstore.live.saver.results import Job, LastSave, Result, Results, Saved, Status, note_job
+from layerstore.live.saver.schedule import Schedule, policy_use
+from layerstore.live.saver.settings import Settings, pool_bytes
+from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
+from layerstore.ops.composition import Composition
+from layerstore.policy import Latest, Policy
+from layerstore.publish.joining import Joint
+from layerstore.publish.shares import ShareWork, objects_due
+from layerstore.store import Store, StrPath
+from layerstore.zero3 import Pointer, Share, undivided
+
+JOBS_MAX = 2
+"""Saves under way at once; with ``on_pressure="wait"`` the next one waits until the oldest is on disk."""
+
+_Taken = tuple[Captured, SaveFiles, Sample | None]
+"""What one rank holds at a save: its state, its files, and the sample that movements are measured by."""
+
+
+class Saver:
+    """Saves an engine's state while it trains; made by `attach`. A context manager."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        exchange: Exchange,
+        settings: Settings,
+        *,
+        run: str,
+        policy: Policy,
+        attempt: AttemptLock,
+        place: Place,
+    ) -> None:
+        self._engine = engine
+        self.store = store
+        self._rooms = store.rooms
+        self.run = run
+        self._settings = settings
+        self._pattern = compile_pattern(settings.layer_pattern)
+        self._attempt = attempt
+        self._place = place
+        self.exchange = exchange
+        is_cuda, self._is_first = engine.device.type == "cuda", engine.rank == 0
+        self._copier = CudaCopier(engine.device) if is_cuda else Copier()
+        with exchange.together():
+            self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
+        self._is_closed = False
+        self._session = open_session(exchange, self._rooms)
+        collects = settings.keep if self._is_first else None
+        self._collector = None if collects is None else Collector(store, collects, run=run)
+        self._background = Background(
+            self._rooms, self._pool, self._copier, commits=self._is_first, collector=self._collector
+        )
+        self._background.begin_at(place)
+        self._schedule = Schedule.after(place, policy, run=run)
+        self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
+        self._is_unmeasured = bool(place.inherited)
+        self._measure_base()
+        self._saves = 0
+        self._jobs: deque[Job] = deque()
+        """Saves whose outcome is not known yet."""
+        self._over = Results()
+        self._outcomes: dict[int, bool] = {}
+        self._last = LastSave(place.after)
+        self._updates = 0
+        self.step_of: Callable[[], int] = lambda: engine.step
+        """Returns the step of a save that the engine makes by itself; trainers count their own steps."""
+        self._ungate: Callable[[], None] = engine.before_update(self._gate)
+        self._checkpoint_engine = install_checkpoint_engine(engine, self)
+        OPEN_SAVERS.append(self)
+        atexit.register(self._at_exit)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int | None = None,
+        *,
+        client_state: Mapping[str, object] | None = None,
+        extra_files: Mapping[str, StrPath] | None = None,
+        tag: str | None = None,
+        pin: str | None = None,
+    ) -> Saved:
+        """
+        Save the engine's state as step *step*, by default the engine's own counter.
+
+        Every rank calls it, after ``engine.step()``. ``resume`` returns *client_state*; *extra_files* are kept byte
+        for byte, under the names that they get in a composed folder. *pin* names the commit.
+
+        Raises:
+            TypeError: *client_state* holds something else than plain values, tensors and numpy's.
+            InvalidInput: Gradients are being accumulated for an update that is still to come; or a file does not
+                exist, *step* is no step, or *pin* is taken.
+            Conflict: *step* is not after the last one, or the ranks do not want the same.
+        """
+        request = read_request(
+            self._rooms,
+            run=self.run,
+            tag=tag or f"global_step{self._engine.step}",
+            step=step,
+            engine_step=self._engine.step,
+            client_state=client_state,
+            extra_files=extra_files,
+            pin=pin,
+        )
+        saved = self._save(request, lambda: self._states(request.tag, request.client_state))
+        self._seal()
+        return saved
+
+    def take(self, states: SavedStates, *, folder: Path, tag: str) -> None:
+        """
+        Save the *states* that the engine itself was about to write to *folder*.
+
+        Files that are added to *folder* until training goes on are kept, too.
+        """
+        client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
+        request = SaveRequest(step=self.step_of(), client_state=client_state, folder=folder, tag=tag, is_complete=False)
+        excludes = self._settings.frozen == "exclude"
+        self._save(request, lambda: self._engine.without_frozen(states) if excludes else states)
+
+    def _states(self, tag: str, client_state: Mapping[str, object]) -> SavedStates:
+        return self._engine.states(tag, client_state, exclude_frozen=self._settings.frozen == "exclude")
+
+    def _save(self, request: SaveRequest, states: Callable[[], SavedStates]) -> Saved:
+        held, step = hold_training(self._engine.device), request.step
+        if self._is_closed:
+            raise Conflict(f"step {step} is not saved: the saver is closed", hint="attach another one")
+        self._measure_base()
+        taken, trouble = self._take_stock(request, states)
+        mistyped = request.mistyped or check_client_state(request.client_state)
+        problem = request.problem or trouble or self._checkpoint_engine.trouble
+        agreed = agree_on_save(self.exchange, self._report(step=step, mistyped=mistyped, problem=problem))
+        assert taken is not None, "a rank that could not capture has reported it"
+        self._learn(agreed)
+        has_extras = request.is_complete and bool(request.client_state or request.files)
+        repeated = self._last.same(step, updates=self._updates, pin=request.pin, has_extras=has_extras)
+        if repeated is not None:
+            return repeated  # the save before is not sealed: more files may come into its folder
+        self._seal()
+        if self._settings.on_pressure == "wait":
+            self._make_room()
+        captured, _, sample = taken
+        share = captured.share
+        self._copier.follow()
+        movements = self._movements.movements(sample) if self._movements is not None and sample is not None else {}
+        due = self._due(share, movements)
+        # Outcomes are reported for so many saves only, also where each is small enough to fit.
+        if (agreed.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
+            number = self._schedule.skip(due)
+            LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)
+            return Saved(step=step, number=number, layers_due=(), skipped=True, blocked_seconds=held.seconds)
+        if agreed.is_pressed and self._settings.on_pressure == "degrade":
+            sizes = {layer: -(-size // share.world_size) for layer, size in bytes_by_layer(share).items()}
+            due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=has_moments(share))
+        job = self._begin(request, taken, due, movements)
+        if self._movements is not None and sample is not None:
+            self._movements.saved(sample, due)
+        job.held.append(held)
+        if self._settings.mode == "sync" and (request.is_complete or self._engine.ungated):
+            self._finish(job)
+        held.end()
+        saved = Saved(
+            step=step,
+            number=job.number,
+            layers_due=tuple(layer.layer for layer in share.layers if layer.layer in due),
+            skipped=False,
+            blocked_seconds=held.seconds,
+        )
+        self._last.note(saved, updates=self._updates)
+        return saved
+
+    def wait(self) -> None:
+        """Return once every save is visible and durable, or given up. Every rank calls it."""
+        if self._is_closed:
+            return
+        self._seal()
+        for job in self._jobs:
+            job.is_written.wait()
+        # Rank 0 has to hear first who has failed: until then it waits for a part that will not come.
+        self._learn(exchange_reports(self.exchange, self._report()))
+        if self._is_first:
+            for job in self._jobs:
+                job.is_resolved.wait()
+        self._learn(exchange_reports(self.exchange, self._report()))
+
+    def status(self) -> Status:
+        """Return how this rank's saves are doing; asks no other rank."""
+        error = "" if self._collector is None else self._collector.error
+        return self._over.status((job.result() for job in self._jobs), collection_error=error)
+
+    @property
+    def results(self) -> list[Result]:
+        """The results of this rank's newest saves, in order."""
+        return [*self._over.newest, *(job.result() for job in self._jobs)]
+
+    def close(self) -> None:
+        """Wait for the saves under way, and release the engine. Every rank calls it; twice is harmless."""
+        if self._is_closed:
+            return
+        try:
+            self.wait()
+        except BaseException:
+            self._leave()
+            raise
+        note_closed(self._engine.engine, self.store, self.run, attempt=self._place.attempt)
+        self._end(at_once=False)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._is_closed:
+            self._leave()
+
+    # -- before an update ----------------------------------------------------------------------------------------
+
+    def _gate(self) -> None:
+        """Hold the update until nothing of the state before it is left to copy; with ``sync``, until it is durable."""
+        self._updates += 1
+        self._seal()
+        if self._settings.mode == "sync" and self._jobs:
+            job = self._jobs[-1]
+            job.held.append(hold_training(self._engine.device))
+            with job.held[-1]:
+                self._finish(job)
+        for job in self._jobs:
+            if not job.snapshot.copied.is_set():
+                job.held.append(hold_training(self._engine.device))
+                with job.held[-1]:
+                    job.snapshot.copied.wait()
+
+    # -- what the ranks agree on ---------------------------------------------------------------------------------
+
+    def _report(self, *, step: int = 0, mistyped: str = "", problem: str = "") -> RankReport:
+        running = [job for job in self._jobs if not job.is_written.is_set()]
+        free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
+        last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
+        return RankReport(
+            step=step,
+            number=self._schedule.number,
+            is_at_boundary=self._engine.is_at_boundary,
+            is_pressed=len(running) >= JOBS_MAX or (bool(running) and last > free),
+            free_bytes=free,
+            failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
+            outcomes=self._known_outcomes(),
+            has_lost_base=self._background.has_lost_base,
+            mistyped=mistyped,
+            problem=problem,
+        )
+
+    def _known_outcomes(self) -> dict[int, bool]:
+        """Return, on the rank that commits, whether each resolved save became visible; they are resolved in order."""
+        if self._is_first:
+            for job in self._jobs:
+                if not job.is_resolved.is_set():
+                    break
+                self._outcomes[job.number] = job.commit is not None
+            self._outcomes = dict(sorted(self._outcomes.items())[-SAVES_MAX:])
+        return self._outcomes
+
+    def _learn(self, agreed: Agreed) -> None:
+        for number in agreed.failed:
+            self._background.give_up(number)  # the failed rank may not have been able to leave a failed part
+        for save in self._schedule.pending:
+            if agreed.outcomes.get(save.number) is False:
+                self._last.note_lost(save.number)
+        self._schedule.resolve(agreed.outcomes.items())
+        if agreed.has_lost_base:
+            self._schedule.begin_anew()
+            self._background.has_lost_base = False
+        pending = {save.number for save in self._schedule.pending}
+        while self._jobs and self._jobs[0].number not in pending and self._jobs[0].is_written.is_set():
+            self._finished(self._jobs.popleft())
+
+    def _finished(self, job: Job) -> None:
+        if self._last.is_lost(job.number):
+            job.failure = job.failure or "another rank could not write its share"
+        self._over.add(job.result())
+        if job.joint is not None:
+            note_job(self._rooms, self._session, job, self._settings.on_saved)
+
+    # -- one save ------------------------------------------------------------------------------------------------
+
+    def _take_stock(self, request: SaveRequest, states: Callable[[], SavedStates]) -> tuple[_Taken | None, str]:
+        """Return what this rank holds, and why that cannot be saved, empty if it can: the other ranks wait to hear."""
+        try:
+            captured = capture(states(), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
+            files = SaveFiles(self._engine, captured.model, request)
+            sample = None if self._movements is None else self._movements.sample(captured)
+        except Exception as exc:  # noqa: BLE001  # it is reported: no rank saves what another one cannot
+            LOG.debug("what the engine holds could not be captured", exc_info=True)
+            return None, words_of(exc)
+        may_save_some = self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"
+        kept = undivided(captured.share.state) if may_save_some else ""
+        return (captured, files, sample), kept and (
+            f"the optimizer keeps {kept}, which cannot be cut into layers: "
+            "save all of them, with policy='full' and without on_pressure='degrade'"
+        )
+
+    def _make_room(self) -> None:
+        running = [job for job in self._jobs if not job.is_written.is_set()]
+        for job in running[: len(running) - JOBS_MAX + 1]:
+            job.is_written.wait()
+
+    def _due(self, share: Share, movements: Mapping[str, float]) -> frozenset[str]:
+        def due() -> frozenset[str]:
+            layers = tuple(layer.layer for layer in share.layers)
+            sizes = bytes_by_layer(share)
+            return self._schedule.due(layers, has_moments=has_moments(share), movements=movements, sizes=sizes)
+
+        return agreed_layers(self.exchange, self._schedule.policy, due)
+
+    def _begin(self, request: SaveRequest, taken: _Taken, due: frozenset[str], movements: Mapping[str, float]) -> Job:
+        captured, files, _ = taken
+        share = captured.share
+        number = self._schedule.begin(due, has_moments(share))
+        work = ShareWork(
+            session=self._session, save=self._saves, share=share, due=due, files=files.wait, mark=captured.mark
+        )
+        joint = None
+        if self._is_first:
+            joint = Joint(
+                work=work,
+                run=self.run,
+                place=self._place,
+                step=request.step,
+                save_number=number,
+                pin=request.pin,
+                policy=policy_use(self._schedule.policy, work, movements),
+                layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
+            )
+            self._attempt.warn_if_not_resumed(self._place)
+        job = Job(
+            step=request.step,
+            number=number,
+            work=work,
+            snapshot=Snapshot(captured, changing(objects_due(share, due))),
+            joint=joint,
+            files=files,
+            queued=sum(not earlier.is_written.is_set() for earlier in self._jobs),
+        )
+        self._saves += 1
+        self._jobs.append(job)
+        self._background.add(job)
+        return job
+
+    def _measure_base(self) -> None:
+        """Measure movements from what the engine was filled with, which its next saves inherit, before it moves."""
+        if self._movements is None or not self._is_unmeasured or self._is_closed:
+            return
+        self._is_unmeasured = False
+        try:
+            with self.exchange.together():
+                states = self._states("resumed", {})
+                captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
+                sample = self._movements.sample(captured)
+        except Exception as exc:  # noqa: BLE001  # training goes on: layers that are not measured are due
+            LOG.warning("how far layers move is measured from their next save on: %s", exc)
+            self._movements.forget()
+        else:
+            self._movements.saved(sample, frozenset(self._place.inherited))
+
+    def _seal(self) -> None:
+        """Read the files that have come into the folders of earlier saves, which are complete from here on."""
+        for job in self._jobs:
+            job.files.seal()
+
+    def _finish(self, job: Job) -> None:
+        """Wait for *job*, and raise its failure, on every rank."""
+        self.wait()
+        with self.exchange.together():
+            if job.failure:
+                raise StorageIO(job.failure, errno=None, filename=str(self._rooms.layout.root))
+
+    # -- what the checkpoint engine and loads ask for ------------------------------------------------------------
+
+    def pointer(self) -> Pointer:
+        """Return the pointer to the next save."""
+        return Pointer(
+            store=str(self.store.path),
+            store_id=self.store.id,
+            name=f"{self.run}@{self.step_of()}",
+            run=self.run,
+            attempt=self._place.attempt,
+            step=self.step_of(),
+        )
+
+    def publish(self, seconds: float) -> None:
+        """Wait up to *seconds* until this rank's commits are visible. Not collective."""
+        end = time.monotonic() + seconds
+        self._seal()
+        for job in self._jobs:
+            if job.joint is not None and not job.is_resolved.wait(max(end - time.monotonic(), 0)):
+                raise Locked(
+                    f"step {job.step} of run {self.run!r} is still being saved after {seconds:.0f} s",
+                    hint="wait() of its saver returns once it is there; then load it",
+                )
+
+    def went_to(self, composition: Composition | None) -> None:
+        """Continue from *composition*, which the engine was filled with; None if that came from no store."""
+        self._place = place = self._attempt.acquire(partial(place_resumed, composition=composition))
+        self._background.begin_at(place)
+        self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
+        self._is_unmeasured = bool(place.inherited)
+        self._engine.at_next_forward(self._measure_base)  # a loader may still be filling the engine
+        self._outcomes.clear()
+        self._last.begin_at(place.after, updates=self._updates)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _at_exit(self) -> None:
+        """Wait until this rank's saves are on disk: the process ends without having closed this saver."""
+        if not self._is_closed:
+            self._seal()
+            wait_at_exit(self._jobs, commits=self._is_first)
+
+    def _leave(self) -> None:
+        """End without asking the other ranks, which may never come to where they could be waited for."""
+        self._at_exit()
+        self._end(at_once=True)
+
+    def _end(self, *, at_once: bool) -> None:
+        self._is_closed = True
+        OPEN_SAVERS.remove(self)
+        atexit.unregister(self._at_exit)
+        try:
+            self._ungate()
+            self._checkpoint_engine.detach(self)
+            self._background.close(at_once=at_once)
+            if self._is_first:
+                self._rooms.parts.close_session(self._session, is_over=not at_once)
+        finally:
+            self._attempt.release()
+        if not at_once:
+            self.exchange.close()

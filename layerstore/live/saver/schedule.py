@@ -1,0 +1,155 @@
+"""
+Which layers are due at the next save, given the outcomes of the earlier ones.
+
+Every rank keeps a schedule and feeds it with the same facts, so all decide alike without asking each other.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from layerstore.history.place import Place, own_numbers
+from layerstore.model import PolicyUse
+from layerstore.policy import Latest, Policy
+from layerstore.policy.due import Save, anchored, due_layers
+from layerstore.publish.shares import ShareWork
+from layerstore.tree import Tree
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save whose outcome is not known yet."""
+
+    number: int
+    due: frozenset[str]
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The policy of a saver, and what it decides by."""
+
+    policy: Policy
+    number: int
+    """The number of the next save."""
+    visible: dict[str, int] = field(default_factory=dict)
+    """The number of each layer's newest visible save."""
+    foreign: frozenset[str] = frozenset()
+    """Layers inherited from another run: they need not be saved, and have no age."""
+    had_moments: dict[str, bool] = field(default_factory=dict)
+    """Whether the optimizer had updated each layer when it was last saved."""
+    owed: set[str] = field(default_factory=set)
+    """Layers of saves that were given up, skipped or cut: they are due at the next one."""
+    pending: list[_Pending] = field(default_factory=list)
+
+    @classmethod
+    def after(cls, place: Place, policy: Policy, *, run: str) -> Self:
+        """Return the schedule of saves of *run* that begin at *place*."""
+        own = own_numbers(place, run)
+        return cls(
+            policy=policy,
+            number=place.save_number,
+            visible=own,
+            foreign=frozenset(place.inherited.keys() - own.keys()),
+            had_moments={layer: entry.optimizer_step is not None for layer, entry in place.inherited.items()},
+        )
+
+    def due(
+        self,
+        layers: tuple[str, ...],
+        *,
+        has_moments: Mapping[str, bool],
+        movements: Mapping[str, float],
+        sizes: Mapping[str, int],
+    ) -> frozenset[str]:
+        """Return the layers to save now: those that the policy names, and all that were never saved or are owed."""
+        last = self.last_saved()
+        save = Save(
+            number=self.number,
+            layers=layers,
+            ages={layer: self.number - last[layer] for layer in layers if layer in last},
+            movements=movements,
+            sizes=sizes,
+        )
+        found = due_layers(anchored(self.policy, 0), save)
+        return found | self._needed(layers, has_moments) | (self.owed & set(layers))
+
+    def _needed(self, layers: Iterable[str], has_moments: Mapping[str, bool]) -> frozenset[str]:
+        """Return those of *layers* that a commit cannot inherit: never saved, or last saved without moments."""
+        known = self.last_saved().keys() | self.foreign
+        return frozenset(
+            layer
+            for layer in layers
+            if layer not in known or (has_moments[layer] and not self.had_moments.get(layer, True))
+        )
+
+    def begin_anew(self) -> None:
+        """Note that nothing can be inherited any more: every layer is due until it is saved."""
+        self.visible, self.foreign = {}, frozenset()
+        for save in self.pending:
+            save.due = frozenset()  # these will be given up, too: none of them has every layer
+
+    @property
+    def open_for(self) -> int:
+        """How many saves ago the oldest pending one began."""
+        return self.number - self.pending[0].number if self.pending else 0
+
+    def last_saved(self) -> dict[str, int]:
+        """Return the number of each layer's newest save, as if every pending one became visible."""
+        found = dict(self.visible)
+        for save in self.pending:
+            found |= dict.fromkeys(save.due, save.number)
+        return found
+
+    def begin(self, due: frozenset[str], has_moments: Mapping[str, bool]) -> int:
+        """Note that a save of *due* has begun; return its number."""
+        number = self.number
+        self.pending.append(_Pending(number, due))
+        self.had_moments |= {layer: has_moments[layer] for layer in due}
+        self.owed -= due
+        self.number += 1
+        return number
+
+    def skip(self, due: frozenset[str]) -> int:
+        """Note that a save is skipped, so that the layers *due* are owed; return its number."""
+        self.owed |= due
+        self.number += 1
+        return self.number - 1
+
+    def fewer(
+        self, due: frozenset[str], sizes: Mapping[str, int], room: int, *, has_moments: Mapping[str, bool]
+    ) -> frozenset[str]:
+        """
+        Return those of *due* that fit into *room*, the oldest first, and at least one; the others are owed.
+
+        Layers that cannot be inherited are always among them: a first save is full.
+        """
+        last = self.last_saved()
+        chosen = set(self._needed(due, has_moments))
+        room -= sum(sizes[layer] for layer in chosen)
+        for layer in sorted(due - chosen, key=lambda of: (last.get(of, -1), of)):
+            if chosen and sizes[layer] > room:
+                continue
+            chosen.add(layer)
+            room -= sizes[layer]
+        self.owed |= due - chosen
+        return frozenset(chosen)
+
+    def resolve(self, outcomes: Iterable[tuple[int, bool]]) -> None:
+        """Note which saves became visible, and which were given up."""
+        outcome = dict(outcomes)
+        for save in [save for save in self.pending if save.number in outcome]:
+            self.pending.remove(save)
+            if outcome[save.number]:
+                self.visible |= dict.fromkeys(save.due, save.number)
+            else:
+                self.owed |= save.due
+
+
+def policy_use(policy: Policy, work: ShareWork, movements: Mapping[str, float]) -> PolicyUse:
+    """Return what the record says of *policy*: which layers were due, and the movements that it decided by."""
+    said: dict[Tree, Tree] = {}
+    if not isinstance(policy, Latest) or len(work.due) < len(work.share.layers):
+        said["due"] = [layer.layer for layer in work.share.layers if layer.layer in work.due]
+    if movements:
+        said["movements"] = dict(movements.items())
+    return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=said)

@@ -1,0 +1,77 @@
+"""The settings of ``layerstore.attach``, and the size of the host buffer that follows from them."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from layerstore.errors import InvalidInput
+from layerstore.export.hf import size_in_bytes
+from layerstore.limits import MIB
+from layerstore.live.engine import Engine
+from layerstore.policy.keep import Keep
+from layerstore.storage.timings import SaveTiming
+
+Mode = Literal["async", "sync"]
+Pressure = Literal["wait", "skip", "degrade"]
+Frozen = Literal["once", "exclude"]
+
+# Padding between slices, and what is lost where the ring begins again.
+_SLACK_BYTES = 16 * MIB
+_BUFFER_BYTES_MIN = 1_000_000
+
+
+class SmallBuffer(UserWarning):
+    """The host has less free memory than one save needs: training may wait for the disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of ``layerstore.attach``, which explains them."""
+
+    mode: Mode
+    host_buffer: int | str
+    on_pressure: Pressure
+    frozen: Frozen
+    layer_pattern: str | None
+    keep: Keep | None
+    on_saved: Callable[[SaveTiming], None] | None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("mode", Mode), ("on_pressure", Pressure), ("frozen", Frozen)):
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(map(repr, get_args(kind)))
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}", hint=f"choose one of: {choices}")
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise InvalidInput(f"keep is {self.keep!r}", hint="say layerstore.Keep(last=3), or None to keep all")
+
+    @property
+    def of_all_ranks(self) -> str:
+        """The settings that have to be the same on all ranks."""
+        return f"mode {self.mode}, on_pressure {self.on_pressure}, frozen {self.frozen}"
+
+
+def pool_bytes(engine: Engine, wanted: int | str) -> int:
+    """
+    Return the size of one rank's host buffer; for ``auto`` its largest save, capped by the free memory.
+
+    Raises:
+        InvalidInput: *wanted* is no size.
+    """
+    if wanted != "auto":
+        size = size_in_bytes(wanted)
+        if size < _BUFFER_BYTES_MIN:
+            raise InvalidInput(f"host_buffer is {wanted}: at least 1 MB is needed", hint='say "auto", or "4GB"')
+        return size
+    needed = engine.state_bytes + _SLACK_BYTES
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = max(available // 2 // engine.ranks_here, _SLACK_BYTES)
+    if needed > room:
+        warnings.warn(
+            f"one save needs {needed / 1e9:.1f} GB of this host's memory, {room / 1e9:.1f} GB are used: "
+            "training waits for the disk where a save is larger",
+            SmallBuffer,
+            stacklevel=3,
+        )
+    return min(needed, room)

@@ -1,0 +1,124 @@
+"""The callback for the Trainer of Transformers; see `layerstore.transformers`."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from layerstore.live.engine import StoreCheckpointEngine, engine_of, engines_are_made_with, filled_with
+from layerstore.live.log import LOG
+from layerstore.live.saver import Saver, attach
+from layerstore.live.scratch import put, scratch
+from layerstore.store import Store, StrPath
+from layerstore.zero3 import TRAINER_STATE
+
+
+class LayerstoreCallback(TrainerCallback):
+    """
+    Lets a Trainer under DeepSpeed ZeRO-3 save to a store and resume from it, on its own schedule.
+
+    Its folders hold pointers and the Trainer's own small files; ``save_total_limit``, ``load_best_model_at_end`` and
+    ``resume_from_checkpoint`` work as before. *settings* are those of ``layerstore.attach``.
+
+    With *every*, the state is also saved every so many steps, without a folder. It is captured at the end of the step,
+    before the Trainer logs and evaluates: what these change (the best metric, say) is not in it.
+    """
+
+    def __init__(self, store: Store | StrPath, *, run: str, every: int | None = None, **settings: Any) -> None:
+        self.saver: Saver | None = None
+        """None unless the Trainer is training."""
+        self._store = store
+        self._run = run
+        self._every = every
+        self._settings = settings
+        self._count: _Count | None = None
+        # A Trainer that resumes loads its checkpoint before on_train_begin: pointers must be understood by then.
+        engines_are_made_with(StoreCheckpointEngine)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach to the engine that the Trainer has made."""
+        engine = engine_of(kwargs["model"])
+        self.saver = attach(engine, self._store, run=self._run, **self._settings)
+        self._count = _Count(state, lambda: int(engine.global_steps), resumed=self._resumed_step(engine))
+        self.saver.step_of = self._count.step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the counters at the beginning of a step."""
+        if self._count is not None:
+            self._count.begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save every so many steps, unless the Trainer is about to."""
+        if self._every and self.saver is not None and state.global_step % self._every == 0 and not control.should_save:
+            with scratch() as folder:
+                self.saver.save(
+                    step=self.saver.step_of(),
+                    extra_files=_own_files(folder, state, control, kwargs) if state.is_world_process_zero else {},
+                )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the saver."""
+        if self.saver is not None:
+            self.saver.close()
+            self.saver = self._count = None
+
+    def _resumed_step(self, engine: Any) -> int:
+        """Return the step of this run that *engine* resumed from, 0 if none."""
+        found = engine.checkpoint_engine
+        loaded = found.loaded if isinstance(found, StoreCheckpointEngine) else None
+        loaded = filled_with(engine) or loaded
+        return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
+
+
+class _Count:
+    """
+    The step of a save.
+
+    The Trainer counts a step at its very end. A save that a signal asks for may come before that, but after DeepSpeed's
+    update: then its state is the next step's, whatever its folder is called.
+    """
+
+    def __init__(self, state: TrainerState, updates: Callable[[], int], *, resumed: int) -> None:
+        self._state = state
+        self._updates = updates
+        self._lead = max(resumed - int(state.global_step), 0)
+        """How far the run is ahead of a Trainer that resumed from such a save."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Note the counters at the beginning of a step."""
+        self._begun = int(self._state.global_step), self._updates()
+
+    def step(self) -> int:
+        """Return the step of what the engine holds now."""
+        step, updates = int(self._state.global_step), self._updates()
+        is_ahead = step == self._begun[0] and updates > self._begun[1]
+        if is_ahead:
+            LOG.warning("the Trainer saves step %d in the middle of the next: the commit is step %d", step, step + 1)
+        return step + is_ahead + self._lead
+
+
+def _own_files(folder: Path, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> dict[str, StrPath]:
+    """Write what a Trainer needs to resume, besides its engine's state, to *folder*; return the files by name."""
+    import torch
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    callbacks: Any = state.stateful_callbacks  # declared as a list, but it is a dict of their states
+    callbacks["TrainerControl"] = control.state()
+    path = folder / TRAINER_STATE
+    state.save_to_json(str(path))
+    files: dict[str, StrPath] = {path.name: path}
+    scheduler = given.get("lr_scheduler")
+    if scheduler is not None and not isinstance(scheduler, DeepSpeedSchedulerWrapper):
+        data = io.BytesIO()
+        torch.save(scheduler.state_dict(), data)
+        files["scheduler.pt"] = put(folder / "scheduler.pt", data.getvalue())
+    return files

@@ -1,1 +1,0 @@
-"""Public doubles for tests of what builds on layerstore."""

@@ -1,0 +1,265 @@
+"""The demo, once with real training, and how it refuses, without."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore.cli.app import main
+from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
+from layerstore.live.demo import (
+    STEPS,
+    STEPS_MIN,
+    Collected,
+    DemoResult,
+    Mixture,
+    Resized,
+    StepLoss,
+    Usage,
+    run_demo,
+)
+from layerstore.live.demo.run import MARKER
+from tests.docs.pages import README
+from tests.docs.reference import commands
+from tests.inspect.test_page import facts_in
+
+DEMO_SECONDS_MAX = 600
+"""Half a minute is usual; on a fresh machine DeepSpeed first compiles, and the machine may be busy."""
+
+CONTENT = "precious"
+
+
+@pytest.fixture
+def someone_elses(tmp_path: Path) -> Path:
+    """Return a folder with names that the demo uses, too, but not made by it."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "file").write_text(CONTENT)
+    return tmp_path
+
+
+def demo_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``layerstore demo`` in a process of its own."""
+    command = [sys.executable, "-m", "layerstore.cli", "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEMO_SECONDS_MAX, check=False)
+
+
+@pytest.mark.timeout(DEMO_SECONDS_MAX + 60)
+def test_every_loss_after_the_resume_is_the_uninterrupted_runs(tmp_path: Path) -> None:
+    """Real training resumes from the store bit for bit, and the JSON says what was measured."""
+    folder = tmp_path / "demo with a space"
+
+    finished = demo_command("--dir", str(folder), "--steps", "10", "--json")
+
+    assert finished.returncode == 0, finished.stderr
+    measured = json.loads(finished.stdout.splitlines()[-1])
+    assert (measured["schema"], measured["identical"], measured["resumed_from"]) == (1, True, 5)
+    assert measured["problems"] == []
+    assert [loss["step"] for loss in measured["losses"]] == [6, 7, 8, 9, 10]
+    for loss in measured["losses"]:
+        assert loss["identical"]
+        assert loss["uninterrupted"].hex() == loss["resumed"].hex()
+    assert len(measured["layers"]) > 6
+    assert all(measured["layers"].values())
+    # Bytes at random have log(256) = 5.5: the model has learned, and so the losses mean something.
+    assert measured["losses"][-1]["resumed"] < 5
+    assert all(measured["sizes"][what] > 1_000_000 for what in ("checkpoints", "store", "composite"))
+    assert measured["seconds"] >= sum(measured["seconds_by_part"].values())
+    assert {MARKER, "logs", "store", "report.html"} == {path.name for path in folder.iterdir()}
+    check_policies(measured)
+    check_other_ranks_and_gc(measured)
+    check_report(measured)
+    with layerstore.open(measured["store"]) as store:
+        assert {run: [entry.step for entry in store.log(run)] for run in store.runs} == {
+            "demo": [10, 9, 8, 5],
+            "on-one-rank": [5],
+            "resumed": [10],
+        }
+        assert store.compose("parity").layers.keys() == measured["layers"].keys()
+        assert store.verify(read_data=True).ok
+
+
+def check_policies(measured: dict[str, Any]) -> None:
+    """Selective saves are smaller, and what they left is what the policy composes of full ones."""
+    saved = {each["saved_by"]: each for each in measured["saved"]}
+    assert list(saved) == ["DeepSpeed", "full", "parity", "filter"]
+    later = {name: each["later_bytes"] / saved["DeepSpeed"]["later_bytes"] for name, each in saved.items()}
+    assert 0.95 < later["full"] < 1.05
+    assert 0.45 < later["parity"] < 0.55
+    assert 0.25 < later["filter"] < 0.45
+    assert measured["sizes"]["checkpoints"] >= saved["DeepSpeed"]["total_bytes"]
+    mixture = measured["mixture"]
+    assert mixture["same"] == mixture["layers"] == sum(mixture["steps"].values()) == len(measured["layers"])
+    assert set(mixture["steps"]) == {"5", "4"}
+    # Another training, and not far from the first one.
+    assert measured["losses"][-1]["uninterrupted"] != mixture["loss"]
+    assert abs(measured["losses"][-1]["uninterrupted"] - mixture["loss"]) < 0.5
+
+
+def check_other_ranks_and_gc(measured: dict[str, Any]) -> None:
+    """One rank has loaded what two have saved; the collection removed what no rule keeps, and freed space."""
+    other, collected = measured["other_ranks"], measured["gc"]
+    # Of each parameter a master and two moments: nine in a block, and three beside the blocks.
+    assert other == {"ranks": 1, "tensors": 3 * (9 * 6 + 3), "same": 3 * (9 * 6 + 3)}
+    assert (collected["removed"], collected["kept"], collected["is_sound"]) == (6, 6, True)
+    assert collected["after_bytes"] < 0.6 * collected["before_bytes"]
+
+
+def check_report(measured: dict[str, Any]) -> None:
+    """The page was made after all else: it has what the collection left, what it took, and that no more would go."""
+    assert list(measured["seconds_by_part"])[-1] == "report"
+    shown = facts_in(Path(measured["report"]).read_bytes())
+    assert {run["run"]: run["commits"] for run in shown["runs"]} == {"demo": 4, "on-one-rank": 1, "resumed": 1}
+    assert (shown["collected"]["collections"], shown["collected"]["records"]) == (1, measured["gc"]["removed"])
+    freed = measured["gc"]["before_bytes"] - measured["gc"]["after_bytes"]
+    assert shown["collected"]["bytes"] == pytest.approx(freed, rel=0.05)
+    plan = shown["retention"]
+    assert (plan["commits_kept"], plan["commits_removed"], plan["bytes_freed"]) == (measured["gc"]["kept"], 0, 0)
+
+
+def test_how_long_it_takes_is_said_once_the_same_way() -> None:
+    """Where people are invited to run it, and where they ask what it does."""
+    sentence = "It takes about a minute and a half on two cores; the first time DeepSpeed compiles for a minute or more"
+
+    for text in (README.read_text(), commands()["demo"].help or ""):
+        assert sentence in text
+        assert len(re.findall(r"(?i)\bminutes?\b", text.partition("## Measured")[0])) == 2
+
+
+def test_a_folder_of_someone_else_is_refused_even_with_force(someone_elses: Path) -> None:
+    """Only what a demo made is ever removed."""
+    for force in (False, True):
+        with pytest.raises(AlreadyExists, match="not a demo's folder"):
+            run_demo(someone_elses, force=force)
+
+    assert (someone_elses / "store" / "file").read_text() == CONTENT
+    assert [path.name for path in someone_elses.iterdir()] == ["store"]
+
+
+def test_an_earlier_demo_is_only_replaced_with_force(someone_elses: Path) -> None:
+    """The hint says how to replace it, and until then nothing is touched."""
+    (someone_elses / MARKER).touch()
+
+    with pytest.raises(AlreadyExists, match="earlier demo") as raised:
+        run_demo(someone_elses)
+
+    assert "--force" in str(raised.value.hint)
+    assert (someone_elses / "store" / "file").read_text() == CONTENT
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    """The command says so with its own exit code."""
+    file = tmp_path / "file"
+    file.write_text(CONTENT)
+
+    assert main(["demo", "--dir", str(file), "--force"]) == 14
+    assert file.read_text() == CONTENT
+
+
+def test_a_missing_compiler_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is looked for before anything is written or started, and the hint says what to install."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+    code = main(["demo", "--dir", str(tmp_path / "demo"), "--json"])
+
+    assert code == 16
+    error = json.loads(capsys.readouterr().err.splitlines()[-1])["error"]
+    assert "no-such-compiler" in error["message"]
+    assert "g++" in error["hint"]
+    assert not (tmp_path / "demo").exists()
+
+
+def test_missing_packages_are_all_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint is the command that installs them."""
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # how the import system itself notes that it is not there
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    with pytest.raises(Unsupported, match="deepspeed, transformers") as raised:
+        run_demo(tmp_path / "demo")
+
+    assert "pip install" in str(raised.value.hint)
+
+
+def test_too_few_steps_are_refused(tmp_path: Path) -> None:
+    """Every save needs a step."""
+    with pytest.raises(InvalidInput, match="too few"):
+        run_demo(tmp_path / "demo", steps=STEPS_MIN - 1)
+
+
+def test_the_command_has_the_librarys_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Default and bound stand in the command, too, so that ``--help`` need not import the library."""
+    main(["demo", "--help"])
+
+    assert f"[default: {STEPS}; {STEPS_MIN}<=x" in " ".join(capsys.readouterr().out.split())
+
+
+def result(**changed: Any) -> DemoResult:
+    """Return the result of a demo in which all went well, but for what is *changed*."""
+    well: dict[str, Any] = {
+        "folder": Path("demo"),
+        "store": Path("demo/store"),
+        "report": Path("demo/report.html"),
+        "resumed_from": 1,
+        "saved": tuple(Usage(saved_by=name, saves=2, total_bytes=2, first_bytes=1, later_bytes=1.0) for name in "ab"),
+        "losses": (StepLoss(step=2, uninterrupted=2.5, resumed=2.5),),
+        "layers": {"norm": True},
+        "mixture": Mixture(policy="parity", step=1, steps={1: 1}, oldest_steps=0, layers=1, same=1),
+        "mixture_loss": 2.0,
+        "resized": Resized(ranks=1, tensors=3, same=3),
+        "collected": Collected(removed=1, kept=1, before_bytes=2, after_bytes=1, is_sound=True),
+        "seconds": {"total": 2.0, "training": 1.0},
+        "sizes": {"checkpoints": 2, "store": 2, "composite": 1},
+    }
+    return DemoResult(**well | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"losses": (StepLoss(step=2, uninterrupted=2.5, resumed=2.6),)}, "1 of 1 losses after the resume"),
+        ({"layers": {"norm": False, "head": True}}, "1 of 2 layers at the last step"),
+        ({"mixture": replace(result().mixture, same=0)}, "1 of 1 layers of the mixture"),
+        ({"resized": Resized(ranks=1, tensors=3, same=1)}, "2 of 3 tensors"),
+        ({"collected": replace(result().collected, is_sound=False)}, "is damaged"),
+    ],
+)
+def test_whatever_is_not_as_it_has_to_be_fails_the_demo(
+    changed: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And is named; what was measured is printed all the same."""
+    monkeypatch.setattr("layerstore.live.demo.run_demo", lambda *_, **__: result(**changed))
+
+    assert main(["demo"]) == 1
+    printed = capsys.readouterr()
+    assert problem in printed.err
+    assert "bit for bit" not in printed.out
+    assert result().identical
+
+
+def test_the_screen_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With long numbers, too."""
+    loss = StepLoss(step=1000, uninterrupted=2.8445136547088623, resumed=2.8445136547088623)
+    wide = replace(result().saved[0], saved_by="parity", total_bytes=123_456_789_000)
+    monkeypatch.setattr("layerstore.live.demo.run_demo", lambda *_, **__: result(losses=(loss,), saved=(wide,) * 4))
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main(["demo"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("resumed", "identical"),
+    [(2.5, True), (math.nextafter(2.5, 3), False), (math.nan, False), (-2.5, False)],
+)
+def test_losses_are_identical_to_the_last_bit_only(resumed: float, *, identical: bool) -> None:
+    """One unit in the last place is a difference, and what is not a number proves nothing."""
+    assert identical is StepLoss(step=1, uninterrupted=2.5, resumed=resumed).identical
+    assert not StepLoss(step=1, uninterrupted=math.nan, resumed=math.nan).identical

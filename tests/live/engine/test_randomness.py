@@ -1,0 +1,117 @@
+"""The generators of a process are kept in its rank's file, and set again from it."""
+
+import random
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from layerstore.errors import LayerstoreError
+from layerstore.live.engine.inert import Memory
+from layerstore.live.engine.randomness import random_state, read_random_state, set_random_state
+from layerstore.model import RankState, SourceFile, TreeFile
+
+
+@pytest.fixture(autouse=True)
+def _own_generators() -> Iterator[None]:
+    """Leave the process's generators as they were."""
+    python, legacy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    yield
+    random.setstate(python)
+    np.random.set_state(legacy)
+    torch.random.set_rng_state(cpu)
+
+
+def drawn() -> list[float]:
+    """Return a number of every generator."""
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def kept(*, rank: int = 0, world_size: int = 2) -> tuple[str, bytes]:
+    """Return the file that a rank would keep now: its name and what it holds."""
+    memory = Memory("memory")
+    file = random_state(memory, rank=rank, world_size=world_size)
+    return file.name, memory.copied(file.place)
+
+
+def state_with(*files: tuple[str, bytes]) -> RankState:
+    """Return a rank's state with *files*."""
+    tree = TreeFile(path="model", tree={})
+    return RankState(
+        rank=0,
+        model=tree,
+        optimizer=tree,
+        files=tuple(SourceFile(path=name, executable=False, content=data) for name, data in files),
+        gathered=(),
+    )
+
+
+def content(data: Any) -> bytes:
+    """Return what a file holds that is kept in the state itself."""
+    assert isinstance(data, bytes)
+    return data
+
+
+def test_what_is_drawn_next_is_drawn_again() -> None:
+    """From Python's, numpy's and torch's own generator, however far they have gone meanwhile."""
+    state = state_with(("trainer_state.json", b"{}"), kept(rank=1))
+    expected = [drawn() for _ in range(3)]
+
+    found = read_random_state(state, content)
+    assert found is not None
+    assert [drawn() for _ in range(3)] != expected  # reading alone sets nothing
+    set_random_state(found)
+
+    assert [drawn() for _ in range(3)] == expected
+
+
+def test_the_name_is_the_trainers_own() -> None:
+    """So a composed folder serves the Trainer as well: it looks for one name at one rank, for others at several."""
+    assert kept(rank=3, world_size=8)[0] == "rng_state_3.pth"
+    assert kept(rank=0, world_size=1)[0] == "rng_state.pth"
+
+
+def test_the_trainer_reads_it(tmp_path: Path) -> None:
+    """Its own way is ``torch.load``, with numpy's names allowed; all keys of the CPU's are there."""
+    _, data = kept()
+
+    states = torch.load(BytesIO(data), weights_only=False)
+
+    assert {"python", "numpy", "cpu"} <= states.keys()
+    assert states["python"] == random.getstate()
+    assert states["cpu"].equal(torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("files", [(), (("random_states_0.pkl", b"Accelerate's"),), (("trainer_state.json", b"{}"),)])
+def test_without_a_state_of_ours_there_is_none(files: tuple[tuple[str, bytes], ...]) -> None:
+    """Accelerate's own form is Accelerate's to load."""
+    assert read_random_state(state_with(*files), content) is None
+
+
+def test_a_state_of_another_device_is_told() -> None:
+    """A generator whose state is not there goes on as it was; then the course of random numbers is another one."""
+    found = read_random_state(state_with(kept()), content)
+    assert found is not None
+    is_cuda = torch.cuda.is_available()
+
+    assert set_random_state(found)
+    if is_cuda:
+        del found["cuda"]
+    else:
+        found["cuda"] = torch.zeros(16, dtype=torch.uint8)
+    assert not set_random_state(found)
+
+
+def test_a_damaged_file_sets_nothing() -> None:
+    """It is read as a whole first."""
+    name, data = kept()
+    before = random.getstate()
+
+    with pytest.raises(LayerstoreError):
+        read_random_state(state_with((name, data[: len(data) // 2])), content)
+
+    assert random.getstate() == before

@@ -1,0 +1,257 @@
+"""Two jobs that save the same run at once: the second opens an attempt of its own, and nothing of either is lost."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import Conflict, StorageIO
+from layerstore.history.place import Place
+from layerstore.live.engine.resume import place_resumed
+from layerstore.live.ranks.attempt import AttemptLock
+from layerstore.live.ranks.exchange import Exchange
+from layerstore.model import Fork
+from layerstore.ops.composition import Composition
+from layerstore.storage.runview import RunView
+from tests.generated import generate
+
+RUN = "sft"
+SESSION = "0" * 32
+CHILDREN = multiprocessing.get_context("forkserver")
+
+
+class OneRank:
+    """What the ranks of a job with one of them tell each other."""
+
+    rank = 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do it."""
+        yield
+
+    def first(self, text: str) -> str:
+        """Hear oneself."""
+        return text
+
+    def texts(self, text: str) -> list[str]:
+        """Agree."""
+        return [text]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a store with two steps of a run."""
+    with layerstore.init(tmp_path / "store") as made:
+        save(made, 2)
+        save(made, 4)
+        yield made
+
+
+def save(store: Store, step: int) -> None:
+    """Save *step* of the run."""
+    folder = store.path.parent / f"step{step}"
+    store.ingest(generate(folder, layers=1, hidden=8, vocab=8, step=step), run=RUN)
+
+
+def tip(store: Store) -> Composition:
+    """Return what a job resumes from."""
+    return store.compose(RUN).composition
+
+
+def attempt_of(store: Store) -> AttemptLock:
+    """Return the attempt lock of another job."""
+    return AttemptLock(cast(Exchange, OneRank()), store.rooms, run=RUN)
+
+
+def test_a_job_alone_goes_on_with_its_attempt(store: Store) -> None:
+    """So does the one after it, and the same one again."""
+    first, second = attempt_of(store), attempt_of(store)
+    wish = partial(place_resumed, composition=tip(store))
+
+    assert [first.acquire(wish).attempt, first.acquire(wish).attempt] == [1, 1]
+    first.release()
+    assert second.acquire(wish).attempt == 1
+
+
+def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """It forks where it was resumed from, inherits from there, and says who saves the attempt that it wanted."""
+    wish = partial(place_resumed, composition=tip(store))
+    first, second, third = attempt_of(store), attempt_of(store), attempt_of(store)
+    wanted = first.acquire(wish)
+
+    found = second.acquire(wish)
+
+    assert (found.attempt, found.fork) == (2, Fork(attempt=1, step=4))
+    assert (found.inherited, found.save_number, found.after) == (wanted.inherited, wanted.save_number, 4)
+    (record,) = caplog.records
+    assert f"attempt 1 of run 'sft' is locked by pid {os.getpid()} on " in record.getMessage()
+    assert third.acquire(wish).attempt == 3
+
+
+def test_two_jobs_that_begin_at_once_begin_beside_each_other(store: Store) -> None:
+    """Neither was resumed; each has its own attempt before either has saved anything."""
+    wish = partial(place_resumed, composition=None)
+
+    places = [each.acquire(wish) for each in (attempt_of(store), attempt_of(store))]
+
+    assert [(place.attempt, place.fork, place.save_number) for place in places] == [(2, None, 0), (3, None, 0)]
+
+
+def test_what_the_last_holder_saved_meanwhile_is_not_overwritten(store: Store) -> None:
+    """It may commit right before it gives its attempt free: who comes next looks again once the attempt is its own."""
+    wish = partial(place_resumed, composition=tip(store))
+
+    def late(view: RunView | None) -> Place:
+        found = wish(view)
+        if found.attempt == 1:
+            save(store, 6)  # between the look and the lock
+        return found
+
+    place = attempt_of(store).acquire(late)
+
+    assert (place.attempt, place.fork) == (2, Fork(attempt=1, step=4))
+    assert attempt_of(store).acquire(partial(place_resumed, composition=tip(store))).attempt == 1
+
+
+def test_an_attempt_that_others_have_opened_meanwhile_is_not_saved(store: Store) -> None:
+    """Two begin at once: the one that holds the lock is overtaken before it looks again, and takes another attempt."""
+    begun = partial(place_resumed, composition=None)
+    looks = []
+
+    def overtaken(view: RunView | None) -> Place:
+        looks.append(begun(view).attempt)
+        if len(looks) == 1:
+            folder = store.path.parent / "back"
+            store.ingest(generate(folder, layers=1, hidden=8, vocab=8, step=3), run=RUN, rollback=True)
+        return begun(view)
+
+    first = attempt_of(store)
+    place = first.acquire(overtaken)
+
+    assert place.attempt == first._held == 3
+    assert looks[0] == 2
+
+
+def test_a_job_that_cannot_take_another_attempt_keeps_its_own(store: Store) -> None:
+    """An error leaves nothing half changed."""
+    first, second = attempt_of(store), attempt_of(store)
+    first.acquire(partial(place_resumed, composition=tip(store)))
+
+    def fails(view: RunView | None) -> Place:
+        raise StorageIO("made up", errno=errno.EIO, filename="store")
+
+    with pytest.raises(StorageIO, match="made up"):
+        first.acquire(fails)
+
+    assert first._held == 1
+    assert second.acquire(partial(place_resumed, composition=tip(store))).attempt == 2
+
+
+def test_ranks_that_see_different_commits_are_told(store: Store) -> None:
+    """Nothing stays locked."""
+
+    class Torn(OneRank):
+        def texts(self, text: str) -> list[str]:
+            return [text, "another"]
+
+    with pytest.raises(Conflict, match="the ranks see different commits of run 'sft'"):
+        AttemptLock(cast(Exchange, Torn()), store.rooms, run=RUN).acquire(partial(place_resumed, composition=None))
+
+    assert attempt_of(store).acquire(partial(place_resumed, composition=None)).attempt == 2
+
+
+def test_what_a_job_is_saving_is_no_attempt_for_an_ingest_to_open(store: Store) -> None:
+    """It has nothing committed yet; the ingest opens the next."""
+    job = attempt_of(store)
+    assert job.acquire(partial(place_resumed, composition=None)).attempt == 2
+
+    folder = store.path.parent / "back"
+    found = store.ingest(generate(folder, layers=1, hidden=8, vocab=8, step=3), run=RUN, rollback=True)
+
+    assert found.attempt == 3
+
+
+def test_a_look_at_who_saves_sends_nobody_elsewhere(store: Store) -> None:
+    """A collection holds an attempt for a moment, to see whether somebody else does; who wants it waits as long."""
+    looking = store.rooms.lock_attempt(RUN, 1, at_once=True)
+    looking.__enter__()
+    threading.Timer(0.2, looking.__exit__, (None, None, None)).start()
+
+    assert attempt_of(store).acquire(partial(place_resumed, composition=tip(store))).attempt == 1
+
+
+def test_a_collection_keeps_what_running_jobs_rest_on(store: Store) -> None:
+    """Of each attempt that is being saved the newest commit, whatever the rules say; later it may go."""
+    job = attempt_of(store)
+    job.acquire(partial(place_resumed, composition=tip(store)))
+    for step in (3, 5, 7):
+        folder = store.path.parent / f"back{step}"
+        store.ingest(generate(folder, layers=1, hidden=8, vocab=8, step=step), run=RUN, rollback=step == 3)
+
+    store.gc(Keep(last=1))
+    assert [(entry.attempt, entry.step) for entry in store.log(RUN)] == [(2, 7), (1, 4)]
+
+    job.release()
+    store.gc(Keep(last=1))
+    assert [(entry.attempt, entry.step) for entry in store.log(RUN)] == [(2, 7)]
+
+
+def test_whoever_goes_back_gives_its_attempt_free(store: Store) -> None:
+    """A saver that is filled with something else leaves its attempt to others."""
+    first, second = attempt_of(store), attempt_of(store)
+    first.acquire(partial(place_resumed, composition=tip(store)))
+
+    assert first.acquire(partial(place_resumed, composition=store.compose(f"{RUN}@2").composition)).attempt == 2
+    assert second.acquire(partial(place_resumed, composition=tip(store))).attempt == 1
+
+
+def hold(path: str, is_held: Event) -> None:
+    """Hold the attempt in a process of its own, and sleep."""
+    with Store(path) as store:
+        kept = attempt_of(store)
+        kept.acquire(partial(place_resumed, composition=tip(store)))
+        is_held.set()
+        signal.pause()
+
+
+def test_a_killed_job_holds_nothing(store: Store) -> None:
+    """Nobody has to clean up after it."""
+    is_held = CHILDREN.Event()
+    job = CHILDREN.Process(target=hold, args=(str(store.path), is_held))
+    job.start()
+    assert is_held.wait(60)
+    wish = partial(place_resumed, composition=tip(store))
+    other = attempt_of(store)
+    assert other.acquire(wish).attempt == 2
+    other.release()
+
+    job.kill()
+    job.join()
+
+    assert other.acquire(wish).attempt == 1
+
+
+def test_parts_of_a_save_that_was_given_up_go_with_their_session(tmp_path: Path) -> None:
+    """A rank may write its part after the first rank has given the save up: it is removed once all have written."""
+    with layerstore.init(tmp_path / "store") as store:
+        parts, folder = store.rooms.parts, store.path / "parts" / SESSION
+        parts.open_session(SESSION)
+        (folder / "1.0").touch()
+
+        parts.close_session(SESSION, is_over=False)
+        assert folder.exists()
+        parts.close_session(SESSION, is_over=True)
+        assert not folder.exists()
+        parts.close_session(SESSION, is_over=True)  # twice is harmless

@@ -1,0 +1,142 @@
+"""The collection behind a saver, without a saver: a helper process that calls the library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.live.saver import collector
+from layerstore.live.saver.collector import Collector
+from layerstore.policy.keep import Best
+from tests.generated import generate
+
+RUN = "r"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a store with three commits."""
+    with layerstore.init(tmp_path / "a store") as made:
+        for step in (10, 20, 30):
+            source = generate(tmp_path / str(step), layers=1, hidden=8, vocab=8, step=step, seed=step)
+            made.ingest(source, run=RUN)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Return what is logged."""
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def collect(store: Store, keep: Keep, *, times: int = 1) -> Collector:
+    """Collect as behind a saver, after so many commits."""
+    behind = Collector(store, keep, run=RUN)
+    for _ in range(times - 1):
+        behind._collect()
+    behind.close(at_once=False)
+    return behind
+
+
+def test_it_collects_what_the_rules_say(
+    store: Store, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It logs how much, whatever modules lie where training runs; without work no process is started."""
+    monkeypatch.setattr(collector, "GRACE_SECONDS", 0)
+    for name in ("secrets", "pathlib", "layerstore"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+
+    behind = collect(store, Keep(last=1))
+
+    assert [entry.step for entry in store.log(RUN)] == [30]
+    assert store.gc(grace_seconds=0).objects.count == 0
+    assert "2 commits collected" in heard.text
+    assert behind.error == ""
+    monkeypatch.setattr(collector, "_run_process", None)
+    assert collect(store, Keep(last=1)).error == ""
+
+
+def test_a_collection_under_way_is_no_trouble(
+    store: Store, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save tries again."""
+    monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
+    with store.rooms.lock_gc():
+        behind = collect(store, Keep(last=1))
+
+    assert "another collection is under way" in heard.text
+    assert behind.error == ""
+    assert len(store.log(RUN)) == 3
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (lambda store: (store.path / "store.json").write_text("{"), "store.json"),
+        (lambda store: next((store.path / "commits" / RUN).glob("20.*")).write_bytes(b"x"), "commits/r/20"),
+    ],
+    ids=["store", "record"],
+)
+def test_why_nothing_was_collected_is_logged_once(
+    store: Store, heard: pytest.LogCaptureFixture, harm: Callable[[Store], object], why: str
+) -> None:
+    """And stays in the status; nothing is raised."""
+    harm(store)
+
+    behind = collect(store, Keep(last=1), times=3)
+
+    told = [record.message for record in heard.records if "not all was collected" in record.message]
+    assert len(told) == 1
+    assert why in told[0]
+    assert why in behind.error
+
+
+def test_a_process_that_fails_is_an_error_in_the_status(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line that it printed says why."""
+    program = tmp_path / "broken.py"
+    program.write_text("raise RuntimeError('no memory')")
+    monkeypatch.setattr(collector, "_PROGRAM", program)
+
+    assert collect(store, Keep(last=1)).error == "the collecting process ended with 1: RuntimeError: no memory"
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        Keep(last=3, every=1000, within="14d", best="eval_loss:2", drop_optimizer_older_than=5),
+        Keep(within=timedelta(days=9000, microseconds=1), best=Best(metric="f1", count=7, direction="max")),
+        Keep(best=Best(metric="eval_loss", direction="max")),
+    ],
+)
+def test_every_rule_reaches_the_process(store: Store, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was given, in whichever form."""
+    asked: list[dict[str, Any]] = []
+
+    def noted(question: dict[str, Any]) -> dict[str, Any]:
+        asked.append(question)
+        return {"is_locked": True}
+
+    monkeypatch.setattr(collector, "has_work", lambda *_: True)
+    monkeypatch.setattr(collector, "_run_process", noted)
+    collect(store, keep)
+
+    (question,) = asked
+    found = Keep(**question["keep"])
+    assert (found.last, found.every, found.drop_optimizer_older_than) == (
+        keep.last,
+        keep.every,
+        keep.drop_optimizer_older_than,
+    )
+    assert (found.age, found.best_of) == (keep.age, keep.best_of)
+    assert (question["run"], question["store"]) == (RUN, str(store.path))

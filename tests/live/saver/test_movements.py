@@ -1,0 +1,260 @@
+"""How far layers have moved, measured by ranks that run as threads of this process: no engine is launched."""
+
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import layerstore
+from layerstore import Drift
+from layerstore.ingest.movement import RUN_ELEMENTS, RUNS
+from layerstore.live.engine.capture import Captured, capture
+from layerstore.live.engine.deepspeed import SavedStates
+from layerstore.live.ranks.exchange import Exchange, Message
+from layerstore.live.saver import movements as watch_module
+from layerstore.live.saver.movements import MovementWatch
+from layerstore.policy.due import Save
+from tests.generated import generate
+from tests.live.launched import DEVICES
+
+WIDE: dict[str, Any] = {"layers": 3, "hidden": 52, "vocab": 64, "layout": "raw"}
+"""The larger parameters have more elements than are looked at, and many a run of them lies on two of three ranks."""
+
+LAYERS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
+ALL = frozenset(LAYERS)
+
+
+class Together:
+    """What ranks in threads tell each other."""
+
+    def __init__(self, world_size: int) -> None:
+        """Expect so many."""
+        self._said: list[Message] = [Message()] * world_size
+        self._barrier = threading.Barrier(world_size, timeout=60)
+
+    def of(self, rank: int) -> Exchange:
+        """Return the exchange that *rank* uses."""
+
+        def everybodys(message: Message) -> list[Message]:
+            self._said[rank] = message
+            self._barrier.wait()
+            found = list(self._said)
+            self._barrier.wait()
+            return found
+
+        return cast(Exchange, SimpleNamespace(all=everybodys))
+
+
+class Ranks:
+    """Watches of all ranks of a model, and its masters as they are now."""
+
+    def __init__(self, folder: Path, world_size: int = 2, **options: Any) -> None:
+        """Begin with the checkpoint of step 1."""
+        self._folder, self._world_size, self._options = folder, world_size, WIDE | options
+        together = Together(world_size)
+        self._watches = [MovementWatch(together.of(rank)) for rank in range(world_size)]
+        self.go_to(1)
+
+    def go_to(self, step: int) -> None:
+        """Hold what the checkpoint of *step* has."""
+        self._captured = [
+            captured(files, rank)
+            for rank, files in enumerate(files_of(made(self._folder, self._world_size, step, **self._options)))
+        ]
+
+    def saved(self, layers: frozenset[str] = ALL) -> None:
+        """Save *layers* on every rank."""
+        for watch, held in zip(self._watches, self._captured, strict=True):
+            watch.saved(watch.sample(held), layers)
+
+    def movements(self) -> dict[str, float]:
+        """Return what every rank finds: the same."""
+        with ThreadPoolExecutor(self._world_size) as pool:
+            samples = [watch.sample(held) for watch, held in zip(self._watches, self._captured, strict=True)]
+            first, *others = list(pool.map(MovementWatch.movements, self._watches, samples))
+        assert all(other == pytest.approx(first, nan_ok=True, rel=0, abs=0) for other in others)
+        return first
+
+    def change(self, layer: str, change: Callable[[torch.Tensor], object]) -> None:
+        """Do something to each slice of the masters of *layer*."""
+        for held in self._captured:
+            for source in (of for one in held.share.layers if one.layer == layer for of in one.objects):
+                for part in source.slices if source.kind == "master" else ():
+                    values = held.memory(part.path).bytes_of(part.path).view(torch.float32)
+                    change(values[part.offset_bytes // 4 :][: part.elements])
+
+
+def made(folder: Path, world_size: int, step: int, **options: Any) -> Path:
+    """Return the checkpoint of *step* for *world_size* ranks; its numbers do not depend on how many these are."""
+    path = folder / f"{world_size}-{step}"
+    return path if path.exists() else generate(path, world_size=world_size, step=step, **options)
+
+
+def files_of(checkpoint: Path) -> list[tuple[Path, Path]]:
+    """Return the two files of every rank."""
+    optimizers = sorted(checkpoint.rglob("*optim_states.pt"))
+    return [(path.parent / path.name.replace("bf16_", "").replace("optim", "model"), path) for path in optimizers]
+
+
+def captured(files: tuple[Path, Path], rank: int, *, device: str = "cpu") -> Captured:
+    """Return what an engine on *device* would hand over that has what is in *files*."""
+    model, optimizer = files
+    states = SavedStates(
+        model=torch.load(model, weights_only=False),
+        model_path=model,
+        optimizer=torch.load(optimizer, weights_only=False, map_location=device),
+        optimizer_path=optimizer,
+    )
+    return capture(states, rank=rank, folder=model.parent, pattern=None)
+
+
+def ingested(folder: Path, **options: Any) -> dict[str, float]:
+    """Return the movements from step 1 to step 2 as the store measures them, from versions that it holds."""
+    with layerstore.init(folder / "store") as store:
+        store.ingest(made(folder, 2, 1, **WIDE | options), run="r")
+        store.ingest(made(folder, 2, 2, **WIDE | options), run="r", policy=Drift())
+        found = store.compose("r")._composition.base.policy.decisions["movements"]
+    return cast(dict[str, float], found)
+
+
+def test_movement_is_the_stores_own_at_any_world_size(tmp_path: Path) -> None:
+    """The sample is by place in the whole parameter, and every element of it is looked at by just one rank."""
+    expected = ingested(tmp_path)
+
+    assert expected.keys() == ALL
+    assert 3 * WIDE["hidden"] ** 2 > RUNS * RUN_ELEMENTS
+    for world_size in (1, 2, 3):
+        ranks = Ranks(tmp_path, world_size)
+        ranks.saved()
+        ranks.go_to(2)
+        assert ranks.movements() == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_rank_may_hold_nothing_that_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where many ranks share a few large parameters: the others measure for it."""
+    own = watch_module._own_places
+    monkeypatch.setattr(watch_module, "_own_places", lambda shape, share: own(shape, share) if share.rank == 0 else [])
+    ranks = Ranks(tmp_path)
+    ranks.saved()
+
+    assert ranks.movements() == dict.fromkeys(ALL, 0.0)
+    ranks.change("lm_head", lambda values: values.mul_(2))
+    assert ranks.movements()["lm_head"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sample_is_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """However many sub-groups there are: each transfer would wait for all that the device has begun."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here: transfers on the CPU are counted in its place")
+    (files,) = files_of(made(tmp_path, 1, 1, **WIDE))
+    held = captured(files, 0, device=device)
+    watch = MovementWatch(Together(1).of(0))
+    expected = watch.sample(held)
+    assert len(expected.values) > 1
+    transfers: list[object] = []
+    to = torch.Tensor.to
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        transfers.extend(each for each in arguments if each == "cpu")
+        return to(tensor, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        found = watch.sample(held)
+    torch.cuda.set_sync_debug_mode("default") if device == "cuda" else None
+
+    assert len(transfers) == 1
+    assert len([each for each in waits if "synchroniz" in str(each.message)]) <= 1
+    assert all(torch.equal(found.values[path], values) for path, values in expected.values.items())
+
+
+def test_what_was_never_saved_has_no_movement_and_what_stays_has_none(tmp_path: Path) -> None:
+    """At first nothing is known; then a layer that nobody has changed has moved by nothing."""
+    ranks = Ranks(tmp_path)
+    assert ranks.movements() == {}
+
+    ranks.saved(ALL - {"lm_head"})
+
+    assert ranks.movements() == dict.fromkeys(ALL - {"lm_head"}, 0.0)
+
+
+def test_only_saved_layers_are_measured_anew(tmp_path: Path) -> None:
+    """The others go on from where they were when they were saved."""
+    ranks = Ranks(tmp_path)
+    ranks.saved()
+    for layer in ("model.layers.0", "model.layers.1"):
+        ranks.change(layer, lambda values: values.mul_(1.5))
+    assert ranks.movements() == pytest.approx(dict.fromkeys(ALL, 0.0) | dict.fromkeys(LAYERS[1:3], 0.5))
+
+    ranks.saved(frozenset({"model.layers.0"}))
+    for layer in ("model.layers.0", "model.layers.1"):
+        ranks.change(layer, lambda values: values.mul_(2))
+
+    assert ranks.movements() == pytest.approx(dict.fromkeys(ALL, 0.0) | {LAYERS[1]: 1.0, LAYERS[2]: 2.0})
+
+
+def test_a_layer_that_began_with_zeros_has_moved_finitely_far(tmp_path: Path) -> None:
+    """Its length counts as a thousandth for each element: small beginnings are not infinitely important."""
+    ranks = Ranks(tmp_path)
+    ranks.change("lm_head", torch.Tensor.zero_)
+    ranks.saved()
+    assert ranks.movements()["lm_head"] == 0
+
+    ranks.change("lm_head", lambda values: values.fill_(0.002))
+
+    assert ranks.movements()["lm_head"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("when", ["before", "since"])
+def test_a_layer_that_has_gone_wrong_is_due_and_spoils_no_other(tmp_path: Path, wrong: float, when: str) -> None:
+    """Whether it was saved like that, or is like that now."""
+    ranks = Ranks(tmp_path)
+    if when == "since":
+        ranks.saved()
+    ranks.change("model.layers.1", lambda values: values[:1].fill_(wrong))
+    if when == "before":
+        ranks.saved()
+
+    found = ranks.movements()
+    due = Drift(stalest=1000).due(Save(number=500, layers=LAYERS, ages=dict.fromkeys(LAYERS, 1), movements=found))
+
+    assert not math.isfinite(found.pop("model.layers.1"))
+    assert found == dict.fromkeys(ALL - {"model.layers.1"}, 0.0)
+    assert due == {"model.layers.1"}
+
+
+def test_what_is_frozen_has_not_moved(tmp_path: Path) -> None:
+    """Else a frozen layer, which has no masters, would count as what moved most, and use up every budget."""
+    frozen: dict[str, Any] = {"frozen": ("model.layers.1", "model.embed_tokens")}
+    ranks = Ranks(tmp_path, **frozen)
+    ranks.saved()
+    ranks.go_to(2)
+
+    found = ranks.movements()
+
+    assert found == pytest.approx(ingested(tmp_path, **frozen), rel=1e-9)
+    assert {layer for layer, movement in found.items() if not movement} == {"model.layers.1", "model.embed_tokens"}
+
+
+def test_another_model_is_measured_from_its_own_first_save(tmp_path: Path) -> None:
+    """Where layers are not what they were, nothing is known of any."""
+    ranks = Ranks(tmp_path / "small")
+    ranks.saved()
+    larger = Ranks(tmp_path / "large", layers=4)
+    ranks._captured = larger._captured
+
+    assert ranks.movements() == {}
+    ranks.saved(frozenset({"model.layers.3"}))
+    assert ranks.movements() == {"model.layers.3": 0.0}

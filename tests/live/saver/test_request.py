@@ -1,0 +1,112 @@
+"""What a user asks of ``attach``, ``resume`` and ``save``: settings, run names, and the files of a save."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import layerstore
+from layerstore import Keep, Store
+from layerstore.errors import Conflict, InvalidInput
+from layerstore.live.engine import Engine, Memory, check_run
+from layerstore.live.saver.kept_files import SaveFiles
+from layerstore.live.saver.request import SaveRequest
+from layerstore.live.saver.settings import Settings
+from layerstore.zero3 import TRAINER_STATE
+from tests.generated import generate
+
+USUAL: dict[str, Any] = {
+    "mode": "async",
+    "host_buffer": "auto",
+    "on_pressure": "wait",
+    "frozen": "once",
+    "layer_pattern": None,
+    "keep": Keep(last=3),
+    "on_saved": None,
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a store with a run and a pin."""
+    with layerstore.init(tmp_path / "store") as made:
+        made.ingest(generate(tmp_path / "c", layers=1, hidden=8, vocab=8, step=2), run="sft", pin="best")
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("mode", "synchronous", "choose one of: 'async', 'sync'"),
+        ("on_pressure", "drop", "choose one of: 'wait', 'skip', 'degrade'"),
+        ("frozen", "never", "choose one of: 'once', 'exclude'"),
+        ("keep", 3, "say layerstore.Keep(last=3)"),
+    ],
+)
+def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> None:
+    """What it would have meant nobody could tell."""
+    assert Settings(**USUAL).mode == "async"
+
+    with pytest.raises(InvalidInput, match=f"{name} is {value!r}") as caught:
+        Settings(**USUAL | {name: value})
+
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "words"),
+    [
+        ("sft@12", InvalidInput, "'sft@12' is no run but a reference"),
+        ("sft~1", InvalidInput, "'sft~1' is no run but a reference"),
+        ("best", Conflict, "'best' is a pin"),
+        ("a/b", InvalidInput, "the run's name 'a/b'"),
+    ],
+)
+def test_a_run_is_no_reference(store: Store, run: str, error: type[Exception], words: str) -> None:
+    """Else an engine would begin from nothing, without a word."""
+    with pytest.raises(error, match=words):
+        check_run(store, run)
+
+    for name in ("sft", "new"):
+        check_run(store, name)
+
+
+def test_a_traceback_shows_the_hint(store: Store) -> None:
+    """In Python nobody prints it."""
+    with pytest.raises(InvalidInput) as caught:
+        check_run(store, "sft@12")
+
+    assert caught.value.__notes__ == [f"hint: {caught.value.hint}"]
+
+
+TAG = "global_step7"
+
+
+def files_in(folder: Path) -> SaveFiles:
+    """Return the files of a save of one rank, to which more may come."""
+    engine = cast(Engine, SimpleNamespace(rank=0, world_size=1, scripts=[]))
+    request = SaveRequest(step=7, client_state={}, folder=folder, tag=TAG, is_complete=False)
+    return SaveFiles(engine, Memory("model"), request)
+
+
+@pytest.mark.parametrize("is_trainers", [True, False])
+def test_a_folder_is_what_it_was_when_training_went_on(tmp_path: Path, *, is_trainers: bool) -> None:
+    """Who wrote it is seen neither before its files have come, nor after it was removed or changed."""
+    folder = tmp_path / "checkpoint-7"
+    (folder / TAG).mkdir(parents=True)
+    files = files_in(folder)
+    if is_trainers:
+        (folder / TRAINER_STATE).write_text("{}")
+
+    files.seal()
+    shutil.rmtree(folder)
+    if not is_trainers:
+        folder.mkdir()
+        (folder / TRAINER_STATE).write_text("{}")
+
+    layout = files.layout(layer_pattern=None)
+    assert (layout.flavour, layout.tag) == ("hf" if is_trainers else "raw", TAG)
+    assert {file.name for file in files.wait()} == {"rng_state.pth", *([TRAINER_STATE] if is_trainers else [])}

@@ -1,0 +1,62 @@
+"""What a saver reports of its saves, however many there were."""
+
+import pytest
+
+from layerstore.live.saver.results import RESULTS_MAX, LastSave, Result, Results, Saved
+
+MANY = 10 * RESULTS_MAX
+
+
+def result(step: int, *, is_running: bool = False) -> Result:
+    """Return what became of the save of *step*; every fourth fails."""
+    return Result(
+        step=step,
+        failure="made up" if step % 4 == 0 and not is_running else "",
+        blocked_seconds=0.5,
+        durable_seconds=None if is_running else 1.0,
+        copied_bytes=10,
+        written_bytes=3,
+    )
+
+
+def test_sums_are_of_all_saves_and_memory_holds_the_newest() -> None:
+    """A job that saves for weeks is told all that it was, in as much memory as one that has saved for an hour."""
+    results = Results()
+    for step in range(1, MANY + 1):
+        results.add(result(step))
+
+    found = results.status([result(MANY + 1, is_running=True)])
+
+    assert [each.step for each in results.newest] == list(range(MANY - RESULTS_MAX + 1, MANY + 1))
+    assert (found.saved, found.failed, found.queued) == (3 * MANY // 4, MANY // 4, 1)
+    assert found.newest_step == MANY - 1
+    assert found.blocked_seconds == 0.5 * (MANY + 1)
+    assert (found.copied_bytes, found.written_bytes) == (10 * MANY, 3 * MANY)
+    assert len(found.errors) == RESULTS_MAX
+    assert found.errors[-1] == f"step {MANY}: made up"
+
+
+def test_saves_that_were_given_up_are_forgotten_in_time() -> None:
+    """The one that was made last can be made again; of those long ago nobody asks."""
+    last = LastSave(None)
+    for number in range(MANY):
+        last.note(Saved(step=number, number=number, layers_due=(), skipped=False, blocked_seconds=0.0), updates=number)
+        last.note_lost(number)
+
+    assert len(last._lost) < 100
+    assert last.same(MANY - 1, updates=MANY - 1, pin=None, has_extras=False) is None
+
+
+def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.LogCaptureFixture) -> None:
+    """Trainers save twice at the end, which is no news; another client_state or a pin would be lost in silence."""
+    last = LastSave(None)
+    first = Saved(step=7, number=0, layers_due=(), skipped=False, blocked_seconds=0.0)
+    last.note(first, updates=7)
+
+    assert last.same(7, updates=7, pin=None, has_extras=False) is first
+    assert not caplog.records
+    assert last.same(7, updates=7, pin="best", has_extras=True) is first
+
+    pin, told = (record.getMessage() for record in caplog.records)
+    assert pin == "step 7 was saved already, without a pin: layerstore pin best"
+    assert told == "step 7 was saved already: what client_state and files it has, it keeps"

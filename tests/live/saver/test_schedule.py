@@ -1,0 +1,206 @@
+"""Which layers are due at a save, given the outcomes of earlier saves: without any engine."""
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.history.place import Place
+from layerstore.live.saver.schedule import Schedule
+from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
+from layerstore.policy import Latest, Parity, Policy
+from layerstore.policy.due import Save
+
+LAYERS = ("embed", "layers.0", "layers.1", "layers.2", "head")
+ALL = frozenset(LAYERS)
+MOMENTS = dict.fromkeys(LAYERS, True)
+
+
+def schedule(policy: Policy | None = None) -> Schedule:
+    """Return the schedule of a new run."""
+    return Schedule(policy=policy or Parity(), number=0)
+
+
+def due(of: Schedule, moments: Mapping[str, bool] = MOMENTS) -> frozenset[str]:
+    """Return what is due now."""
+    return of.due(LAYERS, has_moments=moments, movements={}, sizes={})
+
+
+def save(of: Schedule, moments: Mapping[str, bool] = MOMENTS) -> tuple[int, frozenset[str]]:
+    """Begin a save of what is due; return its number with that."""
+    found = due(of, moments)
+    return of.begin(found, moments), found
+
+
+def test_the_first_save_is_full_and_the_next_ones_take_turns() -> None:
+    """As the policy says, without waiting for the outcome of a pending save."""
+    of = schedule()
+
+    saves = [save(of) for _ in range(3)]
+
+    assert saves == [(0, ALL), (1, {"embed", "layers.1"}), (2, {"layers.0", "layers.2", "head"})]
+
+
+def test_layers_of_a_save_that_was_given_up_are_due_again() -> None:
+    """Together with what is due anyway; once they are saved they are owed no more."""
+    of = schedule()
+    save(of)
+    of.resolve([(0, True)])
+    number, lost = save(of)
+
+    of.resolve([(number, False)])
+
+    assert of.owed == lost
+    again, found = save(of)
+    assert found == ALL
+    of.resolve([(again, True)])
+    assert save(of)[1] == {"embed", "layers.1"}
+
+
+def test_a_first_save_that_was_given_up_makes_the_next_one_full() -> None:
+    """Even where a later save has begun meanwhile: what only that one had is still owed by none."""
+    of = schedule()
+    first, _ = save(of)
+    second, _ = save(of)
+
+    of.resolve([(first, False), (second, False)])
+
+    assert due(of) == ALL
+
+
+def test_outcomes_come_in_any_window_and_more_than_once() -> None:
+    """What is told of saves that were resolved long ago, or that there never were, changes nothing."""
+    of = schedule()
+    save(of)
+    of.resolve([(0, True)])
+    save(of)
+
+    of.resolve([(number, False) for number in range(-5, 1)])
+
+    assert not of.owed
+    assert [pending.number for pending in of.pending] == [1]
+
+
+def test_a_save_that_was_left_out_is_made_up_for() -> None:
+    """Its number is spent, as the policy's turn is; its layers come with the next save."""
+    of = schedule()
+    save(of)
+    skipped = due(of)
+
+    of.skip(skipped)
+
+    assert skipped == {"embed", "layers.1"}
+    assert save(of) == (2, ALL)
+
+
+def test_fewer_layers_are_the_oldest_that_fit_and_at_least_one() -> None:
+    """What is left out stays due, and so does not wait for its turn."""
+    of = schedule(Latest())
+    of.visible = {layer: age for age, layer in enumerate(reversed(LAYERS))}
+    sizes = dict.fromkeys(LAYERS, 10)
+
+    assert of.fewer(ALL, sizes, 25, has_moments=MOMENTS) == {"head", "layers.2"}
+    assert of.owed == {"embed", "layers.0", "layers.1"}
+    assert of.fewer(ALL, sizes, 0, has_moments=MOMENTS) == {"head"}
+    assert of.fewer(ALL, sizes | {"layers.2": 100}, 25, has_moments=MOMENTS) == {"head", "layers.1"}
+    assert of.fewer(ALL, sizes, 1000, has_moments=MOMENTS) == ALL
+
+
+def test_no_layer_is_left_out_that_cannot_be_inherited() -> None:
+    """A first save is full, however little fits; and so is the first one with moments."""
+    of, sizes = schedule(Latest()), dict.fromkeys(LAYERS, 10)
+
+    assert of.fewer(ALL, sizes, 10, has_moments=MOMENTS) == ALL
+    assert not of.owed
+
+    of.begin(ALL, dict.fromkeys(LAYERS, False))
+    first = MOMENTS | {"head": False, "embed": False}
+    assert of.fewer(ALL, sizes, 10, has_moments=first) == ALL - {"head", "embed"}
+    assert of.owed == {"head", "embed"}
+
+
+def test_saves_of_another_run_are_no_ages() -> None:
+    """A run that goes on from another one inherits its layers, whatever numbers their saves had there."""
+    seen: list[Mapping[str, int]] = []
+
+    class Looking(Latest):
+        """Notes what it is told, and has nothing saved."""
+
+        def due(self, save: Save) -> frozenset[str]:
+            """Return none."""
+            seen.append(save.ages)
+            return frozenset()
+
+    def entry(run: str, number: int) -> LayerEntry:
+        origin = Origin(run=run, attempt=1, step=number, save_number=number)
+        return LayerEntry(
+            layer="", version=BlobRef(id=ObjectId("0" * 32), size_bytes=1), origin=origin, optimizer_step=1
+        )
+
+    # One layer is of this run, but of a number that it has not come to again since it was begun anew.
+    inherited = {layer: entry("other", 50) for layer in LAYERS} | {"head": entry("own", 1), "embed": entry("own", 9)}
+    place = Place(attempt=2, lineage=(), save_number=4, inherited=inherited)
+
+    of = Schedule.after(place, Looking(), run="own")
+
+    assert due(of) == frozenset()
+    of.begin(frozenset({"embed"}), MOMENTS)
+    assert due(of) == frozenset()
+    assert seen == [{"head": 3}, {"head": 4, "embed": 1}]
+
+
+def test_what_did_not_fit_comes_first_next_time() -> None:
+    """Under lasting pressure every layer has its turn."""
+    of = schedule(Latest())
+    save(of)
+    seen: list[str] = []
+    for _ in LAYERS:
+        chosen = of.fewer(due(of), dict.fromkeys(LAYERS, 10), 10, has_moments=MOMENTS)
+        seen += chosen
+        of.begin(chosen, MOMENTS)
+
+    assert sorted(seen) == sorted(LAYERS)
+
+
+def test_layers_are_due_once_moments_have_begun() -> None:
+    """A layer without parameters never has any, and waits for its turn."""
+    of = schedule()
+    before = dict.fromkeys(LAYERS, False)
+    save(of, before)
+
+    assert save(of, MOMENTS | {"head": False})[1] == ALL - {"head"}
+    assert save(of, MOMENTS | {"head": False})[1] == {"layers.0", "layers.2", "head"}
+
+
+def test_saves_left_out_count_as_long_as_an_older_one_is_open() -> None:
+    """Fates are told by number, of so many saves in a row: those left out take their numbers, too."""
+    of = schedule()
+    assert of.open_for == 0
+    save(of)
+    of.skip(ALL)
+    save(of)
+    assert of.open_for == 3
+
+    of.resolve([(0, True)])
+    assert of.open_for == 1
+    of.resolve([(2, True)])
+    assert of.open_for == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["save", "skip", "fewer"]), st.booleans(), st.integers(0, 50)), max_size=30))
+def test_nothing_is_inherited_that_never_became_visible(course: list[tuple[str, bool, int]]) -> None:
+    """Whatever is left out, cut down or lost: once all is known, a layer that was never visible is due."""
+    of, visible = schedule(), set[str]()
+    for what, works, room in course:
+        now = due(of)
+        if what == "skip":
+            of.skip(now)
+            continue
+        if what == "fewer":
+            now = of.fewer(now, dict.fromkeys(LAYERS, 10), room, has_moments=MOMENTS)
+        number = of.begin(now, MOMENTS)
+        # As whoever commits does: a save is visible only if all that it leaves out is.
+        is_visible = works and not ALL - visible - now
+        visible |= now if is_visible else frozenset()
+        of.resolve([(number, is_visible)])
+        assert due(of) >= ALL - visible
