@@ -18,6 +18,14 @@ from layerstore.check.identity import RestoredIdentity
 from layerstore.check.repair import Repaired
 from layerstore.check.sample import parse_sample
 from layerstore.check.verify import Verdict
+from layerstore.compose import (
+    checked_file,
+    compose_by_policy,
+    compose_by_recipe,
+    compose_exact,
+    compose_latest,
+    write_file,
+)
 from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.gc import collect as gc_verb
@@ -34,14 +42,11 @@ from layerstore.ops import diff as diff_verb
 from layerstore.ops import queries
 from layerstore.ops import report as report_verb
 from layerstore.ops import stats as stats_verb
-from layerstore.ops.composition import compose_by_policy, compose_exact, compose_latest
 from layerstore.ops.diff import Diff
 from layerstore.ops.queries import CommitView, LayerLine, LogEntry, LogPage
-from layerstore.ops.recipes import compose_by_recipe, read_recipe
 from layerstore.ops.report import Report
 from layerstore.ops.report_page import report_page
 from layerstore.ops.stats import Stats
-from layerstore.ops.target_file import checked_file, write_file
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
@@ -171,9 +176,7 @@ class Store:
         if recipe is not None:
             if ref is not None or policy != "latest":
                 raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")
-            return Composite(
-                self._rooms, compose_by_recipe(self._rooms, read_recipe(self._rooms, Path(recipe)), run=run)
-            )
+            return Composite(self._rooms, compose_by_recipe(self._rooms, Path(recipe), run=run))
         if run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
         resolved = resolve(self._rooms, ref)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
 from layerstore.format.hashing import object_id
 from layerstore.live.dropin import StoreCheckpointEngine
@@ -16,7 +17,6 @@ from layerstore.live.saver import Saver
 from layerstore.live.seams import Engine
 from layerstore.live.seat import Seat
 from layerstore.live.settings import Frozen, Mode, Pressure, Settings
-from layerstore.ops.composition import Composition
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.storage.timings import SaveTiming

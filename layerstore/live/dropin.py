@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from layerstore.compose import Composition
 from layerstore.errors import Conflict, IntegrityError, Unsupported
 from layerstore.history.collected import losses_told
 from layerstore.live.background import wait_for_saves
@@ -20,7 +21,6 @@ from layerstore.live.pointers import write_pointer
 from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, engine_with
 from layerstore.live.weights import whole_weights
-from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
 from layerstore.zero3.pointers import Pointer, read_pointer
 

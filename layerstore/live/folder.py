@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerstore.compose import Composition, RankStates, content_of, plan_ranks
 from layerstore.errors import Conflict, NotFound
 from layerstore.layers import parse_reference
 from layerstore.live.exchange import Exchange
@@ -15,9 +16,6 @@ from layerstore.live.following import pointer_to
 from layerstore.live.log import LOG
 from layerstore.live.pointers import write_pointer, write_whole
 from layerstore.live.scratch import lasting_scratch
-from layerstore.ops.composition import Composition
-from layerstore.ops.loading import content_of
-from layerstore.ops.ranks import Ranks, plan_composite
 from layerstore.policy import Policy
 from layerstore.storage.files import Files
 from layerstore.storage.rooms import Rooms
@@ -87,7 +85,7 @@ def _found(store: Store, ref: str, policy: str | Policy) -> _Found | None:
 def _written(found: _Found, folder: StrPath | None) -> str:
     """Write this rank's folder; return its path."""
     rooms, composition, pointer = found.rooms, found.composition, found.pointer
-    ranks = _ranks(rooms, composition)
+    ranks = plan_ranks(rooms, composition, world_size=_world_size())
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
     target = lasting_scratch() if folder is None else Path(folder)
@@ -97,8 +95,7 @@ def _written(found: _Found, folder: StrPath | None) -> str:
             f"{pointer.name} has no {TRAINER_STATE}: no Trainer has saved it",
             hint="fill the engine with layerstore.resume(engine, store, run=…)",
         )
-    for rank in range(ranks.world_size):
-        state = ranks.state(rank)
+    for state in ranks:
         for path in (state.model.path, state.optimizer.path):
             place = target / tag / Path(path).name
             rooms.files.make_directories(place.parent)
@@ -107,21 +104,16 @@ def _written(found: _Found, folder: StrPath | None) -> str:
     return str(target)
 
 
-def _ranks(rooms: Rooms, composition: Composition) -> Ranks:
-    """Return the states of as many ranks as there are now."""
-    return plan_composite(rooms, composition, world_size=_world_size(), adam_step="unify").ranks
-
-
 def _tag_for_trainer(composition: Composition) -> str:
     """Return the base's tag, or one like it that a Trainer looks for."""
     tag = composition.base.layout.tag
     return tag if tag.startswith("global_step") else f"global_step{composition.base.step}"
 
 
-def _write_files(rooms: Rooms, ranks: Ranks, folder: Path, *, tag: str) -> bool:
+def _write_files(rooms: Rooms, ranks: RankStates, folder: Path, *, tag: str) -> bool:
     """Write what lies beside the shards; return whether a Trainer can resume from it."""
     names = set()
-    for state in ranks.states():
+    for state in ranks:
         for file in state.files:
             if not file.path.startswith(f"{tag}/"):
                 _write(rooms.files, folder / file.path, content_of(rooms, file.content))

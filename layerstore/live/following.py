@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import cast
 
+from layerstore.compose import Composition, compose_latest
 from layerstore.errors import IntegrityError, NotFound
 from layerstore.format.canonical import Plain
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.history.attempt_locks import saved_now
 from layerstore.history.references import Resolved, reference_to
 from layerstore.model import LayerEntry
-from layerstore.ops.composition import Composition, compose_latest
 from layerstore.storage.runview import RunView
 from layerstore.store import Store
 from layerstore.tree import Tree

@@ -4,9 +4,9 @@ import os
 import warnings
 
 from layerstore.errors import InvalidInput
-from layerstore.export.hf import size_in_bytes
 from layerstore.limits import MIB
 from layerstore.live.seams import Engine
+from layerstore.units import size_in_bytes
 
 # Padding between slices, and room for the ring's seam.
 _SLACK_BYTES = 16 * MIB

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
+from layerstore.compose import AdamStep, Composition, RankLoad, compose_latest, plan_load
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.history.collected import losses_told
@@ -23,9 +24,6 @@ from layerstore.live.log import LOG
 from layerstore.live.randomness import read_random_state, set_random_state
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.live.seams import ENGINE_KEYS, Engine
-from layerstore.ops.composition import Composition, as_resolved, compose_latest
-from layerstore.ops.loading import RankLoad, plan_load
-from layerstore.ops.ranks import AdamStep
 from layerstore.policy import Policy
 from layerstore.storage.runview import RunView
 from layerstore.store import Store, StrPath, as_store
@@ -92,7 +90,7 @@ def place_resumed(view: RunView | None, composition: Composition | None) -> Plac
     if composition is None:
         return place_begun(view)
     base = composition.base
-    record = as_resolved(composition).record
+    record = composition.as_resolved().record
     return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)
 
 

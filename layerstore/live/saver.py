@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from layerstore.compose import Composition
 from layerstore.errors import Conflict
 from layerstore.history.place import Place
 from layerstore.layers import compile_pattern
@@ -47,7 +48,6 @@ from layerstore.live.snapshot import Copier, CudaCopier, Snapshot, changing
 from layerstore.live.taking import Taken, take_stock
 from layerstore.live.together import open_session
 from layerstore.live.watch import Watch
-from layerstore.ops.composition import Composition
 from layerstore.policy import Latest, Policy
 from layerstore.publish.joining import Joint
 from layerstore.publish.shares import ShareWork, objects_due

@@ -6,12 +6,11 @@ DeepSpeed's loader fills an engine from these where the optimizer's state is not
 
 from typing import TYPE_CHECKING
 
+from layerstore.compose import Composition, Tensors
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
 from layerstore.live.resume import Loaded
 from layerstore.live.revive import bytes_of
-from layerstore.ops.composition import Composition
-from layerstore.ops.tensors import Tensors
 from layerstore.store import Store
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.gc.collect import CommitFate, GcOutcome, Request, plan_gc
 from layerstore.history.references import Resolved, references_to
 from layerstore.history.staleness import Staleness, staleness_of
 from layerstore.model import Commit, CommitId, LayerEntry
-from layerstore.ops.composition import compose_by_policy
 from layerstore.ops.growth import Amounts, Growth
 from layerstore.ops.queries import LogEntry, log_entry, names_of_pins
 from layerstore.ops.sampling import Wish, chosen, shares

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
+from layerstore.format.collections import collection_name, seal_collection, unseal_collection
 
+from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
-from layerstore.export.hf import config_with_dtype
 from layerstore.format.blobs import (
     STATE_MAGIC,
     VERSION_MAGIC,
@@ -27,21 +28,20 @@ from layerstore.format.blobs import (
     ref_of,
 )
 from layerstore.format.canonical import Plain, pack, unpack
-from layerstore.format.collections import collection_name, seal_collection, unseal_collection
 from layerstore.format.envelope import Envelope, seal, unseal
 from layerstore.format.hashing import digest
 from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity
 from layerstore.format.parts import part_name, seal_part, unseal_part
 from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
+from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CollectedRecord, Collection, CommitId, LayerPart, Part
-from layerstore.gc.retention import _logged_at
-from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.policy.recipe import parse_recipe
 from layerstore.policy.recipe.document import read_text
 from layerstore.storage.copies import Copies
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.manifest import Manifest
+from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.tree import Located
 from layerstore.zero3.discover import _shards_of_index
 from layerstore.zero3.gathered import read_gathered
@@ -243,7 +243,7 @@ def _config() -> Parser:
 
     def parse(data: bytes, folder: Path) -> object:
         try:
-            return json.loads(config_with_dtype(data, "BF16"))
+            return config_with_dtype(parse_config(data), "BF16")
         except ValueError as exc:
             raise InvalidInput("no config") from exc
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from layerstore.compose.weight_names import Written, ask_transformers, may_be_renamed
 from layerstore.errors import Unsupported
-from layerstore.export.members import Written
 from layerstore.live.ranks import cpu_environment
-from layerstore.ops.renaming import ask_transformers, may_be_renamed
 from tests.environment import REPOSITORY
 
 EXPERTS = {

@@ -33,11 +33,11 @@ FLOORS = {
     "layers": 0,
     "nearest": 0,
     "tree": 0,
+    "units": 0,
     "format": 1,
     "storage": 2,
     "zero3": 2,
     "policy": 2,
-    "export": 2,
     "report": 2,
     "history": 3,
     "publish": 4,
@@ -60,7 +60,7 @@ FLOORS = {
 EMPTYING = "ops"
 FILLING = {"history", "publish", "ingest", "compose", "gc", "check", "inspect"}
 # Rooms whose files only their own room imports: others come in by ``__init__``. A room is added once that holds.
-DOORS: set[str] = set()
+DOORS = {"compose"}
 MAPPED = ("cli", "migrations")
 MIGRATION_ROOMS = {"format", "storage", "migrations"}
 # One frozen module per step; those of tests keep the same rule, so that they show what a step can do.
@@ -79,9 +79,8 @@ WHY_DOWN = (
 )
 WHY_STRANGERS = (
     "storage and zero3 never see each other, and neither do other rooms of one floor: the disk must not know "
-    "DeepSpeed's files, so that either can change alone; ops introduces them. export is of their floor because it is "
-    "what zero3 is, for the files of other tools: pure plans, which ops fills, so that a Composite can offer them; "
-    "and so is report, for people: a page from plain data"
+    "DeepSpeed's files, so that either can change alone; ops introduces them. report is of their floor because it is "
+    "pure: a page from plain data"
 )
 WHY_DOUBLES = "testing holds doubles for tests; a library that imports them ships faults to its users"
 WHY_MIGRATIONS = "migrations are frozen: they may use format and storage, because everything above moves on"
@@ -97,7 +96,7 @@ FOREIGN = {
     "xxhash": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "numpy": (
-        ("layerstore.zero3.rounding", "layerstore.ops.distance", "layerstore.ops.tensors", "layerstore.live."),
+        ("layerstore.zero3.rounding", "layerstore.ops.distance", "layerstore.compose.tensors", "layerstore.live."),
         "rounding makes weights, distance measures masters, tensors hands arrays out, live has what a user has in "
         "client_state; everything else moves bytes",
     ),
@@ -319,7 +318,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_rooms_of_one_floor_do_not_see_each_other() -> None:
-    """Storage, zero3, policy, export and report are strangers, and so are live and remote."""
+    """Storage, zero3, policy and report are strangers, and so are live and remote."""
     report(
         (
             f"{module.at(found.node)}: {module.name} imports {found.target}"

@@ -19,8 +19,8 @@ import layerstore
 from layerstore import Store
 from layerstore.live.ranks import cpu_environment
 from layerstore.model import Kind
+from tests.compose.test_hf import mixed, objects_of, weights_in
 from tests.environment import REPOSITORY
-from tests.unit.test_export import mixed, objects_of, weights_in
 from tests.zero3.compare import file_tree, rank_trees
 from tests.zero3.launch import LAUNCH_SECONDS_MAX, Launch
 from tests.zero3.scenarios import (

@@ -12,14 +12,13 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.compose import Composition, compose_latest, execute_compose
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.canonical import Plain, pack
 from layerstore.format.treecodec import encode
-from layerstore.model import Kind, LayerEntry, ObjectId
-from layerstore.ops.compose import execute_compose
-from layerstore.ops.composition import Composition, compose_latest
-from layerstore.progress import Silent
 from layerstore.history.references import resolve
+from layerstore.model import Kind, LayerEntry, ObjectId
+from layerstore.progress import Silent
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3.ptfile import read_pt
 from layerstore.zero3.trees import replace_tensors

@@ -15,12 +15,12 @@ import torch
 
 import layerstore
 from layerstore import Store
+from layerstore.compose import Tensors
 from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.model import BlobRef, Kind
-from layerstore.ops.tensors import Tensors
 from layerstore.storage.objects import ObjectStore
+from tests.compose.test_hf import mixed, objects_of
 from tests.faults.harness import flip
-from tests.unit.test_export import mixed, objects_of
 from tests.unit.test_verbs import change_gathered, checkpoint
 from tests.zero3.compare import full_tensors, raw_bytes
 from tests.zero3.weights import whole_weights

@@ -8,9 +8,9 @@ import pytest
 import layerstore
 from layerstore import Filter, Parity, Store
 from layerstore.policy import Policy
+from tests.compose.test_equivalence import Waiting
 from tests.generated import generate
 from tests.report.test_facts import fields_of
-from tests.unit.test_equivalence import Waiting
 
 STEPS = (10, 20, 30, 40)
 ORDERS = [(40, 10, 20, 30), (30, 10, 40, 20)]

@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 
 import layerstore
 from layerstore import Composite, Store
+from layerstore.compose import assemble, compose_latest
+from layerstore.compose.hf import config_with_dtype, goes_along, parse_config
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
+from layerstore.history.references import resolve
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind
-from layerstore.ops import fill
-from layerstore.ops.composition import compose_latest
-from layerstore.history.references import resolve
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
 from layerstore.storage.objects import ObjectStore
+from layerstore.storage.rooms import Rooms
+from layerstore.storage.setup import open_rooms
 from layerstore.tree import Located
 from layerstore.zero3 import rounding
 from layerstore.zero3.ptfile import layout_pt, read_pt
@@ -34,6 +34,42 @@ from tests.zero3.compare import rank_trees
 from tests.zero3.weights import differing, whole_weights
 
 NORM = "model.norm.weight"
+ALONG = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "merges.txt",
+    "vocab.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "modeling_mine.py",
+    "README.md",
+    "1_Pooling/config.json",
+    "qwen.tiktoken",
+)
+NOT_ALONG = (
+    "optimizer.pt",
+    "scheduler.pt",
+    "scheduler.bin",
+    "rng_state.pth",
+    "rng_state_0.pth",
+    "random_states_1.pkl",
+    "trainer_state.json",
+    "training_args.bin",
+    "zero_to_fp32.py",
+    "zero_to_torch.py",
+    "latest",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "model.safetensors.index.json",
+    "extra.safetensors",
+    "adapter_config.json",
+    "global_step2/notes.json",
+    "custom_checkpoint_0.pkl",
+    "runs/events.out.tfevents.17",
+)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Tensors = dict[str, torch.Tensor]
@@ -160,7 +196,7 @@ def test_the_config_says_what_was_written_and_so_does_the_export(store: Store, t
     exported = store.compose("sft").export(tmp_path / "out", dtype="fp32")
 
     assert json.loads((exported.out / "config.json").read_text()) == config | {"dtype": "float32"}
-    assert exported.notes == ("config.json says float32 now, as the weights are",)
+    assert exported.notes == ("config.json is changed to say float32, as the weights are",)
 
 
 def test_without_a_config_the_weights_are_written_and_a_note_says_what_is_missing(store: Store, tmp_path: Path) -> None:
@@ -268,7 +304,7 @@ def test_masters_move_in_the_kernel_in_whole_pages(
         return original(source, target, count, offset_src, offset_dst)
 
     monkeypatch.setattr(os, "copy_file_range", copy)
-    monkeypatch.setattr(fill, "convert", None)
+    monkeypatch.setattr(assemble, "convert", None)
 
     exported = store.compose("sft").export(tmp_path / "out", dtype="fp32")
 
@@ -312,7 +348,7 @@ def test_rounding_that_differs_from_the_trainers_stops_an_export(
         converted[-1] ^= 1
         return memoryview(converted)
 
-    monkeypatch.setattr(fill, "convert", convert)
+    monkeypatch.setattr(assemble, "convert", convert)
 
     with pytest.raises(IntegrityError, match="rounded from its master, is not what it was"):
         store.compose("sft").export(tmp_path / "out")
@@ -528,3 +564,41 @@ def test_an_error_anywhere_leaves_nothing(store: Store, tmp_path: Path, fatal: s
     with Store(store.path, hook=hook) as broken, pytest.raises(KeyboardInterrupt):
         broken.compose("sft").export(tmp_path / "out", dtype="fp32")
     assert neighbours == sorted(tmp_path.iterdir())
+
+
+# -- what goes beside the weights ----------------------------------------------------------------------------------
+
+
+def test_small_files_of_the_model_go_along_and_those_of_training_do_not() -> None:
+    """Whatever a tokenizer or processor calls its files."""
+    expected = {**dict.fromkeys(ALONG, True), **dict.fromkeys(NOT_ALONG, False)}
+
+    assert expected == {path: goes_along(path, tag="global_step2") for path in expected}
+
+
+def test_a_config_is_told_the_type_and_nothing_else() -> None:
+    """Under the name that it uses, in the configs inside it too, but not in how a quantizer computes."""
+    config: dict[str, object] = {
+        "model_type": "both",
+        "torch_dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16", "size": 1},
+        "vision_config": {"depth": 2},
+        "quantization_config": {"dtype": "bfloat16"},
+    }
+
+    changed = config_with_dtype(config, "F32")
+
+    assert list(changed) == list(config)
+    assert changed == config | {"torch_dtype": "float32", "text_config": {"dtype": "float32", "size": 1}}
+
+
+def test_a_config_without_a_type_is_given_one() -> None:
+    """Else older versions of Transformers would widen everything."""
+    assert config_with_dtype({"model_type": "llama"}, "F16")["torch_dtype"] == "float16"
+
+
+@pytest.mark.parametrize("config", [b"", b"[1]", b"{", b"\xff", b"null", b"[" * 100_000])
+def test_a_config_that_is_none_is_not_guessed_at(config: bytes) -> None:
+    """The caller is told by a ValueError."""
+    with pytest.raises(ValueError, match=r"."):
+        parse_config(config)

@@ -8,10 +8,10 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.compose import assemble
 from layerstore.errors import AlreadyExists, IntegrityError
-from layerstore.ops import assemble
 from layerstore.storage.handles import Hook
-from layerstore.zero3.rounding import round_master
+from layerstore.zero3.rounding import convert
 from tests.unit.test_verbs import checkpoint, digests
 
 
@@ -76,11 +76,11 @@ def test_force_replaces_an_older_form_of_the_checkpoint(store: Store, tmp_path: 
     assert expected == digests(out)
 
 
-def rounded_differently(data: Any, *, master: str, weights: str) -> bytes:
+def rounded_differently(data: Any, *, source: str, target: str) -> memoryview:
     """Round as another machine might: off by one bit."""
-    rounded = bytearray(round_master(data, master=master, weights=weights))
+    rounded = bytearray(convert(data, source=source, target=target))
     rounded[-1] ^= 1
-    return bytes(rounded)
+    return memoryview(rounded)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -93,7 +93,7 @@ def test_weights_that_round_differently_stop_a_compose(
     neighbours = sorted(tmp_path.iterdir())
 
     with monkeypatch.context() as patch:
-        patch.setattr(assemble, "round_master", rounded_differently)
+        patch.setattr(assemble, "convert", rounded_differently)
         with pytest.raises(IntegrityError, match="rounded from its master, is not what it was"):
             store.compose("sft").write(tmp_path / "out")
     assert neighbours == sorted(tmp_path.iterdir())
