@@ -11,8 +11,8 @@ from typing import Literal
 
 from layerstore.compose.choose import Composition, check_members, check_whole
 from layerstore.compose.safetensors import WEIGHTS_FILE
-from layerstore.errors import InvalidInput
-from layerstore.gc.trim import check_has_moments
+from layerstore.errors import InvalidInput, LayoutMismatch
+from layerstore.format.records import WITHOUT_MOMENTS
 from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TensorSource, TreeFile
 from layerstore.storage.rooms import Rooms
@@ -82,7 +82,7 @@ def plan_ranks(
             or no counter fits all layers of one.
     """
     base = composition.base
-    check_has_moments(base, called=f"{base.run}@{base.step}")
+    _check_has_moments(base)
     check_whole(rooms, composition, world_size=world_size)
     versions = check_members(rooms, composition)
     slices = Slices(versions)
@@ -112,6 +112,15 @@ def plan_ranks(
         # Whether the layers of each sub-group agree is the same for all ranks: raise before anything is written.
         states.state(0)
     return states
+
+
+def _check_has_moments(base: CommitRecord) -> None:
+    if WITHOUT_MOMENTS in base.flags:
+        called = f"{base.run}@{base.step}"
+        raise LayoutMismatch(
+            f"{called} has no optimizer moments any more: a collection has dropped them",
+            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR; or choose a newer step",
+        )
 
 
 def _own_steps(layers: Iterable[tuple[LayerEntry, LayerVersion]]) -> dict[str, tuple[str, int | None]]:
