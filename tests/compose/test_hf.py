@@ -35,13 +35,13 @@ NORM = "model.norm.weight"
 ALONG = """
     config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model merges.txt vocab.json
     chat_template.jinja preprocessor_config.json modeling_mine.py README.md 1_Pooling/config.json qwen.tiktoken
-""".split()
+"""
 NOT_ALONG = """
     optimizer.pt scheduler.pt scheduler.bin rng_state.pth rng_state_0.pth random_states_1.pkl trainer_state.json
     training_args.bin zero_to_fp32.py zero_to_torch.py latest pytorch_model.bin pytorch_model.bin.index.json
     model.safetensors.index.json extra.safetensors adapter_config.json global_step2/notes.json
     custom_checkpoint_0.pkl runs/events.out.tfevents.17
-""".split()
+"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Tensors = dict[str, torch.Tensor]
@@ -156,7 +156,7 @@ def test_the_config_says_what_was_written_and_so_does_the_export(store: Store, t
 @pytest.mark.parametrize(("config", "note"), [(None, "no config.json"), ("{torn", "not JSON")])
 def test_weights_are_written_also_without_a_config(store: Store, tmp_path: Path, config: str | None, note: str) -> None:
     """A raw save folder has none; one that cannot be read is written as it is. A note says so."""
-    source = checkpoint(tmp_path)
+    source = checkpoint(tmp_path, layout="hf" if config else "raw")
     if config is not None:
         (source / "config.json").write_text(config)
     store.ingest(source)
@@ -501,7 +501,7 @@ def test_an_error_anywhere_leaves_nothing(store: Store, tmp_path: Path, fatal: s
 
 def test_small_files_of_the_model_go_along_and_those_of_training_do_not() -> None:
     """Whatever a tokenizer or processor calls its files."""
-    expected = {**dict.fromkeys(ALONG, True), **dict.fromkeys(NOT_ALONG, False)}
+    expected = {**dict.fromkeys(ALONG.split(), True), **dict.fromkeys(NOT_ALONG.split(), False)}
 
     assert expected == {path: goes_along(path, tag="global_step2") for path in expected}
 
