@@ -26,7 +26,7 @@ from layerstore.compose.safetensors import (
 )
 from layerstore.compose.target import Product, appearing, checked_target
 from layerstore.compose.weight_names import (
-    Choice,
+    ExportTensors,
     SavedTensor,
     ask_transformers,
     choose_tensors,
@@ -224,7 +224,7 @@ def _choose(
     own: frozenset[str],
     dtype: str | None,
     config: "_Config | None",
-) -> Choice:
+) -> ExportTensors:
     fields = None if config is None else config.fields
     return choose_tensors(
         parameters=slices.parameters,
@@ -244,7 +244,7 @@ def _opaque_tensors(rooms: Rooms, files: Iterable[SourceFile]) -> Iterator[Saved
             yield from tensors_in(header_of(rooms, file)[0], file.path)
 
 
-def _in_model_order(chosen: Choice, state: RankState) -> list[OutputTensor]:
+def _in_model_order(chosen: ExportTensors, state: RankState) -> list[OutputTensor]:
     """Return the tensors in the order of the model's own ``state_dict``, in which they are dealt out to files."""
     places = {str(name): place for place, name in enumerate(_model(state)["module"].mapping())}
     return sorted(chosen.tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))

@@ -27,7 +27,7 @@ from layerstore.model import Buffer, GatheredFile, ObjectContent, Parameter, Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class FileTensor:
     """A tensor as Transformers writes it."""
 
     shape: tuple[int, ...]
@@ -48,12 +48,12 @@ class SavedTensor:
     crc32: int | None = None
 
 
-Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mapping[str, Written]]
+Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mapping[str, FileTensor]]
 """Tells how Transformers writes a model, given the shapes of what is in memory and of tensors in the base's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ExportTensors:
     """The tensors of an export, and what its reader should know of them."""
 
     tensors: list[OutputTensor]
@@ -69,7 +69,7 @@ def choose_tensors(
     is_own: Callable[[str], bool],
     ask: Ask,
     is_always_asked: bool = False,
-) -> Choice:
+) -> ExportTensors:
     """
     Return what to write, every piece of memory once.
 
@@ -100,7 +100,7 @@ class _Chooser:
     """Parameters and buffers that have been added."""
     _notes: list[str] = field(default_factory=list)
 
-    def choose(self, saved: list[SavedTensor], *, is_always_asked: bool) -> Choice:
+    def choose(self, saved: list[SavedTensor], *, is_always_asked: bool) -> ExportTensors:
         known = _by_any_name(self.parameters, self.buffers)
         unlike, others = [], []
         has_saved = False
@@ -128,7 +128,7 @@ class _Chooser:
         if self.dtype:
             fixed = [name for name, parameter in self.parameters.items() if parameter.dtype not in FLOATS]
             self._note(fixed, "no floating point, so written unchanged")
-        return Choice(tensors=list(self._tensors.values()), notes=self._notes)
+        return ExportTensors(tensors=list(self._tensors.values()), notes=self._notes)
 
     def _fits(self, tensor: SavedTensor, supplier: str | None) -> bool:
         """Whether *tensor* has as many elements as *supplier*, unless that is unknown."""
@@ -328,7 +328,7 @@ def may_be_renamed(config: Mapping[str, object]) -> bool:
 
 def ask_transformers(
     config: Mapping[str, object] | None, shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
-) -> dict[str, Written]:
+) -> dict[str, FileTensor]:
     """
     Return what ``save_pretrained`` writes of the model with *config*, which holds tensors of these *shapes*.
 
@@ -351,7 +351,7 @@ def ask_transformers(
     if "error" in answer:
         raise Unsupported(f"{asked}: {answer['error']}", hint=answer.get("hint") or _INSTEAD)
     return {
-        name: Written(
+        name: FileTensor(
             shape=tuple(shape),
             runs=tuple(Run(name=source, start=start, elements=count) for source, start, count in runs),
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from layerstore.compose.safetensors import Run
-from layerstore.compose.weight_names import Choice, SavedTensor, Written, choose_tensors, saved_tensors
+from layerstore.compose.weight_names import ExportTensors, FileTensor, SavedTensor, choose_tensors, saved_tensors
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.model import (
     BlobRef,
@@ -60,7 +60,7 @@ def stored(name: str) -> GatheredTensor:
     )
 
 
-def chosen(*items: Parameter | Buffer, files: tuple[GatheredFile, ...] = (), **options: Any) -> Choice:
+def chosen(*items: Parameter | Buffer, files: tuple[GatheredFile, ...] = (), **options: Any) -> ExportTensors:
     """Choose the tensors of an export of *items*."""
     is_own: Callable[[str], bool] = lambda name: True  # noqa: E731  # read as a default
     return choose_tensors(
@@ -70,17 +70,17 @@ def chosen(*items: Parameter | Buffer, files: tuple[GatheredFile, ...] = (), **o
     )
 
 
-def nobody(shapes: object, expected: object) -> dict[str, Written]:
+def nobody(shapes: object, expected: object) -> dict[str, FileTensor]:
     """Answer as where there is no Transformers to ask."""
     raise Unsupported("nobody knows")
 
 
-def whole(name: str) -> Written:
+def whole(name: str) -> FileTensor:
     """Return a tensor that is all of the parameter or buffer *name*."""
-    return Written(shape=(2,), runs=(Run(name=name, start=0, elements=2),))
+    return FileTensor(shape=(2,), runs=(Run(name=name, start=0, elements=2),))
 
 
-def names(choice: Choice) -> dict[str, str]:
+def names(choice: ExportTensors) -> dict[str, str]:
     """Return whose bytes each tensor has."""
     return {tensor.name: tensor.layer_name for tensor in choice.tensors}
 
@@ -166,9 +166,9 @@ def test_other_names_in_the_file_are_asked_for() -> None:
     """With the model's names, wrappers aside, and what the file has of it; the answer says which is which."""
     asked: list[tuple[object, object]] = []
 
-    def ask(shapes: object, expected: object) -> dict[str, Written]:
+    def ask(shapes: object, expected: object) -> dict[str, FileTensor]:
         asked.append((shapes, expected))
-        first, second = (Written(shape=(1,), runs=(Run(name="b", start=start, elements=1),)) for start in (0, 1))
+        first, second = (FileTensor(shape=(1,), runs=(Run(name="b", start=start, elements=1),)) for start in (0, 1))
         return {"a": whole("a"), "b.0": first, "b.1": second, "shift.old": whole("shift")}
 
     file = gathered(derived("a"), stored("b.0"), stored("b.1"), stored("shift.old"))
