@@ -10,7 +10,7 @@ from layerstore.cli.ingest_all import Take, Taken, take_or_note
 from layerstore.cli.render import counted, say, say_warning, shown
 
 if TYPE_CHECKING:
-    from layerstore.zero3.survey import FoundTag
+    from layerstore.zero3 import FoundTag
 
 POLL_SECONDS = 2.0
 """How often the folders are looked at."""

@@ -60,7 +60,7 @@ from layerstore.storage.layout import layout_at
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import make_store, open_rooms
 from layerstore.storage.timings import SaveTiming
-from layerstore.zero3.survey import Survey, survey
+from layerstore.zero3 import Survey, checkpoints_below
 
 
 class Store:
@@ -424,7 +424,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
 
 def find_checkpoints(*folders: StrPath) -> Survey:
     """Return every ZeRO-3 checkpoint below *folders* in the order of their steps; ingest each by folder and tag."""
-    return survey(map(Path, folders))
+    return checkpoints_below(map(Path, folders))
 
 
 def doctor(path: StrPath) -> Diagnosis:

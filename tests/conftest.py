@@ -22,7 +22,7 @@ pytest_randomly.entrypoint_reseeds = []
 
 
 # What trains, is killed or goes on for as long as it is told to. Last of all it would keep one processor waiting.
-LONG = ("live", "zero3", "stateful", "faults", "report", "docs")
+LONG = ("live", "deepspeed", "stateful", "faults", "report", "docs")
 
 
 # What a whole run needs at once, and to spare.

@@ -240,7 +240,7 @@ RECORDS = Group(
             "only that commit is; repair writes it back from its copy; else gc stops until it is dropped by name",
         ),
         92: ("the index is behind, or lacks a row", "the listing tells; answers are those of a fresh index"),
-        93: ("the index remembers a record that is gone", "excused by a collection's log, else told as vanished"),
+        93: ("the index has a row of a record that is gone", "the row goes, and whoever asks is told once, by name"),
         94: ("the index of another store", "not used"),
         95: ("`commits/` is missing or cannot be read", "an error, never no commits"),
         96: ("a record under a wrong name, run or store", "damage; queries pass it over, gc stops"),

@@ -155,8 +155,7 @@ def _called(resolved: Resolved) -> str:
 
 def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
     """Read every record; hold it against the index, and note what it names."""
-    runs = rooms.records.runs()
-    for run in runs:
+    for run in rooms.records.runs():
         indexed = rooms.catalog.indexed(run)
         names = rooms.records.names(run)
         progress.start(f"records of {run}", len(names))
@@ -166,7 +165,7 @@ def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
             try:
                 commit = _twice(partial(rooms.records.read, name))
             except LayerstoreError as exc:
-                if rooms.files.exists(path):  # else collected meanwhile, or vanished, which is told below
+                if rooms.files.exists(path):  # else removed meanwhile
                     named.note(_lost_record("record", name.id, rooms.layout.name(path), exc, called))
                 continue
             progress.advance(1)

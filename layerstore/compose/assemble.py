@@ -23,9 +23,7 @@ from layerstore.model import BlobRef
 from layerstore.progress import Progress
 from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.places import OutputFile, Piece
-from layerstore.zero3.regather import DerivedCheck
-from layerstore.zero3.rounding import convert, newly_infinite
+from layerstore.zero3 import DerivedCheck, OutputFile, Piece, convert, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4

@@ -20,7 +20,7 @@ from layerstore.policy.replay import replay
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
-from layerstore.zero3.undivided import undivided
+from layerstore.zero3 import undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

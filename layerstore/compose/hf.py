@@ -42,9 +42,7 @@ from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, Sourc
 from layerstore.progress import Progress
 from layerstore.storage.rooms import Rooms
 from layerstore.units import size_in_bytes
-from layerstore.zero3.places import OutputFile, Slices
-from layerstore.zero3.trees import TreeView
-from layerstore.zero3.write import plan_source_file
+from layerstore.zero3 import OutputFile, Slices, TreeView, plan_source_file
 
 MAX_SHARD_SIZE = "5GB"
 """The default: small enough for every hub and filesystem."""

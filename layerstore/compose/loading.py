@@ -12,10 +12,7 @@ from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectContent, RankState, SourceFile
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Storage
-from layerstore.zero3.gathered import read_header
-from layerstore.zero3.places import Part, whole
-from layerstore.zero3.trees import TreeView, sub_group_shapes
-from layerstore.zero3.write import filling_of
+from layerstore.zero3 import StoragePart, TreeView, filling_of, read_header, sub_group_shapes, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,9 @@ def plan_load(
             return
         if isinstance(content, ObjectContent):
             place = whole(content, 0)
-            parts = [Part(size_bytes=place.size_bytes, checksum=None, source=(place.object, place.object_offset))]
+            parts = [
+                StoragePart(size_bytes=place.size_bytes, checksum=None, source=(place.object, place.object_offset))
+            ]
         else:
             path = state.optimizer.path
             parts = filling_of(storage, ranks.slices, groups, rank=rank, world_size=world_size, path=path)
@@ -83,7 +82,7 @@ def header_of(rooms: Rooms, file: SourceFile) -> tuple[bytes, int]:
     return header, content.size_bytes
 
 
-def _verify(rooms: Rooms, parts: Iterable[Part], verified: set[str]) -> None:
+def _verify(rooms: Rooms, parts: Iterable[StoragePart], verified: set[str]) -> None:
     objects = dict.fromkeys(part.source[0] for part in parts if part.source is not None)
     new = [ref for ref in objects if ref.id not in verified]
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
@@ -92,7 +91,7 @@ def _verify(rooms: Rooms, parts: Iterable[Part], verified: set[str]) -> None:
     verified.update(ref.id for ref in new)
 
 
-def _read(rooms: Rooms, parts: Iterable[Part], target: memoryview) -> None:
+def _read(rooms: Rooms, parts: Iterable[StoragePart], target: memoryview) -> None:
     offset = 0
     for part in parts:
         into = target[offset : offset + part.size_bytes]

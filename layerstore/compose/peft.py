@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePosixPath
 
 from layerstore.compose.loading import content_of, header_of
@@ -20,11 +21,7 @@ from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
 from layerstore.model import Parameter, SourceFile, TensorSource
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.checkpoint import GatheredSource
-from layerstore.zero3.gathered import tensors_in
-from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole
-from layerstore.zero3.slices import elements_of
-from layerstore.zero3.write import plan_source_file
+from layerstore.zero3 import GatheredSource, OutputFile, Piece, Slices, merged, plan_source_file, tensors_in, whole
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -134,7 +131,7 @@ def _read(rooms: Rooms, file: SourceFile, slices: Slices, adapter: str) -> _Adap
     for parameter in slices.parameters.values():
         for name in (parameter.name, *parameter.aliases):
             own_name = name_in_file(name, adapter) or _plain_name(name)
-            suppliers.setdefault(own_name, (parameter.name, elements_of(parameter.shape)))
+            suppliers.setdefault(own_name, (parameter.name, prod(parameter.shape)))
     tensors = tensors_in(Path(file.path), header, size_bytes, suppliers)
     return _AdapterFile(file=file, header=header, tensors=tensors, size_bytes=size_bytes)
 

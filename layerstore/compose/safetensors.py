@@ -16,10 +16,17 @@ from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Kind, ObjectContent, TensorSource
-from layerstore.zero3.places import OutputFile, Piece, Slices, merged, whole
-from layerstore.zero3.regather import DerivedCheck
-from layerstore.zero3.rounding import can_convert
-from layerstore.zero3.slices import elements_of, stretches, valid_elements
+from layerstore.zero3 import (
+    DerivedCheck,
+    OutputFile,
+    Piece,
+    Slices,
+    can_convert,
+    merged,
+    stretches,
+    valid_elements,
+    whole,
+)
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -199,7 +206,7 @@ def parameter_pieces(slices: Slices, run: Run, *, dtype: str, offset: int) -> It
     if not run.elements:
         return  # nothing of it is stored anywhere
     name, kind = run.name, _kind(run.name, dtype, slices)
-    elements, shards = elements_of(slices.parameter(name).shape), slices.shards(kind, name)
+    elements, shards = prod(slices.parameter(name).shape), slices.shards(kind, name)
     for stretch in stretches(elements, shards, begin=run.start, end=run.start + run.elements):
         place = slices.find(kind, name, shard=stretch.shard)
         source, valid = place.tensor.dtype, valid_elements(elements, shards, stretch.shard)

@@ -9,6 +9,7 @@ import mmap
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -16,7 +17,7 @@ from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
 from layerstore.format.objects import frame
 from layerstore.model import BlobRef, Kind, LayerVersion, StoredObject, StoredTensor
 from layerstore.storage.objects import ObjectStore
-from layerstore.zero3.slices import elements_of, valid_elements
+from layerstore.zero3 import valid_elements
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -198,7 +199,7 @@ def _entries(version: LayerVersion, kind: Kind, state: str | None) -> Iterator[t
 
 def _entry(shape: tuple[int, ...], places: list[tuple[StoredObject, StoredTensor, int]], *, is_cut: bool) -> _Entry:
     _, first, _ = places[0]
-    elements = elements_of(shape)
+    elements = prod(shape)
     for stored, tensor, _ in places:
         expected = valid_elements(elements, stored.shards, stored.shard) if is_cut else elements
         if tensor.elements != expected or tensor.dtype != first.dtype:

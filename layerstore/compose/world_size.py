@@ -17,11 +17,17 @@ from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TensorSource, TreeFile
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Tree
-from layerstore.zero3.counters import with_own_steps
-from layerstore.zero3.discover import RANDOM_STATE
-from layerstore.zero3.places import Slices
-from layerstore.zero3.regroup import Regrouping, config_of, plan_regrouping, regrouped, same_bytes
-from layerstore.zero3.trees import TreeView
+from layerstore.zero3 import (
+    RANDOM_STATE,
+    Regrouping,
+    Slices,
+    TreeView,
+    config_of,
+    plan_regrouping,
+    regrouped,
+    same_bytes,
+    with_own_steps,
+)
 
 AdamStep = Literal["unify", "per-layer"]
 ADAM_STEPS: tuple[AdamStep, ...] = ("unify", "per-layer")

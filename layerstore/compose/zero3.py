@@ -17,10 +17,18 @@ from layerstore.compose.target import Product, appearing, checked_target
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.progress import Progress
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.discover import LATEST, LATEST_BYTES_MAX, RANDOM_STATE, SHARD_STEM, SUMMARY
-from layerstore.zero3.places import merged
-from layerstore.zero3.regather import derived_checks, gathered_pieces, plan_gathered
-from layerstore.zero3.write import plan_rank
+from layerstore.zero3 import (
+    LATEST,
+    LATEST_BYTES_MAX,
+    RANDOM_STATE,
+    SHARD_STEM,
+    SUMMARY,
+    derived_checks,
+    gathered_pieces,
+    merged,
+    plan_gathered,
+    plan_rank,
+)
 
 _CHECKPOINT = Product(what="a checkpoint", signs=(LATEST,))
 _SUMMARY_SCHEMA = 1

@@ -366,8 +366,9 @@ def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
         for fate in fates:
             if fate.loses_moments:
                 trim(rooms, fate.row)
-        rooms.records.remove([fate.row.name for fate in fates if fate.goes])
-        rooms.catalog.find(view.run)  # which tells the index
+        going = [fate.row.name for fate in fates if fate.goes]
+        rooms.records.remove(going)
+        rooms.catalog.forget(going)
     records, files = _old_trash(rooms, plan.trash_before_ns)
     for name in records:
         rooms.trash.remove_record(name)
@@ -445,16 +446,18 @@ def _put_back(rooms: Rooms, objects: Iterable[BlobRef]) -> None:
         else:
             blobs.append((ref, named))
     for ref, named in blobs:
-        for each in (*named, ref):
-            _put_back_one(rooms, each)
+        if all(_put_back_one(rooms, each) for each in named):
+            _put_back_one(rooms, ref)
 
 
-def _put_back_one(rooms: Rooms, ref: BlobRef) -> None:
+def _put_back_one(rooms: Rooms, ref: BlobRef) -> bool:
     aside = rooms.layout.aside / ref.id
     is_aside = rooms.files.exists(aside)
-    if ObjectWriter(rooms.layout, rooms.files, rooms.objects).put_back(ref) and is_aside:
+    is_home = ObjectWriter(rooms.layout, rooms.files, rooms.objects).put_back(ref)
+    if is_home and is_aside:
         # It has both names, so that another collection's rename of one to the other does nothing.
         rooms.files.unlink(aside)
+    return is_home
 
 
 def _named_by(rooms: Rooms, ref: BlobRef) -> list[BlobRef] | None:

@@ -93,7 +93,7 @@ def execute_drop(rooms: Rooms, ref: str) -> Dropped:
         name = RecordName(plan.run, plan.step, CommitId(plan.commit))
         retire(rooms, rooms.catalog.commit(name))  # else what it replaced would show again
         rooms.trash.take_record(name)
-        rooms.catalog.find(plan.run)  # which tells the index
+        rooms.catalog.forget([name])
     return plan
 
 
@@ -109,7 +109,7 @@ def give_up(rooms: Rooms, names: list[RecordName]) -> None:
     rooms.prepare_writing()
     for name in names:
         rooms.trash.take_damaged(rooms.layout.record(name.run, name.step, name.id))
-        rooms.catalog.find(name.run)
+    rooms.catalog.forget(names)
 
 
 def dropped(rooms: Rooms, run: str | None = None) -> list[DroppedCommit]:

@@ -15,7 +15,7 @@ from layerstore.policy.keep import Candidate, Keep
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
-from layerstore.zero3.discover import TRAINER_STATE
+from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
 

@@ -9,7 +9,7 @@ from layerstore.history.needs import Needs
 from layerstore.history.references import Resolved, references_to
 from layerstore.model import BlobRef
 from layerstore.policy import Filter, Parity, Policy
-from layerstore.storage.manifest import COUNTED, RecordRow
+from layerstore.storage.manifest import RecordRow, packed_versions
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 
@@ -56,7 +56,8 @@ def versions_by(rooms: Rooms, resolved: Resolved, policy: Policy, view: RunView 
 
 
 def _without_moments(row: RecordRow) -> RecordRow:
-    return row._replace(flags=bytes(flag & ~COUNTED for flag in row.flags))
+    entries = row.entries().values()
+    return row._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
 
 def _lost(

@@ -7,7 +7,7 @@ from layerstore.history.packed import NumberedIds
 from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Tensor
-from layerstore.zero3.trees import replace_tensors
+from layerstore.zero3 import replace_tensors
 
 
 def objects_of_version(version: LayerVersion) -> list[BlobRef]:

@@ -97,10 +97,10 @@ class Past:
         return frozenset(entry.layer for entry in record.layers if entry.saved_by(record))
 
     def entries(self, position: int, names: Collection[str]) -> dict[str, LayerEntry]:
-        """Return what the save of *position* says of the layers *names*."""
+        """Return what the save of *position* says of the layers *names*, by its row; `Catalog.check` reads the record."""
         if position == 0:
             return {entry.layer: entry for entry in self._base.record.layers if entry.layer in names}
-        return self._rooms.catalog.entries(self._seen[position].name, names)
+        return self._seen[position].entries(names)
 
     def is_older(self, entry: LayerEntry, position: int) -> bool:
         """Whether the save of *position* had inherited the layer, although it was due there."""

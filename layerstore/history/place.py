@@ -14,7 +14,7 @@ from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, 
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
-from layerstore.zero3.checkpoint import LayerSource
+from layerstore.zero3 import LayerSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,21 @@ compared with their own slices in the same way.
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, Parameter
 from layerstore.publish.hashing import SourceReader
-from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, ObjectSource, SliceSource
-from layerstore.zero3.rounding import can_derive, equal_bytes, round_master
-from layerstore.zero3.slices import elements_of, slice_length
+from layerstore.zero3 import (
+    Checkpoint,
+    GatheredSource,
+    ObjectSource,
+    SliceSource,
+    can_derive,
+    convert,
+    equal_bytes,
+    slice_length,
+)
 
 
 class GatheredCheck:
@@ -78,7 +86,7 @@ class GatheredCheck:
         """Return where *part* begins in its whole tensor."""
         if source.kind is Kind.BUFFERS:
             return 0
-        return source.shard * slice_length(elements_of(self.parameters[part.name].shape), source.shards)
+        return source.shard * slice_length(prod(self.parameters[part.name].shape), source.shards)
 
     def note_unlike(self, tensor: GatheredSource) -> None:
         """Remember that *tensor* does not follow."""
@@ -105,7 +113,7 @@ class SliceWitness:
         elements = len(data) // by_code(part.dtype).bytes
         for tensor in self.check.candidates(part):
             first = self.check.first_element(self.source, part) + start_element
-            if self._equal(tensor, first, round_master(data, master=part.dtype, weights=tensor.dtype)):
+            if self._equal(tensor, first, convert(data, source=part.dtype, target=tensor.dtype)):
                 self.check.note_alike(tensor, elements)
             else:
                 self.check.note_unlike(tensor)

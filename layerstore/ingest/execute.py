@@ -32,7 +32,7 @@ from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
-from layerstore.zero3.discover import check_unchanged
+from layerstore.zero3 import check_unchanged
 
 _HOW_TO_SAVE_IT = (
     "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "

@@ -6,15 +6,14 @@ Runs of neighbours, not single elements: a disk reads a page for either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
 from layerstore.ops.distance import Meter, can_measure
 from layerstore.publish.hashing import SourceReader
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.checkpoint import LayerSource, SliceSource
-from layerstore.zero3.places import Slices
-from layerstore.zero3.slices import elements_of, stretches
+from layerstore.zero3 import LayerSource, Slices, SliceSource, stretches
 
 # 32 runs of 64 elements of each parameter: a block of ten parameters is read in a few milliseconds.
 RUNS = 32
@@ -50,7 +49,7 @@ def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, version: L
     meter = Meter()
     for parameter in layer.parameters:
         if slices.shards(Kind.MASTER, parameter.name) and (parameter.name, 0) in sources:
-            for begin, end in sampled(elements_of(parameter.shape)):
+            for begin, end in sampled(prod(parameter.shape)):
                 old, old_type = _stored(rooms, slices, parameter, begin, end)
                 new, new_type = _source(reader, sources, layer, parameter, (begin, end))
                 if can_measure(old_type) and can_measure(new_type):
@@ -83,7 +82,7 @@ def sampled(elements: int) -> Iterator[tuple[int, int]]:
 def _stored(rooms: Rooms, slices: Slices, parameter: Parameter, begin: int, end: int) -> tuple[bytes, str]:
     shards = slices.shards(Kind.MASTER, parameter.name)
     data, dtype = b"", ""
-    for part in stretches(elements_of(parameter.shape), shards, begin=begin, end=end):
+    for part in stretches(prod(parameter.shape), shards, begin=begin, end=end):
         place = slices.find(Kind.MASTER, parameter.name, shard=part.shard)
         dtype = place.tensor.dtype
         piece = place.piece(0)
@@ -102,7 +101,7 @@ def _source(
 ) -> tuple[bytes, str]:
     shards = next(source.shards for source in layer.objects if source.kind is Kind.MASTER)
     data, dtype = b"", ""
-    for part in stretches(elements_of(parameter.shape), shards, begin=run[0], end=run[1]):
+    for part in stretches(prod(parameter.shape), shards, begin=run[0], end=run[1]):
         source = sources[parameter.name, part.shard]
         dtype = source.dtype
         item_bytes = by_code(dtype).bytes

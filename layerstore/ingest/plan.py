@@ -7,11 +7,7 @@ from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsuppor
 from layerstore.layers import check_name, compile_pattern
 from layerstore.policy import Latest, Policy
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.checkpoint import Checkpoint
-from layerstore.zero3.discover import discover
-from layerstore.zero3.pointers import refuse_pointer
-from layerstore.zero3.read import read_checkpoint
-from layerstore.zero3.undivided import undivided
+from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

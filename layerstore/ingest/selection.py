@@ -9,7 +9,7 @@ from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Tree
-from layerstore.zero3.checkpoint import Checkpoint, LayerSource
+from layerstore.zero3 import Checkpoint, LayerSource
 
 
 def layers_due(

@@ -30,9 +30,16 @@ from layerstore.progress import Progress
 from layerstore.publish.hashing import Checksums, SourceReader, crc32_of
 from layerstore.publish.staging import Staging, in_order
 from layerstore.storage.objects import ObjectWriter
-from layerstore.zero3.beside import rank_of_file
-from layerstore.zero3.checkpoint import Checkpoint, GatheredSource, LayerSource, ObjectSource, SliceSource
-from layerstore.zero3.sourcefile import read_source_file, stat_source
+from layerstore.zero3 import (
+    Checkpoint,
+    GatheredSource,
+    LayerSource,
+    ObjectSource,
+    SliceSource,
+    rank_of_file,
+    read_source_file,
+    stat_source,
+)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

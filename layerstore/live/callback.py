@@ -15,7 +15,7 @@ from layerstore.live.saver import Saver
 from layerstore.live.scratch import put, scratch
 from layerstore.live.seams import engine_of, engines_are_made_with
 from layerstore.store import Store, StrPath
-from layerstore.zero3.discover import TRAINER_STATE
+from layerstore.zero3 import TRAINER_STATE
 
 
 class LayerstoreCallback(TrainerCallback):

@@ -11,11 +11,8 @@ from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.live.inert import Memory, NotPlain, inert
 from layerstore.live.seams import SavedStates
 from layerstore.tree import Located, Storage
-from layerstore.zero3.checkpoint import ObjectSource
-from layerstore.zero3.members import buffers_of
-from layerstore.zero3.ptfile import PtFile
-from layerstore.zero3.ranks import RankSource, rank_source
-from layerstore.zero3.share import Share, share_of
+from layerstore.zero3 import ObjectSource, RankSource, Share, buffers_of, rank_source, share_of
+from layerstore.zero3.pt import PtFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

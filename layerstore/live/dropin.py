@@ -22,7 +22,7 @@ from layerstore.live.resume import Loaded
 from layerstore.live.seams import Engine, SavedStates, engine_with
 from layerstore.live.weights import whole_weights
 from layerstore.store import Store, open_store
-from layerstore.zero3.pointers import Pointer, read_pointer
+from layerstore.zero3 import Pointer, read_pointer
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 

@@ -15,9 +15,7 @@ from layerstore.live.seams import Engine
 from layerstore.model import SourceLayout
 from layerstore.publish.shares import KeptFile
 from layerstore.store import StrPath
-from layerstore.zero3.beside import beside_shards, rank_of_file
-from layerstore.zero3.discover import flavour_of
-from layerstore.zero3.sourcefile import read_source_file
+from layerstore.zero3 import beside_shards, flavour_of, rank_of_file, read_source_file
 
 _FILE_BYTES_MAX = 2 * GIB
 

@@ -20,8 +20,7 @@ from layerstore.policy import Policy
 from layerstore.storage.files import Files
 from layerstore.storage.rooms import Rooms
 from layerstore.store import Store, StrPath, as_store
-from layerstore.zero3.discover import LATEST, TRAINER_STATE
-from layerstore.zero3.pointers import Pointer
+from layerstore.zero3 import LATEST, TRAINER_STATE, Pointer
 
 
 def checkpoint(

@@ -13,7 +13,7 @@ from layerstore.model import LayerEntry
 from layerstore.storage.runview import RunView
 from layerstore.store import Store
 from layerstore.tree import Tree
-from layerstore.zero3.pointers import Pointer
+from layerstore.zero3 import Pointer
 
 
 def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Pointer:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from layerstore.dtypes import by_torch_name, knows_torch_name
 from layerstore.errors import Unsupported
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3 import picklenames
+from layerstore.zero3.pt import INERT, VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ def _object(value: object, memory: Memory, where: str) -> Tree:
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         raise NotPlain(where, value)
     name = _name_of(type(value))
-    if name not in picklenames.INERT and not name.startswith("numpy."):
+    if name not in INERT and not name.startswith("numpy."):
         raise NotPlain(where, value)
     if isinstance(value, complex):
         return Inert(name=name, arguments=(value.real, value.imag))
@@ -198,7 +198,7 @@ def _object(value: object, memory: Memory, where: str) -> Tree:
     made_by_new = call.__name__ == "__newobj__"
     called, arguments = (arguments[0], arguments[1:]) if made_by_new else (call, arguments)
     called_name = _name_of(called)
-    if called_name not in picklenames.INERT:
+    if called_name not in INERT:
         raise NotPlain(where, value)
     return Inert(
         name=called_name,
@@ -212,7 +212,7 @@ def _object(value: object, memory: Memory, where: str) -> Tree:
 
 
 def _argument(value: object, memory: Memory, where: str) -> Tree:
-    if isinstance(value, type) and _name_of(value) in picklenames.VALUES:
+    if isinstance(value, type) and _name_of(value) in VALUES:
         return Global(_name_of(value))
     return inert(value, memory, where=where)
 

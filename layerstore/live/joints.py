@@ -11,7 +11,7 @@ from layerstore.publish.shares import ShareWork
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.timings import SaveTiming, note_timing
 from layerstore.tree import Tree
-from layerstore.zero3.share import Share
+from layerstore.zero3 import Share
 
 
 def in_order(share: Share, due: frozenset[str]) -> tuple[str, ...]:

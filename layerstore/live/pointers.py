@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 from layerstore.storage.files import Files
-from layerstore.zero3.pointers import Pointer, pointer_bytes
+from layerstore.zero3 import Pointer, pointer_bytes
 
 
 def write_pointer(files: Files, path: Path, pointer: Pointer) -> None:

@@ -15,9 +15,8 @@ from layerstore.live.scratch import put, scratch
 from layerstore.model import RankState
 from layerstore.publish.shares import KeptFile
 from layerstore.tree import Located, Storage
-from layerstore.zero3.discover import RANDOM_STATE
-from layerstore.zero3.ptfile import read_pt
-from layerstore.zero3.sourcefile import open_source
+from layerstore.zero3 import RANDOM_STATE, open_source
+from layerstore.zero3.pt import read_pt
 
 
 def random_state(memory: Memory, *, rank: int, world_size: int) -> KeptFile:

@@ -28,7 +28,7 @@ from layerstore.policy import Policy
 from layerstore.storage.runview import RunView
 from layerstore.store import Store, StrPath, as_store
 from layerstore.tree import Storage, Tree
-from layerstore.zero3.trees import TreeView
+from layerstore.zero3 import TreeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

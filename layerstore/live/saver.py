@@ -52,8 +52,7 @@ from layerstore.policy import Latest, Policy
 from layerstore.publish.joining import Joint
 from layerstore.publish.shares import ShareWork, objects_due
 from layerstore.store import Store, StrPath
-from layerstore.zero3.pointers import Pointer
-from layerstore.zero3.share import Share
+from layerstore.zero3 import Pointer, Share
 
 JOBS_MAX = 2
 """Saves that may be on their way: one more waits until the oldest is on disk."""

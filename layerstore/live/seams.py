@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.live.scratch import put, scratch
-from layerstore.zero3.discover import read_latest
+from layerstore.zero3 import read_latest
 
 if TYPE_CHECKING:
     import torch

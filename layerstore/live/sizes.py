@@ -1,14 +1,15 @@
 """What every rank alone can tell alike of the layers: what they take, and whether they were updated."""
 
-from layerstore.zero3.share import Share
-from layerstore.zero3.slices import elements_of
+from math import prod
+
+from layerstore.zero3 import Share
 
 
 def sizes_of(share: Share) -> dict[str, int]:
     """Return what each layer takes on all ranks together: the same on every rank."""
     states = 1 + len({part.state for layer in share.layers for of in layer.objects for part in of.slices if part.state})
     return {
-        layer.layer: sum(elements_of(of.shape) * (2 if of.frozen else 4 * states) for of in layer.parameters)
+        layer.layer: sum(prod(of.shape) * (2 if of.frozen else 4 * states) for of in layer.parameters)
         for layer in share.layers
     }
 

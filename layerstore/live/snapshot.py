@@ -16,7 +16,7 @@ from layerstore.limits import MIB
 from layerstore.live.capture import Captured
 from layerstore.live.pool import Pool, PoolClosed
 from layerstore.model import Kind
-from layerstore.zero3.checkpoint import ObjectSource, SliceSource
+from layerstore.zero3 import ObjectSource, SliceSource
 
 if TYPE_CHECKING:
     import torch

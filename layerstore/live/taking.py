@@ -9,7 +9,7 @@ from layerstore.live.files import Destination, Files
 from layerstore.live.log import LOG, words_of
 from layerstore.live.seams import Engine, SavedStates
 from layerstore.live.watch import Sample, Watch
-from layerstore.zero3.undivided import undivided
+from layerstore.zero3 import undivided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

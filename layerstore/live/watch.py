@@ -7,6 +7,7 @@ Each rank looks at what it holds of it; the sums are put together in one small a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,7 @@ from layerstore.live.capture import Captured
 from layerstore.live.exchange import Exchange, Message
 from layerstore.model import Kind
 from layerstore.ops.distance import movement_of
-from layerstore.zero3.share import Share
-from layerstore.zero3.slices import elements_of, slice_length, stretches
+from layerstore.zero3 import Share, slice_length, stretches
 
 if TYPE_CHECKING:
     import torch
@@ -120,9 +120,7 @@ class Watch:
             return
         self._layers = layers
         self._counts = [
-            sum(
-                end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(elements_of(of.shape))
-            )
+            sum(end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(prod(of.shape)))
             for layer in share.layers
         ]
         self._spots = dict(_spots(share))
@@ -154,7 +152,7 @@ def _spots(share: Share) -> Iterator[tuple[Path, _Spots]]:
 
 def _own_places(shape: Sequence[int], share: Share) -> list[int]:
     """Return which elements of this rank's slice of a parameter are looked at."""
-    elements = elements_of(shape)
+    elements = prod(shape)
     length = slice_length(elements, share.world_size)
     return [
         part.start + step

@@ -15,7 +15,7 @@ from typing import Literal, NoReturn
 from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.layers import layers_in_order
 from layerstore.limits import MODEL_BLOCKS_MAX, MODEL_DIMENSION_MAX, RECORD_BYTES_MAX
-from layerstore.zero3.sourcefile import read_source_file, real_path
+from layerstore.zero3 import read_source_file, real_path
 
 CONFIG = "config.json"
 MADE_UP_VOCABULARY = 128_000

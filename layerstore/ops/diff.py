@@ -7,6 +7,7 @@ With *stat* also how far the masters moved, read chunk by chunk from objects tha
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal, TypeAlias
 
 from layerstore.history.references import Resolved, reference_to
@@ -15,7 +16,6 @@ from layerstore.ops.distance import Distance, nothing_between
 from layerstore.ops.measure import measure
 from layerstore.progress import Progress
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.slices import elements_of
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
 """``re-sliced``: cut for another world size, so that ids tell nothing."""
@@ -214,7 +214,7 @@ def _measured(
             continue
         version = rooms.version_of(a)
         if layer.status == "same":
-            elements = sum(elements_of(parameter.shape) for parameter in version.parameters)
+            elements = sum(prod(parameter.shape) for parameter in version.parameters)
             found.append(replace(layer, distance=nothing_between(elements) if elements else None))
         else:
             distance = measure(rooms, version, rooms.version_of(b), verified=verified, progress=progress)

@@ -21,7 +21,7 @@ from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 from layerstore.storage.files import Files
 from layerstore.storage.probes import Speed, scratch, write_speed
-from layerstore.zero3.slices import slice_length, valid_elements
+from layerstore.zero3 import slice_length, valid_elements
 
 SHARDED_BYTES = 4 * (1 + len(ADAM))
 """Of a trained element in the shards of a training with Adam: a master and two moments in float32."""

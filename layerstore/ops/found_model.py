@@ -15,10 +15,7 @@ from layerstore.history.references import resolve
 from layerstore.model import Kind, Parameter
 from layerstore.ops.architectures import ADAM, CONFIG, INSTEAD, Model, Source, model_of
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.discover import discover, holds_zero3, list_folder
-from layerstore.zero3.pointers import read_pointer
-from layerstore.zero3.read import read_checkpoint
-from layerstore.zero3.sourcefile import real_path
+from layerstore.zero3 import discover, holds_zero3, list_folder, read_checkpoint, read_pointer, real_path
 
 # Names in a folder that are listed in an error.
 _NAMES_MAX = 5

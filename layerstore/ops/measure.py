@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
@@ -18,8 +19,7 @@ from layerstore.ops.distance import Distance, Meter, can_measure
 from layerstore.progress import Progress
 from layerstore.storage.handles import OpenFile
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.places import Slices
-from layerstore.zero3.slices import elements_of, slice_length, valid_elements
+from layerstore.zero3 import Slices, slice_length, valid_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def _runs_of(name: str, a: Slices, b: Slices) -> list[_Run] | None:
         return None
     kind_a, kind_b = _numbers_of(a, ours), _numbers_of(b, theirs)
     if kind_a is None or kind_b is None:
-        return None if elements_of(ours.shape) else []
+        return None if prod(ours.shape) else []
     runs = list(_runs(a, b, ours, kind_a, kind_b))
     return runs if all(can_measure(run.dtype_a) and can_measure(run.dtype_b) for run in runs) else None
 
@@ -92,7 +92,7 @@ def _numbers_of(slices: Slices, parameter: Parameter) -> Kind | None:
 
 def _runs(a: Slices, b: Slices, parameter: Parameter, kind_a: Kind, kind_b: Kind) -> Iterator[_Run]:
     """Yield the pieces that both cuts leave whole, by position: so any two world sizes can be compared."""
-    elements = elements_of(parameter.shape)
+    elements = prod(parameter.shape)
     length_a = slice_length(elements, a.shards(kind_a, parameter.name))
     length_b = slice_length(elements, b.shards(kind_b, parameter.name))
     start = 0
@@ -117,7 +117,7 @@ def _place(slices: Slices, kind: Kind, parameter: Parameter, shard: int, skipped
     """Return the object, the offset in it, and the element type of a slice from its element *skipped* on."""
     place = slices.find(kind, parameter.name, shard=shard)
     shards = slices.shards(kind, parameter.name)
-    if place.tensor.elements != valid_elements(elements_of(parameter.shape), shards, shard):
+    if place.tensor.elements != valid_elements(prod(parameter.shape), shards, shard):
         raise IntegrityError(f"object {place.object.id} has a slice of {parameter.name!r} that is of no such cut")
     piece = place.piece(0)
     return piece.object, piece.object_offset + skipped * by_code(place.tensor.dtype).bytes, place.tensor.dtype

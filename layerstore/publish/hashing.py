@@ -18,8 +18,7 @@ from layerstore.format.hashing import ObjectHasher, combine_crc32, crc32
 from layerstore.format.objects import frame
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef, StoredTensor
-from layerstore.zero3.checkpoint import SliceSource, StorageCheck
-from layerstore.zero3.sourcefile import SourceFile, open_source
+from layerstore.zero3 import OpenedSource, SliceSource, StorageCheck, open_source
 
 # Few files are read at a time; a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
@@ -36,7 +35,7 @@ class SourceReader:
     """Open files of a source, kept open while many slices of them are read; for one thread."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, tuple[SourceFile, contextlib.ExitStack]] = {}
+        self._open: dict[Path, tuple[OpenedSource, contextlib.ExitStack]] = {}
         self._buffer = memoryview(bytearray(IO_CHUNK_BYTES))
 
     def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
@@ -49,7 +48,7 @@ class SourceReader:
             yield chunk
             offset += len(chunk)
 
-    def _file(self, path: Path) -> SourceFile:
+    def _file(self, path: Path) -> OpenedSource:
         if path not in self._open:
             if len(self._open) == _OPEN_FILES_MAX:
                 self._close(next(iter(self._open)))

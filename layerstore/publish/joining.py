@@ -25,7 +25,7 @@ from layerstore.publish.shares import ShareWork
 from layerstore.publish.staging import Staging
 from layerstore.publish.transaction import Transaction
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.checkpoint import LayerSource
+from layerstore.zero3 import LayerSource
 
 _STORED_AGAIN = "the next save stores every layer that is missing"
 

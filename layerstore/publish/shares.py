@@ -12,8 +12,7 @@ from layerstore.publish.transaction import Transaction
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.parts import PartName
 from layerstore.storage.rooms import Rooms
-from layerstore.zero3.checkpoint import LayerSource, ObjectSource
-from layerstore.zero3.share import Share
+from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,7 @@ from layerstore.model import (
 from layerstore.publish.hashing import Checksums, Inspected, Reader, Witness, inspect
 from layerstore.storage.objects import ObjectWriter
 from layerstore.tree import Located, Storage, Tensor
-from layerstore.zero3.checkpoint import ObjectSource, SliceSource
-from layerstore.zero3.places import BYTES_KEY
-from layerstore.zero3.trees import replace_tensors
+from layerstore.zero3 import BYTES_KEY, ObjectSource, SliceSource, replace_tensors
 
 _KINDS = tuple(Kind)
 

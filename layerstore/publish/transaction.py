@@ -104,6 +104,7 @@ class Transaction:
         except Overtaken:
             if is_new:
                 rooms.records.remove([rooms.records.name_of(commit)])
+                rooms.catalog.forget([rooms.records.name_of(commit)])
             raise
         rooms.catalog.add(commit)
         retire(rooms, commit)
@@ -156,12 +157,9 @@ class Transaction:
 
 def retire(rooms: Rooms, commit: Commit) -> None:
     """Move the records that *commit* supersedes to the trash; it hides those that are left."""
-    retired = False
     for name in rooms.records.names(commit.record.run) if commit.record.supersedes else ():
-        if name.id in commit.record.supersedes:
-            retired |= rooms.trash.take_record(name)
-    if retired:
-        rooms.catalog.find(commit.record.run)  # which tells the index
+        if name.id in commit.record.supersedes and rooms.trash.take_record(name):
+            rooms.catalog.forget([name])
 
 
 def republish(rooms: Rooms, commit: Commit) -> Published:

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import lmdb.verify
 
 from layerstore.errors import Internal, LayerstoreError, Locked, StorageIO
 from layerstore.limits import MANIFEST_MAP_BYTES, MANIFEST_MAP_BYTES_MAX, PAGE_BYTES
 from layerstore.storage.locks import lock
+from layerstore.storage.preflight import METAS, problem_in
 
 _LOCK_FILE_BYTES = 2 * PAGE_BYTES
-# Where a meta page has the flags of LMDB's table of free pages and of ours, and what they are.
-_FLAGS_AT, _FLAGS = (44, 92), [b"\x08\x00", b"\x00\x00"]
 # Each try is spoilt only by another process's commit.
 _PREFLIGHT_TRIES = 20
 # LMDB itself would wait for ever for another writer, even one that was suspended.
@@ -53,11 +51,14 @@ class Transaction:
 
     def put(self, key: bytes, data: bytes) -> None:
         """Set the value at *key*."""
-        self._inner.put(key, data)
+        # Appended where that is its place: then LMDB fills its pages, and an index has half as many.
+        if not self._inner.put(key, data, append=True):
+            self._inner.put(key, data)
 
-    def delete(self, key: bytes) -> None:
-        """Remove *key*, if it is there."""
-        self._inner.delete(key)
+    def delete(self, key: bytes) -> bool:
+        """Remove *key*; return whether it was there."""
+        found: bool = self._inner.delete(key)
+        return found
 
     def scan(self, prefix: bytes, *, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         """Yield what lies under keys that start with *prefix*, in their order, from the key *start* on."""
@@ -234,20 +235,14 @@ def _open_environment(directory: Path, *, read_only: bool) -> Any:
 
 
 def _preflight(directory: Path) -> None:
-    """
-    Refuse a data file that LMDB would trip over: what it maps and believes can kill the process instead of raising.
-
-    LMDB's pages have no checksums, so their structure is walked every time. That is why rows come in blocks:
-    ten thousand commits are two hundred values. What a sound structure holds is checked value by value.
-    An absent or empty file is fine, LMDB makes a new one.
-    """
+    """Refuse a data file that LMDB would trip over; where there is none, or an empty one, LMDB makes it."""
     path = directory / "data.mdb"
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ManifestUnusable("the index is not a regular file")
         for _ in range(_PREFLIGHT_TRIES):
             before = _meta_pages(path)
-            problem = _structural_problem(path, before) if before else None
+            problem = problem_in(path)
             if problem is None:
                 return
             # Another process may have written meanwhile: pages are reused only after the next commit.
@@ -262,19 +257,7 @@ def _preflight(directory: Path) -> None:
 def _meta_pages(path: Path) -> bytes:
     """Return LMDB's two first pages: every commit changes one of them."""
     with path.open("rb") as file:
-        return file.read(2 * PAGE_BYTES)
-
-
-def _structural_problem(path: Path, meta_pages: bytes) -> str | None:
-    # Duplicate keys, say, would be sound for the verifier, and LMDB fails an assertion over them: we use none.
-    for page in (0, PAGE_BYTES):
-        if [meta_pages[page + at : page + at + 2] for at in _FLAGS_AT] != _FLAGS:
-            return "it was cut short or overwritten"
-    try:
-        problems = lmdb.verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]  # it has no annotations
-        return next(iter(problems), None)
-    except lmdb.verify.VerifyError as exc:
-        return str(exc)
+        return file.read(METAS * PAGE_BYTES)
 
 
 def _preallocate_lock_file(path: Path) -> None:

@@ -1,54 +1,46 @@
 """
-The index: what it says of each record, in blocks of rows.
+The index: one row for each commit, from which a composite is planned without reading a record.
 
-It is never the truth. Every block carries its own checksum and key, the whole is rebuilt from the records at any time,
-and no answer depends on a row being there. So damage here costs time and nothing else.
+It is never the truth. Every value carries a checksum, the whole is rebuilt from the records at any time, and no answer
+depends on a row being there. So damage here costs time and nothing else.
 
 Entries (docs/reference/format.md, section 7):
-    header              what this index belongs to
-    r RUN NUMBER        a block: some rows of the run whose name hashes to RUN, in the order in which they came
-Whatever can be derived from rows (their order, what is hidden, which attempts there are) is derived when it is asked
-for and never stored: so nothing here can contradict something else here.
+    header              which store, schema and format this index is of
+    layers/DIGEST       layer names and a lineage that rows share
+    run/RUN             the name of the run that hashes to RUN
+    step/RUN STEP ID    the row of one commit
+Whatever follows from rows (their order, what is hidden, which attempts there are) is derived when it is asked for
+and never stored: so nothing here can contradict something else here.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
+import contextlib
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from layerstore.errors import IntegrityError, LayerstoreError
-from layerstore.format.canonical import pack, unpack
-from layerstore.format.envelope import Envelope, seal, unseal
-from layerstore.format.fields import from_plain, to_plain
-from layerstore.format.hashing import digest
+from layerstore.errors import IntegrityError
+from layerstore.format.canonical import Plain, pack, unpack_known
+from layerstore.format.hashing import DIGEST_BYTES, digest
 from layerstore.format.identity import FORMAT
-from layerstore.model import Commit, CommitId, Fork
+from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
 from layerstore.storage.commits import RecordName
-from layerstore.storage.copies import Copies
 from layerstore.storage.environment import Environment, ManifestUnusable, Transaction
 
-SCHEMA = 3
+SCHEMA = 4
 _HEADER_KEY = b"header"
-_BLOCK = b"r"
-_COLLECTED_KEY = b"collected"
-_RUN_KEY_BYTES = 16
-# A block is written anew for each row that it gets, and read as a whole: about 10 kB for 80 layers.
-BLOCK_ROWS = 64
-
-# A file's name is STEP.ID, and an id has 32 digits.
-_ID_BEGINS = -32
-_STEP_ENDS = _ID_BEGINS - 1
-
-# What a row says of one layer, one bit each.
-SAVED = 1
-COUNTED = 2
-_SAVED_FLAGS = bytes([SAVED, SAVED | COUNTED])
+_LAYERS = b"layers/"
+_RUN = b"run/"
+# The last in order: then the rows of a long run are appended, which fills LMDB's pages.
+_STEP = b"step/"
+_ROW_KEY = struct.Struct(f">{len(_STEP)}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
+# Attempt, save number, digest of the model (layers' names and lineage), count of superseded commits.
+_ROW_HEAD = struct.Struct(f">QQ{DIGEST_BYTES}sI")
+_NUMBER_MAX = 2**64 - 1
 
 
 class RecordRow(NamedTuple):
-    """What the index says of one record: enough to find the ones that a plan needs, and none of their content."""
+    """What the index says of one record: all that a plan needs."""
 
     run: str
     step: int
@@ -59,8 +51,8 @@ class RecordRow(NamedTuple):
     supersedes: tuple[CommitId, ...]
     layer_names: tuple[str, ...]
     """In the model's order; one and the same tuple in all rows that have it."""
-    flags: bytes
-    """``SAVED`` and ``COUNTED``, for each layer."""
+    versions: bytes
+    """Each layer's version and where it comes from, packed: most rows are never asked for it."""
 
     @property
     def name(self) -> RecordName:
@@ -73,54 +65,92 @@ class RecordRow(NamedTuple):
         return f"{self.step}.{self.id}"
 
     @property
-    def saved(self) -> tuple[bool, ...]:
-        """Whether each layer was saved by this very commit, and not inherited."""
-        return tuple(bool(flag & SAVED) for flag in self.flags)
-
-    @property
     def is_full(self) -> bool:
         """Whether this very commit saved every layer."""
-        return not self.flags.translate(None, _SAVED_FLAGS)
+        return all(self.saved)
+
+    @property
+    def saved(self) -> tuple[bool, ...]:
+        """Whether each layer was saved by this very commit, and not inherited."""
+        _, kind, kinds = _unpacked(self.versions)
+        own = (self.run, self.attempt, self.step)
+        is_own = [tuple(each[2:5]) == own for each in kinds]
+        return tuple(is_own[number] for number in kind)
 
     @property
     def counted(self) -> tuple[bool, ...]:
         """Whether it is known how many updates the optimizer had made to each layer."""
-        return tuple(bool(flag & COUNTED) for flag in self.flags)
+        _, kind, kinds = _unpacked(self.versions)
+        is_counted = [each[1] is not None for each in kinds]
+        return tuple(is_counted[number] for number in kind)
+
+    def entries(self, layers: Collection[str] | None = None) -> dict[str, LayerEntry]:
+        """Return what the record says of its layers, or of those of *layers* that it has."""
+        ids, kind, kinds = _unpacked(self.versions)
+        found = {}
+        for place, layer in enumerate(self.layer_names):
+            if layers is None or layer in layers:
+                size_bytes, optimizer_step, run, attempt, step, save_number = kinds[kind[place]]
+                version = ObjectId(ids[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES].hex())
+                found[layer] = LayerEntry(
+                    layer=layer,
+                    version=BlobRef(id=version, size_bytes=size_bytes),
+                    origin=Origin(run=run, attempt=attempt, step=step, save_number=save_number),
+                    optimizer_step=optimizer_step,
+                )
+        return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowKind:
-    """What many rows of a block have in common."""
-
-    attempt: int
-    lineage: tuple[Fork, ...]
-    layers: tuple[str, ...]
+_Shared = tuple[tuple[str, ...], tuple[Fork, ...]]
+_Packed = tuple[bytes, list[int], list[tuple[int, int | None, str, int, int, int]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hiding:
-    """What one row of a block supersedes."""
-
-    row: int
-    commits: tuple[CommitId, ...]
+def _unpacked(versions: bytes) -> _Packed:
+    return cast(_Packed, unpack_known(versions, what="a row of the index"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowBlock:
-    """Some rows of a run, by columns: reading a column costs no more than reading one of its values."""
+def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
+    """Return *entries* as a row keeps them: what many layers have in common stands there once."""
+    entries = tuple(entries)
+    kinds: dict[tuple[Plain, ...], int] = {}
+    kind: list[Plain] = []
+    for entry in entries:
+        origin = entry.origin
+        common = (
+            entry.version.size_bytes,
+            entry.optimizer_step,
+            origin.run,
+            origin.attempt,
+            origin.step,
+            origin.save_number,
+        )
+        kind.append(kinds.setdefault(common, len(kinds)))
+    ids = b"".join(_digest_of(entry.version.id) for entry in entries)
+    return pack([ids, kind, [list(common) for common in kinds]])
 
-    run: str
-    names: tuple[str, ...]
-    kinds: tuple[RowKind, ...]
-    kind: tuple[int, ...]
-    save_numbers: tuple[int, ...]
-    hiding: tuple[Hiding, ...]
-    flags: tuple[bytes, ...]
+
+def _digest_of(name: str) -> bytes:
+    """Return the digest that *name*, of a blob or a commit, is written from; a record may claim any name."""
+    with contextlib.suppress(ValueError):
+        found = bytes.fromhex(name)
+        if found.hex() == name and len(found) == DIGEST_BYTES:
+            return found
+    raise IntegrityError(f"a record names {name!r}, which is no id")
 
 
 def row_of(commit: Commit) -> RecordRow:
-    """Return the row that *commit* has in every index."""
+    """
+    Return the row that *commit* has in every index.
+
+    Raises:
+        IntegrityError: It holds what can be no id or no number.
+    """
     record = commit.record
+    for hidden in record.supersedes:
+        _digest_of(hidden)
+    numbers = (record.attempt, record.save_number, *(each for of in record.lineage for each in (of.attempt, of.step)))
+    if not all(0 <= number <= _NUMBER_MAX for number in numbers):
+        raise IntegrityError("a record holds a number that is none of an attempt, a step or a save")
     return RecordRow(
         run=record.run,
         step=record.step,
@@ -130,9 +160,7 @@ def row_of(commit: Commit) -> RecordRow:
         save_number=record.save_number,
         supersedes=record.supersedes,
         layer_names=tuple(entry.layer for entry in record.layers),
-        flags=bytes(
-            SAVED * entry.saved_by(record) | COUNTED * (entry.optimizer_step is not None) for entry in record.layers
-        ),
+        versions=packed_versions(record.layers),
     )
 
 
@@ -143,17 +171,15 @@ class Manifest:
         """
         Open the index in *directory*, making it where there is none.
 
-        Where the folder cannot be written the index is read as it stands, and updates have no effect:
-        whoever asks completes the answer from the records.
+        Where the folder cannot be written the index is read as it stands, and changes have no effect.
 
         Raises:
             ManifestUnusable: It is damaged, of another store or schema, or cannot be opened here.
         """
-        self._store_id = store_id
-        self._copies = Copies(directory / "copies", store_id=store_id)
+        # The format too: after a migration every index of the old one is void, also those on nodes far away.
+        self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
+        self._shared: dict[bytes, _Shared] = {}
         self._environment = Environment(directory)
-        self.read_only = self._environment.read_only
-        """Whether updates have no effect."""
         try:
             self._check_header()
         except BaseException:
@@ -177,215 +203,121 @@ class Manifest:
         Raises:
             ManifestUnusable: One of them is not as it was written.
         """
-        names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        with self._environment.reading() as transaction:
+            return dict(self._rows(transaction, run, transaction.scan(_STEP + _run_key(run))))
+
+    def rows_of(self, names: Iterable[RecordName]) -> dict[str, RecordRow]:
+        """Return those rows of the records *names* that there are, as ``rows`` does."""
         found: dict[str, RecordRow] = {}
         with self._environment.reading() as transaction:
-            for key, data in transaction.scan(_BLOCK + _run_key(run)):
-                found |= self._rows(key, data, names)
+            for name in names:
+                data = transaction.get(_row_key(name))
+                if data is not None:
+                    found |= self._rows(transaction, name.run, [(_row_key(name), data)])
         return found
 
     def runs(self) -> set[str]:
         """Return the names of all runs that have rows."""
-        found = set()
         with self._environment.reading() as transaction:
-            start = _BLOCK
-            while entry := next(transaction.scan(_BLOCK, start=start), None):
-                found.add(self._block(*entry).run)
-                start = entry[0][: len(_BLOCK) + _RUN_KEY_BYTES] + b"\xff" * 5
-        return found
+            named = [self._opened(key, data).decode() for key, data in transaction.scan(_RUN)]
+            return {run for run in named if next(transaction.scan(_STEP + _run_key(run)), None)}
 
-    def copy(self, name: RecordName) -> bytes | None:
-        """Return the verbatim copy of the record *name*, for ``repair`` alone."""
-        return self._copies.find(f"commits/{name.run}/{name.step}.{name.id}")
+    def _rows(
+        self, transaction: Transaction, run: str, entries: Iterable[tuple[bytes, bytes]]
+    ) -> Iterator[tuple[str, RecordRow]]:
+        """Yield the rows that *entries* are, with the names of the records' files."""
+        size_bytes = _ROW_HEAD.size
+        for key, data in entries:  # ten thousand times: so it is written out
+            payload = self._opened(key, data)
+            attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
+            _, _, step, digest_of_record = _ROW_KEY.unpack(key)
+            commit_id = digest_of_record.hex()
+            supersedes: tuple[CommitId, ...] = ()
+            if count:
+                ends = range(size_bytes + DIGEST_BYTES, size_bytes + count * DIGEST_BYTES + 1, DIGEST_BYTES)
+                supersedes = tuple(CommitId(payload[end - DIGEST_BYTES : end].hex()) for end in ends)
+            layer_names, lineage = self._shared.get(shared) or self._read_shared(transaction, shared)
+            versions = payload[size_bytes + count * DIGEST_BYTES :]
+            # What RecordRow(…) does, without a call of Python's.
+            row = tuple.__new__(
+                RecordRow,
+                (run, step, commit_id, attempt, lineage, save_number, supersedes, layer_names, versions),
+            )
+            yield f"{step}.{commit_id}", row
 
-    def copies_in(self, directory: Path) -> Iterator[tuple[str, bytes]]:
-        """Yield the verbatim copies in *directory*, which was an index of this store, with their names in the store."""
-        return Copies(directory / "copies", store_id=self._store_id).sound()
-
-    def keep_copies(self, records: list[bytes]) -> None:
-        """Keep verbatim copies without rows: of records that are there, and damaged."""
-        try:
-            self._copies.append(records)
-        except OSError as exc:
-            raise ManifestUnusable(f"the index cannot be written: {exc}") from exc
-
-    def _rows(self, key: bytes, data: bytes, shared: dict[tuple[str, ...], tuple[str, ...]]) -> dict[str, RecordRow]:
-        block = self._block(key, data)
-        try:
-            return dict(zip(block.names, _rows_of(block, shared), strict=True))
-        except (IndexError, ValueError) as exc:
-            raise ManifestUnusable(
-                f"the index is damaged: the columns of a block do not fit each other: {exc}"
-            ) from exc
-
-    def _block(self, key: bytes, data: bytes) -> RowBlock:
-        try:
-            block = from_plain(RowBlock, unpack(self._unsealed(key, data), what="a block"), what="a block")
-        except IntegrityError as exc:
-            raise ManifestUnusable(f"the index is damaged: {exc}") from exc
-        if not key.startswith(_BLOCK + _run_key(block.run)):
-            raise ManifestUnusable("the index is damaged: a block lies under another run")
-        return block
+    def _read_shared(self, transaction: Transaction, shared: bytes) -> "_Shared":
+        key = _LAYERS + shared
+        data = transaction.get(key)
+        if data is None:
+            raise ManifestUnusable("the index is damaged: the names of some layers are missing")
+        names, forks = cast(
+            "tuple[list[str], list[list[int]]]", unpack_known(self._opened(key, data), what="a row of the index")
+        )
+        lineage = tuple(Fork(attempt=attempt, step=step) for attempt, step in forks)
+        return self._shared.setdefault(shared, (tuple(names), lineage))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def collected(self) -> str:
-        """Return the newest collection of which all that it removed has been dropped; empty where there is none."""
-        with self._environment.reading() as transaction:
-            data = transaction.get(_COLLECTED_KEY)
-        return "" if data is None else self._unsealed(_COLLECTED_KEY, data).decode()
+    def add(self, rows: Iterable[RecordRow]) -> None:
+        """Add *rows*, all at once."""
 
-    def update(
-        self,
-        *,
-        add: Iterable[tuple[Commit, bytes]] = (),
-        rows: Iterable[RecordRow] = (),
-        drop: Iterable[RecordName] = (),
-        collected: str | None = None,
-    ) -> None:
-        """
-        Add records, each with its bytes, drop others, and remember the collection that asked for it, all at once.
+        def put(transaction: Transaction) -> None:
+            for row in rows:
+                forks: list[Plain] = [[fork.attempt, fork.step] for fork in row.lineage]
+                shared = pack([list(row.layer_names), forks])
+                hidden = b"".join(map(bytes.fromhex, row.supersedes))
+                head = _ROW_HEAD.pack(row.attempt, row.save_number, digest(shared), len(row.supersedes))
+                self._put(transaction, _LAYERS + digest(shared), shared)
+                self._put(transaction, _RUN + _run_key(row.run), row.run.encode())
+                self._put(transaction, _row_key(row.name), head + hidden + row.versions)
 
-        Of what has vanished there may be no more than its row: *rows* are added as they are.
-        """
-        if self.read_only:
-            return
-        changes: dict[str, dict[str, RecordRow | None]] = {}
-        copies = {}
-        for name in drop:
-            changes.setdefault(name.run, {})[f"{name.step}.{name.id}"] = None
-        for row in rows:
-            changes.setdefault(row.run, {})[row.file_name] = row
-        for commit, data in add:
-            row = row_of(commit)
-            changes.setdefault(row.run, {})[row.file_name] = row
-            copies[row.file_name] = data
+        self._change(put)
 
-        def apply(transaction: Transaction) -> None:
-            self._apply(transaction, changes, copies)
-            if collected is not None:
-                transaction.put(_COLLECTED_KEY, self._sealed(_COLLECTED_KEY, collected.encode()))
+    def drop(self, names: Iterable[RecordName]) -> list[RecordName]:
+        """Drop the rows of the records *names*; return those that there were."""
+        found: list[RecordName] = []
 
-        self._environment.change(apply)
+        def delete(transaction: Transaction) -> None:
+            found[:] = [name for name in names if transaction.delete(_row_key(name))]
 
-    def _apply(
-        self, transaction: Transaction, changes: dict[str, dict[str, RecordRow | None]], copies: dict[str, bytes]
-    ) -> None:
-        for run, wanted in changes.items():
-            blocks = {key: self._rows(key, data, {}) for key, data in transaction.scan(_BLOCK + _run_key(run))}
-            new = self._change_known(transaction, blocks, wanted)
-            self.keep_copies([copies[row.file_name] for row in new if row.file_name in copies])
-            self._append(transaction, run, blocks, new)
+        self._change(delete)
+        return found
 
-    def _change_known(
-        self,
-        transaction: Transaction,
-        blocks: dict[bytes, dict[str, RecordRow]],
-        wanted: dict[str, RecordRow | None],
-    ) -> list[RecordRow]:
-        """Replace and drop rows where they are; return those that are nowhere yet."""
-        known = set()
-        for key, rows in blocks.items():
-            mine = rows.keys() & wanted.keys()
-            known |= mine
-            if any(rows[name] != wanted[name] for name in mine):
-                for name in mine:
-                    row = wanted[name]
-                    if row is None:
-                        del rows[name]
-                    else:
-                        rows[name] = row
-                self._put(transaction, key, list(rows.values()))
-        return [row for name, row in wanted.items() if row is not None and name not in known]
+    def _change(self, work: Callable[[Transaction], None]) -> None:
+        if not self._environment.read_only:
+            self._environment.change(work)
 
-    def _append(
-        self, transaction: Transaction, run: str, blocks: dict[bytes, dict[str, RecordRow]], new: list[RecordRow]
-    ) -> None:
-        """Fill the last block and add more."""
-        if not new:
-            return
-        last = max(blocks, default=None)
-        number = 0 if last is None else int.from_bytes(last[-4:], "big")
-        pending = [] if last is None else list(blocks[last].values())
-        pending += new
-        for start in range(0, len(pending), BLOCK_ROWS):
-            key = _BLOCK + _run_key(run) + number.to_bytes(4, "big")
-            self._put(transaction, key, pending[start : start + BLOCK_ROWS])
-            number += 1
-
-    def _put(self, transaction: Transaction, key: bytes, rows: list[RecordRow]) -> None:
-        if rows:
-            transaction.put(key, self._sealed(key, pack(to_plain(_block_of(rows)))))
-        else:
-            transaction.delete(key)
+    def _put(self, transaction: Transaction, key: bytes, payload: bytes) -> None:
+        if transaction.get(key) is None:
+            transaction.put(key, self._sealed(key, payload))
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def _check_header(self) -> None:
-        # The format too: after a migration every index of the old one is void, also those on nodes far away.
-        expected = pack({"store": self._store_id, "schema": SCHEMA, "format": FORMAT})
+        expected = self._sealed(_HEADER_KEY, self._context)
         with self._environment.reading() as transaction:
             data = transaction.get(_HEADER_KEY)
             empty = data is None and next(transaction.scan(b""), None) is None
-        found = None if data is None else self._unsealed(_HEADER_KEY, data)
-        if found == expected:
+        if data == expected:
             return
         if not empty or self._environment.read_only:
-            raise ManifestUnusable(
-                "the index belongs to another store, another version, or has lost its header",
-                is_of_another_format=found is not None and _format_in(found) != FORMAT,
-            )
-        self._environment.change(lambda transaction: transaction.put(_HEADER_KEY, self._sealed(_HEADER_KEY, expected)))
+            raise ManifestUnusable("the index belongs to another store, another version, or has lost its header")
+        self._environment.change(lambda transaction: transaction.put(_HEADER_KEY, expected))
 
     def _sealed(self, key: bytes, payload: bytes) -> bytes:
-        return seal(Envelope(store_id=self._store_id, name=f"index/{key.hex()}", payload=payload))
+        return payload + digest(self._context + key + payload)
 
-    def _unsealed(self, key: bytes, data: bytes) -> bytes:
-        try:
-            return unseal(data, name=f"index/{key.hex()}", store_id=self._store_id).payload
-        except LayerstoreError as exc:
-            raise ManifestUnusable(f"the index is damaged: {exc}") from exc
+    def _opened(self, key: bytes, data: bytes) -> bytes:
+        """Return the payload of *data*, which lies under *key*."""
+        payload = data[:-DIGEST_BYTES]
+        if not data.endswith(digest(self._context + key + payload)):
+            raise ManifestUnusable("the index is damaged: a checksum does not match its bytes")
+        return payload
 
 
 def _run_key(run: str) -> bytes:
     return digest(run.encode())
 
 
-def _block_of(rows: Sequence[RecordRow]) -> RowBlock:
-    """Return *rows*, of one run, by columns."""
-    kinds = {(row.attempt, row.lineage, row.layer_names): None for row in rows}
-    place = {kind: number for number, kind in enumerate(kinds)}
-    return RowBlock(
-        run=rows[0].run,
-        names=tuple(row.file_name for row in rows),
-        kinds=tuple(RowKind(attempt=attempt, lineage=lineage, layers=layers) for attempt, lineage, layers in kinds),
-        kind=tuple(place[row.attempt, row.lineage, row.layer_names] for row in rows),
-        save_numbers=tuple(row.save_number for row in rows),
-        hiding=tuple(Hiding(row=place, commits=row.supersedes) for place, row in enumerate(rows) if row.supersedes),
-        flags=tuple(row.flags for row in rows),
-    )
-
-
-def _rows_of(block: RowBlock, shared: dict[tuple[str, ...], tuple[str, ...]]) -> list[RecordRow]:
-    """Return the rows of *block*; tuples of layer names that are in *shared* are taken from there."""
-    kinds = [block.kinds[kind] for kind in block.kind]
-    layers = [shared.setdefault(kind.layers, kind.layers) for kind in block.kinds]
-    hiding = {hides.row: hides.commits for hides in block.hiding}
-    columns = (
-        repeat(block.run),
-        [int(name[:_STEP_ENDS]) for name in block.names],
-        [name[_ID_BEGINS:] for name in block.names],
-        [kind.attempt for kind in kinds],
-        [kind.lineage for kind in kinds],
-        block.save_numbers,
-        [hiding.get(place, ()) for place in range(len(kinds))] if hiding else repeat(()),
-        [layers[kind] for kind in block.kind],
-        block.flags,
-    )
-    # What RecordRow(…) does, ten thousand times without a call of Python's.
-    return list(map(partial(tuple.__new__, RecordRow), zip(*columns)))  # noqa: B905  # two of them have no end
-
-
-def _format_in(header: bytes) -> object:
-    stated = unpack(header, what="the index's header")
-    return stated.get("format") if isinstance(stated, dict) else None
+def _row_key(name: RecordName) -> bytes:
+    return _ROW_KEY.pack(_STEP, _run_key(name.run), name.step, bytes.fromhex(name.id))

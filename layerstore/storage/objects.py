@@ -368,6 +368,12 @@ class ObjectWriter:
         """Return the claimed blobs that are not at their places: what they name may be on its way out, too."""
         return [ref for ref in self._claimed.values() if not self.claim(ref)]
 
+    def __enter__(self) -> "ObjectWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
     def discard(self) -> None:
         """Remove what was staged and never published."""
         for staged in self._staged.values():

@@ -1,12 +1,14 @@
 """
-Gathered weights: the safetensors files that a Trainer writes beside the shards.
+Gathered weights: the headers of safetensors files that a Trainer writes beside the shards.
 
-Their headers are read strictly; which parameter each tensor should equal is decided by name.
-Whether it does is for ``ops`` to check, bit for bit.
+Headers are read strictly, and each tensor is matched by name with the parameter or buffer whose bytes it should have.
+Whether it has them, an ingest checks bit for bit. Why not with the safetensors package: docs/adr/0030-safetensors.md.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from layerstore.dtypes import by_code
@@ -14,21 +16,48 @@ from layerstore.errors import LayerstoreError, SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, strip_wrappers
 from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX, TENSOR_DIMENSIONS_MAX
 from layerstore.model import Buffer, Parameter
-from layerstore.zero3.checkpoint import GatheredFileSource, GatheredSource
-from layerstore.zero3.slices import elements_of
 from layerstore.zero3.sourcefile import open_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredSource:
+    """One tensor of a gathered weights file: whole, in half precision or full."""
+
+    file: Path
+    name: str
+    dtype: str
+    elements: int
+    offset_bytes: int
+    supplier: str
+    """The parameter or buffer that has the same bytes or should have; empty if none has its name."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return self.elements * by_code(self.dtype).bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredFileSource:
+    """A safetensors file of gathered weights."""
+
+    path: Path
+    header: bytes
+    """Length field and JSON, verbatim."""
+    tensors: tuple[GatheredSource, ...]
+    """In file order."""
 
 
 def read_gathered(
     files: Iterable[Path], *, parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]
 ) -> tuple[tuple[GatheredFileSource, ...], tuple[Path, ...]]:
-    """Tell the gathered weights among *files* from those that are kept byte for byte; return both."""
+    """Split *files* into gathered weights and files that are kept byte for byte."""
     suppliers = _suppliers(parameters, buffers)
     gathered, opaque = [], []
     for path in files:
-        is_gathered = path.suffix == ".safetensors" and path.name != ADAPTER_WEIGHTS  # which has names of its own
+        is_gathered = path.suffix == ".safetensors" and path.name != ADAPTER_WEIGHTS  # its names are PEFT's
         source = _read_file(path, suppliers) if is_gathered else None
-        # A file in which nothing is known (another model's weights, say) gains nothing from being taken apart.
+        # A file without any known name, such as another model's weights, is kept as it is.
         if source is not None and any(tensor.supplier for tensor in source.tensors):
             gathered.append(source)
         else:
@@ -37,17 +66,17 @@ def read_gathered(
 
 
 def _suppliers(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, tuple[str, int]]:
-    """Return, for every name a tensor may have, the parameter or buffer that it should equal, with its length."""
+    """Return, by every name that a tensor may have, the parameter or buffer that it should equal, and its length."""
     found: dict[str, tuple[str, int]] = {}
     bare: dict[str, list[tuple[str, int]]] = {}
     named = [((item.name, *item.aliases), item.name, item.shape) for item in parameters.values()]
     named += [((item.name,), item.name, item.shape) for item in buffers.values()]
     for names, own_name, shape in named:
-        supplier = (own_name, elements_of(shape))
+        supplier = (own_name, prod(shape))
         for name in names:
             found[name] = supplier
             bare.setdefault(strip_wrappers(name), []).append(supplier)
-    # The Trainer may save under names without the wrappers: good enough where only one parameter fits.
+    # The Trainer may save names without wrappers: used where only one parameter fits.
     for name, candidates in bare.items():
         if len(candidates) == 1:
             found.setdefault(name, candidates[0])
@@ -61,7 +90,7 @@ def _read_file(path: Path, suppliers: Mapping[str, tuple[str, int]]) -> Gathered
     try:
         return GatheredFileSource(path=path, header=header, tensors=tensors_in(path, header, size_bytes, suppliers))
     except Unsupported:
-        return None  # an element type that we need not know to keep the file as it is
+        return None  # of an unknown element type: the file is kept as it is
 
 
 def read_header(path: Path, read_at: Callable[[int, int], bytes], size_bytes: int) -> bytes:
@@ -77,7 +106,7 @@ def read_header(path: Path, read_at: Callable[[int, int], bytes], size_bytes: in
 def tensors_in(
     path: Path, header: bytes, size_bytes: int, suppliers: Mapping[str, tuple[str, int]]
 ) -> tuple[GatheredSource, ...]:
-    """Return the tensors that *header* lists, in file order; *suppliers* are parameters and lengths by name."""
+    """Return the tensors that *header* lists, in file order; *suppliers* has parameters and lengths by name."""
     tensors = tuple(_tensors(path, header, suppliers))
     _check_tiling(path, tensors, len(header), size_bytes)
     return tensors
@@ -94,9 +123,9 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
                 raise _damaged(path, f"tensor {name!r} has sizes that are no whole numbers")
             # Before they are multiplied: thousands of numbers of thousands of digits would take hours.
-            if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max(end, *entry["shape"]) >= 1 << 63:
+            if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max([end, *entry["shape"]]) >= 1 << 63:
                 raise _damaged(path, f"tensor {name!r} has sizes that no tensor has")
-            elements = elements_of(entry["shape"])
+            elements = prod(entry["shape"])
             if end - begin != elements * by_code(entry["dtype"]).bytes:
                 raise _damaged(path, f"tensor {name!r} has {end - begin} bytes for shape {entry['shape']}")
             supplier, expected = suppliers.get(name) or suppliers.get(strip_wrappers(name)) or ("", elements)
@@ -118,7 +147,7 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
 
 
 def _check_tiling(path: Path, tensors: tuple[GatheredSource, ...], begin: int, end: int) -> None:
-    """Raise unless *tensors* cover the payload exactly once: only then is the file their concatenation."""
+    """Raise unless the file is its header and then *tensors*, without gap or overlap."""
     for tensor in tensors:
         if tensor.offset_bytes != begin:
             raise _damaged(path, f"there is a hole or an overlap before tensor {tensor.name!r}")

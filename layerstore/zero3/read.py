@@ -1,37 +1,159 @@
 """
-DeepSpeed's files -> ``Checkpoint``: which bytes of which file are which slice of which parameter.
+DeepSpeed's files -> `Checkpoint`: layers with the places of their slices, and each rank's state, as plain values.
 
-Nothing is guessed. Payloads are not read here, but for the buffers that ranks may share and the step counters.
+Nothing is guessed. Payloads are not read, except for step counters and for buffers, which ranks may share.
+A live save goes the same way with one rank at a time: see `share_of`.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePath
 
-from layerstore.errors import SourceCheckpoint
-from layerstore.limits import RECORD_BYTES_MAX, STEP_MAX
-from layerstore.model import Buffer, BufferContent, FlatContent, FragmentContent, RankState, TreeFile
-from layerstore.tree import Tensor
-from layerstore.zero3.checkpoint import Checkpoint
-from layerstore.zero3.cut import cut_layers
-from layerstore.zero3.discover import TRAINER_STATE, FoundCheckpoint, check_companions
-from layerstore.zero3.gathered import read_gathered
-from layerstore.zero3.members import buffers_of, check_names, frozen_of, optimizer_steps, parameters_of
-from layerstore.zero3.ptfile import PtFile
-from layerstore.zero3.ranks import (
+from layerstore.dtypes import by_code
+from layerstore.errors import LayoutMismatch
+from layerstore.format.hashing import ObjectHasher, object_id
+from layerstore.format.objects import canonical_order
+from layerstore.layers import layer_of, layers_in_order
+from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.model import (
+    Buffer,
+    BufferContent,
+    FlatContent,
+    FragmentContent,
+    Kind,
+    Parameter,
+    RankState,
+    TreeFile,
+)
+from layerstore.tree import Located, Tensor
+from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer
+from layerstore.zero3.filenames import TRAINER_STATE
+from layerstore.zero3.gathered import GatheredFileSource, read_gathered
+from layerstore.zero3.pt import PtFile
+from layerstore.zero3.rank_files import (
+    MASTER,
+    Groups,
     RankSource,
     agreed,
+    buffers_of,
     check_flats,
+    check_names,
     check_saved_as_named,
     check_states,
-    param_shapes,
+    frozen_of,
+    optimizer_steps,
+    parameters_of,
     read_ranks,
-    storage_checks,
     world_size_of,
 )
-from layerstore.zero3.sourcefile import read_source_file
-from layerstore.zero3.trees import replace_tensors, with_content
+from layerstore.zero3.slices import slice_length, valid_elements
+from layerstore.zero3.sourcefile import open_source
+from layerstore.zero3.trees import replace_tensors, sub_group_shapes, with_content
+
+_KINDS = tuple(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceSource:
+    """Where one slice of a layer lies in the source."""
+
+    name: str
+    """The parameter or buffer."""
+    state: str
+    """Which optimizer state; empty for the other kinds."""
+    dtype: str
+    elements: int
+    """Padding excluded; never zero."""
+    path: Path
+    offset_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Its name inside an object."""
+        return f"{self.state}/{self.name}" if self.state else self.name
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return self.elements * by_code(self.dtype).bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectSource:
+    """The slices of one new object."""
+
+    kind: Kind
+    shard: int
+    shards: int
+    slices: tuple[SliceSource, ...]
+    """In the canonical order of an object's file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSource:
+    """One layer of the checkpoint."""
+
+    layer: str
+    parameters: tuple[Parameter, ...]
+    """By name."""
+    buffers: tuple[Buffer, ...]
+    """By name."""
+    objects: tuple[ObjectSource, ...]
+    """By kind, then by shard."""
+    optimizer_step: int | None
+    """How many updates the optimizer has made to it; None where it does not count, or counts differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageCheck:
+    """A record of a ``.pt`` file whose bytes must have the checksum that the file states for them."""
+
+    key: str
+    located: Located
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """All of a checkpoint."""
+
+    found: FoundCheckpoint
+    step: int
+    world_size: int
+    layers: tuple[LayerSource, ...]
+    """In the model's order."""
+    states: tuple[RankState, ...]
+    """By rank; files and gathered weights still left out, small storages still ``Located``."""
+    gathered: tuple[GatheredFileSource, ...]
+    files: tuple[Path, ...]
+    """Files that are kept byte for byte."""
+    checks: tuple[StorageCheck, ...]
+    """Every storage of every ``.pt`` file."""
+    notes: tuple[str, ...]
+    """What was left out or looks odd, for the user."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all its files."""
+        return sum(stamp.size_bytes for stamp in self.found.stamps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's share of a checkpoint: the slices that it holds, and its state."""
+
+    rank: int
+    world_size: int
+    layers: tuple[LayerSource, ...]
+    """Every layer, in the model's order, with only this rank's objects."""
+    state: RankState
+    """Files still left out."""
+    agreement: str
+    """A hash of everything that the ranks of one save must agree on."""
+
+
+# -- all ranks ---------------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint(
@@ -52,7 +174,7 @@ def read_checkpoint(
     world_size = world_size_of(ranks)
     check_saved_as_named(ranks)
     engine_step = agreed(ranks, "global_steps", lambda rank: rank.model["global_steps"].integer())
-    groups = agreed(ranks, "param_shapes", param_shapes)
+    groups = agreed(ranks, "param_shapes", lambda rank: sub_group_shapes(rank.model))
     check_flats(ranks, groups, world_size)
     check_states(ranks)
     steps = agreed(ranks, "the optimizer's count of updates", lambda rank: optimizer_steps(rank, len(groups)))
@@ -64,7 +186,7 @@ def read_checkpoint(
     gathered, files = read_gathered(found.others, parameters=parameters, buffers=buffers)
     return Checkpoint(
         found=found,
-        step=_trainer_step(found, default=_checked_step(engine_step, ranks[0].model.path)),
+        step=_trainer_step(found, default=checked_step(engine_step, ranks[0].model.path)),
         world_size=world_size,
         layers=cut_layers(
             ranks, groups, parameters, buffers, steps=steps, world_size=world_size, pattern=layer_pattern
@@ -72,13 +194,13 @@ def read_checkpoint(
         states=tuple(state_of(rank, found.folder, buffers) for rank in ranks),
         gathered=gathered,
         files=files,
-        checks=tuple(storage_checks(ranks)),
+        checks=tuple(_storage_checks(ranks)),
         notes=(*found.notes, *_doubts(ranks[0], steps)),
     )
 
 
 def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
-    """Tell what may be wrong and may be right: an optimizer can be younger than its engine."""
+    """Note a mismatch that may be legitimate: an optimizer can be younger than its engine."""
     updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
     counted = sorted({step for step in steps if step is not None})
     # DeepSpeed up to 0.13.1 counted one more: it made a first, empty update of its own.
@@ -95,20 +217,14 @@ def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
     return step_of_trainer(path) if path in found.others else default
 
 
-def step_of_trainer(path: Path) -> int:
-    """Return the step in a ``trainer_state.json``; raises SourceCheckpoint where it has none."""
-    try:
-        step = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))["global_step"]
-    except (ValueError, TypeError, KeyError, RecursionError) as exc:
-        raise SourceCheckpoint(f"{path} does not tell the step: {exc}", hint="was the save interrupted?") from exc
-    return _checked_step(step, path)
-
-
-def _checked_step(step: object, path: PurePath) -> int:
-    """Return *step* if it is one: a number that references, record names and index keys have room for."""
-    if type(step) is not int or not 0 <= step < STEP_MAX:
-        raise SourceCheckpoint(f"{path} has global_step {str(step)[:60]}, which is no step")
-    return step
+def _storage_checks(ranks: list[RankSource]) -> Iterator[StorageCheck]:
+    """Yield every record with bytes of every ``.pt`` file."""
+    for rank in ranks:
+        for file in (rank.model_file, rank.optimizer_file):
+            for number, storage in enumerate(file.storages):
+                assert isinstance(storage.content, Located)
+                if storage.content.size_bytes:
+                    yield StorageCheck(key=f"data/{number}", located=storage.content)
 
 
 def state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
@@ -133,3 +249,178 @@ def state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) 
     return RankState(
         rank=rank.rank, model=file(rank.model_file), optimizer=file(rank.optimizer_file), files=(), gathered=()
     )
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | None) -> Share:
+    """
+    Return what *rank* alone holds; the paths of its files are below *folder*.
+
+    Left to the caller, who joins the shares of all ranks: whether they agree, whether their buffers are alike, and
+    which names are tied, which only the first rank records.
+
+    Raises:
+        LayoutMismatch: A length does not fit its parameter.
+        Unsupported: State of the optimizer lives elsewhere.
+    """
+    world_size = rank.model["dp_world_size"].integer()
+    groups = sub_group_shapes(rank.model)
+    check_flats([rank], groups, world_size)
+    check_states([rank])
+    check_names(rank, groups)
+    steps = optimizer_steps(rank, len(groups))
+    parameters, buffers = parameters_of(rank, groups), buffers_of(rank)
+    if not 0 <= rank.rank < world_size:
+        raise LayoutMismatch(f"rank {rank.rank} is none of {world_size}")
+    common = (
+        world_size,
+        rank.model["global_steps"].integer(),
+        [[(name, tuple(shape)) for name, shape in group.items()] for group in groups],
+        [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats],
+        steps,
+        [(name, str(found)) for name, found in frozen_of(rank).items()],
+        [(buffer.name, buffer.dtype, buffer.shape) for buffer in buffers.values()],
+    )
+    return Share(
+        rank=rank.rank,
+        world_size=world_size,
+        layers=cut_layers([rank], groups, parameters, buffers, steps=steps, world_size=world_size, pattern=pattern),
+        state=state_of(rank, folder, buffers),
+        agreement=object_id(repr(common).encode()),
+    )
+
+
+# -- slices of layers --------------------------------------------------------------------------------------------------
+
+
+def cut_layers(
+    ranks: list[RankSource],
+    groups: Groups,
+    parameters: Mapping[str, Parameter],
+    buffers: Mapping[str, Buffer],
+    *,
+    steps: list[int | None],
+    world_size: int,
+    pattern: re.Pattern[str] | None,
+) -> tuple[LayerSource, ...]:
+    """
+    Return every layer, in the model's order, with the slices that *ranks* of *world_size* have.
+
+    *pattern* overrides how layers are named.
+    """
+
+    def layer(name: str) -> str:
+        return layer_of(name, pattern=pattern)
+
+    objects: dict[str, list[ObjectSource]] = {}
+    for rank in ranks:
+        slices = [*_flat_slices(rank, groups, world_size), *_frozen_slices(rank, parameters, world_size)]
+        for name, source in _by_layer(slices, layer, shard=rank.rank, shards=world_size):
+            objects.setdefault(name, []).append(source)
+    for name, source in _buffer_objects(ranks, buffers, layer):
+        objects.setdefault(name, []).append(source)
+    module = [str(name) for name in ranks[0].model["module"].mapping() if name in parameters or name in buffers]
+    return tuple(
+        LayerSource(
+            layer=name,
+            parameters=tuple(parameters[member] for member in sorted(members) if member in parameters),
+            buffers=tuple(buffers[member] for member in sorted(members) if member in buffers),
+            objects=tuple(sorted(objects.get(name, ()), key=lambda source: (_KINDS.index(source.kind), source.shard))),
+            optimizer_step=_common_step(steps[group] for group, of in enumerate(groups) if of.keys() & set(members)),
+        )
+        for name, members in layers_in_order(module, pattern=pattern).items()
+    )
+
+
+def _common_step(steps: Iterable[int | None]) -> int | None:
+    found = set(steps)
+    return found.pop() if len(found) == 1 else None
+
+
+def _flat_slices(rank: RankSource, groups: Groups, world_size: int) -> Iterator[tuple[Kind, SliceSource]]:
+    for flat in rank.flats:
+        kind = Kind.MASTER if flat.state == MASTER else Kind.OPTIMIZER
+        start = 0
+        for name, shape in groups[flat.group].items():
+            elements = prod(shape)
+            valid = valid_elements(elements, world_size, rank.rank)
+            yield from ((kind, source) for source in _slice(flat.tensor, start, valid, name=name, state=flat.state))
+            start += slice_length(elements, world_size)
+
+
+def _frozen_slices(
+    rank: RankSource, parameters: Mapping[str, Parameter], world_size: int
+) -> Iterator[tuple[Kind, SliceSource]]:
+    fragments = rank.model.get("frozen_param_fragments")
+    for name, fragment in fragments.children() if fragments is not None else ():
+        elements = prod(parameters[str(name)].shape)
+        tensor = fragment.tensor()
+        if tensor.elements != slice_length(elements, world_size) or not tensor.is_contiguous:
+            raise LayoutMismatch(
+                f"{rank.model.path}: the fragment of frozen parameter {name!r} has {tensor.elements} elements, "
+                f"expected {slice_length(elements, world_size)}"
+            )
+        valid = valid_elements(elements, world_size, rank.rank)
+        yield from ((Kind.WEIGHTS, source) for source in _slice(tensor, 0, valid, name=str(name), state=""))
+
+
+def _slice(tensor: Tensor, start: int, elements: int, *, name: str, state: str) -> Iterator[SliceSource]:
+    """Yield the slice of *tensor* from element *start* on, or nothing where all of it is padding."""
+    located = tensor.storage.content
+    assert isinstance(located, Located), "trees that were just read point into their files"
+    if elements:
+        yield SliceSource(
+            name=name,
+            state=state,
+            dtype=tensor.storage.dtype,
+            elements=elements,
+            path=located.path,
+            offset_bytes=located.offset_bytes + (tensor.offset + start) * by_code(tensor.storage.dtype).bytes,
+        )
+
+
+def _by_layer(
+    slices: Iterable[tuple[Kind, SliceSource]], layer: Callable[[str], str], *, shard: int, shards: int
+) -> Iterator[tuple[str, ObjectSource]]:
+    found: dict[tuple[str, Kind], list[SliceSource]] = {}
+    for kind, source in slices:
+        found.setdefault((layer(source.name), kind), []).append(source)
+    for (name, kind), members in found.items():
+        yield name, ObjectSource(kind=kind, shard=shard, shards=shards, slices=tuple(canonical_order(members)))
+
+
+def _buffer_objects(
+    ranks: list[RankSource], buffers: Mapping[str, Buffer], layer: Callable[[str], str]
+) -> Iterator[tuple[str, ObjectSource]]:
+    """Yield one object per layer where all ranks hold the same buffers, else one per rank."""
+    by_rank = [
+        dict(_by_layer(_buffer_slices(rank, buffers), layer, shard=rank.rank, shards=len(ranks))) for rank in ranks
+    ]
+    for name, source in by_rank[0].items():
+        others = [objects.get(name) for objects in by_rank[1:]]
+        if any(other is None or len(other.slices) != len(source.slices) for other in others):
+            raise LayoutMismatch(f"the ranks of {ranks[0].model.path.parent} hold different buffers in layer {name!r}")
+        if all(other is not None and _digests(other) == _digests(source) for other in others):
+            yield name, ObjectSource(kind=Kind.BUFFERS, shard=0, shards=1, slices=source.slices)
+        else:
+            yield from ((name, objects[name]) for objects in by_rank)
+
+
+def _buffer_slices(rank: RankSource, buffers: Mapping[str, Buffer]) -> Iterator[tuple[Kind, SliceSource]]:
+    module = rank.model["module"]
+    for name, buffer in buffers.items():
+        tensor = module[name].tensor()
+        if tuple(tensor.shape) != buffer.shape or tensor.storage.dtype != buffer.dtype or not tensor.is_contiguous:
+            raise LayoutMismatch(f"{rank.model.path}: buffer {name!r} has another shape or type than on rank 0")
+        yield from ((Kind.BUFFERS, source) for source in _slice(tensor, 0, tensor.elements, name=name, state=""))
+
+
+def _digests(source: ObjectSource) -> str:
+    hasher = ObjectHasher()
+    for part in source.slices:
+        with open_source(part.path) as file:
+            for start in range(0, part.size_bytes, IO_CHUNK_BYTES):
+                hasher.update(file.read_at(part.offset_bytes + start, min(IO_CHUNK_BYTES, part.size_bytes - start)))
+    return hasher.id()

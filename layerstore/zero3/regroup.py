@@ -1,13 +1,13 @@
 """
-The ranks' trees for another number of ranks: sub-groups by DeepSpeed's own rule, every length and counter anew.
+The trees of a composite's ranks: for another number of ranks, and with each layer's own step counter.
 
-What each parameter's numbers are is none of this room's business: it says where they go. Trees are never changed
-in place, so that one rank's may serve for several.
+Sub-groups follow DeepSpeed's own rule. Trees are never changed in place, so one rank's can be used for several.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import PurePosixPath
 
 from layerstore.errors import IntegrityError, LayoutMismatch
@@ -15,31 +15,30 @@ from layerstore.format.canonical import pack
 from layerstore.format.treecodec import encode
 from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.tree import OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.discover import SHARD_STEM
-from layerstore.zero3.slices import elements_of, slice_length, sub_groups
+from layerstore.zero3.filenames import SHARD_STEM
+from layerstore.zero3.rank_files import COUNTERS, STEP
+from layerstore.zero3.slices import slice_length, sub_groups
 from layerstore.zero3.trees import TreeView, changed, replace_tensors, sub_group_shapes
 
-# DeepSpeed's own, where its config does not say.
+# DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9
 
-_DS_ID = re.compile(r"(\d+)_(\d+)")
+_UNIFY = "compose with --adam-step unify, or train with a param group per layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubGroup:
-    """A sub-group to be: one flat buffer on every rank."""
+    """A new sub-group: one flat buffer on every rank."""
 
     param_group: int
     sample: int
-    """A sub-group of the base in the same param group: whatever is no slice is taken from it."""
+    """A sub-group of the base in the same param group: everything but slices is taken from it."""
     shapes: dict[str, Size]
-    ds_id: str | None
-    """The mark that DeepSpeed leaves on the buffer; None where the files do not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouping:
-    """How the base's trees become those of *world_size* ranks."""
+    """The sub-groups of *world_size* ranks."""
 
     world_size: int
     sub_groups: tuple[SubGroup, ...]
@@ -59,22 +58,18 @@ def plan_regrouping(state: RankState, *, world_size: int) -> Regrouping:
     Raises:
         LayoutMismatch: The base's own sub-groups do not follow from its config, or do not agree with each other.
     """
-    model = _view(state.model)
+    model = TreeView.of(state.model)
     shapes, members = sub_group_shapes(model), _members(state)
     size = _sub_group_size(model)
     _check_rule(shapes, members, size, saved_by=model["dp_world_size"].integer())
     _check_scalars(state, members)
-    numbers = _parameter_numbers(state, shapes)
     found = []
     for param_group, old in members:
-        together = {name: shape for group in old for name, shape in shapes[group].items()}
-        names = list(together)
-        for chosen in sub_groups([_length({name: together[name]}, world_size) for name in names], size=size):
-            own = {names[index]: together[names[index]] for index in chosen}
-            first, last = numbers.get(names[chosen[0]]), numbers.get(names[chosen[-1]])
-            known = first is not None and last is not None
-            ds_id = f"{first}_{last}" if known else None
-            found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own, ds_id=ds_id))
+        together = [(name, shape) for group in old for name, shape in shapes[group].items()]
+        lengths = [_length({name: shape}, world_size) for name, shape in together]
+        for chosen in sub_groups(lengths, size=size):
+            own = dict(together[chosen.start : chosen.stop])
+            found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own))
     return Regrouping(world_size=world_size, sub_groups=tuple(found))
 
 
@@ -110,7 +105,7 @@ def _members(state: RankState) -> list[tuple[int, list[int]]]:
 def _check_rule(
     shapes: Sequence[Mapping[str, Size]], members: Sequence[tuple[int, list[int]]], size: float, *, saved_by: int
 ) -> None:
-    """Raise unless the base was split by the rule that it is about to be split by anew."""
+    """Raise unless the base was split by the rule that this module splits by."""
     for param_group, old in members:
         names = [list(shapes[group]) for group in old]
         lengths = [_length({name: shape}, saved_by) for group in old for name, shape in shapes[group].items()]
@@ -124,7 +119,7 @@ def _check_rule(
 
 
 def _check_scalars(state: RankState, members: Sequence[tuple[int, list[int]]]) -> None:
-    """Raise unless all sub-groups of a param group agree in what there is one of, such as the step counter."""
+    """Raise unless the sub-groups of a param group agree in everything but slices, such as the step counter."""
     states = _inner(state)["state"]
     for param_group, (first, *others) in members:
         expected = _scalars(states.get(first))
@@ -150,7 +145,7 @@ def _image(value: Tree) -> object:
 
 
 def same_bytes(tree: Tree) -> bytes:
-    """Return bytes that are equal for equal trees, those of small tensors included, on whatever device they were."""
+    """Return bytes that are equal for equal trees, including small tensors, whatever their device."""
 
     def anywhere(tensor: Tensor) -> Tensor:
         return replace(tensor, storage=replace(tensor.storage, device=""))
@@ -158,59 +153,11 @@ def same_bytes(tree: Tree) -> bytes:
     return pack(encode(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 
-# -- DeepSpeed's numbers of parameters -----------------------------------------------------------------------------
-
-
-def _parameter_numbers(state: RankState, shapes: Sequence[Mapping[str, Size]]) -> dict[str, int]:
-    """
-    Return the number that DeepSpeed gave each parameter, as far as the files tell.
-
-    Every buffer is marked with those of its first parameter and its last. DeepSpeed counts parameters as it
-    partitions them: in the order of ``parameters()``, or under ``zero.Init`` module by module as each is built.
-    Whichever fits all marks tells the rest. No loader reads the marks: where nothing fits, they are left out.
-    """
-    known: dict[str, int] = {}
-    for (_, flat), own in zip(_outer(state)["fp32_flat_groups"].children(), shapes, strict=True):
-        mark = _DS_ID.fullmatch(str((flat.tensor().attributes or {}).get("ds_id")))
-        if mark and own:
-            first, *_, last = [*own, *own]
-            known |= {first: int(mark[1]), last: int(mark[2])}
-    model = _view(state.model)
-    buffers, shared = model.get("buffer_names"), model.get("shared_params")
-    left_out = {*(buffers.sequence() if buffers else ()), *(shared.mapping() if shared else ())}
-    names = [str(name) for name in model["module"].mapping() if name not in left_out]
-    for order in (names, _as_built(names)):
-        position = {name: index for index, name in enumerate(order)}
-        shifts = {number - position[name] for name, number in known.items() if name in position}
-        if len(shifts) == 1:
-            shift = shifts.pop()
-            return {name: index + shift for name, index in position.items()} | known
-    return known
-
-
-def _as_built(names: Sequence[str]) -> list[str]:
-    """
-    Return *names* in the order in which modules are complete: the inner ones before what surrounds them.
-
-    >>> _as_built(["gain", "norm.weight", "up.weight"])
-    ['norm.weight', 'up.weight', 'gain']
-    """
-    inner: dict[str, list[str]] = {}
-    own = []
-    for name in names:
-        head, dot, rest = name.partition(".")
-        if dot:
-            inner.setdefault(head, []).append(rest)
-        else:
-            own.append(name)
-    return [f"{head}.{rest}" for head, members in inner.items() for rest in _as_built(members)] + own
-
-
 # -- one rank's trees ----------------------------------------------------------------------------------------------
 
 
 def regrouped(template: RankState, regrouping: Regrouping, *, rank: int) -> RankState:
-    """Return the state of *rank*, made from that of *template*; the files beside the trees stay as they are."""
+    """Return the state of *rank*, made from that of *template*; files beside the trees stay the same."""
     return replace(
         template,
         rank=rank,
@@ -220,7 +167,7 @@ def regrouped(template: RankState, regrouping: Regrouping, *, rank: int) -> Rank
 
 
 def _model(template: RankState, regrouping: Regrouping, rank: int) -> TreeFile:
-    view = _view(template.model)
+    view = TreeView.of(template.model)
     fragments, shapes = view.get("frozen_param_fragments"), view.get("frozen_param_shapes")
     values: dict[Tree, Tree] = {
         "dp_world_size": regrouping.world_size,
@@ -231,7 +178,7 @@ def _model(template: RankState, regrouping: Regrouping, rank: int) -> TreeFile:
             fragments.mapping(), dict(_fragments(fragments, shapes, regrouping.world_size))
         )
     if rank != template.rank:
-        # Only the first rank says which parameters share their memory.
+        # Only the first rank records which parameters share memory.
         values["shared_params"] = {}
     tree = changed(view.mapping(), values)
     return TreeFile(path=_path_of_rank(template.model.path, rank), tree=tree)
@@ -241,7 +188,7 @@ def _fragments(fragments: TreeView, shapes: TreeView, world_size: int) -> Iterat
     for name, fragment in fragments.children():
         shape = shapes[str(name)].value
         assert isinstance(shape, Size), "shapes were checked when the commit was made"
-        yield name, _resized(fragment.tensor(), slice_length(elements_of(shape), world_size))
+        yield name, _resized(fragment.tensor(), slice_length(prod(shape), world_size))
 
 
 def _optimizer(template: RankState, regrouping: Regrouping, rank: int) -> TreeFile:
@@ -249,13 +196,12 @@ def _optimizer(template: RankState, regrouping: Regrouping, rank: int) -> TreeFi
     groups, lengths = list(enumerate(regrouping.sub_groups)), regrouping.lengths()
     masters, states = outer["fp32_flat_groups"], inner["state"]
     flats: list[Tree] = [
-        _flat(masters[own.sample].tensor(), FlatContent(state="", group=index), lengths[index], ds_id=own.ds_id)
-        for index, own in groups
+        _flat(masters[own.sample].tensor(), FlatContent(state="", group=index), lengths[index]) for index, own in groups
     ]
     state: dict[Tree, Tree] = {
         index: _state(states[own.sample], index, lengths[index])
         for index, own in groups
-        if states.get(own.sample) is not None  # saved before the first update: there is no state yet
+        if states.get(own.sample) is not None  # none before the first update
     }
     param_groups: list[Tree] = [
         changed(group.mapping(), {"params": [index for index, own in groups if own.param_group == number]})
@@ -266,7 +212,9 @@ def _optimizer(template: RankState, regrouping: Regrouping, rank: int) -> TreeFi
         "fp32_flat_groups": flats,
         "optimizer_state_dict": changed(inner.mapping(), {"state": state, "param_groups": param_groups}),
     }
-    tree = changed(_view(template.optimizer).mapping(), {"optimizer_state_dict": changed(outer.mapping(), values)})
+    tree = changed(
+        TreeView.of(template.optimizer).mapping(), {"optimizer_state_dict": changed(outer.mapping(), values)}
+    )
     return TreeFile(path=_path_of_rank(template.optimizer.path, rank), tree=tree)
 
 
@@ -276,17 +224,16 @@ def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
     for key, value in sample.children():
         if isinstance(value.value, Tensor) and isinstance(value.value.storage.content, FlatContent):
             content = replace(value.value.storage.content, group=group)
-            found[key] = _flat(value.value, content, elements, ds_id=None)
+            found[key] = _flat(value.value, content, elements)
         else:
-            # Copies: two sub-groups that shared the memory of one counter would both count in it.
+            # Copies: two sub-groups must not count in the memory of one counter.
             found[key] = replace_tensors(value.value, lambda tensor: replace(tensor, storage=replace(tensor.storage)))
     return found
 
 
-def _flat(sample: Tensor, content: FlatContent, elements: int, *, ds_id: str | None) -> Tensor:
+def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:
+    # DeepSpeed marks a buffer with the numbers of its first and last parameter. No loader reads the mark.
     attributes = {key: value for key, value in (sample.attributes or {}).items() if key != "ds_id"}
-    if ds_id is not None and "ds_id" in (sample.attributes or {}):
-        attributes["ds_id"] = ds_id
     return replace(_resized(sample, elements, content), attributes=attributes or None)
 
 
@@ -315,16 +262,77 @@ def _path_of_rank(path: str, rank: int) -> str:
 
 
 def _length(shapes: Mapping[str, Size], world_size: int) -> int:
-    return sum(slice_length(elements_of(shape), world_size) for shape in shapes.values())
-
-
-def _view(file: TreeFile) -> TreeView:
-    return TreeView(file.tree, path=PurePosixPath(file.path))
+    return sum(slice_length(prod(shape), world_size) for shape in shapes.values())
 
 
 def _outer(state: RankState) -> TreeView:
-    return _view(state.optimizer)["optimizer_state_dict"]
+    return TreeView.of(state.optimizer)["optimizer_state_dict"]
 
 
 def _inner(state: RankState) -> TreeView:
     return _outer(state)["optimizer_state_dict"]
+
+
+# -- each layer's own step counter -----------------------------------------------------------------------------------
+
+
+def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]) -> RankState:
+    """
+    Return *state* with each sub-group's counter set to that of its layers.
+
+    *steps* names each parameter's layer and how often the optimizer had updated that.
+
+    Raises:
+        LayoutMismatch: The layers of a sub-group were updated more or less often than each other.
+    """
+    tree = TreeView.of(state.optimizer)
+    outer = tree["optimizer_state_dict"]
+    inner = outer["optimizer_state_dict"]
+    groups = sub_group_shapes(TreeView.of(state.model))
+    counted: dict[Tree, Tree] = {
+        group: changed(values.mapping(), {STEP: _counter(values.mapping()[STEP], _agreed(groups, group, steps))})
+        for group, values in inner["state"].children()
+        if isinstance(group, int) and STEP in values.mapping()
+    }
+    states = changed(inner["state"].mapping(), counted)
+    within = changed(outer.mapping(), {"optimizer_state_dict": changed(inner.mapping(), {"state": states})})
+    return replace(
+        state, optimizer=replace(state.optimizer, tree=changed(tree.mapping(), {"optimizer_state_dict": within}))
+    )
+
+
+def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[str, tuple[str, int | None]]) -> int:
+    """Return the count of all layers in a sub-group."""
+    missing = [name for name in groups[group] if name not in steps]
+    if missing:
+        raise LayoutMismatch(f"parameter {missing[0]!r} is in none of the chosen layers", name=missing[0])
+    found = list(dict.fromkeys(steps[name] for name in groups[group]))
+    first, count = found[0]
+    if count is None:
+        raise LayoutMismatch(f"layer {first!r} has no optimizer step of its own to be set", hint=_UNIFY)
+    for layer, other in found:
+        if other != count:
+            raise LayoutMismatch(
+                f"layers {first!r} (optimizer step {count}) and {layer!r} (optimizer step {other}) share sub-group "
+                f"{group}, which has one counter: each layer's own step cannot be kept",
+                hint=_UNIFY,
+            )
+    return count
+
+
+def _counter(old: Tree, count: int) -> Tree:
+    """Return *count* as the kind of counter that *old* is."""
+    if isinstance(old, Tensor) and old.elements == 1 and old.storage.dtype in COUNTERS:
+        storage = Storage(
+            dtype=old.storage.dtype,
+            elements=1,
+            device=old.storage.device,
+            content=COUNTERS[old.storage.dtype].pack(count),
+        )
+        return replace(old, storage=storage, offset=0)
+    if isinstance(old, int) and not isinstance(old, bool):
+        return count
+    raise LayoutMismatch(
+        f"the base's optimizer counts its steps in a {type(old).__name__}, which cannot be set",
+        hint="compose with --adam-step unify",
+    )

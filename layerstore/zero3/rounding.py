@@ -1,9 +1,8 @@
 """
-Half-precision weights from their fp32 master: round to nearest, ties to even, as the engine does.
-For exports, from any other floating point too, and fp32 from half precision.
+Element types: weights from their fp32 master as the engine rounds them, and conversions for exports.
 
-NaNs are not promised to round alike everywhere: whoever relies on a derivation checks it bit for bit first.
-numpy is imported when the first element is rounded: most commands never do.
+Rounding is to nearest, ties to even. NaNs may round differently elsewhere: a derivation is checked bit for bit
+before anything relies on it. numpy is imported with the first element, because most commands convert none.
 """
 
 from collections.abc import Callable
@@ -13,45 +12,40 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+Bytes = bytes | bytearray | memoryview
+
 
 def can_derive(master: str, weights: str) -> bool:
-    """Whether weights of the type *weights* can be rounded from a master of the type *master*."""
+    """Whether weights of the type *weights* may follow from a master of the type *master*."""
     return master == weights or (master, weights) in _ROUNDINGS
 
 
-def round_master(data: bytes | bytearray | memoryview, *, master: str, weights: str) -> memoryview:
-    """Return the *weights*-typed bytes of the *master*-typed bytes *data*."""
-    if master == weights:
-        return memoryview(data).cast("B")
-    import numpy as np
-
-    rounded = _ROUNDINGS[master, weights](np.frombuffer(data, dtype="<u4"))
-    return rounded.data.cast("B")
-
-
-def equal_bytes(left: memoryview, right: memoryview) -> bool:
-    """Whether both hold the same bytes; Python's own comparison looks at one byte at a time."""
-    import numpy as np
-
-    return np.array_equal(np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
-
-
 def can_convert(source: str, target: str) -> bool:
-    """Whether `convert` knows the way from the type *source* to the type *target*."""
+    """Whether `convert` supports the type *source* as the type *target*."""
     return source == target or (source in _INFINITIES and can_derive("F32", target))
 
 
-def convert(data: bytes | bytearray | memoryview, *, source: str, target: str) -> memoryview:
+def convert(data: Bytes, *, source: str, target: str) -> memoryview:
     """
     Return the *source*-typed elements of *data* as *target*: widened, or rounded to nearest, ties to even.
 
-    As in torch, what is not fp32 becomes that first.
+    As in torch, all types but fp32 become fp32 first.
     """
     if source == target:
         return memoryview(data).cast("B")
-    if source != "F32":
-        data = _to_float32(data, source)
-    return round_master(data, master="F32", weights=target)
+    words = data if source == "F32" else _to_float32(data, source)
+    if target == "F32":
+        return memoryview(words).cast("B")
+    import numpy as np
+
+    return _ROUNDINGS["F32", target](np.frombuffer(words, dtype="<u4")).data.cast("B")
+
+
+def equal_bytes(left: memoryview, right: memoryview) -> bool:
+    """Whether both hold the same bytes. Python's own comparison looks at one byte at a time."""
+    import numpy as np
+
+    return np.array_equal(np.frombuffer(left, np.uint8), np.frombuffer(right, np.uint8))
 
 
 def newly_infinite(data: bytes, converted: memoryview, *, source: str, target: str) -> int:
@@ -65,11 +59,11 @@ def _infinities(data: bytes | memoryview, dtype: str) -> int:
 
     kind, infinity = _INFINITIES[dtype]
     words = np.frombuffer(data, kind)
-    # Doubled, the sign is gone.
+    # Doubling a word shifts its sign out.
     return int(np.count_nonzero(words + words == words.dtype.type(2 * infinity)))
 
 
-def _to_float32(data: bytes | bytearray | memoryview, source: str) -> memoryview:
+def _to_float32(data: Bytes, source: str) -> memoryview:
     import numpy as np
 
     if source == "BF16":
@@ -83,15 +77,15 @@ def _to_float32(data: bytes | bytearray | memoryview, source: str) -> memoryview
 def _to_bfloat16(words: "npt.NDArray[np.uint32]") -> "npt.NDArray[Any]":
     import numpy as np
 
-    # Add just under half of the last kept bit, plus that bit itself: ties go to even, and a carry
-    # into the exponent is what rounding up to the next power of two, or to infinity, means.
+    # Add just under half of the last kept bit, plus that bit itself, so that ties go to even. A carry into the
+    # exponent rounds up to the next power of two, or to infinity.
     odd = words >> np.uint32(16)
     odd &= np.uint32(1)
     odd += np.uint32(0x7FFF)
     odd += words
     # Little-endian: the upper half of each word is every second element.
     rounded = odd.view("<u2")[1::2].copy()
-    # Not by comparing the masked bits: two more arrays of this size cost more than all the rest.
+    # Comparing masked bits would take two more arrays of this size, which costs more than all the rest.
     is_nan = np.isnan(words.view("<f4"))
     if is_nan.any():
         rounded[is_nan] = 0x7FC0
@@ -110,7 +104,7 @@ _ROUNDINGS: dict[tuple[str, str], Callable[["npt.NDArray[np.uint32]"], "npt.NDAr
     ("F32", "F16"): _to_float16,
 }
 
-# Words of each type's size, and what infinity is in them.
+# The unsigned integer of each type's size, and the bits of infinity.
 _INFINITIES = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
     "F32": ("<u4", 0x7F80_0000),

@@ -1,17 +1,21 @@
 """
-How ZeRO-3 cuts a parameter, and a param group into sub-groups: interval arithmetic, nothing else.
+Slices: how ZeRO-3 cuts parameters and param groups, and where the slices of a composite's layers are stored.
 
-Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); what lies beyond n is padding.
+Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); elements beyond n are padding.
+Each layer may have been saved by another number of ranks. `Slices` finds any elements of any parameter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from layerstore.dtypes import by_code
+from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
+from layerstore.format.objects import frame, slice_bytes
+from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
+from layerstore.zero3.rounding import can_convert
 
-def elements_of(shape: Sequence[int]) -> int:
-    """Count the elements of a tensor of *shape*."""
-    return prod(shape)
+# -- the arithmetic ------------------------------------------------------------------------------------------------
 
 
 def slice_length(elements: int, world_size: int) -> int:
@@ -42,7 +46,7 @@ class Stretch:
     shard: int
     """Which slice."""
     start: int
-    """The first one, counted from the slice's own beginning."""
+    """The first element, counted from the beginning of the slice."""
     elements: int
 
 
@@ -50,7 +54,7 @@ def stretches(elements: int, shards: int, *, begin: int, end: int) -> Iterator[S
     """
     Yield where the elements *begin* to *end* of a parameter lie that was cut into *shards* slices, in order.
 
-    What one rank of three needs of nine elements that two ranks have saved:
+    The second of three ranks needs these of nine elements that two ranks saved:
 
     >>> [(part.shard, part.start, part.elements) for part in stretches(9, 2, begin=3, end=6)]
     [(0, 3, 2), (1, 0, 1)]
@@ -66,9 +70,9 @@ def stretches(elements: int, shards: int, *, begin: int, end: int) -> Iterator[S
 
 def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
     """
-    Yield which parameters of a param group DeepSpeed puts into one flat buffer, by their slices' *lengths*.
+    Yield which parameters of a param group DeepSpeed puts into one flat buffer, by the *lengths* of their slices.
 
-    A sub-group is closed once what it holds per rank reaches *size*; no parameter is cut for it.
+    A sub-group is closed once it holds *size* elements per rank or more; no parameter is cut for it.
 
     >>> list(sub_groups([8, 6, 4], size=10)), list(sub_groups([5, 4, 3], size=10))
     ([range(0, 2), range(2, 3)], [range(0, 3)])
@@ -82,3 +86,184 @@ def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
             first, held = index + 1, 0
     if first < len(lengths):
         yield range(first, len(lengths))
+
+
+# -- where slices are stored ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Bytes of an object and where they go."""
+
+    object: BlobRef
+    object_offset: int
+    size_bytes: int
+    """In the object."""
+    offset: int
+    """In the output file."""
+    rounding: tuple[str, str] | None = None
+    """From which element type to which; None to copy the bytes as they are."""
+    is_cut: bool = False
+    """Whether it is only part of a stored slice: then its checksum is unknown until it is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoragePart:
+    """A stretch of a storage: of a stored slice, or zeros where there is none."""
+
+    size_bytes: int
+    checksum: int | None
+    """None for a part of a slice: only that of the whole is stored."""
+    source: tuple[BlobRef, int] | None
+    """Object and offset in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSlice:
+    """One slice, and where it lies in its object."""
+
+    object: StoredObject
+    tensor: StoredTensor
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the slice."""
+        return slice_bytes(self.tensor)
+
+    def piece(self, offset: int) -> Piece:
+        """Return the piece that copies the slice to *offset*."""
+        return Piece(object=self.object.ref, object_offset=self.offset, size_bytes=self.size_bytes, offset=offset)
+
+    def part(self, start: int = 0, elements: int | None = None) -> StoragePart:
+        """Return *elements* of the slice from *start* on; without them, all."""
+        count = self.tensor.elements if elements is None else elements
+        item_bytes = by_code(self.tensor.dtype).bytes
+        return StoragePart(
+            size_bytes=count * item_bytes,
+            checksum=self.tensor.crc32 if count == self.tensor.elements else None,
+            source=(self.object.ref, self.offset + start * item_bytes),
+        )
+
+
+class Slices:
+    """The slices of a composite's layers, by kind, name and rank."""
+
+    def __init__(self, versions: Iterable[LayerVersion]) -> None:
+        self.parameters: dict[str, Parameter] = {}
+        self._stored: dict[tuple[Kind, str, str, int], StoredSlice] = {}
+        self._shards: dict[tuple[Kind, str], int] = {}
+        for version in versions:
+            self.parameters |= {parameter.name: parameter for parameter in version.parameters}
+            for stored in version.objects:
+                self._add(stored)
+
+    def _add(self, stored: StoredObject) -> None:
+        framing = frame(stored.tensors)
+        if framing.size_bytes != stored.size_bytes:
+            raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
+        for tensor, offset in zip(stored.tensors, framing.offsets, strict=True):
+            key = stored.kind, tensor.name, tensor.state, stored.shard
+            self._stored[key] = StoredSlice(object=stored, tensor=tensor, offset=offset)
+            self._shards[stored.kind, tensor.name] = stored.shards
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all slices."""
+        return sum(stored.size_bytes for stored in self._stored.values())
+
+    def find(self, kind: Kind, name: str, *, shard: int, state: str = "") -> StoredSlice:
+        """Return one slice; raises LayoutMismatch where the layer has none."""
+        stored = self._stored.get((kind, name, state, shard))
+        if stored is None:
+            what = f"{kind}{f' {state}' if state else ''}"
+            raise LayoutMismatch(f"no {what} of {name!r} for rank {shard} is stored in the chosen layers", name=name)
+        return stored
+
+    def parts(
+        self, kind: Kind, name: str, *, state: str = "", dtype: str, begin: int, end: int
+    ) -> Iterator[StoragePart]:
+        """
+        Yield what makes up the elements *begin* to *end* of a parameter, whatever slices they were stored in.
+
+        Raises:
+            LayoutMismatch: They are not stored, or not as *dtype*.
+        """
+        for stored, stretch in self._stretches(kind, name, state=state, begin=begin, end=end):
+            if stored.tensor.dtype != dtype:
+                raise LayoutMismatch(
+                    f"{state or kind} of {name!r} is stored as {stored.tensor.dtype}, the base has it as {dtype}",
+                    name=name,
+                )
+            yield stored.part(stretch.start, stretch.elements)
+
+    def pieces(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        dtype: str,
+        offset: int,
+        begin: int = 0,
+        end: int | None = None,
+        hint: str | None = None,
+    ) -> Iterator[Piece]:
+        """
+        Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, from *offset* on.
+
+        Raises:
+            LayoutMismatch: They are not stored.
+            Unsupported: They are stored as a type that cannot become *dtype*; carries *hint*.
+        """
+        end = prod(self.parameter(name).shape) if end is None else end
+        for stored, stretch in self._stretches(kind, name, begin=begin, end=end):
+            source = stored.tensor.dtype
+            if not can_convert(source, dtype):
+                raise Unsupported(f"{name!r} is stored as {source} and cannot be written as {dtype}", hint=hint)
+            item_bytes = by_code(source).bytes
+            yield Piece(
+                object=stored.object.ref,
+                object_offset=stored.offset + stretch.start * item_bytes,
+                size_bytes=stretch.elements * item_bytes,
+                offset=offset,
+                rounding=None if source == dtype else (source, dtype),
+            )
+            offset += stretch.elements * by_code(dtype).bytes
+
+    def _stretches(
+        self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
+    ) -> Iterator[tuple[StoredSlice, Stretch]]:
+        elements = prod(self.parameter(name).shape)
+        shards = self.shards(kind, name) or 1  # none stored: `find` raises for the first
+        for stretch in stretches(elements, shards, begin=begin, end=end):
+            stored = self.find(kind, name, shard=stretch.shard, state=state)
+            expected = valid_elements(elements, shards, stretch.shard)
+            if stored.tensor.elements != expected:
+                raise LayoutMismatch(
+                    f"slice {stretch.shard} of {shards} of {name!r} is stored with "
+                    f"{stored.tensor.elements} elements, its shape asks for {expected}",
+                    name=name,
+                )
+            yield stored, stretch
+
+    def shards(self, kind: Kind, name: str) -> int:
+        """Return into how many slices *name* was cut; 0 where this kind of it is not stored."""
+        return self._shards.get((kind, name), 0)
+
+    def weights_kind(self, name: str) -> Kind:
+        """Return the kind that has the weights of *name*: its weights where these are stored, else its master."""
+        return Kind.WEIGHTS if self.shards(Kind.WEIGHTS, name) else Kind.MASTER
+
+    def buffers(self) -> set[str]:
+        """Return the names of all buffers."""
+        return {name for kind, name in self._shards if kind is Kind.BUFFERS}
+
+    def rank_buffers(self) -> dict[str, int]:
+        """Return the buffers that every rank saved for itself, each with the number of ranks."""
+        return {name: shards for (kind, name), shards in self._shards.items() if kind is Kind.BUFFERS and shards > 1}
+
+    def parameter(self, name: str) -> Parameter:
+        """Return the parameter *name*; raises LayoutMismatch where no layer has it."""
+        if name not in self.parameters:
+            raise LayoutMismatch(f"parameter {name!r} is in none of the chosen layers", name=name)
+        return self.parameters[name]

@@ -1,9 +1,8 @@
 """
-Plain reads of a source checkpoint's files.
+Plain reads of a source checkpoint's files, and the errors that describe them.
 
-A source is somebody else's: it may be missing, a pipe, unreadable, or be cut short while we read it.
-It is never mapped into memory, because a mapping of a file that its writer truncates kills the process.
-Opens nothing for writing, and follows no promise that the file itself makes about its size.
+Another program owns a source: it may be missing, a pipe, unreadable, or be truncated while we read it.
+It is never mapped into memory: truncating a mapped file kills the process that reads it (ADR 7).
 """
 
 import errno
@@ -15,14 +14,14 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint, StorageIO
 
-# What these say is about the checkpoint, not about the disk: nothing there, or nothing that holds bytes.
+# Errors of the checkpoint rather than of the disk: nothing is there, or it is no regular file.
 _NO_SUCH_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 _NO_PATH_ERRNOS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL})
 _NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.ENXIO, errno.ENODEV})
 
 
-class SourceFile:
-    """One open source file; see `open_source`."""
+class OpenedSource:
+    """One open source file, see `open_source`."""
 
     def __init__(self, path: Path, *, fd: int, size_bytes: int) -> None:
         self.path = path
@@ -66,9 +65,9 @@ class SourceFile:
 
 
 @contextmanager
-def open_source(path: Path) -> Iterator[SourceFile]:
+def open_source(path: Path) -> Iterator[OpenedSource]:
     """
-    Open *path* for plain reads; symbolic links are followed, whoever walks the folder judges them.
+    Open *path* for plain reads, following symbolic links: `discover` has already refused unwanted ones.
 
     Raises:
         SourceCheckpoint: There is nothing, or something that is not a regular file.
@@ -76,7 +75,7 @@ def open_source(path: Path) -> Iterator[SourceFile]:
     """
     fd = _open(path)
     try:
-        yield SourceFile(path, fd=fd, size_bytes=_regular_size(path, fd))
+        yield OpenedSource(path, fd=fd, size_bytes=_regular_size(path, fd))
     finally:
         os.close(fd)
 
@@ -96,7 +95,7 @@ def read_source_file(path: Path, *, size_bytes_max: int) -> bytes:
 
 
 def stat_source(path: Path, *, follow: bool) -> os.stat_result:
-    """Return the state of *path*, or with *follow* of what it links to; raises as ``open_source`` does."""
+    """Return the stat of *path*, or with *follow* of its target; raises as `open_source` does."""
     try:
         return path.stat(follow_symlinks=follow)
     except OSError as exc:
@@ -109,10 +108,10 @@ def real_path(path: Path) -> Path:
 
     Raises:
         InvalidInput: It is no path.
-        StorageIO: Nobody can tell: the disk refused, or may not be looked at.
+        StorageIO: The disk or its permissions do not let us look.
     """
     try:
-        # Looked at, too: a name may be longer than any can be.
+        # is_dir: only looking finds a name that is too long.
         real = path.resolve()
         real.is_dir()
     except (OSError, ValueError, RuntimeError) as exc:  # ValueError: a NUL; RuntimeError: links in a circle

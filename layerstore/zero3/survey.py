@@ -1,8 +1,7 @@
 """
-Survey: every ZeRO-3 checkpoint below a folder, in the order of their steps.
+Every ZeRO-3 checkpoint below a folder, in the order of their steps.
 
-Only looked at, never judged: what is incomplete is listed too, so that whoever ingests it hears why it is not.
-Symbolic links are not followed.
+Incomplete checkpoints are listed too: ingesting one says what is wrong with it. Symbolic links are not followed.
 """
 
 import re
@@ -12,28 +11,24 @@ from pathlib import Path
 
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import SOURCE_FILES_MAX
-from layerstore.zero3.discover import TRAINER_STATE, ZERO3, folder_kind, list_folder
-from layerstore.zero3.pointers import read_pointer
-from layerstore.zero3.ptfile import read_pt
-from layerstore.zero3.read import step_of_trainer
+from layerstore.zero3.discovery import list_folder, step_of_trainer
+from layerstore.zero3.filenames import FIRST_SHARD, TRAINER_STATE, UNFINISHED_OUTPUT, ZERO3, folder_kind
+from layerstore.zero3.pointer_files import read_pointer
+from layerstore.zero3.pt import read_pt
 from layerstore.zero3.sourcefile import real_path
 from layerstore.zero3.trees import TreeView
-
-# What a compose of ours leaves when it is killed, or has while it runs.
-_UNFINISHED_OUTPUT = re.compile(r".+\.(partial|replaced)-[0-9a-f]{8}")
-_FIRST = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTag:
-    """One checkpoint, by its place."""
+    """Where one checkpoint is."""
 
     folder: Path
     """The save folder."""
     tag: str
     """DeepSpeed's folder inside it."""
     step: int | None
-    """The step that it says of itself; None where that cannot be read."""
+    """The trainer's step, else the engine's; None where neither can be read."""
 
     @property
     def path(self) -> Path:
@@ -43,15 +38,15 @@ class FoundTag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What lies below some folders."""
+    """The checkpoints below some folders."""
 
     found: tuple[FoundTag, ...]
-    """By step; those that tell none by the last number in their name."""
+    """By step; those without one by the last number in their name."""
     notes: tuple[str, ...]
     """What was left out, for the user."""
 
 
-def survey(tops: Iterable[Path]) -> Survey:
+def checkpoints_below(tops: Iterable[Path]) -> Survey:
     """
     Find every ZeRO-3 checkpoint below the folders *tops*, which may be checkpoints themselves.
 
@@ -60,7 +55,7 @@ def survey(tops: Iterable[Path]) -> Survey:
     """
     tops = [real_path(top) for top in tops]
     notes: list[str] = []
-    # A dict, because folders may be named that lie inside each other.
+    # A dict, because one of the folders may lie inside another.
     tags = dict.fromkeys(tag for top in tops for tag in _tag_folders(top, notes))
     if not tags:
         raise SourceCheckpoint(
@@ -83,30 +78,27 @@ def _tag_folders(top: Path, notes: list[str]) -> Iterator[Path]:
             raise InvalidInput(f"{top} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
         kind = folder_kind(names)
         if kind == ZERO3:
-            pointer = read_pointer(folder / _FIRST)
+            pointer = read_pointer(folder / FIRST_SHARD)
             if pointer is None:
                 yield folder
             else:
                 notes.append(f"ignored {folder}: it holds pointers to {pointer.name} in the store {pointer.store}")
             continue
         if kind is not None:
-            # By the names alone, and a folder may have such a name: what lies below is looked at all the same.
+            # Only the names say so, and an ordinary folder may have such a name: look below it all the same.
             notes.append(f"ignored {folder}: it looks like a {kind} checkpoint")
         if "store.json" in names and "objects" in names:
             notes.append(f"ignored {folder}: it is a store")
-        elif _UNFINISHED_OUTPUT.fullmatch(folder.name):
+        elif UNFINISHED_OUTPUT.fullmatch(folder.name):
             notes.append(f"ignored {folder}: a compose writes it, or has left it unfinished")
         else:
-            pending += [folder / name for name in names if _is_own_folder(folder / name)]
-
-
-def _is_own_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+            paths = (folder / name for name in names)
+            pending += [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def _step(tag: Path) -> int | None:
-    """Return the trainer's step, else the engine's as rank 0 has it: good enough to put things in order."""
-    state, model = tag.parent / TRAINER_STATE, tag / _FIRST
+    """Return the trainer's step, else the engine's as rank 0 has it: good enough for sorting."""
+    state, model = tag.parent / TRAINER_STATE, tag / FIRST_SHARD
     if state.is_symlink() or model.is_symlink():
         return None
     try:

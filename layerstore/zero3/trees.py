@@ -1,16 +1,20 @@
-"""Typed looks into the trees of DeepSpeed's files, and the settings under which they are not whole."""
+"""
+Typed views into the trees of DeepSpeed's files; the settings and optimizers whose state cannot be cut into layers.
+"""
 
-from collections.abc import Callable, Mapping
-from pathlib import PurePath
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import PurePath, PurePosixPath
 
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
 
 STAGE_3 = 3
 
 
 class TreeView:
-    """A part of a file's tree that knows where it is, so that its errors can say so."""
+    """A part of a file's tree, with its key path for error messages."""
 
     __slots__ = ("_where", "path", "value")
 
@@ -18,6 +22,11 @@ class TreeView:
         self.value = value
         self.path = path
         self._where = where
+
+    @classmethod
+    def of(cls, file: TreeFile) -> "TreeView":
+        """Return the whole tree of *file*."""
+        return cls(file.tree, path=PurePosixPath(file.path))
 
     def __getitem__(self, key: str | int) -> "TreeView":
         found = self.get(key)
@@ -35,6 +44,11 @@ class TreeView:
         if isinstance(holder, list | tuple) and isinstance(key, int) and key < len(holder):
             return TreeView(holder[key], path=self.path, where=self._name(key))
         return None
+
+    def optional(self, key: str | int) -> dict[Tree, Tree]:
+        """Return the map under *key*, an empty one where there is none."""
+        found = self.get(key)
+        return {} if found is None else found.mapping()
 
     def integer(self) -> int:
         """Return this as an integer."""
@@ -92,6 +106,11 @@ def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
     return groups
 
 
+def optimizer_states(optimizer: TreeView) -> TreeView:
+    """Return what the optimizer in the ``optim_states`` tree *optimizer* keeps, by sub-group."""
+    return optimizer["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+
+
 def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
     """Raise Unsupported for a stage or setting under which the files do not hold the whole state."""
     stage = optimizer.get("zero_stage")
@@ -120,9 +139,8 @@ def _refuse_config(model: TreeView) -> None:
     config = model.get("ds_config")
     if config is None or not isinstance(config.value, dict):
         return  # DeepSpeed was given a path: the files themselves are all there is to go by
-    zero = config.get("zero_optimization")
-    settings = zero.mapping() if zero is not None else {}
-    has_frozen = bool(_map(model.get("frozen_param_fragments")))
+    settings = config.optional("zero_optimization")
+    has_frozen = bool(model.optional("frozen_param_fragments"))
     offload_parameters = settings.get("offload_param")
     if has_frozen and isinstance(offload_parameters, dict) and offload_parameters.get("device") == "nvme":
         raise Unsupported(f"{model.path}: frozen weights were offloaded to NVMe and may be missing from the file")
@@ -132,12 +150,8 @@ def _refuse_config(model: TreeView) -> None:
         raise Unsupported(f"{model.path} was saved under MiCS, which is not supported")
 
 
-def _map(view: TreeView | None) -> dict[Tree, Tree]:
-    return {} if view is None else view.mapping()
-
-
 def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:  # noqa: PLR0911  # one line a type
-    """Return *tree* with every tensor exchanged for what *replacement* makes of it; nothing else changes."""
+    """Return a copy of *tree* in which *replacement* maps every tensor."""
     match tree:
         case Tensor():
             return replacement(tree)
@@ -168,22 +182,53 @@ def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> d
 
 
 def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
-    """Return a map of the same kind and order as *tree* with some of its *values* exchanged; none is added."""
+    """Return a map of the same kind and order as *tree* with *values* instead of its own; no key is added."""
     items = {key: values.get(key, value) for key, value in tree.items()}
     return OrderedMap(items, tree.attributes) if isinstance(tree, OrderedMap) else items
 
 
 def with_content(tensor: Tensor, content: object) -> Tensor:
-    """Return a tensor like *tensor*, alone in a storage of its own whose bytes *content* tells."""
+    """Return a tensor like *tensor* in a storage of its own that holds *content*."""
     storage = Storage(
         dtype=tensor.storage.dtype, elements=tensor.elements, device=tensor.storage.device, content=content
     )
-    return Tensor(
-        storage=storage,
-        offset=0,
-        shape=tensor.shape,
-        stride=tensor.stride,
-        requires_grad=tensor.requires_grad,
-        attributes=tensor.attributes,
-        is_parameter=tensor.is_parameter,
+    return replace(tensor, storage=storage, offset=0)
+
+
+def undivided(state: RankState) -> str:
+    """
+    Describe the first part of the optimizer's state that several parameters of a sub-group share; empty if none.
+
+    8-bit optimizers keep moments in blocks whose scales belong to no layer; others keep factors of a whole matrix.
+    Such a state is kept unchanged, rank by rank, and can be used only with the save that it was part of.
+    """
+    return undivided_in(
+        optimizer_states(TreeView.of(state.optimizer)),
+        lambda _, tensor: isinstance(tensor.storage.content, FlatContent),
     )
+
+
+def undivided_in(states: TreeView, is_sliced: Callable[[Tree, Tensor], bool]) -> str:
+    """Describe the first tensor in *states* that is neither sliced nor one number; empty if there is none."""
+    for group, state in states.children():
+        for key, tensor in _tensors("", state.value):
+            if tensor.elements > 1 and not is_sliced(key, tensor):
+                shape = "×".join(map(str, tensor.shape))
+                return f"{key!r} ({shape} of {tensor.storage.dtype}) for all of sub-group {group!r}"
+    return ""
+
+
+def _tensors(key: Tree, tree: Tree) -> Iterator[tuple[Tree, Tensor]]:
+    """Yield every tensor in *tree* with the innermost key that leads to it."""
+    if isinstance(tree, dict):
+        for inner, value in tree.items():
+            yield from _tensors(inner, value)
+        return
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    replace_tensors(tree, note)
+    yield from ((key, tensor) for tensor in found)

@@ -18,8 +18,8 @@ from isal import isal_zlib
 
 from layerstore.dtypes import by_code
 from layerstore.tree import OrderedMap, Storage, Tree
-from layerstore.zero3.ptfile import layout_pt
-from layerstore.zero3.rounding import round_master
+from layerstore.zero3 import convert
+from layerstore.zero3.pt import layout_pt
 from tests.bench.shapes import (
     GROUPINGS,
     Grouping,
@@ -231,7 +231,7 @@ class _Checkpoint:
             start=part.start,
             elements=part.elements,
         )
-        return (round_master(chunk, master="F32", weights=dtype) for chunk in numbers)
+        return (convert(chunk, source="F32", target=dtype) for chunk in numbers)
 
     def _write_gathered(self, name: str) -> None:
         dtype = HALF_OF[self._job.precision]

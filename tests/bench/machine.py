@@ -9,7 +9,7 @@ import numpy as np
 
 from layerstore.format.hashing import ObjectHasher, crc32
 from layerstore.limits import IO_CHUNK_BYTES, MIB, WRITE_BYTES
-from layerstore.zero3.rounding import round_master
+from layerstore.zero3 import convert
 
 _FILE_BYTES = 512 * MIB
 _TRIES = 3
@@ -29,7 +29,7 @@ def limits(folder: Path) -> Iterator[tuple[str, float]]:
     yield "copy_file_range and fsync", _rate(lambda: _copy(source, target, durable=True), target)
     yield "xxh3_128 and xxh3_64", _rate(lambda: _repeat(lambda: hasher.update(chunk)))
     yield "crc32", _rate(lambda: _repeat(lambda: crc32(chunk)))
-    yield "rounding to bf16", _rate(lambda: _repeat(lambda: round_master(chunk, master="F32", weights="BF16")))
+    yield "rounding to bf16", _rate(lambda: _repeat(lambda: convert(chunk, source="F32", target="BF16")))
     source.unlink()
 
 

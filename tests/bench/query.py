@@ -14,15 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 import layerstore
 from layerstore import Filter, Parity
+from layerstore.format.records import make_commit
+from layerstore.storage.setup import open_rooms
 from layerstore.policy import Policy
+from layerstore.storage.files import Files
 from layerstore.store import Store
-from tests.bench.histories import RUN, build, places
+from tests.bench.histories import RUN, STEP_SIZE, build, places
 
 _ROUNDS = 200
 _PROCESSES = 7
@@ -52,6 +55,8 @@ class Question:
     ask: Callable[[], object]
     bar_ms: float | None = None
     rounds: int = _ROUNDS
+    prepare: Callable[[], object] | None = None
+    """Done before each round, and not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +91,10 @@ def run(folder: Path, *, commits: int, layers: int) -> None:
     built = time.perf_counter()
     with layerstore.open(path) as store:
         assert len(store.log(limit=1)) == 1
-    size_bytes = sum(file.stat().st_size for file in (path / "manifest").iterdir())
     print(f"{commits:,} commits of {layers} layers, {os.cpu_count()} processors, {platform.platform()}")
     print(
         f"made in {built - started:.1f} s; indexed in {time.perf_counter() - built:.1f} s; "
-        f"index {(path / 'manifest/data.mdb').stat().st_size / 1e6:.1f} MB, with copies of records "
-        f"{size_bytes / 1e6:.1f} MB"
+        f"index {(path / 'manifest/data.mdb').stat().st_size / 1e6:.1f} MB"
     )
     time.sleep(_REST_SECONDS)
     print(f"\n{'':<44}{'median':>10}{'worst':>10}  bar")
@@ -128,6 +131,7 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
         with layerstore.open(path) as other:
             assert other.runs == [RUN]
 
+    saves = _Saves(path)
     last = store.log(RUN, limit=commits // 2)[-1].commit
     return [
         Question(name="open", ask=opened, bar_ms=50),
@@ -139,9 +143,41 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
         Question(name="log, 50 from the middle", ask=lambda: store.log(RUN, limit=50, before=last)),
         Question(name="log --graph, first 50", ask=lambda: store.log_page(RUN, limit=50, graph=True), rounds=50),
         Question(name="ls", ask=lambda: store.ls(f"{RUN}@{chance.choice(steps)}"), rounds=50),
+        Question(name="tell the index of a commit", ask=saves.tell, prepare=saves.publish, bar_ms=10, rounds=50),
+        Question(
+            name="plan latest, after another process saved",
+            ask=lambda: store.compose(RUN),
+            prepare=saves.publish_and_tell,
+            rounds=20,
+        ),
         Question(name="layerstore log, whole process", ask=lambda: _command(path, "log"), rounds=_PROCESSES),
         Question(name="layerstore ls, whole process", ask=lambda: _command(path, "ls"), rounds=_PROCESSES),
     ]
+
+
+class _Saves:
+    """Another process that goes on saving."""
+
+    def __init__(self, path: Path) -> None:
+        self._rooms = open_rooms(path, Files())
+        newest = max(self._rooms.records.names(RUN), key=lambda name: name.step)
+        self._newest = self._rooms.records.read(newest)
+
+    def publish(self) -> None:
+        """Make the next commit visible."""
+        record = self._newest.record
+        following = replace(record, step=record.step + STEP_SIZE, save_number=record.save_number + 1)
+        self._newest = make_commit(following, self._newest.observed)
+        self._rooms.records.publish(self._newest)
+
+    def publish_and_tell(self) -> None:
+        """Do both."""
+        self.publish()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell the index of it."""
+        self._rooms.catalog.add(self._newest)
 
 
 def _write_recipe(path: Path, names: list[str], steps: list[int], sources: int, chance: random.Random) -> Path:
@@ -153,13 +189,14 @@ def _write_recipe(path: Path, names: list[str], steps: list[int], sources: int, 
 
 
 def _timed(question: Question) -> list[float]:
-    question.ask()
     found = []
-    for _ in range(question.rounds):
+    for _ in range(question.rounds + 1):
+        if question.prepare is not None:
+            question.prepare()
         started = time.perf_counter()
         question.ask()
         found.append(time.perf_counter() - started)
-    return found
+    return found[1:]
 
 
 def _cold(path: Path) -> list[tuple[str, list[float], float | None]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.slices import slice_length, valid_elements
+from layerstore.zero3 import slice_length, valid_elements
 from tests.bench.shapes import Group, ModelShape, Parameter
 from tests.bench.values import EXP_AVG, EXP_AVG_SQ, MASTER
 

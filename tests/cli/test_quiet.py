@@ -69,7 +69,7 @@ def _undo(name: str) -> None:
         with layerstore.open(store) as opened:
             newest = max((store / "commits" / "sft").glob("2.*"), key=lambda path: path.stat().st_mtime_ns)
             newest.unlink()
-            opened.reindex(forget=True)
+            opened.reindex()
     if name == "pin":
         (store / "pins" / "second").unlink()
 

@@ -10,8 +10,8 @@ import struct
 from pathlib import Path
 
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.rounding import round_master
-from tests.unit.ptfiles import write_pt
+from layerstore.zero3 import convert
+from tests.zero3.ptfiles import write_pt
 
 WORLD_SIZE = 2
 
@@ -63,7 +63,7 @@ def _master(name: str, shape: tuple[int, ...], state: str, step: int) -> bytes:
 
 
 def _weights(name: str, shape: tuple[int, ...], step: int) -> bytes:
-    return bytes(round_master(_master(name, shape, "master", step), master="F32", weights="BF16"))
+    return bytes(convert(_master(name, shape, "master", step), source="F32", target="BF16"))
 
 
 def _frozen(name: str) -> bytes:

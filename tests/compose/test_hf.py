@@ -25,11 +25,11 @@ from layerstore.storage.objects import ObjectStore
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
 from layerstore.tree import Located
-from layerstore.zero3.ptfile import layout_pt, read_pt
+from layerstore.zero3.pt import layout_pt, read_pt
 from tests.compose.test_target import rounded_differently
+from tests.deepspeed.compare import rank_trees
+from tests.deepspeed.weights import differing, whole_weights
 from tests.unit.test_verbs import change_gathered, checkpoint, digests, header_of
-from tests.zero3.compare import rank_trees
-from tests.zero3.weights import differing, whole_weights
 
 NORM = "model.norm.weight"
 ALONG = """

@@ -20,13 +20,13 @@ from layerstore.model import BlobRef
 from layerstore.storage.handles import NewFile, OpenFile
 from layerstore.storage.objects import ObjectStore
 from layerstore.tree import Tree
-from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.pt import read_pt
 from tests.bench.shapes import GROUPINGS, ModelShape
+from tests.deepspeed.compare import full_tensors, load, raw_bytes
 from tests.faults.harness import Recorder, snapshot
 from tests.generated import generate
-from tests.unit.ptfiles import write_pt
 from tests.unit.test_selective import tensors_of
-from tests.zero3.compare import full_tensors, load, raw_bytes
+from tests.zero3.ptfiles import write_pt
 
 MIB = 1 << 20
 OLD, NEW = 100, 200

@@ -10,7 +10,7 @@ from layerstore import Store
 from layerstore.compose import assemble
 from layerstore.errors import AlreadyExists, IntegrityError
 from layerstore.storage.handles import Hook
-from layerstore.zero3.rounding import convert
+from layerstore.zero3 import convert
 from tests.unit.test_verbs import checkpoint, digests
 
 

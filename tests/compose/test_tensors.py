@@ -18,10 +18,10 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.model import BlobRef, Kind
 from layerstore.storage.objects import ObjectStore
 from tests.compose.test_hf import mixed, objects_of
+from tests.deepspeed.compare import full_tensors, raw_bytes
+from tests.deepspeed.weights import whole_weights
 from tests.faults.harness import flip
 from tests.unit.test_verbs import change_gathered, checkpoint
-from tests.zero3.compare import full_tensors, raw_bytes
-from tests.zero3.weights import whole_weights
 
 NORM = "model.norm.weight"
 

@@ -21,11 +21,11 @@ from layerstore.model import Kind, LayerEntry, ObjectId
 from layerstore.progress import Silent
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Tensor, Tree
-from layerstore.zero3.ptfile import read_pt
-from layerstore.zero3.trees import replace_tensors
+from layerstore.zero3 import replace_tensors
+from layerstore.zero3.pt import read_pt
+from tests.deepspeed.compare import load
 from tests.faults.harness import flip
 from tests.unit.test_verbs import checkpoint, digests
-from tests.zero3.compare import load
 
 # Every shape of a checkpoint, in sizes that divide by nothing.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -11,17 +11,16 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerstore.history.place import Place, place_after, place_begun
+from layerstore.history.references import resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
 from layerstore.publish.hashing import SourceReader
 from layerstore.publish.joining import Joint, join, parts_of
-from layerstore.history.place import Place, place_after, place_begun
-from layerstore.history.references import resolve
 from layerstore.publish.shares import ShareWork, write_share
 from layerstore.storage.handles import Hook
 from layerstore.store import Store
-from layerstore.zero3.discover import discover
-from layerstore.zero3.ranks import read_ranks
-from layerstore.zero3.share import share_of
+from layerstore.zero3 import discover, share_of
+from layerstore.zero3.rank_files import read_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

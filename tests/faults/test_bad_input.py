@@ -35,11 +35,11 @@ from layerstore.errors import (
 from layerstore.format.identity import decode_identity, encode_identity
 from layerstore.store import Store, init
 from layerstore.tree import Global, Inert, Located
-from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.pt import read_pt
 from tests.faults.harness import composed, copied, in_child, problems, seeded, snapshot, tiny_checkpoint
-from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.unit.hostile.pickles import HOSTILE_PICKLES
-from tests.unit.ptfiles import write_pt
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES, SLOW_PICKLES
+from tests.zero3.ptfiles import write_pt
 
 TAG = "global_step2"
 
@@ -330,17 +330,17 @@ def test_an_unusual_name_of_a_run_is_kept(place: Path, run: str) -> None:
 # -- what must not be believed -------------------------------------------------------------------------------------
 
 
-# The whole lists, with those that take long, are tried one floor below, in tests/unit/hostile.
-QUICK_PICKLES = [make for make in HOSTILE_PICKLES if not make.__name__.startswith("too_many")]
+# The whole lists, with those that take long, are tried one floor below, in tests/zero3/hostile.
+QUICK_PICKLES = {what: make for what, make in HOSTILE_PICKLES.items() if make not in SLOW_PICKLES}
 
 
 @pytest.mark.fault(57)
-@pytest.mark.parametrize("make", QUICK_PICKLES[::6], ids=lambda make: make.__name__)
-def test_a_hostile_pickle_is_refused_and_never_run(place: Path, make: Callable[[Path], bytes]) -> None:
+@pytest.mark.parametrize("what", list(QUICK_PICKLES)[::6])
+def test_a_hostile_pickle_is_refused_and_never_run(place: Path, what: str) -> None:
     """The canary stays dead, in a model and in an optimizer file."""
     for path in (shards(place, "model")[0], shards(place, "optim")[1]):
         data = path.read_bytes()
-        path.write_bytes(torch_like(make(place / "canary")))
+        path.write_bytes(torch_like(QUICK_PICKLES[what](place / "canary")))
 
         with hostile(place, path):
             ingest(place)
@@ -357,11 +357,11 @@ def hostile(place: Path, path: Path) -> Iterator[None]:
 
 
 @pytest.mark.fault(59)
-@pytest.mark.parametrize("make", HOSTILE_ARCHIVES[::3], ids=lambda make: make.__name__)
-def test_a_crooked_archive_is_refused(place: Path, make: Callable[[], bytes]) -> None:
+@pytest.mark.parametrize("what", list(HOSTILE_ARCHIVES)[::3])
+def test_a_crooked_archive_is_refused(place: Path, what: str) -> None:
     """Bombs, odd names, overlaps: named, and not believed."""
     path = shards(place, "model")[1]
-    path.write_bytes(make())
+    path.write_bytes(HOSTILE_ARCHIVES[what]())
 
     with hostile(place, path):
         ingest(place)

@@ -145,7 +145,7 @@ def do_heal(folder: Path, scene: Scene, hook: Hook) -> None:
         with Store(folder / "store") as store:
             (record,) = (folder / "store" / "commits" / "run").iterdir()
             flip(record)
-            store.reindex(forget=True)
+            store.reindex()
         ready.touch()
     with Store(folder / "store", hook=hook) as store:
         store.ingest(scene.first, run="run")

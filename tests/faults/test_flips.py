@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -220,7 +219,8 @@ def _judge(path: Path, target: Path) -> list[str]:
 @pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda replace: replace.__name__[1:])
 def test_what_is_no_file_is_never_read(sound: Path, fast_path: Path, replace: Callable[[Path], None]) -> None:
     """A folder, fifo or link in the place of an object or record is reported, and nothing blocks or follows."""
-    for file in [*objects(sound)[::5], next((sound / "commits" / "run").iterdir())]:
+    record = next((sound / "commits" / "run").iterdir())
+    for file in [*objects(sound)[::5], *([] if replace.__name__ == "_missing" else [record])]:
         path = copied(sound, fast_path / "store")
         replace(path / file.relative_to(sound))
 
@@ -337,6 +337,11 @@ def _works(path: Path, folder: Path) -> list[str]:
     return [] if log == [("run", 2)] else [repr(log)]
 
 
+def _asked(path: Path) -> None:
+    with Store(path) as store:
+        assert store.runs == []
+
+
 @pytest.mark.fault(95)
 @pytest.mark.parametrize("how", ["renamed", "emptied", "file", "link"])
 def test_a_store_without_its_commits_is_never_an_empty_one(sound: Path, fast_path: Path, how: str) -> None:
@@ -350,8 +355,9 @@ def test_a_store_without_its_commits_is_never_an_empty_one(sound: Path, fast_pat
     elif how == "emptied":
         (path / "commits").mkdir()
     if how == "emptied":
-        # Only the index remembers: verify tells.
-        assert in_child(noticed, path, timeout_seconds=20.0).needed()
+        # Only the index had them, and says so.
+        (notice,) = in_child(_asked, path, timeout_seconds=20.0).notices
+        assert notice.startswith("IndexNotice: the commit run@2 ")
         return
     for question in (Store.log, Store.verify, Store.compose):
         with pytest.raises(IntegrityError), Store(path) as store:
@@ -385,20 +391,6 @@ def test_missing_bytes_come_back_with_the_same_checkpoint(sound: Path, fast_path
             assert not store.verify().ok
             store.ingest(sound.parent / "source", run="run")
         assert problems(path, fast_path, {}) == [], file
-
-
-@pytest.mark.fault(93)
-def test_a_vanished_record_is_told_by_the_index(sound: Path, fast_path: Path) -> None:
-    """What the index knows and the folder has lost is reported, not forgotten."""
-    path = copied(sound, fast_path / "store")
-    with Store(path) as store:
-        store.ingest(tiny_checkpoint(fast_path / "later", step=4), run="run")
-    next((path / "commits" / "run").glob("2.*")).unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Store(path) as store:
-            assert {entry.step: entry.damage is None for entry in store.log()} == {2: False, 4: True}
-            assert [damage.kind for damage in store.verify().damaged] == ["record"]
 
 
 @pytest.mark.fault(74)

@@ -1,7 +1,7 @@
 """
 What lies around the truth is damaged, one bit at a time: seen by whoever reads it, or without any effect.
 
-Parts, plans of collections, objects aside, copies of records, pointers, timings, locks and the reserve.
+Parts, plans of collections, objects aside, pointers, timings, locks and the reserve.
 Objects, records, pins and ``store.json`` have their own sweep, and so has the index.
 """
 
@@ -19,7 +19,6 @@ from layerstore import Keep
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Unsupported
 from layerstore.model import BlobRef, ObjectId, Part
 from layerstore.storage.timings import SaveTiming, note_timing
-from layerstore.storage.copies import Copies
 from layerstore.store import Store, init
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer
 from tests.faults.harness import copied, in_child, seeded, tiny_checkpoint
@@ -47,7 +46,7 @@ class _Stop(Exception):  # no error: a stop
 
 @pytest.fixture(scope="module")
 def full(fast_module_path: Path) -> Path:
-    """Return a store with everything in it that a store can have: a part, plans, objects aside, copies, pointers."""
+    """Return a store with everything in it that a store can have: a part, plans, objects aside, pointers."""
     folder = fast_module_path
     path = folder / "store"
     with init(path) as store:
@@ -111,16 +110,6 @@ def _aside_is_refused(path: Path, file: Path) -> str | None:
     return "it verifies"
 
 
-def _copies_are_right_or_none(path: Path, file: Path) -> str | None:
-    with Store(path) as store:
-        copies = Copies(file, store_id=store.id)
-        for name in store.rooms.records.names("run"):
-            found = copies.find(f"commits/{name.run}/{name.step}.{name.id}")
-            if found is not None and found != store.rooms.records.read_bytes(name):
-                return f"another copy of {name}"
-    return None
-
-
 def _pointer_is_right_or_none(path: Path, file: Path) -> str | None:
     try:
         found = read_pointer(file)
@@ -148,7 +137,6 @@ KINDS: dict[str, Kind] = {
     "parts": Kind(lambda path: path.glob("parts/*/*"), _part_is_refused),
     "plans": Kind(lambda path: path.glob("gc/plans/*"), _plan_is_refused),
     "aside": Kind(lambda path: path.glob("gc/*/aside/*"), _aside_is_refused),
-    "copies": Kind(lambda path: path.glob("manifest/copies"), _copies_are_right_or_none),
     "pointers": Kind(lambda path: path.glob("pointer/*"), _pointer_is_right_or_none),
     "stats": Kind(lambda path: path.glob("stats/*/*"), _answers_are_the_same),
     "locks": Kind(lambda path: path.glob("locks/*"), _answers_are_the_same),

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
+import lmdb.verify
 import pytest
 
 from layerstore.storage.setup import open_rooms
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.files import Files
 from layerstore.storage.locks import lock
+from layerstore.storage.preflight import problem_in
 from layerstore.store import Store, init
 from tests.faults.harness import (
     child,
@@ -185,7 +187,7 @@ def test_a_flipped_bit_is_noticed_or_without_effect(scene: Scene, fast_path: Pat
 
 @pytest.fixture(scope="module")
 def long_scene(fast_module_path: Path) -> Scene:
-    """Return a store with so many rows that their blocks fill pages of their own, and with as many runs."""
+    """Return a store with so many rows that LMDB keeps them in a tree, and with many runs."""
     folder = fast_module_path / "long"
     folder.mkdir()
     layers = [samples.entry(f"model.layers.{number}") for number in range(40)]
@@ -228,6 +230,49 @@ def test_a_flipped_bit_of_a_long_index_is_noticed_or_without_effect(long_scene: 
     heads = [start + chance.randrange(32) for start in chance.sample(pages, 15)]
 
     assert _all_edits(long_scene, fast_path, flips(data, sorted(anywhere + heads), chance)) == []
+
+
+@pytest.fixture(scope="module")
+def used_file(fast_module_path: Path) -> bytes:
+    """Return an index file with all that LMDB makes: two levels, large values, free pages in several records."""
+    chance, keys = seeded("a used index"), []
+    with lmdb.open(str(fast_module_path), map_size=64 * 1024**2, lib_version=0) as environment:
+        for _ in range(60):
+            with environment.begin(write=True) as transaction:
+                for size_bytes in chance.choices((50, 1500, 3000, 9000), k=20):
+                    keys.append(chance.randbytes(47))
+                    transaction.put(keys[-1], chance.randbytes(size_bytes))
+                for key in chance.sample(keys, 8):
+                    transaction.delete(key)
+    return (fast_module_path / "data.mdb").read_bytes()
+
+
+@pytest.mark.fault(39, 40)
+def test_the_check_before_opening_finds_what_lmdbs_own_finds(used_file: bytes, fast_path: Path) -> None:
+    """Ours is the faster one, and no less strict: whichever bit flips, wherever the file is cut."""
+    chance, path = seeded("flips of a used index"), fast_path / "data.mdb"
+    path.write_bytes(used_file)
+    assert (problem_in(path), _lmdb_finds(path)) == (None, False)
+    pages = len(used_file) // PAGE
+    heads = [chance.randrange(pages) * PAGE + chance.randrange(40) for _ in range(FLIPS)]
+    metas = [chance.randrange(2) * PAGE + chance.randrange(META) for _ in range(FLIPS // 4)]
+    anywhere = [chance.randrange(len(used_file)) for _ in range(FLIPS // 4)]
+    cuts = [Edit(f"cut at page {page}", page * PAGE, None) for page in chance.sample(range(pages), 5)]
+    found = 0
+    for edit in [*flips(used_file, [*heads, *metas, *anywhere], chance), *cuts]:
+        path.write_bytes(used_file)
+        edit.apply(path)
+        if _lmdb_finds(path):
+            found += 1
+            assert problem_in(path), edit.what
+    assert found > FLIPS // 8
+
+
+def _lmdb_finds(path: Path) -> bool:
+    try:
+        return bool(lmdb.verify.verify(str(path), subdir=False))  # type: ignore[no-untyped-call]  # it has no annotations
+    except lmdb.verify.VerifyError:
+        return True
 
 
 # -- all of it -----------------------------------------------------------------------------------------------------
@@ -407,15 +452,15 @@ def _header_gone(manifest: Path) -> None:
 
 def _rows_swapped(manifest: Path) -> None:
     with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
-        rows = [(key, value) for key, value in transaction.cursor() if key.startswith(b"r")]
+        rows = [(key, value) for key, value in transaction.cursor() if key.startswith(b"step/")]
         for (key, _), (_, value) in zip(rows, [*rows[1:], rows[0]], strict=True):
             transaction.put(key, value)
 
 
 def _strange_rows(manifest: Path) -> None:
     with lmdb.open(str(manifest), lib_version=0) as environment, environment.begin(write=True) as transaction:
-        transaction.put(b"r", b"")
-        transaction.put(b"r" + bytes(40), os.urandom(100))
+        transaction.put(b"run/", b"")
+        transaction.put(b"step/" + bytes(40), os.urandom(100))
         transaction.put(b"zzz", b"x")
 
 
@@ -529,7 +574,9 @@ def _ask_in_a_new_interpreter(path: Path) -> tuple[str, list[str]]:
 def _suspended_writer(path: Path) -> None:
     with Store(path) as store:
         store.log()
-        environment = store._rooms.catalog._opened()._environment.environment()
+        manifest = store._rooms.catalog._manifest
+        assert manifest is not None
+        environment = manifest._environment.environment()
         with (
             lock(path / "manifest" / "writer.lock", what="a test", deadline_seconds=1.0),
             environment.begin(write=True),

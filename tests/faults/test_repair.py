@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, NotFound, StorageIO, Unsupported
 from layerstore.format.records import make_commit
-from layerstore.model import BlobRef, Commit, LayerEntry, LayerVersion, ObjectId, Observed, Part, QuarantineLog
+from layerstore.model import BlobRef, Commit, LayerVersion, ObjectId, Observed, Part, QuarantineLog
 from layerstore.publish.claims import publish
 from layerstore.check.damage import Costs, Holder
 from layerstore.check.fall_back import FELL_BACK, FallBack, execute_fall_backs
@@ -23,7 +23,6 @@ from layerstore.progress import Silent
 from layerstore.check.repaired import Repaired, Request
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
-from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
 from layerstore.storage.holders import Hold
@@ -381,27 +380,6 @@ def test_lost_moments_leave_the_weights(store: Store) -> None:
 # -- records -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(91, 93)
-@pytest.mark.parametrize("harm", HARMS, ids=named)
-def test_a_record_comes_back_byte_for_byte_from_its_copy(store: Store, harm: Callable[[Path], None]) -> None:
-    """Damaged or gone: the copy beside the index is the record."""
-    path = record_of(store, "r@20")
-    before, sound = path.read_bytes(), masters(store, "r@20")
-    harm(path)
-    with layerstore.open(store.path) as fresh:
-        assert "record" in {damage.kind for damage in fresh.verify().damaged}
-
-        done = fresh.repair()
-
-        assert [each.path for each in done.healed] == [path.relative_to(store.path).as_posix()]
-        assert path.read_bytes() == before
-        assert masters(fresh, "r@20") == sound
-        assert fresh.verify(read_data=True).ok
-        assert nothing_left(fresh)
-        time_to_collect(fresh)
-        assert masters(fresh, "r@20") == sound
-
-
 def time_to_collect(store: Store) -> None:
     """Collect, which must not be held back."""
     store.gc(grace_seconds=0)
@@ -557,43 +535,6 @@ def test_a_hidden_record_that_rots_holds_nothing_back(store: Store, folder: Path
         assert (fresh.verify().ok, fresh.verify().quarantined) == (True, ())
 
 
-@pytest.mark.fault(93)
-def test_the_checkpoint_of_a_record_whose_objects_had_gone_brings_both_back(store: Store, folder: Path) -> None:
-    """Its record was kept in quarantine: what it said of itself need not be guessed."""
-    store.ingest(folder / "30", run="r", policy="parity")
-    sound, path = masters(store, "r@30"), record_of(store, "r@30")
-    own = next(entry for entry in _record(store, "r@30").layers if entry.origin.step == 30)
-    object_of(store, "r@30", own.layer).unlink()
-    path.unlink()
-    with layerstore.open(store.path) as fresh:
-        assert fresh.repair().held_back == ("r@30",)
-
-        saved = fresh.ingest(folder / "30", run="r", policy="parity")
-
-        assert (saved.commit, saved.record_healed) == (path.name.split(".")[1], True)
-        assert masters(fresh, "r@30") == sound
-        time_to_collect(fresh)
-
-
-@pytest.mark.fault(91)
-def test_a_damaged_record_is_kept_before_an_ingest_writes_it_again(store: Store, folder: Path) -> None:
-    """In quarantine, with a log that says why; nothing is held back, for there is a sound one."""
-    path = record_of(store, "r@20")
-    sound = path.read_bytes()
-    flip(path)
-    rotten = path.read_bytes()
-    with layerstore.open(store.path) as fresh:
-        assert fresh.ingest(folder / "20", run="r").record_healed
-
-        assert path.read_bytes() == sound
-        (kept,) = (store.path / "quarantine").glob(f"*/commits/r/{path.name}")
-        assert kept.read_bytes() == rotten
-        (log,) = _logs(fresh)
-        assert [(file.path, file.kind) for file in log.files] == [(f"commits/r/{path.name}", "record")]
-        assert (fresh.verify(read_data=True).ok, fresh.verify().quarantined) == (True, ())
-        time_to_collect(fresh)
-
-
 @pytest.mark.fault(91)
 def test_what_a_lost_record_had_hidden_is_said_to_show_again(store: Store) -> None:
     """It replaced r@20: without it the replaced one is what r@20 means."""
@@ -615,28 +556,6 @@ def test_what_a_lost_record_had_hidden_is_said_to_show_again(store: Store) -> No
 def _ids(store: Store, step: int) -> set[str]:
     view = store.rooms.catalog.view("r")
     return {row.id for row in view.rows.values() if row.step == step and row.layer_names}
-
-
-@pytest.mark.fault(93)
-def test_a_vanished_record_whose_objects_are_gone_is_kept_not_shown(store: Store, folder: Path) -> None:
-    """It would be a commit with holes; with the objects it comes back."""
-    shutil.copytree(store.path, folder / "copy")
-    lost, path = object_of(store, "r@20", "lm_head"), record_of(store, "r@20")
-    before = path.read_bytes()
-    lost.unlink()
-    path.unlink()
-    with layerstore.open(store.path) as fresh:
-        done = fresh.repair()
-        assert (done.lost_records, done.healed) == (("r@20",), ())
-        assert [entry.step for entry in fresh.log()] == [10]
-        assert nothing_left(fresh)
-
-        healed = fresh.repair(sources=[folder / "copy"])
-
-        assert {Path(each.path).name for each in healed.healed} == {lost.name, path.name}
-        assert path.read_bytes() == before
-        assert fresh.verify(read_data=True).ok
-        fresh.gc(grace_seconds=0)
 
 
 def test_a_record_comes_from_another_store_by_its_id(store: Store, folder: Path) -> None:
@@ -879,30 +798,6 @@ def test_every_commit_that_inherited_the_damage_falls_back(folder: Path) -> None
         assert [fall.reference for fall in done.fell_back] == ["r@20", "r@30"]
         assert store.verify(read_data=True).ok
         assert {store.compose(ref).layers[layer].step for ref in ("r@20", "r@30")} == {10}
-
-
-def test_what_many_have_inherited_is_searched_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by each of them through all that came before it: so long a history would take hours."""
-    read, count = RecordStore.read_entries, 30
-
-    def counted(self: RecordStore, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
-        reads.append(name)
-        return read(self, name, layers)
-
-    with layerstore.init(folder / "long") as store:
-        for step in range(1, count + 1):
-            source = generate(folder / f"long{step}", layers=2, hidden=8, vocab=8, step=step, seed=step)
-            store.ingest(source, run="r", policy=layerstore.Filter(first=1, last=0, every=count))
-        layer = next(name for name, choice in store.compose(f"r@{count}").layers.items() if choice.step == 1)
-        object_of(store, f"r@{count}", layer).unlink()
-
-        reads: list[RecordName] = []
-        monkeypatch.setattr(RecordStore, "read_entries", counted)
-        done = store.repair(fall_back=True, dry_run=True)
-
-    assert set(done.cannot_fall_back.values()) == {(layer,)}
-    assert len(done.cannot_fall_back) == count
-    assert 0 < len(reads) < 4 * count
 
 
 def test_what_has_no_older_version_is_said(store: Store) -> None:
@@ -1150,7 +1045,7 @@ def test_what_only_another_store_shows_is_listed_and_left_there(store: Store, fo
     store.gc(Keep(last=1), grace_seconds=0)  # r@10
     gone.unlink()
     with layerstore.open(store.path) as fresh:
-        fresh.reindex(forget=True)
+        fresh.reindex()
     with layerstore.open(store.path) as fresh:
         before = snapshot(store.path / "commits")
 
@@ -1255,36 +1150,14 @@ class _AtRecord(_Meanwhile):
             self._deed()
 
 
-@pytest.mark.parametrize("after", [1, 2])
-def test_what_is_quarantined_while_a_collection_marks_is_marked_or_seen(store: Store, after: int) -> None:
-    """Even where the lock is lost: records are listed first, the quarantine last."""
-    before = snapshot(store.path / "objects")
-    path = record_of(store, "r@20")
-
-    def quarantine() -> None:
-        with layerstore.open(store.path) as other:
-            other.rooms.quarantine.move(path, quarantine_id=other.rooms.quarantine.next_id())
-
-    time.sleep(0.02)
-    progress = _AtRecord(after, quarantine)
-    if after == 1:  # r@10 is marked, r@20 is gone before it is read, or before it is looked for once more
-        with pytest.raises(IntegrityError):
-            store.gc(grace_seconds=0, progress=progress)
-    else:
-        store.gc(grace_seconds=0, progress=progress)
-
-    assert snapshot(store.path / "objects") == before
-    with layerstore.open(store.path) as fresh, pytest.raises(IntegrityError):
-        fresh.gc(grace_seconds=0)
-
-
 def test_an_index_that_says_otherwise_is_made_afresh(store: Store) -> None:
     """Its rows are held against the records, which are right."""
     rooms = store.rooms
     name = rooms.records.names("r")[-1]
     commit = rooms.records.read(name)
     wrong = dataclasses.replace(commit, record=dataclasses.replace(commit.record, save_number=7))
-    rooms.catalog._with_index(lambda manifest: manifest.update(add=[(wrong, b"")]))
+    rooms.catalog.forget([name])
+    rooms.catalog.add(wrong)
     assert [damage.kind for damage in store.verify().damaged] == ["index"]
 
     done = store.repair()
@@ -1323,63 +1196,6 @@ def repaired_failing(store: Store, failing: Files, *, fall_back: bool = False) -
         rooms.catalog.close()
 
 
-@pytest.mark.fault(93)
-def test_the_last_copy_of_a_vanished_record_is_kept(store: Store, folder: Path) -> None:
-    """Another store has what it needs, of the right size and rotten: it does not come back, and its copy stays."""
-    shutil.copytree(store.path, folder / "copy")
-    lost, path = object_of(store, "r@20", "lm_head"), record_of(store, "r@20")
-    before = path.read_bytes()
-    flip(folder / "copy" / lost.relative_to(store.path))
-    lost.unlink()
-    path.unlink()
-    with layerstore.open(store.path) as fresh:
-        done = fresh.repair(sources=[folder / "copy"])
-
-        assert (done.lost_records, done.held_back, done.healed) == (("r@20",), ("r@20",), ())
-        assert [kept.read_bytes() for kept in (store.path / "quarantine").glob(f"*/commits/r/{path.name}")] == [before]
-        with pytest.raises(IntegrityError, match="r@20 needs is not known"):
-            fresh.gc(grace_seconds=0)
-        assert not fresh.repair(sources=[folder / "copy"]).has_done
-        fresh.ingest(folder / "20", run="r")
-        assert path.read_bytes()
-        assert fresh.verify(read_data=True).ok
-
-
-@pytest.mark.fault(93)
-def test_a_damaged_twin_in_quarantine_is_not_taken_for_the_copy(store: Store) -> None:
-    """A record was healed, and vanishes later with an object: what lies in quarantine of it is only the damaged one."""
-    lost, path = object_of(store, "r@20", "lm_head"), record_of(store, "r@20")
-    before = path.read_bytes()
-    flip(path)
-    with layerstore.open(store.path) as fresh:
-        assert fresh.repair().healed
-        assert path.read_bytes() == before
-    lost.unlink()
-    path.unlink()
-    with layerstore.open(store.path) as fresh:
-        assert fresh.repair().lost_records == ("r@20",)
-
-    assert before in {kept.read_bytes() for kept in (store.path / "quarantine").glob(f"*/commits/r/{path.name}")}
-
-
-@pytest.mark.fault(93)
-def test_a_record_that_vanishes_while_others_are_healed_keeps_its_copy(store: Store) -> None:
-    """The index is not made afresh, which would throw its copy away, before that is at its place or in quarantine."""
-    hurt, vanishing = record_of(store, "r@10"), record_of(store, "r@20")
-    before = vanishing.read_bytes()
-    flip(hurt)
-
-    def vanish(operation: str, path: Path) -> None:
-        if "quarantine" in path.parts and vanishing.exists():
-            vanishing.unlink()
-
-    with Store(store.path, hook=vanish) as repairing:
-        done = repairing.repair()
-
-    assert {each.path for each in done.healed} >= {f"commits/r/{vanishing.name}"}
-    assert vanishing.read_bytes() == before
-
-
 def _heal_by_copy(store: Store, folder: Path) -> None:
     assert store.repair().healed
 
@@ -1395,41 +1211,6 @@ def _replace(store: Store, folder: Path) -> None:
     _heal_by_copy(store, folder)
     generate(folder / "other", layers=2, hidden=8, vocab=8, step=20, seed=7)
     store.ingest(folder / "other", run="r", replace=True)
-
-
-@pytest.mark.fault(44, 91)
-@pytest.mark.parametrize(
-    ("heal", "keep"),
-    [
-        (_heal_by_copy, Keep(last=1)),
-        (_heal_by_ingest, Keep(last=1)),
-        (_heal_by_copy, Keep(drop_optimizer_older_than=5)),
-        (_replace, Keep(last=2)),
-    ],
-    ids=["copy", "ingest", "trimmed", "replaced"],
-)
-def test_what_was_healed_and_then_collected_holds_nothing_back(
-    store: Store, folder: Path, heal: Callable[[Store, Path], None], keep: Keep
-) -> None:
-    """Its damaged twin stays in quarantine, and is given up with it: it does not come back either."""
-    shutil.copytree(store.path, folder / "copy")
-    path = record_of(store, "r@20")
-    flip(path)
-    rotten = path.read_bytes()
-    with layerstore.open(store.path) as fresh:
-        heal(fresh, folder)
-        assert path.exists()
-        fresh.ingest(folder / "30", run="r")
-
-        fresh.gc(keep, grace_seconds=0)
-        fresh.gc(keep, grace_seconds=0)
-
-        assert not path.exists()
-        assert (fresh.verify(read_data=True).ok, fresh.verify().quarantined) == (True, ())
-        shown = [entry.commit for entry in fresh.log()]
-        assert fresh.repair(sources=[folder / "copy"]).healed == ()
-        assert [entry.commit for entry in fresh.log()] == shown
-    assert rotten in {kept.read_bytes() for kept in (store.path / "quarantine").rglob(path.name)}
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -1637,18 +1418,6 @@ def test_a_repair_that_has_lost_its_lock_moves_nothing(store: Store) -> None:
 
     assert path.read_bytes() == before
     assert store.repair(read_data=True).quarantined
-
-
-def test_a_record_that_is_written_back_claims_what_it_names(store: Store) -> None:
-    """So a collection that runs all the same, and has not moved them yet, keeps it."""
-    path, blob = record_of(store, "r@20"), version_of(store, "r@20", "lm_head")
-    path.unlink()
-    os.utime(blob, (1, 1))
-
-    with layerstore.open(store.path) as fresh:
-        assert fresh.repair().healed
-
-    assert blob.stat().st_mtime > 1
 
 
 def test_what_damage_costs_is_asked_once_for_each_that_needs_it() -> None:

@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import layerstore
 from layerstore.live.saver import Saver
-from layerstore.zero3.pointers import read_pointer
+from layerstore.zero3 import read_pointer
 from tests.foreign.plugin import FOLDER, SAVES
 
 WAY = Path(os.environ[FOLDER]).name

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from layerstore.format.collections import collection_name, seal_collection, unseal_collection
 
-from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.format.blobs import (
     STATE_MAGIC,
     VERSION_MAGIC,
@@ -38,23 +38,21 @@ from layerstore.limits import KIB
 from layerstore.model import CollectedRecord, Collection, CommitId, LayerPart, Part
 from layerstore.policy.recipe import parse_recipe
 from layerstore.policy.recipe.document import read_text
-from layerstore.storage.copies import Copies
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.manifest import Manifest
+from layerstore.storage.manifest import Manifest, row_of
 from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.tree import Located
-from layerstore.zero3.discover import _shards_of_index
+from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
+from layerstore.zero3.discovery import shards_of_index, step_of_trainer
 from layerstore.zero3.gathered import read_gathered
-from layerstore.zero3.pickletree import read_pickle
-from layerstore.zero3.picklewrite import write_pickle
-from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer
-from layerstore.zero3.ptfile import layout_pt, read_pt
-from layerstore.zero3.read import step_of_trainer
+from layerstore.zero3.pt import layout_pt, read_pt
+from layerstore.zero3.pt.picklewrite import write_pickle
+from layerstore.zero3.pt.unpickle import read_pickle
 from tests.fuzz.harness import Parser, changed, changed_values
 from tests.unit import samples
-from tests.unit.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.unit.hostile.pickles import HOSTILE_PICKLES
 from tests.unit.recipes import FILE, llama
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES
 
 _SOURCE = (SourceCheckpoint, Unsupported)
 _STORED = (IntegrityError, Unsupported)
@@ -232,7 +230,7 @@ def _weights_index() -> Parser:
     def parse(data: bytes, folder: Path) -> object:
         path = folder / "model.safetensors.index.json"
         path.write_bytes(data)
-        return _shards_of_index(path)
+        return shards_of_index(path)
 
     inputs = _either(changed([_json(index)]), changed_values([index]).map(_json))
     return Parser(inputs=inputs, parse=parse, right=(SourceCheckpoint,))
@@ -416,39 +414,23 @@ def _blob(sample: Blob, encode: Callable[[Blob], bytes], decode: Callable[..., B
 
 
 def _index() -> Parser:
-    """Return the parser of an index's values: a block of rows under its key."""
+    """Return the parser of an index's values: a row under its key."""
     import tempfile
 
     manifest = Manifest(Path(tempfile.mkdtemp(prefix="index-")), store_id=samples.STORE_ID)
-    commits = [samples.commit(samples.record(step=step)) for step in (2, 4)]
-    commits.append(samples.commit(samples.record(step=4, save_number=1, supersedes=[commits[1].id])))
-    manifest.update(add=[(commit, b"") for commit in commits])
+    hidden = samples.commit(samples.record(step=2))
+    sound = row_of(samples.commit(samples.record(step=4, supersedes=[hidden.id])))
+    manifest.add([sound])
     with manifest._environment.reading() as transaction:
-        ((key, data),) = list(transaction.scan(b"r"))
+        ((key, data),) = list(transaction.scan(b"step/"))
 
-    def read(value: bytes) -> Any:
+    def parse(value: bytes, folder: Path) -> object:
         manifest._environment.change(lambda transaction: transaction.put(key, value))
-        return manifest.rows("sft")
-
-    parser = _in_an_envelope(f"index/{key.hex()}", [data], read, None)
-    return dataclasses.replace(parser, right=(ManifestUnusable,))
-
-
-def _copies() -> Parser:
-    name = _STEP
-    record = seal_commit(samples.commit(), name=name, store_id=samples.STORE_ID)
-    other = seal_pin(samples.pin(), name="pins/best", store_id=samples.STORE_ID)
-
-    def parse(data: bytes, folder: Path) -> object:
-        path = folder / "copies"
-        path.write_bytes(data)
-        found = Copies(path, store_id=samples.STORE_ID).find(name)
-        if found is None:
-            raise IntegrityError("no copy")
-        assert found == record, "a copy that is none"
+        found = manifest.rows("sft")
+        assert found == {sound.file_name: sound}, "another row"
         return found
 
-    return Parser(inputs=changed([record, other + record, record + b"x" + record]), parse=parse, right=_STORED)
+    return Parser(inputs=changed([data]), parse=parse, right=(ManifestUnusable,))
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
@@ -487,7 +469,6 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "version": _version,
     "state": _state,
     "index": _index,
-    "copies": _copies,
     "recipe": _recipe,
     "timings": _timings,
 }

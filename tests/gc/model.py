@@ -1,8 +1,10 @@
 """
 A model of writers beside collections: what each does to one blob and the tensor object that it names, step by step.
 
-Fault model: processes run at any relative speed, stop anywhere for longer than the grace, and never see each other's
-memory. A collection may run beside another one, as if its lock had been lost. Every step is one call of the filesystem.
+Fault model: processes run at any relative speed, and never see each other's memory. A writer may stop anywhere for
+longer than the grace. A collection may be killed anywhere, and another one begin; or two run at once, as if a lock had
+been lost: but one that has slept for longer than the grace notices that at its next look at the lock, and stops.
+Every step is one call of the filesystem.
 The steps are those of `publish.transaction`, `storage.objects` and `gc.collect`; docs/internals/durability.md argues
 from them.
 """
@@ -73,7 +75,7 @@ class Actor:
 
 
 Move = tuple[Disk, Actor]
-FINAL = frozenset({"saved", "withdrawn", "refused", "collected"})
+FINAL = frozenset({"saved", "withdrawn", "refused", "collected", "killed"})
 
 
 # -- a writer that inherits the blob --------------------------------------------------------------------------------
@@ -218,6 +220,8 @@ def _put_back(disk: Disk, me: Actor) -> Move:
 
 
 def _put_home(disk: Disk, me: Actor) -> Move:
+    if not disk.has(me.todo[0]):
+        return disk, me.go("settle")  # a blob stays aside where what it names is gone
     if me.todo[0] not in disk.aside:
         return disk, me.go("put back", todo=me.todo[1:])
     return disk.link_back(me.todo[0]), me.go("forget")
@@ -262,11 +266,24 @@ _COLLECTION: dict[str, Callable[[Disk, Actor], Move]] = {
 World = tuple[Disk, tuple[Actor, ...]]
 
 
-def worlds(writers: int, collections: int, *, naps_max: int, order: tuple[str, ...]) -> Iterator[World]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Who is there."""
+
+    writers: int
+    collections: int
+    naps_max: int = 0
+    """How often everybody may sleep for longer than the grace."""
+    one_after_another: bool = False
+    """Whether each collection begins once the one before has ended, or was killed somewhere."""
+    order: tuple[str, ...] = ORDERS[0]
+
+
+def worlds(scene: Scene) -> Iterator[World]:
     """Yield every state that any interleaving comes to."""
     actors = (
-        *(Actor("touch blob", number=number) for number in range(writers)),
-        *(Actor("mark", order=order) for _ in range(collections)),
+        *(Actor("touch blob", number=number) for number in range(scene.writers)),
+        *(Actor("mark", order=scene.order) for _ in range(scene.collections)),
     )
     start: World = (Disk(), actors)
     seen = {start}
@@ -274,20 +291,28 @@ def worlds(writers: int, collections: int, *, naps_max: int, order: tuple[str, .
     while pending:
         world = pending.pop()
         yield world
-        for following in _following(world, writers, naps_max):
+        for following in _following(world, scene):
             if following not in seen:
                 seen.add(following)
                 pending.append(following)
 
 
-def _following(world: World, writers: int, naps_max: int) -> Iterator[World]:
+def _following(world: World, scene: Scene) -> Iterator[World]:
     disk, actors = world
     for place, actor in enumerate(actors):
-        if actor.at not in FINAL:
-            after, moved = (inherit if place < writers else collect)(disk, actor)
-            yield after, (*actors[:place], moved, *actors[place + 1 :])
-    if disk.young and disk.naps < naps_max:
+        is_writer = place < scene.writers
+        if actor.at in FINAL or (scene.one_after_another and not is_writer and _waits(actors, place, scene)):
+            continue
+        after, moved = (inherit if is_writer else collect)(disk, actor)
+        yield after, (*actors[:place], moved, *actors[place + 1 :])
+        if scene.one_after_another and not is_writer:
+            yield disk, (*actors[:place], Actor("killed"), *actors[place + 1 :])
+    if disk.young and disk.naps < scene.naps_max:
         yield replace(disk, young=frozenset(), naps=disk.naps + 1), actors
+
+
+def _waits(actors: tuple[Actor, ...], place: int, scene: Scene) -> bool:
+    return any(actor.at not in FINAL for actor in actors[scene.writers : place])
 
 
 def lacks(world: World) -> bool:

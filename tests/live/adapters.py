@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import layerstore
 from layerstore.transformers import LayerstoreCallback
-from tests.zero3 import models
-from tests.zero3.trainer import Batches, forget_state, training_arguments, zero_config
+from tests.deepspeed import models
+from tests.deepspeed.trainer import Batches, forget_state, training_arguments, zero_config
 
 STEPS = 4
 SAVE_STEPS = 2

@@ -14,7 +14,7 @@ from layerstore.live.settings import Mode
 from layerstore.policy import Filter, Latest, Parity, Policy
 from layerstore.policy.due import Save
 from layerstore.tree import Tree
-from tests.zero3.scenarios import SCENARIO_OF, SCENARIOS, Scenario
+from tests.deepspeed.scenarios import SCENARIO_OF, SCENARIOS, Scenario
 
 Misuse = Literal["", "refused", "given_up"]
 

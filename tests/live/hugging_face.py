@@ -30,8 +30,8 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import layerstore
 from layerstore.transformers import LayerstoreCallback, checkpoint
-from tests.zero3 import models
-from tests.zero3.trainer import (
+from tests.deepspeed import models
+from tests.deepspeed.trainer import (
     DROPOUT,
     Batches,
     RecordingTrainer,

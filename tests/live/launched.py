@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import layerstore
-from layerstore.model import CommitRecord
 from layerstore.history.references import resolve
+from layerstore.model import CommitRecord
 from layerstore.policy import Policy
 from layerstore.store import Store
+from tests.deepspeed.launch import train
+from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.live.plain import states_of
-from tests.zero3.launch import train
-from tests.zero3.scenarios import WORLD_SIZE
 
 DEVICES = ("cpu", "cuda")
 

@@ -23,12 +23,12 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import layerstore
 from layerstore.live import background
 from layerstore.store import Store
+from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
+from tests.deepspeed.training import built_engine, train_step
 from tests.forked import tell
 from tests.live.plain import plainly
 from tests.live.tiny import Engine, Faults, attempt, build, done, fail, slow, train
 from tests.live.ways import SCENARIOS, WAYS
-from tests.zero3.scenarios import SCENARIO_OF, Scenario
-from tests.zero3.training import built_engine, train_step
 
 
 def ways(options: Any) -> None:

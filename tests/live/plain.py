@@ -8,7 +8,7 @@ from typing import Any
 from layerstore.format.blobs import encode_state
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
-from layerstore.zero3.discover import RANDOM_STATE
+from layerstore.zero3 import RANDOM_STATE
 
 
 @contextmanager

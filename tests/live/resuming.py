@@ -26,10 +26,13 @@ import torch
 import torch.distributed as dist
 
 import layerstore
+from layerstore.history.references import resolve
 from layerstore.live.resume import Resumed
 from layerstore.live.saver import Saver
-from layerstore.history.references import resolve
 from layerstore.store import Store
+from tests.deepspeed import client_states, models
+from tests.deepspeed.scenarios import WORLD_SIZE, Scenario
+from tests.deepspeed.training import DTYPES, allow_fp16, built_engine
 from tests.live.plain import plainly
 from tests.live.resumptions import (
     ATTACHED,
@@ -47,9 +50,6 @@ from tests.live.resumptions import (
     Resumption,
 )
 from tests.live.training import end
-from tests.zero3 import client_states, models
-from tests.zero3.scenarios import WORLD_SIZE, Scenario
-from tests.zero3.training import DTYPES, allow_fp16, built_engine
 
 Facts = dict[str, Any]
 

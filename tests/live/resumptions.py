@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 from tests.live.cases import BEFORE_FIRST, CASE_OF, FUSED_ADAM, RANK_BUFFERS
-from tests.zero3.scenarios import SCENARIO_OF, Scenario
 
 LAST = 4
 """The last step of every training: all of them are saved while it trains, asynchronously."""

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import patch_environment
 
+from tests.deepspeed.trainer import forget_state
 from tests.live.cases import EXAMPLES, EXAMPLES_FOLDER
-from tests.zero3.trainer import forget_state
 
 
 def main() -> None:

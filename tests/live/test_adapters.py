@@ -20,7 +20,7 @@ from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.model import BlobRef, RankState, SourceFile
 from layerstore.storage.rooms import Rooms
 from layerstore.store import Store
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, train
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
 
 pytest.importorskip("peft", reason="PEFT is not installed: it comes with the extra 'test'")
 

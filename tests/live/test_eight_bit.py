@@ -10,10 +10,10 @@ import pytest
 import layerstore
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.store import Store
+from tests.deepspeed.compare import checkpoint_differences
 from tests.forked import Launch, Nursery
 from tests.live.eight_bit import RUN, SAVED, STEPS
 from tests.live.heard import losses
-from tests.zero3.compare import checkpoint_differences
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,8 +15,8 @@ import pytest
 
 import layerstore
 from layerstore.live.ranks import cpu_environment, free_port
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, stop, train
 from tests.live.cases import EXAMPLES, EXAMPLES_FOLDER
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, stop, train
 
 pytestmark = pytest.mark.timeout(3 * LAUNCH_SECONDS_MAX)
 

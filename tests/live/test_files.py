@@ -10,7 +10,7 @@ import pytest
 from layerstore.live.files import Destination, Files
 from layerstore.live.inert import Memory
 from layerstore.live.seams import Engine
-from layerstore.zero3.discover import TRAINER_STATE
+from layerstore.zero3 import TRAINER_STATE
 
 TAG = "global_step7"
 

@@ -19,7 +19,7 @@ from layerstore.errors import InvalidInput
 from layerstore.format.blobs import encode_state
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
-from tests.zero3.launch import LAUNCH_SECONDS_MAX, train
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from layerstore.live.capture import check_client_state
 from layerstore.live.inert import Memory, NotPlain, inert
 from layerstore.tree import Located, Storage, Tree
-from layerstore.zero3.ptfile import read_pt
-from tests.unit.ptfiles import fingerprint, held
-from tests.zero3 import client_states
+from layerstore.zero3.pt import read_pt
+from tests.deepspeed import client_states
+from tests.zero3.ptfiles import fingerprint, held
 
 Make = Callable[[], object]
 

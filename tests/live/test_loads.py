@@ -10,10 +10,10 @@ import torch
 
 import layerstore
 from layerstore.store import Store
+from tests.deepspeed.compare import checkpoint_differences, full_tensors, load, tree_differences
 from tests.forked import Launch, Nursery
 from tests.live.heard import due, losses, one
 from tests.live.ways import SCENARIOS, WAYS
-from tests.zero3.compare import checkpoint_differences, full_tensors, load, tree_differences
 
 LAYERS = 6
 

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 import layerstore
+from layerstore.history.references import resolve
 from layerstore.layers import layer_of
 from layerstore.model import CommitRecord, Fork
-from layerstore.history.references import resolve
+from tests.deepspeed.compare import checkpoint_differences, full_tensors, tree_differences
+from tests.deepspeed.launch import train
+from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.live.cases import RANK_BUFFERS
 from tests.live.launched import DEVICES, Launched, Launcher, records
 from tests.live.resumptions import (
@@ -32,9 +35,6 @@ from tests.live.resumptions import (
     WHOLE,
     Resumption,
 )
-from tests.zero3.compare import checkpoint_differences, full_tensors, tree_differences
-from tests.zero3.launch import train
-from tests.zero3.scenarios import WORLD_SIZE
 
 LAUNCH_SECONDS_MAX = 800
 

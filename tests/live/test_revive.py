@@ -16,10 +16,9 @@ from layerstore.errors import Unsupported
 from layerstore.live.inert import Memory, inert
 from layerstore.live.revive import bytes_of, empty, revive
 from layerstore.tree import Global, Inert, Located, Storage, Tree
-from layerstore.zero3 import picklenames
-from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.pt import INERT, read_pt
 from tests.live.test_inert import MADE, as_it_is, trees
-from tests.unit.ptfiles import held
+from tests.zero3.ptfiles import held
 
 
 def revived(value: object) -> Any:
@@ -162,7 +161,7 @@ def test_every_name_that_is_read_is_made() -> None:
     """The reader's list of inert names and the list of what is made are one; of values types and arrays are made."""
     from layerstore.live.revive import _makers
 
-    assert set(_makers()) == picklenames.INERT
+    assert set(_makers()) == INERT
     for name in ("torch.float8_e5m2", "torch.uint16", "numpy.ndarray"):
         assert revive(Global(name), refuse) is not None
     for name in ("torch.Tensor", "torch.FloatStorage", "torch.nn.parameter.Parameter", "torch.load", "torch.nn"):

@@ -17,7 +17,7 @@ from layerstore.model import Kind
 from layerstore.publish.hashing import Checksums
 from layerstore.publish.staging import Staging
 from layerstore.storage.objects import ObjectWriter
-from layerstore.zero3.checkpoint import ObjectSource, SliceSource
+from layerstore.zero3 import ObjectSource, SliceSource
 
 MEMORY = Path("memory")
 SIZE = 100

@@ -29,12 +29,12 @@ from layerstore.live.saver import Saver
 from layerstore.model import StoredObject
 from layerstore.publish.staging import Staging
 from layerstore.store import Store
-from layerstore.zero3.checkpoint import ObjectSource
+from layerstore.zero3 import ObjectSource
+from tests.deepspeed import client_states, models
+from tests.deepspeed.training import DTYPES, allow_fp16, built_engine
 from tests.live.cases import CASE_OF, CASES, CPU_ADAM, FUSED_ADAM, POLICIES, SCENARIO_CASES, Case
 from tests.live.misuse import Gatekeeper, attempt, saved, try_misuse
 from tests.live.plain import plainly
-from tests.zero3 import client_states, models
-from tests.zero3.training import DTYPES, allow_fp16, built_engine
 
 Facts = dict[str, Any]
 

@@ -43,8 +43,6 @@ class Harm:
         self._unproved: set[str] = set()
         """Pins of which only that is left, and it was another one, or may have been."""
         self._removed: set[str] = set()
-        self.has_copies = True
-        """Whether the index still has its copies of records."""
         self._kept: set[str] = set()
         """Commits whose record an earlier repair has kept, whole, in quarantine."""
 
@@ -111,7 +109,7 @@ class Harm:
         """Whether the record of the commit *name* does: one that is gone only with all that it needs."""
         file = self.records[name]
         there = None if source is None else source / file.relative_to(self._path)
-        if not (self.has_copies or name in self._kept or (there is not None and there.exists())):
+        if not (name in self._kept or (there is not None and there.exists())):
             return False
         if file.name not in self._removed:
             return True

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from layerstore.model import CommitRecord, Kind
 from layerstore.history.needs import objects_of_state, objects_of_version
+from layerstore.model import CommitRecord, Kind
 from layerstore.store import Store, init
-from layerstore.zero3.discover import discover
-from layerstore.zero3.read import read_checkpoint
+from layerstore.zero3 import discover, read_checkpoint
 from tests.bench.shapes import ModelShape
 from tests.bench.values import EXP_AVG, EXP_AVG_SQ, MASTER, words
 from tests.faults.harness import fingerprint

@@ -506,11 +506,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _harmed(self, files: list[tuple[int, int, bool]], *, without_index: bool) -> Harm:
         harm = Harm(self.path, anatomy(self.store))
-        harm.has_copies = not without_index
         self.store.close()
         for which, place, removes in files:
             # A record that is gone, and that no index remembers, nobody can miss.
-            harm.do(which, place, removes=removes and not (without_index and which % 4 == 2))
+            harm.do(which, place, removes=removes and which % 4 != 2)
         if without_index:
             shutil.rmtree(self.path / "manifest")
         self.store = Store(self.path)

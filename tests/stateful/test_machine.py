@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from layerstore.ingest import transfer
 from tests.faults.conftest import fast_module_path
 from tests.faults.harness import seeded
-from tests.stateful.lab import Lab, anatomy
+from tests.stateful.lab import Lab
 from tests.stateful.machine import StoreMachine
 
 __all__ = ["fast_module_path"]
@@ -51,22 +51,6 @@ def _run(lab: Lab, *, histories: int, steps: int) -> None:
     counts = ", ".join(f"{count} {what}" for what, count in sorted(lab.counts.items()))
     print(f"{histories} histories: {counts} in {time.monotonic() - started:.0f} s")
     assert lab.counts["steps"] > histories * 2
-
-
-@pytest.mark.fault(45)
-def test_a_record_kept_whole_heals_its_next_loss(lab: Lab) -> None:
-    """What a repair keeps of a record that has vanished is a copy like any other: the model counts on it, too."""
-    machine = StoreMachine()
-    machine.begin(step=3)
-    [commit] = machine.model.commits()
-    versions = set(anatomy(machine.store).records[commit.id].versions.values())
-    objects = sorted(path for path in (machine.path / "objects").rglob("*") if path.is_file())
-    blob = next(which for which in range(0, 10**4, 4) if objects[which % len(objects)].name in versions)
-    again = {"read_data": True, "source": "none", "fall_back": True, "crash": None, "again": False}
-    machine.harm_and_repair(files=[(2, 0, True), (blob, 0, True)], without_index=False, **again)
-    assert list(machine.path.glob(f"quarantine/*/commits/a/3.{commit.id}"))
-    machine.harm_and_repair(files=[(2, 0, False)], without_index=True, **again)
-    machine.teardown()
 
 
 @pytest.mark.fault(35, 41, 45, 101)

@@ -76,10 +76,11 @@ def record(
     return CommitRecord(
         run=run,
         attempt=attempt,
-        fork=fork,
+        lineage=() if fork is None else (fork,),
         step=step,
         save_number=save_number,
         world_size=2,
+        stage=3,
         layers=tuple(own if layers is None else layers),
         states=(blob_ref("c"), blob_ref("d")),
         layout=SourceLayout(flavour="raw", tag=tag, layer_pattern=None),

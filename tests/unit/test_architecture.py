@@ -60,7 +60,7 @@ FLOORS = {
 EMPTYING = "ops"
 FILLING = {"history", "publish", "ingest", "compose", "gc", "check", "inspect"}
 # Rooms whose files only their own room imports: others come in by ``__init__``. A room is added once that holds.
-DOORS = {"compose"}
+DOORS: set[str] = {"compose", "zero3", "zero3.pt"}
 MAPPED = ("cli", "migrations")
 MIGRATION_ROOMS = {"format", "storage", "migrations"}
 # One frozen module per step; those of tests keep the same rule, so that they show what a step can do.
@@ -74,8 +74,8 @@ STEP_IMPORTS = {
 
 WHY_DOWN = (
     "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy <- history "
-    "<- publish <- ingest, compose <- gc, check, inspect <- composite <- store <- live, remote <- cli, migrations): "
-    "a lower room that knows an upper one can be neither understood nor tested without it"
+    "<- publish <- ingest, compose <- gc, check, inspect <- composite <- store <- live, remote <- cli, migrations): a lower room that knows an upper one "
+    "can be neither understood nor tested without it"
 )
 WHY_STRANGERS = (
     "storage and zero3 never see each other, and neither do other rooms of one floor: the disk must not know "
@@ -104,6 +104,7 @@ FOREIGN = {
         ("layerstore.policy.recipe.document",),
         "only its parser is used: what constructs values from other people's text could execute it",
     ),
+    "safetensors": ((), "it maps the files that it reads, and holds the tensors that it writes: ADR 30"),
     "typer": (("layerstore.cli.",), "a library does not talk to terminals"),
     "click": (("layerstore.cli.",), "a library does not talk to terminals"),
     "rich": (("layerstore.cli.",), "a library does not talk to terminals"),
@@ -119,9 +120,7 @@ EAGER = {"layerstore.live.callback", "layerstore.live.saved_names"}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}
-WHY_NO_PICKLE = (
-    "a pickle can execute anything: .pt files are read by zero3/ptfile.py's own inert reader, with no fallback"
-)
+WHY_NO_PICKLE = "a pickle can execute anything: .pt files are read by zero3/pt's own inert reader, with no fallback"
 
 # Modules that use the operating system's files themselves, and why each may. All others go through storage/files.py.
 OWN_FILES = {
@@ -132,14 +131,14 @@ OWN_FILES = {
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.holders": "what it writes into locks is for people",
     "layerstore.storage.lease": "leases are files that are touched, and no promise rests on them",
-    "layerstore.storage.copies": "it belongs to the index: nothing is lost with it",
+    "layerstore.storage.preflight": "it looks at LMDB's file before LMDB does",
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
     "layerstore.storage.placement": "it reads the system's list of mounts",
     "layerstore.live.collector": "what its process says goes to files without a name, nothing of the store",
     "layerstore.live.scratch": "its folders are for libraries to look at, and gone with the process at the latest",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
-    "layerstore.zero3.discover": "it looks at the source's folders, which are not the store",
+    "layerstore.zero3.discovery": "it looks at the source's folders, which are not the store",
 }
 WHY_SEAM = (
     "only storage/files.py opens or changes files: durability, error mapping and the tests' faults all live at that "
@@ -340,7 +339,7 @@ def test_rooms_are_entered_by_their_doors() -> None:
             for module, found in own_imports()
             if room_of(found.target) in DOORS
             and module.room != room_of(found.target)
-            and found.target != f"layerstore.{room_of(found.target)}"
+            and found.target.removeprefix("layerstore.") not in DOORS
         ),
         "what a room offers stands in its __init__: behind it, files may be cut and named anew without anybody noticing",
     )

@@ -3,28 +3,29 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
 import pytest
 
 from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound, StorageIO
-from layerstore.format.canonical import Plain, pack, unpack
-from layerstore.format.envelope import MAGIC, Envelope, seal, unseal
-from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES
-from layerstore.model import Commit
+from layerstore.limits import PAGE_BYTES
+from layerstore.model import Commit, CommitId, ObjectId
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
 from layerstore.storage import placement
 from layerstore.storage.catalog import IndexNotice
+from layerstore.storage.commits import RecordStore
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
-from layerstore.storage.manifest import BLOCK_ROWS, Manifest, row_of
+from layerstore.storage.manifest import Manifest, row_of
 from layerstore.storage.placement import manifest_directory, network_filesystem
 from layerstore.storage.runview import RunView
 from tests.unit import samples
@@ -94,80 +95,109 @@ def test_a_commit_that_the_index_does_not_know_is_found(rooms: Rooms) -> None:
 
 
 @pytest.mark.fault(93)
-def test_a_vanished_record_is_remembered_until_the_index_is_made_anew(rooms: Rooms) -> None:
-    """A record that the index knows and nobody finds is told, since it may have hidden another one."""
-    row = rooms.catalog.view("sft").visible[-1]
-    rooms.layout.record(row.run, row.step, row.name.id).unlink()
+def test_commits_that_are_no_longer_there_are_told_once(rooms: Rooms) -> None:
+    """Whoever finds rows without records names them; their rows go, and the next one finds nothing to tell."""
+    gone = rooms.catalog.view("sft").visible[1:]
+    for row in gone:
+        rooms.layout.record(row.run, row.step, row.id).unlink()
 
-    view = rooms.catalog.view("sft")
-    assert steps(view) == [2, 4]
-    assert [row.name] == list(view.damaged)
-    assert [row.name] == rooms.catalog.vanished("sft")
-
-    again = rooms.catalog.rebuild()
-    assert (again.commits, again.vanished, again.forgotten) == (2, (row.name,), ())
-    assert list(rooms.catalog.view("sft").damaged) == [row.name]
-    assert rooms.catalog.copy(row.name) is not None
-
-    last = rooms.catalog.rebuild(forget=True)
-    assert (last.commits, last.vanished, last.forgotten) == (2, (), (row.name,))
-    assert rooms.catalog.view("sft").damaged == {}
-    assert rooms.catalog.copy(row.name) is None
+    named = ", ".join(f"sft@{row.step} ({row.id[:12]})" for row in gone)
+    with reopened(rooms) as again:
+        with pytest.warns(IndexNotice, match=rf"^the commits {re.escape(named)} are no longer there \(a collection"):
+            assert steps(again.catalog.view("sft")) == [2]
+        assert again.catalog.view("sft").damaged == {}
+    with reopened(rooms) as again:
+        assert steps(again.catalog.view("sft")) == [2]
 
 
-def cut_short(folder: Path) -> None:
-    """Leave a hundred bytes of the index."""
-    os.truncate(folder / "data.mdb", 100)
+@pytest.mark.fault(93)
+def test_a_run_that_is_no_longer_there_is_told(rooms: Rooms) -> None:
+    """Also by whoever asks which runs there are; of many commits the first ones are named."""
+    for step in range(10, 20):
+        publish(rooms, samples.commit(samples.record(step=step)))
+    shutil.rmtree(rooms.layout.run("sft"))
+
+    with (
+        reopened(rooms) as again,
+        pytest.warns(IndexNotice, match=r"^the commits sft@2 .* and 3 more are no longer there"),
+    ):
+        assert again.catalog.runs() == []
+    with reopened(rooms) as again:
+        assert again.catalog.runs() == []
 
 
-@pytest.mark.fault(40, 93)
-@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
-@pytest.mark.parametrize("is_whole_run", [False, True])
-def test_a_damaged_index_leaves_the_copies_of_what_has_vanished(rooms: Rooms, *, is_whole_run: bool) -> None:
-    """The index that is made in its place names it still, and has its bytes for a repair."""
-    rows = rooms.catalog.view("sft").visible[0 if is_whole_run else -1 :]
-    kept = {row.name: rooms.records.read_bytes(row.name) for row in rows}
-    for row in rows:
-        rooms.layout.record(row.run, row.step, row.name.id).unlink()
-    if is_whole_run:
-        rooms.layout.run("sft").rmdir()
-    rooms.catalog.close()
-    cut_short(rooms.layout.manifest)
+def test_what_the_caller_removed_is_not_told(rooms: Rooms) -> None:
+    """A collection tells the index itself, so neither it nor another look finds a row without a record."""
+    other = open_rooms(rooms.layout.root, Files())
+    assert steps(other.catalog.view("sft")) == [2, 4, 6]
+    name = rooms.catalog.view("sft").visible[0].name
+    rooms.records.remove([name])
+    rooms.catalog.forget([name])
+
+    assert steps(rooms.catalog.view("sft")) == [4, 6]
+    assert steps(other.catalog.view("sft")) == [4, 6]
+    other.catalog.close()
+
+
+def test_a_commit_of_another_process_is_read_once(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is known is completed from the index, and only what that lacks is read."""
+    other = open_rooms(rooms.layout.root, Files())
+    other.catalog.view("sft")
+    commit = publish(rooms, samples.commit(samples.record(step=8)))
+
+    with monkeypatch.context() as patched:
+        patched.delattr(RecordStore, "read")
+        assert other.catalog.view("sft").rows[commit.id] == row_of(commit)
+    other.catalog.close()
+
+
+def test_a_row_says_of_each_layer_what_the_record_says(rooms: Rooms) -> None:
+    """Versions, sizes, origins and counts of updates: a composite is planned from rows alone."""
+    layers = [
+        samples.entry("inherited", run="other", attempt=2, step=1, save_number=7),
+        replace(samples.entry("uncounted", step=8), optimizer_step=None, version=samples.blob_ref("c")),
+        samples.entry("own", step=8),
+    ]
+    commit = publish(rooms, samples.commit(samples.record(step=8, layers=layers)))
 
     with reopened(rooms) as again:
-        assert set(again.catalog.view("sft").damaged) == set(kept)
-        assert {name: again.catalog.copy(name) for name in kept} == kept
-        assert not list(rooms.layout.root.glob("manifest.dropped-*"))
-        assert again.catalog.rebuild().vanished == tuple(sorted(kept))
-        assert {name: again.catalog.copy(name) for name in kept} == kept
+        row = again.catalog.view("sft").rows[commit.id]
+        assert row.entries() == {entry.layer: entry for entry in commit.record.layers}
+        assert again.catalog.entries(row.name, ["own", "nobody"]) == {"own": commit.record.layers[2]}
+        assert row.saved == (False, True, True)
+        assert row.counted == (True, False, True)
+        again.catalog.check(row.name, commit.record.layers)
 
 
-@pytest.mark.fault(99)
-def test_a_rebuild_that_is_killed_leaves_the_copies_to_the_next_one(rooms: Rooms) -> None:
-    """The old index is put aside under a name that the next open looks for."""
-    row = rooms.catalog.view("sft").visible[-1]
-    rooms.layout.record(row.run, row.step, row.name.id).unlink()
-    rooms.catalog.close()
-    rooms.layout.manifest.rename(rooms.layout.root / "manifest.dropped-01234567")
-
-    with reopened(rooms) as again:
-        assert list(again.catalog.view("sft").damaged) == [row.name]
-        assert again.catalog.copy(row.name) is not None
-
-
-@pytest.mark.fault(91, 40)
-def test_a_rebuild_keeps_the_copy_of_a_damaged_record(rooms: Rooms) -> None:
-    """It is no more to be had from the record, and a repair writes it back."""
-    row = rooms.catalog.view("sft").visible[-1]
-    data = rooms.records.read_bytes(row.name)
-    path = rooms.layout.record(row.run, row.step, row.name.id)
-    path.chmod(0o644)
+def test_a_row_that_its_record_contradicts_is_found(rooms: Rooms) -> None:
+    """What an answer rests on is held against the record, which is read and checked for it."""
+    row = rooms.catalog.view("sft").visible[0]
+    [entry, *_] = row.entries().values()
+    with pytest.raises(IntegrityError, match="does not say what was read of it before"):
+        rooms.catalog.check(row.name, [replace(entry, optimizer_step=10**6)])
+    path = rooms.layout.record(row.run, row.step, row.id)
+    data = path.read_bytes()
     path.write_bytes(data[:-1])
+    with pytest.raises(IntegrityError, match="damaged"):
+        rooms.catalog.check(row.name, [entry])
+    path.unlink()
+    with pytest.raises(NotFound, match="removed by a collection meanwhile"):
+        rooms.catalog.check(row.name, [entry])
 
-    for forget in (False, True):
-        assert rooms.catalog.rebuild(forget=forget).commits == 2
-        assert rooms.catalog.copy(row.name) == data
-        assert list(rooms.catalog.view("sft").damaged) == [row.name]
+
+@pytest.mark.parametrize("name", ["5", "5" * 31 + "G", "5" * 34, "5" * 30 + " 5"])
+def test_a_record_that_names_no_id_is_damaged(rooms: Rooms, name: str) -> None:
+    """A whole record may still claim anything; the others are shown beside it."""
+    entry = samples.entry("head")
+    wrong = replace(entry, version=replace(entry.version, id=ObjectId(name)))
+    for record in (samples.record(step=8, layers=[wrong]), samples.record(step=10, supersedes=[CommitId(name)])):
+        rooms.records.publish(samples.commit(record))
+
+    with reopened(rooms) as again:
+        view = again.catalog.view("sft")
+        assert steps(view) == [2, 4, 6]
+        assert [each.step for each in view.damaged] == [8, 10]
+        assert all("which is no id" in str(problem) for problem in view.damaged.values())
 
 
 def test_superseded_commits_are_hidden(rooms: Rooms) -> None:
@@ -360,7 +390,7 @@ def test_every_flipped_value_is_found(rooms: Rooms) -> None:
             transaction.put(key, value)
 
     with lmdb.open(str(directory), lib_version=0) as environment, environment.begin() as transaction:
-        key, data = next((bytes(key), bytes(value)) for key, value in transaction.cursor() if key[:1] == b"r")
+        key, data = next((bytes(key), bytes(value)) for key, value in transaction.cursor() if key.startswith(b"step/"))
     for position in range(0, len(data), 7):
         rewrite(key, data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
         with contextlib.closing(Manifest(directory, store_id=store_id)) as manifest, pytest.raises(ManifestUnusable):
@@ -370,34 +400,12 @@ def test_every_flipped_value_is_found(rooms: Rooms) -> None:
         assert len(manifest.rows("sft")) == 3
 
 
-@pytest.mark.parametrize(
-    "change", [{"kind": [7, 7, 7]}, {"kind": []}, {"flags": [b""]}, {"names": ["x", "y", "z"]}, {"save_numbers": [1]}]
-)
-def test_a_block_whose_columns_do_not_fit_is_refused(rooms: Rooms, change: dict[str, Plain]) -> None:
-    """A right checksum does not make a block: it is replaced like a damaged one."""
-    directory, store_id = rooms.layout.manifest, rooms.identity.store_id
-    rooms.catalog.close()
-    with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
-        key, data = next((bytes(key), bytes(value)) for key, value in transaction.cursor() if key[:1] == b"r")
-        name = f"index/{key.hex()}"
-        block = unpack(unseal(data, name=name, store_id=store_id).payload, what=name)
-        assert isinstance(block, dict)
-        transaction.put(key, seal(Envelope(store_id=store_id, name=name, payload=pack(block | change))))
-
-    with contextlib.closing(Manifest(directory, store_id=store_id)) as manifest:
-        with pytest.raises(ManifestUnusable, match="do not fit"):
-            manifest.rows("sft")
-        with pytest.raises(ManifestUnusable, match="do not fit"):
-            manifest.update(add=[(samples.commit(samples.record(step=8)), b"")])
-
-
 def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
     """A whole row that a damaged page shows under another key is refused."""
     directory = rooms.layout.manifest
-    publish(rooms, samples.commit(samples.record(run="other")))
     rooms.catalog.close()
     with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
-        first, second = [bytes(key) for key, _ in transaction.cursor() if key[:1] == b"r"][:2]
+        first, second = [bytes(key) for key, _ in transaction.cursor() if key.startswith(b"step/")][:2]
         other = transaction.get(second)
         assert other is not None
         transaction.put(first, other)
@@ -405,7 +413,7 @@ def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
         contextlib.closing(Manifest(directory, store_id=rooms.identity.store_id)) as manifest,
         pytest.raises(ManifestUnusable),
     ):
-        manifest.runs()
+        manifest.rows("sft")
 
 
 @pytest.mark.fault(94)
@@ -533,67 +541,24 @@ def test_the_index_grows_when_it_is_full(rooms: Rooms, monkeypatch: pytest.Monke
     commits = [samples.commit(samples.record(step=step, layers=[samples.entry(names[step])])) for step in range(100)]
     with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
         for commit in commits:
-            manifest.update(add=[(commit, b"")])
+            manifest.add([row_of(commit)])
 
         assert list(manifest.rows("sft").values()) == [row_of(commit) for commit in commits]
 
 
-def test_every_record_has_a_verbatim_copy(rooms: Rooms) -> None:
-    """The index keeps each record's bytes beside it, for repair alone, and finds them whatever lies around them."""
-    names = [row.name for row in rooms.catalog.view("sft").visible]
-    expected = [rooms.records.read_bytes(name) for name in names]
+def test_rows_are_added_and_dropped_by_name(rooms: Rooms) -> None:
+    """What is there already stays as it is, and who drops is told what there was."""
+    commits = [samples.commit(samples.record(step=step, run="long")) for step in range(30)]
+    rows = [row_of(commit) for commit in commits]
     with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
-        assert [manifest.copy(name) for name in names] == expected
-        path = rooms.layout.manifest / "copies"
-        path.write_bytes(b"x" * IO_CHUNK_BYTES + expected[0][:-9] + expected[1] + MAGIC * 2 + expected[2][:40])
-        assert [manifest.copy(name) for name in names] == [None, expected[1], None]
-        path.unlink()
-        assert manifest.copy(names[0]) is None
-
-
-@pytest.mark.parametrize("call", ["open", "pread"])
-def test_copies_that_cannot_be_read_are_an_error_of_ours(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """None at all would be a wrong answer: what is lost might have one."""
-    name = rooms.catalog.view("sft").visible[0].name
-    expected = rooms.records.read_bytes(name)
-
-    def refuse(*arguments: object) -> int:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(f"layerstore.storage.copies.os.{call}", refuse)
-        with pytest.raises(StorageIO, match=r"cannot read .*/copies: Cannot allocate memory"):
-            rooms.catalog.copy(name)
-
-    assert rooms.catalog.copy(name) == expected
-
-
-def test_a_record_is_copied_once(rooms: Rooms) -> None:
-    """Whoever catches up on what another process has told the index adds nothing to it."""
-    commit = rooms.records.read(rooms.catalog.view("sft").visible[0].name)
-    before = (rooms.layout.manifest / "copies").stat().st_size
-    rooms.catalog.add(commit)
-
-    assert before == (rooms.layout.manifest / "copies").stat().st_size
-
-
-def test_rows_are_dropped_wherever_they_are(rooms: Rooms) -> None:
-    """Blocks that lose rows keep the others, and an empty one goes."""
-    commits = [samples.commit(samples.record(step=step, run="long")) for step in range(3 * BLOCK_ROWS)]
-    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
-        manifest.update(add=[(commit, b"") for commit in commits[:100]])
-        manifest.update(add=[(commit, b"") for commit in commits[50:]])
-        assert list(manifest.rows("long").values()) == [row_of(commit) for commit in commits]
-        gone = [1, *range(BLOCK_ROWS, 2 * BLOCK_ROWS), 3 * BLOCK_ROWS - 1]
-        manifest.update(drop=[row_of(commits[step]).name for step in gone])
-
-        left = [row_of(commit) for step, commit in enumerate(commits) if step not in gone]
-        assert list(manifest.rows("long").values()) == left
-        manifest.update(add=[(commits[1], b"")], drop=[row.name for row in left])
-        assert list(manifest.rows("long").values()) == [row_of(commits[1])]
+        manifest.add(rows[10:])
+        manifest.add(rows[:20])
+        assert list(manifest.rows("long").values()) == rows
+        assert manifest.rows_of([rows[3].name, replace(rows[3].name, step=99)]) == {rows[3].file_name: rows[3]}
         assert manifest.runs() == {"long", "sft"}
+        assert manifest.drop(row.name for row in rows[1:]) == [row.name for row in rows[1:]]
+        assert manifest.drop(row.name for row in rows) == [rows[0].name]
+        assert manifest.runs() == {"sft"}
 
 
 @pytest.mark.fault(86)

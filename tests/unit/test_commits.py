@@ -30,7 +30,7 @@ def test_a_published_commit_is_read_back(rooms: Rooms) -> None:
     """Once published, the record is listed by run and step and reads as it was."""
     commit = samples.commit()
 
-    assert rooms.records.publish(commit)
+    assert rooms.records.link(commit)
     (name,) = rooms.records.names("sft")
     assert rooms.records.runs() == ["sft"]
     assert rooms.records.read(name) == commit
@@ -41,15 +41,15 @@ def test_publishing_twice_is_one_commit(rooms: Rooms) -> None:
     """The same content again is told to be there, and the first record stays, with its own time."""
     first, again = samples.commit(time_ns=1), samples.commit(time_ns=2)
 
-    assert rooms.records.publish(first)
-    assert not rooms.records.publish(again)
+    assert rooms.records.link(first)
+    assert not rooms.records.link(again)
     assert rooms.records.read(rooms.records.name_of(first)) == first
 
 
 def test_records_are_listed_by_step(rooms: Rooms) -> None:
     """The listing is in order of steps as numbers, not as text."""
     for step in (100, 20, 3):
-        rooms.records.publish(samples.commit(samples.record(step=step)))
+        rooms.records.link(samples.commit(samples.record(step=step)))
 
     steps = [name.step for name in rooms.records.names("sft")]
 
@@ -59,7 +59,7 @@ def test_records_are_listed_by_step(rooms: Rooms) -> None:
 @pytest.mark.parametrize("run", ["sft", "50%", "a:b", "日本"])
 def test_runs_keep_their_names(rooms: Rooms, run: str) -> None:
     """A run's name survives its way through a folder's name."""
-    rooms.records.publish(samples.commit(samples.record(run=run)))
+    rooms.records.link(samples.commit(samples.record(run=run)))
 
     assert [run] == rooms.records.runs()
 
@@ -68,7 +68,7 @@ def test_runs_keep_their_names(rooms: Rooms, run: str) -> None:
 def test_every_flipped_byte_of_a_record_is_found(rooms: Rooms) -> None:
     """No byte of a record's file changes unseen."""
     commit = samples.commit()
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     path, name = path_of(rooms, commit), rooms.records.name_of(commit)
     data = path.read_bytes()
     for position in range(len(data)):
@@ -84,7 +84,7 @@ def test_every_flipped_byte_of_a_record_is_found(rooms: Rooms) -> None:
 def test_some_entries_of_a_record_are_those_of_the_whole(rooms: Rooms) -> None:
     """What is built of a record is what the whole record says; a layer that it lacks is left out."""
     commit = samples.commit()
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     name = rooms.records.name_of(commit)
     entries = {entry.layer: entry for entry in commit.record.layers}
 
@@ -93,31 +93,32 @@ def test_some_entries_of_a_record_are_those_of_the_whole(rooms: Rooms) -> None:
     assert rooms.catalog.entries(name, []) == {}
 
 
-def test_some_entries_of_a_damaged_record_are_not_read(rooms: Rooms) -> None:
-    """The whole file is checked, whatever is asked for; so are its place and its name."""
+def test_entries_are_held_against_the_whole_record(rooms: Rooms) -> None:
+    """The whole file is checked, whichever layer is asked for; so are its place and its name."""
     commit = samples.commit()
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     rooms.catalog.add(commit)
-    path, name = path_of(rooms, commit), rooms.records.name_of(commit)
+    path, name, entries = path_of(rooms, commit), rooms.records.name_of(commit), commit.record.layers[:1]
+    rooms.catalog.check(name, entries)
     data = path.read_bytes()
     for position in range(0, len(data), 5):
         path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         with pytest.raises((IntegrityError, Unsupported)):
-            rooms.catalog.entries(name, [])
+            rooms.catalog.check(name, entries)
     other = rooms.layout.record("sft", 5, commit.id)
     other.write_bytes(seal_commit(commit, name=rooms.layout.name(other), store_id=rooms.identity.store_id))
     with pytest.raises(IntegrityError, match="does not hold the commit"):
-        rooms.catalog.entries(RecordName("sft", 5, commit.id), [])
+        rooms.catalog.check(RecordName("sft", 5, commit.id), entries)
     path.unlink()
-    with pytest.raises(IntegrityError, match="is gone"):
-        rooms.catalog.entries(name, [])
+    with pytest.raises(NotFound, match="removed by a collection meanwhile"):
+        rooms.catalog.check(name, entries)
 
 
 @pytest.mark.fault(96)
 def test_a_record_under_another_name_is_found(rooms: Rooms) -> None:
     """Copied to another step, run or id, a whole record is damage."""
     commit = samples.commit()
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     path = path_of(rooms, commit)
     (rooms.layout.commits / "other").mkdir()
     copies = [
@@ -140,7 +141,7 @@ def test_a_record_of_another_store_is_found(rooms: Rooms, tmp_path: Path) -> Non
     """A record that was copied over from another store is damage."""
     other = samples.rooms(tmp_path / "other")
     commit = samples.commit()
-    other.records.publish(commit)
+    other.records.link(commit)
     rooms.layout.run("sft").mkdir()
     path_of(rooms, commit).write_bytes(path_of(other, commit).read_bytes())
 
@@ -165,7 +166,7 @@ def test_a_missing_folder_of_commits_is_damage_not_emptiness(rooms: Rooms) -> No
 
 def test_strangers_are_told(rooms: Rooms) -> None:
     """Whatever lies among the records and is none is named for verify, and never taken for one."""
-    rooms.records.publish(samples.commit())
+    rooms.records.link(samples.commit())
     strangers = ["notes.txt", "04." + "a" * 32, "4." + "A" * 32, "-1." + "a" * 32, "4." + "a" * 31]
     for name in strangers:
         (rooms.layout.run("sft") / name).write_bytes(b"")
@@ -183,7 +184,7 @@ def test_the_folder_is_synced_after_the_link(tmp_path: Path) -> None:
     rooms = samples.rooms(tmp_path / "store", hook=lambda operation, path: calls.append((operation, path.name)))
     calls.clear()
     commit = samples.commit()
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
 
     link = calls.index(("link", f"4.{commit.id}"))
     assert [operation for operation, _ in calls[:link]] == ["mkdir", "fsync", "create", "write", "fsync"]
@@ -202,12 +203,12 @@ def test_a_failed_last_sync_is_not_success(tmp_path: Path) -> None:
     rooms = samples.rooms(tmp_path / "store", hook=refuse)
     commit = samples.commit()
     with pytest.raises(StorageIO, match="is published, but its durability is not confirmed") as caught:
-        rooms.records.publish(commit)
+        rooms.records.link(commit)
 
     assert (caught.value.errno, caught.value.hint) == (errno.EIO, "repeat the command once the disk is well")
     assert rooms.records.read(rooms.records.name_of(commit)) == commit
     failing = False
-    assert not rooms.records.publish(commit)
+    assert not rooms.records.link(commit)
 
 
 # -- pins ----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from layerstore.errors import IntegrityError
 from layerstore.limits import MIB
 from layerstore.model import BlobRef, Kind
 from layerstore.ops.distance import Meter
-from layerstore.storage.setup import open_rooms
 from layerstore.storage.files import Files
-from layerstore.zero3.places import Slices
+from layerstore.storage.setup import open_rooms
+from layerstore.zero3 import Slices
 from tests.unit.test_verbs import checkpoint
 
 BLOCK_0, BLOCK_1 = "model.layers.0", "model.layers.1"

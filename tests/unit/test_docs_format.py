@@ -14,13 +14,12 @@ import pytest
 
 from layerstore import errors, limits, model
 from layerstore.dtypes import DTYPES
-from layerstore.storage import manifest
 from layerstore.store import init
 from layerstore.tree import Inert, Size, Storage, Tensor, Tree
-from layerstore.zero3.ptfile import read_pt
+from layerstore.zero3.pt import read_pt
+from tests.deepspeed.scenarios import HUGGING_FACE_SCENARIO_OF, SCENARIO_OF
 from tests.generated import generate
-from tests.unit.ptfiles import held, write_pt
-from tests.zero3.scenarios import HUGGING_FACE_SCENARIO_OF, SCENARIO_OF
+from tests.zero3.ptfiles import held, write_pt
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -55,9 +54,6 @@ ON_DISK = (
     model.PolicyUse,
     model.Observed,
     model.Pin,
-    manifest.RowBlock,
-    manifest.RowKind,
-    manifest.Hiding,
 )
 
 

@@ -34,7 +34,7 @@ def published(store: Store, record: CommitRecord) -> Commit:
     """Publish *record* as a saver would."""
     commit = make_commit(record, Observed(time_ns=0, bytes_new=0, bytes_reused=0))
     rooms = open_rooms(store.path, Files())
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     rooms.catalog.close()
     return commit
 

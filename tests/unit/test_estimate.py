@@ -19,7 +19,7 @@ from layerstore.ops.architectures import Model, made_up, model_of
 from layerstore.ops.estimate import Estimate, Line, Training, cycle_of, due_sets, estimate, layer_sizes
 from layerstore.ops.found_model import model_at, model_of_commit
 from layerstore.policy import Policy
-from layerstore.zero3.pointers import Pointer, pointer_bytes
+from layerstore.zero3 import Pointer, pointer_bytes
 from tests.bench.loop_table import models
 from tests.bench.shapes import ModelShape
 from tests.generated import generate

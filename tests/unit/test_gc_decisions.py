@@ -191,7 +191,7 @@ def test_what_is_dropped_at_that_very_moment_stays_dropped(three: Store, monkeyp
     def publish(rooms: Rooms, writer: Any, commit: Commit) -> bool:
         if commit.record.step == 10:
             hidden = resolve(rooms, "r@10")
-            rooms.records.publish(hiding_commit(hidden.record, CommitId(hidden.commit), policy="drop"))
+            rooms.records.link(hiding_commit(hidden.record, CommitId(hidden.commit), policy="drop"))
         return claims.publish(rooms, writer, commit)
 
     monkeypatch.setattr(trims, "publish", publish)

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
-from layerstore.model import BlobRef, Collection, Commit, CommitRecord, LayerVersion
+from layerstore.model import BlobRef, Collection, CommitRecord, LayerVersion
 from layerstore.gc.mark import Marks
 from layerstore.publish.pins import pin
 from layerstore.progress import Progress
@@ -21,11 +21,10 @@ from layerstore.history.references import Resolved, resolve
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
 from layerstore.storage import garbage
-from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook
-from layerstore.storage.manifest import RecordRow
+from layerstore.storage.manifest import Manifest, RecordRow
 from tests.unit.checkpoints import Checkpoints
 from tests.unit.test_gc import collect, objects, steps
 
@@ -215,21 +214,21 @@ def test_an_ingest_decides_again_when_what_it_looked_at_is_collected(
 def test_a_row_that_comes_late_does_not_outlive_its_record(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """An ingest tells the index of what a collection has just taken: nobody remembers that as lost."""
+    """An ingest tells the index of what a collection has just taken: nobody is told of it."""
     for each in (10, 20, 30):
         store.ingest(saved(each), run="r")
     grow_old(store)
-    catch_up, met = Catalog._catch_up, list[int]()
+    add, met = Manifest.add, list[int]()
 
-    def late(self: Catalog, unseen: list[tuple[Commit, bytes]]) -> None:
+    def late(self: Manifest, rows: Iterable[RecordRow]) -> None:
         monkeypatch.undo()
         with layerstore.open(store.path) as other:
             met.append(len(collect(other, FIRST, grace_seconds=None).removed))
-        catch_up(self, unseen)
+        add(self, rows)
 
     with layerstore.open(store.path) as writing:
         steps(writing)
-        monkeypatch.setattr(Catalog, "_catch_up", late)
+        monkeypatch.setattr(Manifest, "add", late)
         writing.ingest(saved(step), run="r")
 
     assert met[0] >= 2
@@ -413,31 +412,6 @@ def test_what_a_stopped_collection_left_aside_is_counted(store: Store, saved: Ch
 
     assert planned.bytes_freed == done.bytes_freed == aside > 0
     assert list((store.path / "gc").glob("*/aside")) == []
-
-
-def test_a_stopped_collection_excuses_nothing_that_is_lost_later(store: Store, saved: Checkpoints) -> None:
-    """The next one takes over what it has removed, and forgets the rest of its plan."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
-    removed: list[Path] = []
-
-    def stop_at_the_second(doing: str, path: Path) -> None:
-        if doing == "unlink" and "commits" in path.parts:
-            if removed:
-                stop()
-            removed.append(path)
-
-    with Store(store.path, hook=stop_at_the_second) as stopped, pytest.raises(Stopped):
-        collect(stopped, FIRST)
-    with layerstore.open(store.path) as fresh:
-        assert len(steps(fresh, "r")) == 2
-        collect(fresh)
-        assert fresh.verify().ok
-    (left,) = [path for path in (store.path / "commits" / "r").iterdir() if not path.name.startswith("30.")]
-    left.unlink()
-
-    with layerstore.open(store.path) as fresh:
-        assert [damage.kind for damage in fresh.verify().damaged] == ["record"]
 
 
 def test_a_folder_that_was_emptied_by_hand_counts_on(store: Store, saved: Checkpoints) -> None:
@@ -639,6 +613,7 @@ def test_a_composite_that_is_collected_while_it_is_read_is_no_damage(
         kept.write(tmp_path / "out")
 
 
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
 @pytest.mark.parametrize(("step", "error"), [(30, IntegrityError), (20, Conflict)])
 def test_what_is_lost_is_damage_where_it_is_named(
     store: Store, saved: Checkpoints, tmp_path: Path, step: int, error: type[Exception]
@@ -727,29 +702,6 @@ def test_a_record_that_is_collected_while_it_is_confirmed(store: Store, saved: C
         collect(fresh)
         assert fresh.ingest(saved(10), run="r").is_new == slept
         assert steps(fresh, "r") == [30, 10]
-
-
-def test_what_another_process_has_taken_up_meanwhile_is_no_vanished_record(store: Store, saved: Checkpoints) -> None:
-    """The index is read, then a collection removes a record and somebody else tells the index so: it was collected."""
-    for step in (1, 2):
-        store.ingest(saved(step), run="run")
-    store.log()
-    catalog = store.rooms.catalog
-    read = catalog.indexed
-
-    def and_then_collected(run: str) -> Mapping[str, RecordRow]:
-        rows = read(run)
-        if not done:
-            done.append(True)
-            with Store(store.path) as other:
-                other.gc(FIRST, runs=[run], grace_seconds=0)
-                other.log(run)
-        return rows
-
-    done: list[bool] = []
-    with patch.object(catalog, "indexed", and_then_collected):
-        assert catalog.vanished("run") == []
-    assert done
 
 
 def test_what_lies_aside_is_settled_share_by_share(

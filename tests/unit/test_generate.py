@@ -12,8 +12,8 @@ import torch
 
 import layerstore
 from layerstore.dtypes import by_code
-from layerstore.zero3.ptfile import read_pt
-from layerstore.zero3.slices import slice_length
+from layerstore.zero3 import slice_length
+from layerstore.zero3.pt import read_pt
 from tests import generated
 from tests.bench.generate import LAYOUTS, generate, generate_size
 from tests.bench.shapes import GROUPINGS, ModelShape, shape_of_size

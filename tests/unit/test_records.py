@@ -14,8 +14,8 @@ from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.records import commit_id, seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.model import BlobRef, CommitRecord, Fork, LayerVersion, Observed, RankState
 from tests.unit import samples
-from tests.unit.ptfiles import fingerprint
 from tests.unit.samples import STORE_ID
+from tests.zero3.ptfiles import fingerprint
 
 NAME = "commits/sft/4.0"
 

@@ -42,7 +42,7 @@ def publish(
         supersedes=[CommitId(commit) for commit in supersedes],
     )
     commit = samples.commit(record)
-    rooms.records.publish(commit)
+    rooms.records.link(commit)
     return commit
 
 

@@ -12,7 +12,7 @@ from layerstore.format.treecodec import decode, encode
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
 from tests.unit import samples
-from tests.unit.ptfiles import fingerprint
+from tests.zero3.ptfiles import fingerprint
 
 
 def held_to_plain(content: object) -> Plain:

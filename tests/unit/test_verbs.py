@@ -14,8 +14,7 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, NoStore, NotFound, SourceCheckpoint
 from layerstore.model import GatheredFile, GatheredTensor, Kind, TensorSource
-from layerstore.zero3.places import Slices
-from layerstore.zero3.regather import gathered_pieces
+from layerstore.zero3 import Slices, gathered_pieces
 from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 16, "vocab": 16}

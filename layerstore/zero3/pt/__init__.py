@@ -1,1 +1,11 @@
-"""The ``.pt`` container: zip archives and inert pickles, read and written without torch. The security boundary."""
+"""
+``.pt`` files without torch: the door of the only package that reads or writes them.
+
+This is the security boundary. A pickle is described, never run: globals become names, calls become nodes, and what
+is on no list is refused. No module here imports ``pickle``.
+"""
+
+from layerstore.zero3.pt.picklenames import INERT, VALUES
+from layerstore.zero3.pt.ptfile import PtFile, PtLayout, layout_pt, read_pt
+
+__all__ = ["INERT", "VALUES", "PtFile", "PtLayout", "layout_pt", "read_pt"]

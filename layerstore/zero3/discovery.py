@@ -1,0 +1,456 @@
+"""
+Find the ZeRO-3 checkpoint in a folder: its layout, its tag and its files.
+
+Only ``latest``, ``trainer_state.json`` and the index of sharded weights are read. No step is taken from a folder's
+name. Symbolic links are refused unless asked for.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from layerstore.errors import InvalidInput, LayoutMismatch, NotFound, SourceCheckpoint, Unsupported
+from layerstore.layers import ADAPTER_WEIGHTS, typed
+from layerstore.limits import RECORD_BYTES_MAX, SOURCE_FILES_MAX, STEP_MAX
+from layerstore.zero3.filenames import (
+    INCOMPLETE,
+    LATEST,
+    LATEST_BYTES_MAX,
+    SCRIPTS,
+    SHARD,
+    SHARD_STEM,
+    SUMMARY,
+    TRAINER_FILES,
+    TRAINER_STATE,
+    ZERO3,
+    folder_kind,
+    rank_of_file,
+    run_name,
+)
+from layerstore.zero3.sourcefile import read_source_file, real_path, stat_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFiles:
+    """The pair of files that one rank wrote."""
+
+    rank: int
+    model: Path
+    optimizer: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStamp:
+    """A file's size and time when it was found; if they change later, somebody is still writing it."""
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """The files of one checkpoint."""
+
+    folder: Path
+    """The save folder; paths of files are relative to it."""
+    tag: str
+    flavour: str
+    """``raw``, ``hf``, ``accelerate`` or ``lightning``."""
+    ranks: tuple[RankFiles, ...]
+    """By rank, from 0, without gaps."""
+    others: tuple[Path, ...]
+    """Everything else that belongs to the checkpoint, sorted."""
+    stamps: tuple[FileStamp, ...]
+    """Of all these files."""
+    notes: tuple[str, ...]
+    """What was left out, for the user."""
+
+    @property
+    def run_name(self) -> str:
+        """The run's name where the user gives none."""
+        return run_name(self.folder, flavour=self.flavour)
+
+
+def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> FoundCheckpoint:
+    """
+    Find the checkpoint at *path*: a save folder, its parent, or a tag folder.
+
+    Raises:
+        SourceCheckpoint: Files are missing, or the checkpoint is not finished.
+        Unsupported: It is a checkpoint, but not of ZeRO-3.
+        InvalidInput: *path* holds several and none was chosen.
+    """
+    # Resolved once: a path that ends in "..", or a link, must not name the run.
+    given, wanted = real_path(path), tag
+    folder, tag = _resolve(given, wanted)
+    for inner in (folder / tag, folder / LATEST):
+        if inner.is_symlink() and not follow:
+            raise _linked(inner)
+    names = list_folder(folder / tag)
+    _refuse_foreign(folder / tag, names)
+    ranks = _pair_up(folder / tag, names)
+    _refuse_unfinished(folder)
+    flavour = flavour_of(folder, tag)
+    shards = {file for pair in ranks for file in (pair.model, pair.optimizer)}
+    notes = [] if wanted is not None or given == folder / tag else _other_tags(folder, tag)
+    others = tuple(sorted(file for file in _belonging(folder, tag, flavour, follow, notes) if file not in shards))
+    return FoundCheckpoint(
+        folder=folder,
+        tag=tag,
+        flavour=flavour,
+        ranks=ranks,
+        others=others,
+        stamps=tuple(_stamp(file) for file in sorted([*shards, *others])),
+        notes=tuple(notes),
+    )
+
+
+def check_unchanged(found: FoundCheckpoint) -> None:
+    """Raise SourceCheckpoint if any file is not as it was when it was found."""
+    for stamp in found.stamps:
+        if _stamp(stamp.path) != stamp:
+            raise SourceCheckpoint(
+                f"{stamp.path} is still changing: its size or time differs from a moment ago; nothing was ingested",
+                hint="repeat the command once the save has finished",
+            )
+
+
+def list_folder(path: Path) -> list[str]:
+    """Return the names in the folder *path*, sorted."""
+    try:
+        return sorted(os.listdir(path))  # noqa: PTH208  # names, not paths
+    except OSError as exc:
+        raise SourceCheckpoint(f"cannot list {path}: {exc.strerror}") from exc
+
+
+def holds_zero3(path: Path) -> bool:
+    """Whether a ZeRO-3 checkpoint, complete or not, is where `discover` would look for one in the folder *path*."""
+    folders = [path]
+    for _ in range(3):
+        names = {folder: list_folder(folder) for folder in folders}
+        if any(folder_kind(inside) == ZERO3 for inside in names.values()):
+            return True
+        folders = [folder / name for folder, inside in names.items() for name in inside if (folder / name).is_dir()]
+    return False
+
+
+# -- which folder, which tag ---------------------------------------------------------------------------------------
+
+
+def _resolve(path: Path, tag: str | None) -> tuple[Path, str]:
+    """Return the save folder and the tag."""
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise SourceCheckpoint(f"{path} {what}; a ZeRO-3 checkpoint is a folder", hint="give that folder")
+    if _is_tag_folder(path):
+        if tag is not None and tag != path.name:
+            raise InvalidInput(f"{path} is the folder of tag {path.name!r}, but tag {tag!r} was asked for")
+        return path.parent, path.name
+    tags = _tags(path)
+    if tags or (path / LATEST).exists() or tag is not None:
+        return path, _choose_tag(path, tags, tag)
+    return _only_save_folder(path)
+
+
+def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
+    known = f"tags here: {', '.join(tags)}" if tags else "there is no tag folder here"
+    if wanted is not None:
+        if wanted not in tags:
+            raise NotFound(f"{folder} has no tag {wanted!r}", hint=known)
+        return wanted
+    if (folder / LATEST).exists():
+        named = read_latest(folder)
+        if named in tags:
+            return named
+        if named:
+            raise SourceCheckpoint(
+                f"{folder / LATEST} names {named!r}, which is not a checkpoint beside it",
+                hint=f"{known}; choose one with --tag" if tags else known,
+            )
+    if len(tags) == 1:
+        return tags[0]
+    raise InvalidInput(f"{folder} does not say which tag is meant", hint=f"{known}; choose one with --tag")
+
+
+def _other_tags(folder: Path, chosen: str) -> list[str]:
+    """Note that *folder* holds more tags than the one taken."""
+    others = [name for name in _tags(folder) if name != chosen]
+    if not others:
+        return []
+    shown = ", ".join(sorted(others, key=_natural)[:5])
+    return [
+        f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
+        f"{' …' if len(others) > 5 else ''}; --all takes every one, --tag another"
+    ]
+
+
+def read_latest(folder: Path) -> str:
+    """Return the tag that ``latest`` in *folder* names."""
+    path = folder / LATEST
+    data = read_source_file(path, size_bytes_max=LATEST_BYTES_MAX)
+    try:
+        named = data.decode().strip()
+    except UnicodeDecodeError as exc:
+        raise SourceCheckpoint(f"{path} is not text", hint="choose a tag with --tag") from exc
+    if "/" in named or "\0" in named or named in {".", ".."}:
+        raise SourceCheckpoint(
+            f"{path} names {named!r}, which is not a folder beside it; a tag is one name",
+            hint="choose one with --tag",
+        )
+    return named
+
+
+def _only_save_folder(path: Path) -> tuple[Path, str]:
+    inner = [name for name in list_folder(path) if (path / name).is_dir() and _tags(path / name)]
+    if len(inner) == 1:
+        return _resolve(path / inner[0], None)
+    if inner:
+        inner.sort(key=_natural)
+        more = f" and {len(inner) - 10} more" if len(inner) > 10 else ""
+        raise InvalidInput(
+            f"{path} holds {len(inner)} checkpoints: {', '.join(inner[:10])}{more}",
+            hint=f"layerstore ingest --all {typed(str(path))}; one: layerstore ingest {typed(str(path / inner[-1]))}",
+        )
+    _refuse_foreign(path, list_folder(path))
+    raise SourceCheckpoint(
+        f"{path} holds no ZeRO-3 checkpoint: no folder with zero_pp_rank_*_states.pt files was found",
+        hint="give the folder that DeepSpeed, the Trainer, Accelerate or Lightning saved to",
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _tags(folder: Path) -> list[str]:
+    return [name for name in list_folder(folder) if _is_tag_folder(folder / name)]
+
+
+def _is_tag_folder(path: Path) -> bool:
+    return path.is_dir() and folder_kind(list_folder(path)) is not None
+
+
+# -- what kind -----------------------------------------------------------------------------------------------------
+
+
+def flavour_of(folder: Path, tag: str) -> str:
+    """Return who wrote *folder*: ``raw`` (DeepSpeed alone), ``hf``, ``accelerate`` or ``lightning``."""
+    if (folder / TRAINER_STATE).exists():
+        return "hf"
+    if re.fullmatch(r"pytorch_model(_\d+)?", tag):
+        return "accelerate"
+    if tag == "checkpoint" and folder.name.endswith(".ckpt"):
+        return "lightning"
+    return "raw"
+
+
+def _refuse_foreign(folder: Path, names: list[str]) -> None:
+    kind = folder_kind(names)
+    if kind not in {None, ZERO3}:
+        raise Unsupported(
+            f"{folder} is a {kind} checkpoint; only ZeRO stage 3 is supported",
+            hint="train with zero_optimization.stage 3 and save again",
+        )
+    if "offloaded_tensors" in names:
+        raise Unsupported(
+            f"{folder} has its optimizer offloaded to NVMe (offloaded_tensors): its state is not in the shards",
+            hint="save with offload_optimizer.device 'cpu' or 'none'",
+        )
+    degrees = {int(match["mp"]) for name in names if (match := SHARD.fullmatch(name))}
+    if degrees - {0}:
+        raise Unsupported(
+            f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}; only degree 1 is supported",
+            hint="train without tensor parallelism and save again",
+        )
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """Refuse a Trainer's unfinished save: ``trainer_state.json`` is nearly the last file that it writes."""
+    names = set(list_folder(folder))
+    problem = None
+    if INCOMPLETE in names:
+        problem = f"the Trainer was interrupted and left {INCOMPLETE}"
+    elif re.fullmatch(r"checkpoint-\d+", folder.name) and names & TRAINER_FILES and TRAINER_STATE not in names:
+        problem = f"it has files of a Trainer, but no {TRAINER_STATE}"
+    if problem is not None:
+        raise SourceCheckpoint(
+            f"{folder} is not finished: {problem}", hint="wait for the save to end, or ingest an earlier checkpoint"
+        )
+
+
+# -- which files ---------------------------------------------------------------------------------------------------
+
+
+def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
+    found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    for match in filter(None, map(SHARD.fullmatch, names)):
+        rank, files = int(match["rank"]), found[match["what"]]
+        if rank in files:
+            raise SourceCheckpoint(
+                f"{folder} has two {match['what']}_states files of rank {rank}: {files[rank].name}, {match[0]}"
+            )
+        files[rank] = folder / match[0]
+    ranks = sorted(found["model"].keys() | found["optim"].keys())
+    if not found["optim"] and ranks:
+        raise Unsupported(
+            f"{folder} has no optim_states files: the fp32 weights and the optimizer's state are not in it",
+            hint="layerstore needs a checkpoint that training could resume from",
+        )
+    halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in found if rank not in found[kind]]
+    gaps = [f"both files of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
+    missing = halves + gaps
+    if missing:
+        raise SourceCheckpoint(
+            f"{folder} is incomplete: {', '.join(missing[:8])}{' …' if len(missing) > 8 else ''} missing",
+            hint="copy the missing files from the node that wrote them, or ingest another checkpoint",
+            missing=missing,
+        )
+    if len({path.name.startswith("bf16_") for path in found["optim"].values()}) > 1:
+        raise LayoutMismatch(
+            f"{folder} is mixed: the optim_states of some ranks begin with bf16_ and those of others do not",
+            hint="ranks of one save belong together; ingest another checkpoint",
+        )
+    return tuple(RankFiles(rank=rank, model=found["model"][rank], optimizer=found["optim"][rank]) for rank in ranks)
+
+
+def beside_shards(folder: Path, tag: str) -> Iterator[Path]:
+    """
+    Yield the files in *folder*, while a trainer still writes there, that are kept byte for byte.
+
+    Gathered weights are not kept: they follow from the masters, and compose can make them again. An adapter's
+    weights are: only their file has PEFT's names, and they are all that is trained.
+    """
+    for path in _belonging(folder, tag, flavour_of(folder, tag), False, []):
+        is_weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+        if not SHARD_STEM.fullmatch(path.stem) and (not is_weights or path.name == ADAPTER_WEIGHTS):
+            yield path
+
+
+def _belonging(folder: Path, tag: str, flavour: str, follow: bool, notes: list[str]) -> Iterator[Path]:
+    """Yield the files of one checkpoint of *folder*; add to *notes* what is left out."""
+    if flavour == "raw":
+        # A raw save folder may hold anything beside its tags: only DeepSpeed's own scripts belong to this one.
+        yield from _walk(folder / tag, folder, follow, notes)
+        yield from (folder / name for name in SCRIPTS if (folder / name).is_file())
+        return
+    for file in _walk(folder, folder, follow, notes):
+        top = file.relative_to(folder).parts[0]
+        if file not in {folder / LATEST, folder / SUMMARY} and (top == tag or not _is_tag_folder(folder / top)):
+            yield file
+
+
+def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iterator[Path]:
+    count = 0
+    pending = [directory]
+    while pending:
+        for name in list_folder(current := pending.pop()):
+            path = current / name
+            count += 1
+            if count > SOURCE_FILES_MAX:
+                raise InvalidInput(f"{folder} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
+            if not _is_text(name):
+                notes.append(f"ignored {os.fsencode(path)!r}: its name is not UTF-8")
+                continue
+            kind = _kind(path, follow)
+            if kind == "folder" and (path / "store.json").is_file() and (path / "objects").is_dir():
+                notes.append(f"ignored {path}: it is a store")
+            elif kind == "folder":
+                pending.append(path)
+            elif kind == "file":
+                yield path
+            else:
+                notes.append(f"ignored {path}: a link to a folder could lead in circles")
+
+
+def _kind(path: Path, follow: bool) -> str:
+    mode = stat_source(path, follow=False).st_mode
+    if stat.S_ISLNK(mode):
+        if not follow:
+            raise _linked(path)
+        mode = stat_source(path, follow=True).st_mode
+        if stat.S_ISDIR(mode):
+            return "linked folder"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    if stat.S_ISREG(mode):
+        return "file"
+    raise SourceCheckpoint(f"{path} is neither a file nor a folder", hint="remove it from the checkpoint")
+
+
+def _linked(path: Path) -> SourceCheckpoint:
+    return SourceCheckpoint(
+        f"{path} is a symbolic link; links in a checkpoint are not followed",
+        hint="copy what it means into its place, or pass --follow if you trust where it points",
+    )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _stamp(path: Path) -> FileStamp:
+    try:
+        state = path.stat()
+    except OSError as exc:
+        raise SourceCheckpoint(f"{path} has vanished: {exc.strerror}", hint="repeat the command") from exc
+    return FileStamp(path=path, size_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+
+
+# -- what the files beside the shards say --------------------------------------------------------------------------
+
+
+def check_companions(found: FoundCheckpoint, world_size: int) -> None:
+    """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
+    beside = [file for file in found.others if file.parent == found.folder]
+    ranks = {rank for file in beside if (rank := rank_of_file(file.name)) is not None}
+    missing = sorted(set(range(world_size)) - ranks) if ranks and world_size > 1 else []
+    if missing:
+        raise SourceCheckpoint(
+            f"{found.folder} is incomplete: the random state of rank {missing[0]} is missing ({len(missing)} in all)",
+            hint="wait for the save to end, or ingest another checkpoint",
+        )
+    others = set(found.others)
+    for file in found.others:
+        if file.name.endswith(".safetensors.index.json"):
+            absent = sorted(name for name in shards_of_index(file) if file.parent / name not in others)
+            if absent:
+                raise SourceCheckpoint(
+                    f"{found.folder} is incomplete: {file.name} names {absent[0]!r}, which is not there",
+                    hint="wait for the save to end, or ingest another checkpoint",
+                )
+
+
+def shards_of_index(path: Path) -> set[str]:
+    """Return the files that an index of sharded weights names; raises SourceCheckpoint where it is none."""
+    data = read_source_file(path, size_bytes_max=RECORD_BYTES_MAX)
+    try:
+        return {str(name) for name in json.loads(data)["weight_map"].values()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise SourceCheckpoint(
+            f"{path} is not the index of sharded weights: {exc}", hint="was the save interrupted?"
+        ) from exc
+
+
+def step_of_trainer(path: Path) -> int:
+    """Return the step in a ``trainer_state.json``; raises SourceCheckpoint where it has none."""
+    try:
+        step = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))["global_step"]
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        raise SourceCheckpoint(f"{path} does not tell the step: {exc}", hint="was the save interrupted?") from exc
+    return checked_step(step, path)
+
+
+def checked_step(step: object, path: PurePath) -> int:
+    """Return *step* if references, record names and index keys can hold it; else raise SourceCheckpoint."""
+    if type(step) is not int or not 0 <= step < STEP_MAX:
+        raise SourceCheckpoint(f"{path} has global_step {str(step)[:60]}, which is no step")
+    return step

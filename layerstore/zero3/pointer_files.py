@@ -1,0 +1,96 @@
+"""
+Pointer files: small ``.pt`` files that stand for shards whose state is in a store.
+
+Loading one without layerstore, with ``torch.load`` or through an engine, fails with an error that says what the file
+is and how to write the checkpoint out.
+"""
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.limits import MIB
+from layerstore.tree import Inert, Tree
+from layerstore.zero3.pt import layout_pt, read_pt
+
+_KEY = "layerstore"
+_WORDS = "this file cannot be loaded"
+# A pointer has two kilobytes, plus a few hundred bytes for each layer of a mixture. Real shards have megabytes.
+_SIZE_BYTES_MAX = 1 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """The store and the composite that hold a checkpoint's state."""
+
+    store: str
+    store_id: str
+    name: str
+    """Its reference, or the name of its pin."""
+    run: str
+    attempt: int
+    step: int
+    is_pin: bool = False
+    policy: str = "latest"
+    layers: Tree = None
+    """The entry of every layer; None where all are the commit's own."""
+
+    @property
+    def command(self) -> str:
+        """The command that writes the checkpoint out."""
+        policy = f" --policy {self.policy}" if self.layers is not None else ""
+        return f"layerstore compose {self.name}{policy} -o FOLDER --store {self.store}"
+
+
+def pointer_bytes(pointer: Pointer, *, stem: str) -> bytes:
+    """Return the bytes of a pointer file that is called *stem*."""
+    words = (
+        f"{stem}.pt is a pointer: the state is in the layerstore {pointer.store} as {pointer.name}. "
+        f"Attach a saver before loading it, or write it out with: {pointer.command}"
+    )
+    # No device has such a name. Only this error of torch has the same words with weights_only and without.
+    tree: dict[Tree, Tree] = {
+        _KEY: dict(asdict(pointer).items()),
+        _WORDS: Inert(name="torch.device", arguments=(words,)),
+    }
+    layout = layout_pt(tree, name=stem, alignment_bytes=64)
+    data = bytearray(layout.size_bytes)
+    for offset, part in layout.skeleton({}):
+        data[offset : offset + len(part)] = part
+    return bytes(data)
+
+
+def read_pointer(path: Path) -> Pointer | None:
+    """Return what *path* points at, None if it is no pointer."""
+    try:
+        if not path.is_file() or path.stat().st_size > _SIZE_BYTES_MAX:
+            return None
+        tree = read_pt(path).tree
+    except (LayerstoreError, OSError):
+        return None  # not a pointer: the reader of shards will say what is wrong with it
+    fields = tree.get(_KEY) if isinstance(tree, dict) and _WORDS in tree else None
+    if not isinstance(fields, dict):
+        return None
+    try:
+        pointer = Pointer(**{str(key): value for key, value in fields.items()})  # type: ignore[arg-type]  # looked at next
+        for field in dataclasses.fields(Pointer):
+            value = getattr(pointer, field.name)
+            if isinstance(field.type, type) and type(value) is not field.type:  # a tree may be anything
+                raise TypeError(f"its {field.name} is a {type(value).__name__}")
+    except TypeError as exc:
+        raise InvalidInput(
+            f"{path} is a pointer of another version of layerstore: {exc}",
+            hint="use the version that wrote it, or make it again",
+        ) from exc
+    return pointer
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise InvalidInput if *path*, which is asked for as a shard, is a pointer."""
+    pointer = read_pointer(path)
+    if pointer is not None:
+        raise InvalidInput(
+            f"{path.parent} holds pointers, no shards: the state is in the store {pointer.store} as {pointer.name}",
+            hint=f"it need not be ingested; shards of it: {pointer.command}",
+        )

@@ -1,0 +1,262 @@
+"""
+Write an inert tree as the pickle that ``torch.save`` would write: protocol 2, torch's own names.
+
+Loading it with torch gives live objects of the original classes. Equal trees give equal bytes:
+only texts and globals are memorised, by value; storages are numbered by first use; sets are sorted.
+The ``pickle`` module is not used. A list or dict that occurs twice in a tree is written twice.
+"""
+
+import struct
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layerstore.dtypes import by_code
+from layerstore.errors import InvalidInput
+from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.zero3.pt import picklenames as names
+from layerstore.zero3.pt.treecheck import TreeReport, UnsafeTreeError, check_tree, view_end
+
+_UINT8_MAX = 0xFF
+_UINT16_MAX = 0xFFFF
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+
+_MARK = b"("
+_NONE = b"N"
+_TRUE = b"\x88"
+_FALSE = b"\x89"
+_EMPTY_TUPLE = b")"
+_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
+_TUPLE = b"t"
+_EMPTY_LIST = b"]"
+_APPENDS = b"e"
+_EMPTY_DICT = b"}"
+_SET_ITEMS = b"u"
+_REDUCE = b"R"
+_NEW = b"\x81"
+_BUILD = b"b"
+_PERSISTENT = b"Q"
+_STOP = b"."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPickle:
+    """A pickle and the storages that it names."""
+
+    payload: bytes
+    """The bytes of ``data.pkl``."""
+    storages: tuple[Storage, ...]
+    """By key: the first lies in ``data/0``."""
+
+
+def write_pickle(tree: Tree) -> WrittenPickle:
+    """
+    Return *tree* as a pickle.
+
+    Raises:
+        InvalidInput: The tree contains itself, or a part that cannot be written; names the key path.
+    """
+    _check(tree)
+    writer = _Writer()
+    writer.write(tree)
+    return WrittenPickle(payload=b"\x80\x02" + writer.payload() + _STOP, storages=tuple(writer.storages))
+
+
+def _check(tree: Tree) -> None:
+    try:
+        found: TreeReport = check_tree(tree)
+    except UnsafeTreeError as exc:
+        raise InvalidInput(f"the tree cannot be written: {exc}") from exc
+    for place, unreadable in found.unreadable:
+        raise InvalidInput(f"the tree cannot be written: {unreadable.what} at {place}")
+    for name, place in found.names.items():
+        if names.dotted(*names.module_and_name(name)) is None:
+            raise InvalidInput(f"the tree cannot be written: {name!r} at {place} is not the name of a global")
+
+
+class _Writer:
+    """Appends the opcodes of one node after another."""
+
+    def __init__(self) -> None:
+        self.storages: dict[Storage, int] = {}
+        """Key numbers, in order of first use."""
+        self._pieces: list[bytes] = []
+        self._memo: dict[str | Global, int] = {}
+
+    def payload(self) -> bytes:
+        """Return the opcodes written so far."""
+        return b"".join(self._pieces)
+
+    def write(self, node: "Tree | Storage") -> None:  # noqa: PLR0912  # one case a type
+        """Write one node of any type."""
+        match node:
+            case None:
+                self._emit(_NONE)
+            case bool():
+                self._emit(_TRUE if node else _FALSE)
+            case int():
+                self._integer(node)
+            case float():
+                self._emit(struct.pack(">cd", b"G", node))
+            case str():
+                self._text(node)
+            case bytes():
+                # Protocol 2 has no bytes; latin-1 maps each of them to the character of its number.
+                self._call(names.ENCODE, node.decode("latin-1"), "latin1")
+            case Size():
+                self._call(names.SIZE, tuple(node))
+            case tuple():
+                self._tuple(node)
+            case list():
+                self._emit(_EMPTY_LIST)
+                self._appends(node)
+            case OrderedMap():
+                self._call(names.ORDERED_DICT)
+                self._set_items(node)
+                if node.attributes is not None:
+                    self.write(node.attributes)
+                    self._emit(_BUILD)
+            case dict():
+                self._emit(_EMPTY_DICT)
+                self._set_items(node)
+            case set():
+                # The order of a set changes from process to process, so its elements are sorted by their own pickles.
+                self._call(names.SET, sorted(node, key=_sort_key))
+            case Global():
+                self._global(node)
+            case Inert():
+                self._inert(node)
+            case Tensor():
+                self._tensor(node)
+            case Storage():
+                self._storage(node)
+
+    def _emit(self, *pieces: bytes) -> None:
+        self._pieces += pieces
+
+    def _integer(self, value: int) -> None:
+        if 0 <= value <= _UINT8_MAX:
+            self._emit(b"K", value.to_bytes(1, "little"))
+        elif 0 <= value <= _UINT16_MAX:
+            self._emit(b"M", value.to_bytes(2, "little"))
+        elif _INT32_MIN <= value <= _INT32_MAX:
+            self._emit(b"J", value.to_bytes(4, "little", signed=True))
+        else:
+            raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            head = b"\x8a" + bytes([len(raw)]) if len(raw) <= _UINT8_MAX else b"\x8b" + struct.pack("<i", len(raw))
+            self._emit(head, raw)
+
+    def _text(self, text: str) -> None:
+        if not self._recall(text):
+            raw = text.encode("utf-8", "surrogatepass")
+            self._emit(b"X", struct.pack("<I", len(raw)), raw)
+            self._memorise(text)
+
+    # Containers
+
+    def _tuple(self, items: "tuple[Tree | Storage, ...]") -> None:
+        if not items:
+            self._emit(_EMPTY_TUPLE)
+            return
+        if len(items) not in _TUPLES:
+            self._emit(_MARK)
+        for item in items:
+            self.write(item)
+        self._emit(_TUPLES.get(len(items), _TUPLE))
+
+    def _appends(self, items: "list[Tree]") -> None:
+        if items:
+            self._emit(_MARK)
+            for item in items:
+                self.write(item)
+            self._emit(_APPENDS)
+
+    def _set_items(self, items: "dict[Tree, Tree]") -> None:
+        if items:
+            self._emit(_MARK)
+            for key, value in items.items():
+                self.write(key)
+                self.write(value)
+            self._emit(_SET_ITEMS)
+
+    # Names and objects
+
+    def _global(self, node: Global) -> None:
+        if not self._recall(node):
+            module, name = names.module_and_name(node.name)
+            self._emit(f"c{module}\n{name}\n".encode())
+            self._memorise(node)
+
+    def _inert(self, item: Inert) -> None:
+        self._global(Global(item.name))
+        self._tuple(item.arguments)
+        self._emit(_NEW if item.made_by_new else _REDUCE)
+        self._appends(item.appended)
+        self._set_items(item.items)
+        if item.has_state:
+            self.write(item.state)
+            self._emit(_BUILD)
+
+    def _call(self, function: str, *arguments: "Tree | Storage") -> None:
+        """Write ``function(*arguments)``."""
+        self._global(Global(function))
+        self._tuple(arguments)
+        self._emit(_REDUCE)
+
+    # Tensors
+
+    def _tensor(self, item: Tensor) -> None:
+        if item.is_parameter:
+            # A parameter stands around its plain data, which never requires a gradient itself.
+            data = replace(item, is_parameter=False, requires_grad=False, attributes=None)
+            parts = (data, item.requires_grad, OrderedMap())
+            if item.attributes is None:
+                self._call(names.REBUILD_PARAMETER, *parts)
+            else:
+                self._call(names.REBUILD_PARAMETER_WITH_STATE, *parts, item.attributes)
+            return
+        function, arguments = _view(item)
+        if item.attributes is None:
+            self._call(function, *arguments)
+        else:
+            kind = Global(names.TENSOR)
+            self._call(names.REBUILD_FROM_TYPE, Global(function), kind, arguments, item.attributes)
+
+    def _storage(self, storage: Storage) -> None:
+        key = self.storages.setdefault(storage, len(self.storages))
+        dtype = by_code(storage.dtype)
+        is_typed = dtype.storage_class is not None
+        storage_class = Global(f"torch.{dtype.storage_class}" if is_typed else names.UNTYPED_STORAGE)
+        elements = storage.elements if is_typed else storage.elements * dtype.bytes
+        self._tuple(("storage", storage_class, str(key), storage.device, elements))
+        self._emit(_PERSISTENT)
+
+    # Memo
+
+    def _recall(self, value: str | Global) -> bool:
+        index = self._memo.get(value)
+        if index is None:
+            return False
+        self._emit(b"h" + bytes([index]) if index <= _UINT8_MAX else b"j" + struct.pack("<I", index))
+        return True
+
+    def _memorise(self, value: str | Global) -> None:
+        index = self._memo[value] = len(self._memo)
+        self._emit(b"q" + bytes([index]) if index <= _UINT8_MAX else b"r" + struct.pack("<I", index))
+
+
+def _view(item: Tensor) -> "tuple[str, tuple[Any, ...]]":
+    """Return the function that rebuilds a plain tensor, and its arguments; a storage is among them."""
+    dtype = by_code(item.storage.dtype)
+    if view_end(item) > item.storage.elements:
+        raise InvalidInput(f"a tensor of shape {tuple(item.shape)} reaches beyond its storage")
+    no_hooks = OrderedMap()
+    arguments = (item.storage, item.offset, tuple(item.shape), item.stride, item.requires_grad, no_hooks)
+    if dtype.storage_class is not None:
+        return names.REBUILD_TENSOR, arguments
+    return names.REBUILD_TENSOR_UNTYPED, (*arguments, Global(f"torch.{dtype.torch_name}"))
+
+
+def _sort_key(element: Tree) -> bytes:
+    writer = _Writer()
+    writer.write(element)
+    return writer.payload()

@@ -1,0 +1,206 @@
+"""
+``.pt`` files: read as a tree and the places of its tensors' bytes, or laid out from one. No torch is imported.
+
+Reading takes milliseconds: the pickle becomes an inert tree, and each storage holds the place of its bytes.
+Writing starts from a layout: it says where each payload goes and which bytes surround them; callers write both.
+This module reads no payload and writes no file. The format is one zip archive, as ``torch.save`` makes it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.dtypes import by_code
+from layerstore.errors import InvalidInput, Unsupported
+from layerstore.format.hashing import crc32 as crc32_of
+from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
+from layerstore.tree import Storage, Tree
+from layerstore.zero3.pt.picklewrite import write_pickle
+from layerstore.zero3.pt.unpickle import read_pickle
+from layerstore.zero3.pt.ziparchive import Archive, ZipLayout, ZipRecord, layout_archive, read_archive
+from layerstore.zero3.sourcefile import OpenedSource, damaged, open_source, untrusted
+
+_PICKLE = "data.pkl"
+_BYTE_ORDER = "byteorder"
+_STORAGE_FOLDER = "data/"
+
+# torch's own alignment, for all that is not a payload.
+_RECORD_ALIGNMENT_BYTES = 64
+
+# The padding lies in an extra field, whose length has 16 bits.
+_ALIGNMENT_BYTES_MAX = 32 * 1024
+
+# The length that torch gives its own serialization ids.
+_ID_DIGITS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PtFile:
+    """What a ``.pt`` file describes."""
+
+    path: Path
+    """Where it was read."""
+    tree: Tree
+    """Inert; each tensor's storage holds a `Located` as its content."""
+    size_bytes: int
+    """Size of the whole file when it was opened."""
+    storages: tuple[Storage, ...]
+    """Every storage that a tensor views, in order of first use."""
+    root: str
+    """The folder inside the archive: the stem of the name that the file was saved under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PtLayout:
+    """Where everything of a ``.pt`` file goes."""
+
+    size_bytes: int
+    """Size of the whole file."""
+    storages: tuple[tuple[Storage, int], ...]
+    """Each storage with the absolute offset of its payload, in file order; empty ones included."""
+    _records: tuple["_Planned", ...]
+    """All records but the last, the serialization id, in file order."""
+    _zip: ZipLayout
+
+    def skeleton(self, crc32: Mapping[Storage, int]) -> list[tuple[int, bytes]]:
+        """
+        Return all bytes but the storages' payloads, as (absolute offset, bytes), in file order.
+
+        *crc32* holds the CRC of each storage's payload; empty ones may be left out.
+        Skeleton and payloads together cover the file, without gap or overlap,
+        and are the same bytes for the same tree, name and payloads.
+
+        Raises:
+            InvalidInput: The CRC of a storage is missing.
+        """
+        crcs = [record.crc32(crc32) for record in self._records]
+        identity = _serialization_id(self._records[0].payload, crcs)
+        framing = self._zip.framing([*crcs, crc32_of(identity)])
+        payloads = (*(record.payload for record in self._records), identity)
+        placed = zip(self._zip.records, payloads, strict=True)
+        return sorted([*framing, *((at.offset_bytes, payload) for at, payload in placed if payload)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A record to write: a storage, or bytes that are known already."""
+
+    name: str
+    payload: bytes = b""
+    """Empty for storages: callers put those bytes in place."""
+    storage: Storage | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        if self.storage is None:
+            return len(self.payload)
+        return self.storage.elements * by_code(self.storage.dtype).bytes
+
+    def crc32(self, known: Mapping[Storage, int]) -> int:
+        if self.storage is None:
+            return crc32_of(self.payload)
+        if self.size_bytes and self.storage not in known:
+            raise InvalidInput(f"the CRC of the record {self.name} is missing")
+        return known[self.storage] if self.size_bytes else 0
+
+    def record(self, alignment_bytes: int) -> ZipRecord:
+        is_payload = self.storage is not None and self.size_bytes > 0
+        return ZipRecord(
+            name=self.name,
+            size_bytes=self.size_bytes,
+            alignment_bytes=alignment_bytes if is_payload else _RECORD_ALIGNMENT_BYTES,
+        )
+
+
+def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtFile:
+    """
+    Return what *path* describes, without reading any tensor's bytes and without running anything.
+
+    The layout, the pickle and its CRC are checked; the payloads' CRCs are only passed on.
+    Globals in *allowed_globals* become inert objects.
+
+    Raises:
+        SourceCheckpoint: Missing, cut short, damaged, of another format, or untrusted.
+        Unsupported: A tensor of a kind or element type that is not supported; big-endian bytes.
+        StorageIO: The disk refused.
+    """
+    with open_source(path) as source:
+        archive = read_archive(source)
+        _check_byte_order(source, archive)
+        payload = _read_record(source, archive, _PICKLE)
+    read = read_pickle(
+        payload,
+        path=path,
+        records={
+            name.removeprefix(_STORAGE_FOLDER): located
+            for name, located in archive.entries.items()
+            if name.startswith(_STORAGE_FOLDER)
+        },
+        allowed_globals=allowed_globals,
+    )
+    return PtFile(path=path, tree=read.tree, size_bytes=source.size_bytes, storages=read.storages, root=archive.root)
+
+
+def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> PtLayout:
+    """
+    Lay *tree* out as a ``.pt`` file whose archive folder is *name*: the file's stem, as torch does it.
+
+    Every payload that is not empty starts at a multiple of *alignment_bytes*, so that whole pages can be
+    copied or shared by the kernel.
+
+    Raises:
+        InvalidInput: A tree, name or alignment that cannot be written.
+    """
+    if not name or name in (".", "..") or any(sign in name for sign in "/\\\0"):
+        raise InvalidInput(f"{name!r} is not the stem of a file name")
+    if not 1 <= alignment_bytes <= _ALIGNMENT_BYTES_MAX:
+        raise InvalidInput(f"payloads cannot be aligned to {alignment_bytes} bytes")
+    written = write_pickle(tree)
+    # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
+    # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
+    planned = (
+        _Planned(name=_PICKLE, payload=written.payload),
+        _Planned(name=_BYTE_ORDER, payload=b"little"),
+        *(_Planned(name=f"{_STORAGE_FOLDER}{key}", storage=storage) for key, storage in enumerate(written.storages)),
+        _Planned(name="version", payload=b"3\n"),
+    )
+    identity = ZipRecord(name=".data/serialization_id", size_bytes=_ID_DIGITS, alignment_bytes=_RECORD_ALIGNMENT_BYTES)
+    placed = layout_archive([*(item.record(alignment_bytes) for item in planned), identity], root=name)
+    pairs = zip(planned, placed.records, strict=False)  # the serialization id has a place, but no plan
+    return PtLayout(
+        size_bytes=placed.size_bytes,
+        storages=tuple((item.storage, at.offset_bytes) for item, at in pairs if item.storage is not None),
+        _records=planned,
+        _zip=placed,
+    )
+
+
+def _serialization_id(pickle: bytes, crcs: list[int]) -> bytes:
+    """Return an id made from the contents; torch's own depends on chance and time."""
+    digest = hashlib.blake2b(pickle, digest_size=16)
+    digest.update(b"".join(crc.to_bytes(4, "little") for crc in crcs))
+    return str(int.from_bytes(digest.digest(), "big")).zfill(_ID_DIGITS).encode()
+
+
+def _check_byte_order(source: OpenedSource, archive: Archive) -> None:
+    if _BYTE_ORDER not in archive.entries:
+        return  # files older than torch 2.1 have none, and torch reads them as little-endian
+    order = _read_record(source, archive, _BYTE_ORDER)
+    if order == b"big":
+        raise Unsupported(f"{source.path}: its tensors are big-endian", path=str(source.path))
+    if order != b"little":
+        raise damaged(source.path, f"its byte order is {order[:20]!r}")
+
+
+def _read_record(source: OpenedSource, archive: Archive, name: str) -> bytes:
+    located = archive.entries.get(name)
+    if located is None:
+        raise damaged(source.path, f"the record {name} is missing")
+    if located.size_bytes > PICKLE_BYTES_MAX:
+        raise untrusted(source.path, f"the record {name} has {located.size_bytes} bytes")
+    payload = source.read_at(located.offset_bytes, located.size_bytes)
+    found = crc32_of(payload)
+    if found != located.crc32:
+        raise damaged(source.path, f"the record {name} has the CRC {found:08x}, its directory says {located.crc32:08x}")
+    return payload

@@ -1,0 +1,234 @@
+"""
+Check an inert tree before other code walks it.
+
+A few bytes of pickle can describe a tree that no reader should expand: lists that contain themselves, a list of
+ten lists of ten lists, nesting deeper than the stack. One walk visits each shared part once and refuses these.
+It also reports, with key paths, every global and every part that cannot be represented.
+Trees are checked after reading and before writing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_EXPANDED_BYTES_MAX, PICKLE_INT_BYTES_MAX
+from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor
+
+_Path: TypeAlias = "tuple[_Path, object] | None"
+"""A key path as a chain from the leaf up; only reported paths are rendered."""
+
+# What one node costs in the expanded measure, whatever it is.
+_NODE_BYTES = 16
+
+# Tuples as keys are rare and flat; hashing deep ones would recurse outside Python's own guard.
+_KEY_DEPTH_MAX = 8
+
+_KEY_SHOWN_MAX = 200
+_STEPS_SHOWN_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands in a tree for a part that cannot be represented, so that errors can name its key path."""
+
+    what: str
+    """For people."""
+    is_damage: bool = False
+    """Whether the source contradicts itself; else it holds something that is not supported."""
+    names: tuple[str, ...] = ()
+    """Globals that it involves."""
+
+
+@dataclass(slots=True)
+class TreeReport:
+    """The globals and the unreadable parts of a tree."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """Each global's first key path, by its dotted name."""
+    unreadable: list[tuple[str, Unreadable]] = field(default_factory=list)
+    """Parts that cannot be represented, with key paths."""
+
+
+class UnsafeTreeError(Exception):
+    """The tree cannot be expanded; the message names the key path."""
+
+
+def check_tree(root: object) -> TreeReport:
+    """
+    Walk *root* once and report its globals and what cannot be represented.
+
+    Raises:
+        UnsafeTreeError: It contains itself, is nested too deeply or too large once expanded.
+    """
+    walk = _Walk()
+    _, size_bytes = walk.measure(root, None, 0)
+    if size_bytes > PICKLE_EXPANDED_BYTES_MAX:
+        raise UnsafeTreeError(f"expands to more than {PICKLE_EXPANDED_BYTES_MAX} bytes by repeating its own parts")
+    return walk.found
+
+
+def check_key(key: object) -> None:
+    """
+    Raise unless *key* may be the key of a dict or an element of a set; call it before hashing *key*.
+
+    Raises:
+        UnsafeTreeError: It is mutable, or a deeply nested tuple.
+    """
+    if type(key) not in _PLAIN_KEYS:
+        _check_composed_key(key, 0)
+
+
+def view_end(tensor: Tensor) -> int:
+    """Return how many elements the storage of *tensor* must have at least."""
+    if tensor.elements == 0:
+        return 0  # an empty view touches nothing, wherever it starts
+    steps = zip(tensor.shape, tensor.stride, strict=True)
+    return tensor.offset + sum((extent - 1) * stride for extent, stride in steps) + 1
+
+
+_PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None), Global})
+
+
+def _check_composed_key(key: object, depth: int) -> None:
+    if type(key) in _PLAIN_KEYS:
+        return
+    if not isinstance(key, tuple) or depth > _KEY_DEPTH_MAX:
+        raise UnsafeTreeError(f"a {type(key).__name__} of that kind cannot be a key")
+    for part in key:
+        _check_composed_key(part, depth + 1)
+
+
+class _Walk:
+    """One walk: heights and expanded sizes by identity, so that shared parts are visited once."""
+
+    def __init__(self) -> None:
+        self.found = TreeReport()
+        self._measured: dict[int, tuple[int, int] | None] = {}
+
+    def measure(self, node: object, path: _Path, depth: int) -> tuple[int, int]:
+        """Return the height of *node* and its size once expanded."""
+        leaf_bytes = self._leaf_size(node, path)
+        if leaf_bytes is not None:
+            return 0, leaf_bytes
+        key = id(node)  # the root keeps every node alive, so ids stay unique during the walk
+        if key not in self._measured:
+            self._measured[key] = None  # in progress: meeting it again means that it contains itself
+            self._measured[key] = self._measure_children(node, path, depth)
+        known = self._measured[key]
+        if known is None:
+            raise UnsafeTreeError(f"{render(path)} contains itself")
+        if depth + known[0] > PICKLE_DEPTH_MAX:
+            raise _too_deep(path)
+        return known
+
+    def _measure_children(self, node: object, path: _Path, depth: int) -> tuple[int, int]:
+        if depth >= PICKLE_DEPTH_MAX:
+            raise _too_deep(path)
+        height, size_bytes = 0, _NODE_BYTES
+        for label, child in _children(node):
+            child_height, child_bytes = self.measure(child, path if label is None else (path, label), depth + 1)
+            height = max(height, child_height)
+            size_bytes += child_bytes
+        return height + 1, size_bytes
+
+    def _leaf_size(self, node: object, path: _Path) -> int | None:
+        """Return the size of a leaf, None for a container; note what must be reported."""
+        kind = type(node)  # exactly: an enum that is an int could not be written as one
+        if kind in _LEAF_SIZES:
+            return _NODE_BYTES + _LEAF_SIZES[kind](node)
+        if isinstance(node, Global | Inert):
+            self._note_name(node.name, path)
+        elif kind not in _CONTAINERS:
+            self._note_unreadable(node, path)
+        return None if kind in _CONTAINERS else _NODE_BYTES
+
+    def _note_name(self, name: str, path: _Path) -> None:
+        if name not in self.found.names:
+            self.found.names[name] = render(path)
+
+    def _note_unreadable(self, node: object, path: _Path) -> None:
+        if not isinstance(node, Unreadable):
+            kind = "a storage without a tensor" if isinstance(node, Storage) else f"a {type(node).__name__}"
+            node = Unreadable(kind)
+        for name in node.names:
+            self._note_name(name, path)
+        self.found.unreadable.append((render(path), node))
+
+
+def _int_size(value: int) -> int:
+    size_bytes = value.bit_length() // 8 + 1
+    if size_bytes > PICKLE_INT_BYTES_MAX:
+        raise UnsafeTreeError(f"it holds an integer of {size_bytes} bytes")
+    return size_bytes
+
+
+def _no_size(_: object) -> int:
+    return 0
+
+
+_LEAF_SIZES: dict[type, Callable[[Any], int]] = {
+    type(None): _no_size,
+    bool: _no_size,
+    float: _no_size,
+    int: _int_size,
+    str: len,
+    bytes: len,
+}
+_CONTAINERS = frozenset({list, tuple, dict, set, OrderedMap, Size, Tensor, Inert})
+
+
+def _children(node: object) -> Iterator[tuple[object, object]]:
+    """Yield the parts of *node*, each with its step in the key path; None where the path stays the same."""
+    match node:
+        case dict():
+            yield from _dict_children(node)
+            if isinstance(node, OrderedMap) and node.attributes is not None:
+                yield None, node.attributes
+        case list() | tuple():
+            yield from enumerate(node)
+        case Set():
+            for element in node:
+                check_key(element)
+                yield None, element
+        case Tensor():
+            yield from ((None, node.shape), (None, node.stride))
+            if node.attributes is not None:
+                yield None, node.attributes
+        case Inert():
+            yield from ((None, part) for part in (node.arguments, node.state, node.appended))
+            yield from _dict_children(node.items)
+        case _:
+            raise AssertionError(type(node))
+
+
+def _dict_children(node: Mapping[Any, object]) -> Iterator[tuple[object, object]]:
+    for key, value in node.items():
+        check_key(key)
+        yield None, key
+        yield key, value
+
+
+def _too_deep(path: _Path) -> UnsafeTreeError:
+    return UnsafeTreeError(f"{render(path)} is nested more than {PICKLE_DEPTH_MAX} deep")
+
+
+def render(path: _Path) -> str:
+    """Write a key path for people, such as ``optimizer_state_dict.state[0].exp_avg``."""
+    steps: list[str] = []
+    while path is not None:
+        path, step = path
+        steps.append(f".{_readable(step)}" if isinstance(step, str) else f"[{_short(step)}]")
+    if len(steps) > _STEPS_SHOWN_MAX:
+        steps[_STEPS_SHOWN_MAX // 2 : -_STEPS_SHOWN_MAX // 2] = ["…"]
+    return "".join(reversed(steps)).removeprefix(".") or "the top level"
+
+
+def _short(step: object) -> str:
+    # Other keys may be huge; an integer's decimal form even costs quadratic time.
+    return repr(step) if isinstance(step, int) and step.bit_length() < 64 else type(step).__name__
+
+
+def _readable(text: str) -> str:
+    # A key is shown in a terminal: no control characters, and not too long.
+    shown = text if len(text) <= _KEY_SHOWN_MAX else text[:_KEY_SHOWN_MAX] + "…"
+    return shown if shown.isprintable() else ascii(shown)

@@ -1,0 +1,378 @@
+"""
+The ranks' files: read, compared with each other, and what they say of the model and its optimizer.
+
+Ranks that disagree, lengths that do not fit and settings that keep state out of the files are errors that name what
+was found: the engine's own loader would accept most of them silently.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from struct import Struct
+from typing import TypeGuard, TypeVar
+
+from layerstore.dtypes import by_code
+from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
+from layerstore.format.hashing import crc32
+from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
+from layerstore.model import Buffer, Parameter
+from layerstore.tree import Located, Size, Tensor, Tree
+from layerstore.zero3.discovery import RankFiles
+from layerstore.zero3.filenames import SHARD_STEM
+from layerstore.zero3.pt import PtFile, read_pt
+from layerstore.zero3.slices import slice_length
+from layerstore.zero3.sourcefile import damaged, open_source
+from layerstore.zero3.trees import TreeView, optimizer_states, refuse_settings, undivided_in
+
+MASTER = ""
+"""The name of a master's flat buffer, which is no state of the optimizer."""
+
+# The states that Adam, Lion, SGD and the like keep for every element.
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+
+STEP = "step"
+"""The optimizer's count of updates, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
+COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
+"""The element types of such a tensor."""
+
+Agreed = TypeVar("Agreed")
+Groups = list[dict[str, Size]]
+"""The parameters of every sub-group with their shapes, in flat order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """One flat buffer of one rank: a sub-group's masters, or one of its optimizer states."""
+
+    state: str
+    group: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSource:
+    """One rank's two files, read."""
+
+    rank: int
+    model_file: PtFile
+    optimizer_file: PtFile
+    flats: tuple[Flat, ...]
+
+    @property
+    def model(self) -> TreeView:
+        """The tree of ``model_states``."""
+        return TreeView(self.model_file.tree, path=self.model_file.path)
+
+    @property
+    def optimizer(self) -> TreeView:
+        """The tree of ``optim_states``."""
+        return TreeView(self.optimizer_file.tree, path=self.optimizer_file.path)
+
+
+def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) -> list[RankSource]:
+    """Read every rank's pair of files; raises Unsupported where a setting kept state out of them."""
+
+    def read(pair: RankFiles) -> RankSource:
+        return rank_source(
+            pair.rank,
+            read_pt(pair.model, allowed_globals=allowed_globals),
+            read_pt(pair.optimizer, allowed_globals=allowed_globals),
+        )
+
+    with ThreadPoolExecutor(WORKERS_MAX) as pool:
+        return list(pool.map(read, pairs))
+
+
+def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSource:
+    """Return one rank's two files with their flat buffers; raises Unsupported where state was kept out of them."""
+    model = TreeView(model_file.tree, path=model_file.path)
+    optimizer = TreeView(optimizer_file.tree, path=optimizer_file.path)["optimizer_state_dict"]
+    refuse_settings(model, optimizer)
+    return RankSource(
+        rank=rank, model_file=model_file, optimizer_file=optimizer_file, flats=tuple(_flats(optimizer, model))
+    )
+
+
+def check_saved_as_named(ranks: list[RankSource]) -> None:
+    """Raise if a file was renamed to another rank's or to the other half; only the archive's folder shows that."""
+    for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
+        if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
+            raise LayoutMismatch(
+                f"{file.path} was saved as {file.root}.pt: it was copied or renamed, and is another rank's",
+                hint="put every rank's own files back in their places",
+            )
+
+
+def world_size_of(ranks: list[RankSource]) -> int:
+    """Return how many ranks saved the checkpoint; raises unless exactly their files are here."""
+    world_size = agreed(ranks, "dp_world_size", lambda rank: rank.model["dp_world_size"].integer())
+    partitions = agreed(
+        ranks, "partition_count", lambda rank: rank.optimizer["optimizer_state_dict"]["partition_count"].integer()
+    )
+    if partitions != world_size:
+        raise LayoutMismatch(
+            f"the files of {ranks[0].model.path.parent} are mixed: "
+            f"the optimizer was cut for {partitions} ranks, the model for {world_size}",
+            hint="ranks of one save belong together; ingest another checkpoint",
+        )
+    if len(ranks) < world_size:
+        raise SourceCheckpoint(
+            f"{ranks[0].model.path.parent} is incomplete: it was saved by {world_size} ranks; "
+            f"missing: {len(ranks)}{f' to {world_size - 1}' if world_size - len(ranks) > 1 else ''}",
+            hint="copy the missing files from the nodes that wrote them, or ingest another checkpoint",
+        )
+    if len(ranks) > world_size:
+        raise LayoutMismatch(
+            f"{ranks[0].model.path.parent} holds files of {len(ranks)} ranks, but was saved by {world_size}",
+            hint="remove the files that an earlier save of another world size left behind",
+        )
+    return world_size
+
+
+def agreed(ranks: list[RankSource], what: str, look: Callable[[RankSource], Agreed]) -> Agreed:
+    """Return what *look* finds in every rank; raise LayoutMismatch, naming *what*, where ranks differ."""
+    values = [look(rank) for rank in ranks]
+    first = values[0]
+    for rank, value in zip(ranks, values, strict=True):
+        if value != first:
+            raise LayoutMismatch(
+                f"the files of {ranks[0].model.path.parent} are mixed: {what} differs at rank {rank.rank}: "
+                f"{_short(first)} and {_short(value)}",
+                hint="ranks of one save belong together; ingest another checkpoint",
+            )
+    return first
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
+    masters = optimizer["fp32_flat_groups"].children()
+    states = optimizer["optimizer_state_dict"]["state"]
+    _check_states_present(states, len(masters), model)
+    lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
+    names = _sliced(states, lengths)
+    # A quantized moment is no slice, whatever its length: it means nothing without its block's scale, and its
+    # padding is not zero.
+    is_whole = bool(undivided_in(states, lambda key, _: key in names))
+    for group, (_, master) in enumerate(masters):
+        yield Flat(state=MASTER, group=group, tensor=master.tensor())
+        state = None if is_whole else states.get(group)
+        for key, value in state.children() if state is not None else ():
+            if _is_flat(value.value, lengths[group]):
+                if not isinstance(key, str) or key == MASTER:
+                    raise SourceCheckpoint(f"{optimizer.path}: an optimizer state is called {key!r}")
+                yield Flat(state=key, group=group, tensor=value.value)
+
+
+def _sliced(states: TreeView, lengths: Mapping[int, int]) -> set[Tree]:
+    """Return the names of the states that have one number for each of a sub-group's."""
+    found = {
+        key
+        for group, elements in lengths.items()
+        if (state := states.get(group)) is not None
+        for key, value in state.children()
+        if _is_flat(value.value, elements)
+    }
+    return found | _MOMENTS
+
+
+def _is_flat(value: Tree, elements: int) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and tuple(value.shape) == (elements,)
+
+
+def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
+    """Refuse settings under which some moments live where no file holds them."""
+    filled = sum(bool(state.mapping()) for _, state in states.children())
+    has_stepped = model["global_steps"].integer() > model["skipped_steps"].integer()
+    if 0 < filled < groups or (not filled and has_stepped and groups and not _may_be_stateless(model)):
+        raise Unsupported(
+            f"{states.path} holds the optimizer state of {filled} of {groups} sub-groups: "
+            "the rest was never saved (Twin-Flow's offload ratio below 1, or SuperOffload)",
+            hint="save without offload_optimizer.ratio and super_offload",
+        )
+
+
+def _may_be_stateless(model: TreeView) -> bool:
+    """Whether the optimizer may keep no state at all, as plain SGD: nothing was offloaded."""
+    config = model.get("ds_config")
+    zero = None if config is None or not isinstance(config.value, dict) else config.get("zero_optimization")
+    if zero is None:
+        return False  # unknown: refusing is better than losing moments
+    offload = zero.mapping().get("offload_optimizer")
+    return offload is None or (isinstance(offload, dict) and offload.get("device") in {None, "none"})
+
+
+def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:
+    """Raise unless every flat buffer is exactly as long as its parameters' slices."""
+    agreed(ranks, "the optimizer's states", _kinds_of_flats)
+    expected = [sum(slice_length(prod(shape), world_size) for shape in group.values()) for group in groups]
+    for rank in ranks:
+        path = rank.optimizer_file.path
+        count = sum(flat.state == MASTER for flat in rank.flats)
+        if count != len(groups):
+            raise LayoutMismatch(f"{path} has {count} flat groups, param_shapes has {len(groups)}")
+        for flat in rank.flats:
+            found = flat.tensor.elements
+            if found == 0 and expected[flat.group]:
+                raise Unsupported(
+                    f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",
+                    hint="save with offload_optimizer.device 'cpu' or 'none'",
+                )
+            if found != expected[flat.group] or not flat.tensor.is_contiguous:
+                raise LayoutMismatch(
+                    f"{path}: {flat.state or 'master'} of flat group {flat.group} has {found} elements, "
+                    f"its parameters need {expected[flat.group]} (first: {next(iter(groups[flat.group]), 'none')})"
+                )
+
+
+def check_states(ranks: list[RankSource]) -> None:
+    """
+    Raise unless a state that is sliced in one sub-group is sliced in all that have it.
+
+    A moment of another length would otherwise be taken for a scalar of its sub-group and be lost to its layers.
+    """
+    for rank in ranks:
+        lengths = {flat.group: flat.tensor.elements for flat in rank.flats if flat.state == MASTER}
+        states = optimizer_states(rank.optimizer)
+        sliced = _sliced(states, lengths)
+        for group, state in states.children():
+            for key, value in state.children():
+                length = lengths.get(group, -1) if isinstance(group, int) else -1
+                if key in sliced and isinstance(value.value, Tensor) and not _is_flat(value.value, length):
+                    shape = tuple(value.tensor().shape)
+                    raise LayoutMismatch(
+                        f"{rank.optimizer_file.path}: {key!r} of flat group {group!r} has shape {shape}, "
+                        "which is not the length of its parameters",
+                        hint="the file is damaged, or its optimizer is not supported",
+                    )
+
+
+def _kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:
+    return [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats]
+
+
+# -- what the model consists of -------------------------------------------------------------------------------------
+
+
+def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
+    """Return all parameters that are not aliases of others, in the model's order."""
+    shapes: dict[str, Tree] = {name: shape for group in groups for name, shape in group.items()}
+    frozen = {str(name): shape for name, shape in rank.model.optional("frozen_param_shapes").items()}
+    fragments = rank.model.optional("frozen_param_fragments")
+    module = rank.model.optional("module")
+    aliases: dict[str, list[str]] = {}
+    for alias, name in rank.model.optional("shared_params").items():
+        aliases.setdefault(str(name), []).append(str(alias))
+    for name in module:
+        _check_text(name, rank)
+    unknown = sorted((shapes.keys() | frozen.keys()) - module.keys())
+    if unknown:
+        raise LayoutMismatch(f"{rank.model.path}: param_shapes names {unknown[0]!r}, which the module does not have")
+    found = {}
+    for name, placeholder in module.items():
+        if not isinstance(name, str) or (name not in shapes and name not in frozen):
+            continue
+        holder = fragments.get(name, placeholder)
+        if not isinstance(holder, Tensor):
+            raise SourceCheckpoint(f"{rank.model.path}: parameter {name!r} is not a tensor")
+        shape = shapes[name] if name in shapes else frozen[name]
+        if not isinstance(shape, Size):
+            raise SourceCheckpoint(f"{rank.model.path}: the shape of parameter {name!r} is not a shape")
+        found[name] = Parameter(
+            name=name,
+            dtype=holder.storage.dtype,
+            shape=tuple(shape),
+            frozen=name in frozen,
+            aliases=tuple(sorted(aliases.get(name, ()))),
+        )
+    return found
+
+
+def frozen_of(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
+    """
+    Return shape, type and slice length of every frozen parameter whose weights the rank holds.
+
+    Raises:
+        LayoutMismatch: The rank has a shape without a fragment, or a fragment without a shape.
+    """
+    shapes = rank.model.optional("frozen_param_shapes")
+    fragments = rank.model.get("frozen_param_fragments")
+    if fragments is None or fragments.value is None:
+        return {}  # exclude_frozen_parameters: their weights are elsewhere
+    held = {name: fragment.tensor() for name, fragment in fragments.children()}
+    odd = sorted(str(name) for name in shapes.keys() ^ held.keys())
+    if odd:
+        raise LayoutMismatch(f"{rank.model.path}: frozen parameter {odd[0]!r} has only one of shape and fragment")
+    return {str(name): (shapes[name], tensor.storage.dtype, tensor.elements) for name, tensor in held.items()}
+
+
+def check_names(rank: RankSource, groups: Groups) -> None:
+    """Raise unless every parameter has one place: in one sub-group, or among the frozen ones."""
+    seen: set[str] = {str(name) for name in rank.model.optional("frozen_param_shapes")}
+    for group in groups:
+        twice = sorted(seen & group.keys())
+        if twice:
+            raise LayoutMismatch(
+                f"{rank.model.path}: parameter {twice[0]!r} has two places, in two sub-groups or frozen and trained",
+                hint="the file is damaged: ingest another checkpoint",
+            )
+        seen |= group.keys()
+
+
+def _check_text(name: Tree, rank: RankSource) -> None:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError as exc:
+        raise SourceCheckpoint(f"{rank.model.path}: the name {name!r} in the module is not valid Unicode") from exc
+
+
+def buffers_of(rank: RankSource) -> dict[str, Buffer]:
+    """Return the persistent buffers, in the model's order."""
+    module = rank.model["module"].mapping()
+    names = rank.model.get("buffer_names")
+    found = {}
+    for name in names.sequence() if names is not None else ():
+        value = module.get(name)
+        # A buffer that is no plain block of memory stays in the tree.
+        if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
+            found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
+    return found
+
+
+def optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
+    """Return the optimizer's own counter for every sub-group."""
+    states = optimizer_states(rank.optimizer)
+    found: list[int | None] = []
+    for group in range(groups):
+        state = states.get(group)
+        counter = None if state is None else state.get(STEP)
+        found.append(None if counter is None else _count(counter.value))
+    return found
+
+
+def _count(counter: Tree) -> int | None:
+    """Return a step counter as a number; None where it is none."""
+    if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in COUNTERS:
+        located, dtype = counter.storage.content, counter.storage.dtype
+        size_bytes = by_code(dtype).bytes
+        if isinstance(located, bytes):
+            return _count_of(located[counter.offset * size_bytes :][:size_bytes], dtype)
+        assert isinstance(located, Located), "trees that were just read point into their files"
+        with open_source(located.path) as file:
+            # Ranks compare this number before payloads are verified: bit rot must not look like a mixed checkpoint.
+            if located.size_bytes <= INLINE_BYTES_MAX:
+                stored = file.read_at(located.offset_bytes, located.size_bytes)
+                if crc32(stored) != located.crc32:
+                    raise damaged(located.path, "a step counter has another checksum than its file states")
+            return _count_of(file.read_at(located.offset_bytes + counter.offset * size_bytes, size_bytes), dtype)
+    return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
+
+
+def _count_of(data: bytes, dtype: str) -> int | None:
+    (value,) = COUNTERS[dtype].unpack(data)
+    return int(value) if math.isfinite(value) else None

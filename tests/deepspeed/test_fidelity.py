@@ -1,0 +1,182 @@
+"""A composite of one step is that step's checkpoint: every bit that counts, in the same layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import layerstore
+from layerstore.live.ranks import cpu_environment
+from tests.deepspeed.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
+from tests.deepspeed.composites import Composites, write_composite
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.scenarios import (
+    GROUPINGS,
+    HUGGING_FACE_POKED,
+    HUGGING_FACE_SCENARIO_OF,
+    HUGGING_FACE_SCENARIOS,
+    POKED,
+    POKED_FOLDER,
+    RESUME_STEP,
+    SCENARIO_OF,
+    SCENARIOS,
+    SHARED_STORAGE,
+    SHARED_STORAGE_FOLDER,
+    WORLD_SIZE,
+    HuggingFaceScenario,
+    Scenario,
+)
+from tests.environment import REPOSITORY
+
+# The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
+pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
+
+each_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+each_library = pytest.mark.parametrize("scenario", HUGGING_FACE_SCENARIOS, ids=lambda scenario: scenario.name)
+
+REPORT = "layerstore.json"
+"""The one file that a composite has and its source has not."""
+
+
+@pytest.fixture(scope="session")
+def consolidated(trained: Launch, composed: Composites) -> dict[str, tuple[object, object]]:
+    """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the source and of the composite."""
+    arguments = {
+        name: [
+            f"{SCENARIO_OF[name].save_dir(root, step=RESUME_STEP)}:{SCENARIO_OF[name].tag(step=RESUME_STEP)}"
+            for root in (trained.root, composed.root)
+        ]
+        for name in composed.names
+    }
+    command = [sys.executable, "-m", "tests.deepspeed.consolidate", *chain.from_iterable(arguments.values())]
+    output = subprocess.run(
+        command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True
+    ).stdout
+    digests = json.loads(output.splitlines()[-1])
+    return {name: (digests[source], digests[composite]) for name, (source, composite) in arguments.items()}
+
+
+@pytest.mark.fault(69)
+@each_scenario
+def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: Launch, composed: Composites) -> None:
+    """Names of files, trees, hyperparameters, masters, moments, buffers and fragments are the source's."""
+    composed.need(scenario.name)
+    source, composite = (scenario.tag_dir(root, step=RESUME_STEP) for root in (trained.root, composed.root))
+
+    assert not checkpoint_differences(source, composite)
+    assert source.name == (composite.parent / "latest").read_text()
+
+
+@each_scenario
+def test_deepspeeds_own_converter_reads_a_composite_like_its_source(
+    scenario: Scenario, composed: Composites, consolidated: dict[str, tuple[object, object]]
+) -> None:
+    """zero_to_fp32 gives the same names, shapes and bits from both, or refuses both alike."""
+    composed.need(scenario.name)
+    source, composite = consolidated[scenario.name]
+
+    assert source == composite
+
+
+@each_library
+def test_a_composite_of_a_trainers_checkpoint_has_its_files_byte_for_byte(
+    scenario: HuggingFaceScenario, trained_hugging_face: Launch, composed_hugging_face: Composites
+) -> None:
+    """Gathered weights, scheduler, random states and all small files come back as they were."""
+    composed_hugging_face.need(scenario.name)
+
+    assert_same_checkpoint(scenario, trained_hugging_face.root, composed_hugging_face.root)
+
+
+@pytest.mark.fault(68)
+@pytest.mark.parametrize("name", POKED)
+def test_special_bit_patterns_survive(name: str, trained: Launch, tmp_path: Path) -> None:
+    """NaN payloads, -0.0, infinities and subnormals come out of any tensor as they went in."""
+    assert_round_trip(SCENARIO_OF[name], trained.root / POKED_FOLDER, tmp_path)
+
+
+def test_masters_in_one_shared_storage_survive(trained: Launch, tmp_path: Path) -> None:
+    """Masters that are views of one storage are each read from their own offset."""
+    assert_round_trip(SCENARIO_OF[SHARED_STORAGE], trained.root / SHARED_STORAGE_FOLDER, tmp_path)
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE_POKED)
+def test_weights_that_do_not_follow_from_their_masters_survive(
+    name: str, trained_hugging_face: Launch, tmp_path: Path
+) -> None:
+    """Where rounding the master does not give the gathered weight, the weight's own bytes come back."""
+    scenario = HUGGING_FACE_SCENARIO_OF[name]
+    poked = tmp_path / POKED_FOLDER
+    shutil.copytree(trained_hugging_face.root / POKED_FOLDER / name, poked / name)
+    overwrite_weight_bits(scenario.checkpoint(poked, step=RESUME_STEP) / "model.safetensors")
+    store = layerstore.init(tmp_path / "store")
+    store.ingest(scenario.checkpoint(poked, step=RESUME_STEP), run=name)
+    write_composite(store, name, scenario.checkpoint(tmp_path, step=RESUME_STEP))
+
+    assert_same_checkpoint(scenario, poked, tmp_path)
+
+
+@pytest.mark.known_fault("llmtailor 1")
+def test_layers_are_stored_once_whatever_the_grouping(trained: Launch, tmp_path: Path) -> None:
+    """One training saved under three groupings of its optimizer adds its layers only once."""
+    scenarios = [SCENARIO_OF[f"grouped_{grouping}"] for grouping in GROUPINGS]
+    tensors = [full_tensors(scenario.tag_dir(trained.root, step=RESUME_STEP)) for scenario in scenarios]
+    # Else the groupings had changed the arithmetic, and nothing could be shared.
+    assert not any(tree_differences(tensors[0], other) for other in tensors[1:])
+    store = layerstore.init(tmp_path / "store")
+
+    first, *others = (
+        store.ingest(
+            scenario.save_dir(trained.root, step=RESUME_STEP),
+            run=scenario.name,
+            tag=scenario.tag(step=RESUME_STEP),
+        )
+        for scenario in scenarios
+    )
+
+    # Param groups belong to each rank's state, and one state per rank is all that is new.
+    expected = (WORLD_SIZE, first.objects_new - WORLD_SIZE)
+    assert first.objects_new > WORLD_SIZE
+    assert [expected] * 2 == [(other.objects_new, other.objects_reused) for other in others]
+
+
+def assert_round_trip(scenario: Scenario, root: Path, target: Path) -> None:
+    """Assert that the checkpoint below *root* comes back from a new store in *target* as it was."""
+    store = layerstore.init(target / "store")
+    store.ingest(scenario.save_dir(root, step=RESUME_STEP), run=scenario.name)
+    write_composite(store, scenario.name, scenario.save_dir(target, step=RESUME_STEP))
+    source, composite = (scenario.tag_dir(folder, step=RESUME_STEP) for folder in (root, target))
+
+    assert not checkpoint_differences(source, composite)
+
+
+def assert_same_checkpoint(scenario: HuggingFaceScenario, source: Path, composite: Path) -> None:
+    """Assert equal shards, and equal bytes in every other file, below two launches' folders."""
+    shards = [scenario.tag_dir(root, step=RESUME_STEP) for root in (source, composite)]
+    others = [
+        {
+            path: payload
+            for path, payload in file_tree(scenario.checkpoint(root, step=RESUME_STEP)).items()
+            if path != REPORT and not path.startswith(f"{shards[0].name}/")
+        }
+        for root in (source, composite)
+    ]
+
+    assert shard_names(shards[0]) == shard_names(shards[1])
+    assert not checkpoint_differences(shards[0], shards[1])
+    assert others[0] == others[1]
+
+
+def overwrite_weight_bits(path: Path) -> None:
+    """Put half-precision NaNs with payloads and -0.0 into the first tensor of the safetensors file *path*."""
+    payload = bytearray(path.read_bytes())
+    data = 8 + int.from_bytes(payload[:8], "little")
+    for index, bits in enumerate((0x7FC1, 0x7F81, 0xFFFF, 0x8000)):
+        payload[data + 2 * index : data + 2 * index + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(payload)

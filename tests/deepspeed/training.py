@@ -1,0 +1,251 @@
+"""Train the scenarios with real DeepSpeed ZeRO-3 on CPU ranks: one launch, all scenarios.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
+        -m tests.deepspeed.training --out OUT [--resume-from DIR] [--scenario NAME ...]
+
+The uninterrupted run and the resumed one are this same program: with ``--resume-from`` every engine first
+loads the checkpoint of step 2 from ``DIR/<scenario>`` through DeepSpeed's own loader, then goes on.
+``OUT/<scenario>/trace.jsonl`` has each step's losses (one per rank), gradient norm and learning rates,
+floats as ``float.hex()``, so that equal text means equal bits.
+
+Checked by hand when this was written, not in every test run: resuming from the *source* checkpoints
+themselves gives the same traces, and the same tensors at step 4, in every scenario that ``resumes_alike``.
+A difference that the tests see is therefore ours. The others are resumed from their own checkpoints at once:
+that is what a composite of theirs is compared with.
+
+All scenarios share one process per rank: an engine is destroyed, and DeepSpeed's counter of parameters reset,
+before the next is built, so that a scenario's files do not depend on which ones ran before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import Init
+
+from tests.deepspeed import client_states, models
+from tests.deepspeed.poke import poked_copy, shared_storage_copy
+from tests.deepspeed.scenarios import (
+    FROM_SHARDS_FOLDER,
+    POKED,
+    POKED_FOLDER,
+    RESUME_STEP,
+    SAVE_STEPS,
+    SCENARIO_OF,
+    SCENARIOS,
+    SHARED_STORAGE,
+    SHARED_STORAGE_FOLDER,
+    STEPS,
+    WORLD_SIZE,
+    Grouping,
+    Scenario,
+)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "autocast": torch.float32}
+
+Engine = Any  # deepspeed ships no types
+ParamGroup = dict[str, Any]
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--resume-from", type=Path)
+    parser.add_argument("--scenario", action="append", choices=sorted(SCENARIO_OF))
+    arguments = parser.parse_args()
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    allow_fp16()
+    chosen = [SCENARIO_OF[name] for name in arguments.scenario] if arguments.scenario else SCENARIOS
+    for scenario in chosen:
+        if dist.get_rank() == 0:
+            print(f"=== {scenario.name}", flush=True)
+        with built_engine(scenario) as engine:
+            train(scenario, engine, out=arguments.out, resume_from=arguments.resume_from)
+        if arguments.resume_from is None and not scenario.resumes_alike:
+            with built_engine(scenario) as engine:
+                train(scenario, engine, out=arguments.out / FROM_SHARDS_FOLDER, resume_from=arguments.out)
+    dist.barrier()
+    if dist.get_rank() == 0 and arguments.resume_from is None:
+        write_variants(arguments.out, {scenario.name for scenario in chosen})
+    dist.barrier()
+    sys.stdout.flush()
+    # All is written. Taking down the threads of torch and gloo now and then aborts the process,
+    # which would make good training look failed.
+    os._exit(0)
+
+
+def write_variants(out: Path, trained: set[str]) -> None:
+    """Copy some of the *trained* checkpoints in forms that training does not reach."""
+    for name in sorted(trained.intersection(POKED)):
+        write_variant(poked_copy, SCENARIO_OF[name], out, out / POKED_FOLDER)
+    if SHARED_STORAGE in trained:
+        write_variant(shared_storage_copy, SCENARIO_OF[SHARED_STORAGE], out, out / SHARED_STORAGE_FOLDER)
+
+
+def write_variant(copy: Callable[..., None], scenario: Scenario, out: Path, target: Path) -> None:
+    """Let *copy* make a variant of the scenario's first checkpoint below *target*."""
+    shards = scenario.tag_dir(target, step=RESUME_STEP)
+    copy(scenario.tag_dir(out, step=RESUME_STEP), shards, world_size=WORLD_SIZE)
+    (shards.parent / "latest").write_text(shards.name)
+
+
+def allow_fp16() -> None:
+    """Let DeepSpeed train in fp16 on any CPU.
+
+    It asks whether the processor has fp16 instructions. torch computes in fp16 without them, only slowly,
+    and the files do not depend on the answer.
+    """
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def train(scenario: Scenario, engine: Engine, *, out: Path, resume_from: Path | None) -> None:
+    """Train *engine* to the last step, from the start or from the checkpoint below *resume_from*."""
+    client_state = client_states.initial(scenario.client_state)
+    if resume_from is not None:
+        client_state = load(scenario, engine, root=resume_from, keys=client_state.keys())
+    trace = out / scenario.name / "trace.jsonl"
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    for step in range(engine.global_steps + 1, STEPS + 1):
+        entry = train_step(scenario, engine, step=step)
+        if dist.get_rank() == 0:
+            with trace.open("a") as lines:
+                lines.write(json.dumps(entry) + "\n")
+        client_states.advance(client_state)
+        if step in SAVE_STEPS and not (resume_from and step == RESUME_STEP):
+            engine.save_checkpoint(
+                str(scenario.save_dir(out, step=step)),
+                tag=scenario.tag(step=step),
+                client_state=client_state,
+                exclude_frozen_parameters=scenario.exclude_frozen,
+            )
+
+
+def load(scenario: Scenario, engine: Engine, *, root: Path, keys: Any) -> dict[str, Any]:
+    """Load the step to resume from and return what the checkpoint says of the user's own state."""
+    _, loaded = engine.load_checkpoint(
+        str(scenario.save_dir(root, step=RESUME_STEP)),
+        tag=scenario.tag(step=RESUME_STEP),
+        load_module_strict=not scenario.exclude_frozen,
+    )
+    # DeepSpeed warns and starts from scratch when it finds nothing: that would look like a wrong trajectory.
+    assert engine.global_steps == RESUME_STEP, f"{scenario.name}: nothing was loaded from {root}"
+    return {key: loaded[key] for key in keys}
+
+
+def train_step(scenario: Scenario, engine: Engine, *, step: int) -> dict[str, Any]:
+    """Do one optimizer step and return its entry of the trace."""
+    batch = models.batch(scenario.model, step=step, rank=dist.get_rank(), dtype=DTYPES[scenario.precision])
+    loss = models.loss_of(engine(**batch))
+    engine.backward(loss)
+    engine.step()
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, float(loss.detach()).hex())
+    return {
+        "step": step,
+        "losses": losses,
+        "grad_norm": float(engine.get_global_grad_norm()).hex(),
+        "learning_rates": [float(rate).hex() for rate in engine.get_lr()],
+        "skipped": engine.skipped_steps,
+    }
+
+
+@contextmanager
+def built_engine(scenario: Scenario) -> Iterator[Engine]:
+    """Build the scenario's engine, and take it down so that the next one finds a clean process."""
+    # The counter's values are written into the files (ds_id): start every scenario at the same one.
+    Init.param_id = 0
+    torch.manual_seed(0)
+    config = engine_config(scenario)
+    partitioned: AbstractContextManager[Any] = Init(config_dict_or_path=config) if scenario.zero_init else nullcontext()
+    with partitioned:
+        module = models.build(scenario.model)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad = not name.startswith(scenario.frozen) if scenario.frozen else True
+    groups = param_groups(module, scenario.grouping)
+    optimizer = build_optimizer(scenario, groups)
+    scheduler = None
+    if scenario.scheduler == "torch" and optimizer is not None:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        model_parameters=groups if optimizer is None else None,
+        lr_scheduler=scheduler,
+        config=config,
+    )
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine, module, optimizer, scheduler, groups
+        gc.collect()
+
+
+def engine_config(scenario: Scenario) -> dict[str, Any]:
+    """Return DeepSpeed's config for *scenario*."""
+    settings: dict[str, dict[str, Any]] = {
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {},  # the scaler's settings are the scenario's own
+        "fp32": {},
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": scenario.clipping,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, **scenario.zero},
+        **settings[scenario.precision],
+        **scenario.config,
+    }
+
+
+def build_optimizer(scenario: Scenario, groups: list[ParamGroup]) -> torch.optim.Optimizer | None:
+    """Return the scenario's optimizer over *groups*, or None where DeepSpeed builds its own."""
+    if scenario.optimizer == "configured":
+        return None
+    if scenario.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-3, amsgrad=scenario.optimizer == "amsgrad")
+
+
+def param_groups(module: torch.nn.Module, grouping: Grouping) -> list[ParamGroup]:
+    """Return the trainable parameters of *module*, dealt out as *grouping* says."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if grouping == "single":
+        return [{"params": [parameter for _, parameter in named]}]
+    keys: dict[tuple[Any, ...], list[torch.nn.Parameter]] = {}
+    for name, parameter in named:
+        keys.setdefault(group_key(name, parameter, grouping), []).append(parameter)
+    # The last part of a key is the decay flag: the same for a parameter in every grouping.
+    return [{"params": keys[key], "weight_decay": 0.1 if key[-1] else 0.0} for key in sorted(keys)]
+
+
+def group_key(name: str, parameter: torch.nn.Parameter, grouping: Grouping) -> tuple[Any, ...]:
+    """Return the sort key of the param group that *name* belongs to."""
+    decays = "norm" not in name and not name.endswith("bias")
+    if grouping == "decay":
+        return (not decays, decays)
+    block = re.search(r"layers\.(\d+)\.", name)
+    auxiliary_rank = 0 if grouping == "auxiliary_first" else 2
+    if block is None:
+        return (auxiliary_rank, 0, name, decays)
+    return (1, int(block.group(1)), "", decays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,413 @@
+"""Promises of the pickle reader and writer, checked against Python's pickle in both directions."""
+
+import math
+import pickle
+import struct
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.dtypes import DTYPES, by_code
+from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
+from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
+from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.zero3.pt.picklewrite import write_pickle
+from layerstore.zero3.pt.unpickle import read_pickle
+from tests.zero3.ptfiles import fingerprint
+
+SOMEWHERE = Path("somewhere.pt")
+
+integers = st.one_of(
+    st.integers(),
+    st.sampled_from([0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63, -128, -32768]),
+    st.integers(min_value=-(2**3000), max_value=2**3000),
+)
+texts = st.text(st.characters(), max_size=20)
+scalars = st.one_of(st.none(), st.booleans(), integers, st.floats(), texts, st.binary(max_size=20))
+keys = st.one_of(st.booleans(), integers, texts, st.tuples(texts, integers), st.binary(max_size=5))
+
+
+def _plain_containers(parts: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    return st.one_of(
+        st.lists(parts, max_size=5),
+        st.lists(parts, max_size=5).map(tuple),
+        st.dictionaries(keys, parts, max_size=5),
+        st.sets(keys, max_size=5),
+    )
+
+
+plain_trees = st.recursive(scalars, _plain_containers, max_leaves=30)
+
+
+attributes: st.SearchStrategy[dict[Tree, Tree] | None] = st.none() | st.dictionaries(texts, scalars, max_size=2)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, storages: list[Storage]) -> Tensor:
+    """Make a view of one of *storages*, or of a new one."""
+    extents = draw(st.lists(st.integers(0, 3), max_size=3))
+    if draw(st.booleans()) or not storages:
+        dtype = draw(st.sampled_from(DTYPES))
+        elements = math.prod(extents) + draw(st.integers(0, 3))
+        storages.append(
+            Storage(
+                dtype=dtype.code,
+                elements=elements,
+                device=draw(st.sampled_from(["cpu", "cuda:3"])),
+                content=draw(st.binary(min_size=elements * dtype.bytes, max_size=elements * dtype.bytes)),
+            )
+        )
+    storage = draw(st.sampled_from(storages))
+    if math.prod(extents) > storage.elements:
+        extents = [0]
+    stride = [math.prod(extents[place + 1 :]) for place in range(len(extents))]
+    return Tensor(
+        storage=storage,
+        offset=draw(st.integers(0, storage.elements - math.prod(extents))),
+        shape=Size(extents),
+        stride=tuple(stride),
+        requires_grad=draw(st.booleans()),
+        attributes=draw(attributes),
+        is_parameter=draw(st.booleans()),
+    )
+
+
+@st.composite
+def inerts(draw: st.DrawFn, parts: st.SearchStrategy[Tree]) -> Inert:
+    """Make an inert object that uses every field."""
+    state = draw(st.none() | parts)
+    return Inert(
+        name=draw(st.sampled_from(["torch.device", "collections.Counter", "acme.Thing"])),
+        arguments=tuple(draw(st.lists(parts, max_size=3))),
+        made_by_new=draw(st.booleans()),
+        state=state,
+        has_state=state is not None or draw(st.booleans()),
+        appended=draw(st.lists(parts, max_size=3)),
+        items=draw(st.dictionaries(keys, parts, max_size=3)),
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """Make a tree with every type of node, whose tensors share storages."""
+    storages: list[Storage] = []
+    leaves = st.one_of(
+        scalars,
+        st.sampled_from([Global("torch.bfloat16"), Global("numpy.ndarray"), Global("acme.Thing")]),
+        st.lists(st.integers(0, 2**40), max_size=4).map(Size),
+        tensors(storages),
+    )
+
+    def containers(parts: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+        entries = st.dictionaries(keys, parts, max_size=3)
+        maps = st.builds(OrderedMap, entries, st.none() | entries)
+        return st.one_of(_plain_containers(parts), maps, inerts(parts))
+
+    return draw(st.recursive(leaves, containers, max_leaves=20))
+
+
+def read_back(tree: Tree) -> Tree:
+    """Write *tree*, read it, and give its storages their bytes back."""
+    written = write_pickle(tree)
+    read = read_pickle(
+        written.payload,
+        path=SOMEWHERE,
+        records={
+            str(key): Located(path=SOMEWHERE, offset_bytes=0, size_bytes=_size_bytes(storage), crc32=0)
+            for key, storage in enumerate(written.storages)
+        },
+        allowed_globals=frozenset({"acme.Thing"}),
+    )
+    for source, target in zip(written.storages, read.storages, strict=True):
+        target.content = source.content
+    return read.tree
+
+
+def _size_bytes(storage: Storage) -> int:
+    return storage.elements * by_code(storage.dtype).bytes
+
+
+def read_plain(payload: bytes) -> Tree:
+    """Read a pickle that has no tensors."""
+    return read_pickle(payload, path=SOMEWHERE, records={}).tree
+
+
+def refusal(payload: bytes, **options: frozenset[str]) -> LayerstoreError:
+    """Return the error that *payload* is refused with."""
+    with pytest.raises(LayerstoreError) as caught:
+        read_pickle(payload, path=SOMEWHERE, records={}, **options)
+    return caught.value
+
+
+@given(tree=trees())
+def test_every_tree_survives_the_round_trip(tree: Tree) -> None:
+    """Types, order, float bits, text with surrogates, sharing of storages: all come back as they were."""
+    assert fingerprint(tree) == fingerprint(read_back(tree))
+
+
+@given(tree=trees())
+def test_equal_trees_give_equal_bytes(tree: Tree) -> None:
+    """What was read is written to the very same bytes again."""
+    assert write_pickle(tree).payload == write_pickle(read_back(tree)).payload
+
+
+@given(tree=plain_trees)
+def test_python_reads_what_we_write(tree: Tree) -> None:
+    """Python's own unpickler makes the same objects of our pickle."""
+    assert fingerprint(tree) == fingerprint(pickle.loads(write_pickle(tree).payload))
+
+
+@given(tree=plain_trees, protocol=st.sampled_from([2, 3, 4, 5]))
+def test_we_read_what_python_writes(tree: Tree, protocol: int) -> None:
+    """Python's own pickles of plain objects are read the same in every protocol that torch can use."""
+    assert fingerprint(tree) == fingerprint(read_plain(pickle.dumps(tree, protocol=protocol)))
+
+
+@given(payload=st.binary(max_size=60))
+def test_arbitrary_bytes_never_raise_anything_else(payload: bytes) -> None:
+    """Whatever stands behind the protocol byte, only our own errors come out."""
+    try:
+        read_plain(b"\x80\x02" + payload)
+    except LayerstoreError:
+        return
+
+
+@given(tree=trees(), data=st.data())
+def test_damaged_pickles_never_raise_anything_else(tree: Tree, data: st.DataObject) -> None:
+    """A pickle with changed, lost or added bytes gives a tree or one of our errors."""
+    payload = bytearray(write_pickle([tree, "and", "more"]).payload)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = 2 + data.draw(st.integers(0, 10_000)) % (len(payload) - 2)
+        payload[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    try:
+        read_pickle(bytes(payload), path=SOMEWHERE, records={})
+    except LayerstoreError:
+        return
+
+
+def test_types_that_compare_equal_stay_apart() -> None:
+    """True, 1 and 1.0, and 0.0 and -0.0, keep their types and signs, and a NaN its payload."""
+    (nan,) = struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))
+    tree: Tree = [True, 1, 1.0, False, 0, 0.0, -0.0, nan, float("inf"), 2**64]
+
+    assert fingerprint(tree) == fingerprint(read_back(tree))
+
+
+def test_the_order_of_a_set_does_not_show() -> None:
+    """A set has the same bytes in every process, whatever the hash seed."""
+    code = (
+        "from layerstore.zero3.pt.picklewrite import write_pickle;"
+        "print(write_pickle({'a', 'b', 'c', 1, ('d', 2), None}).payload.hex())"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            cwd=Path(__file__).parents[2],
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+
+    assert len(outputs) == 1
+
+
+def test_containers_of_the_standard_library_come_back_live() -> None:
+    """OrderedDict with its attributes, and Counter, are live objects again for Python's unpickler."""
+    metadata: OrderedDict[str, int] = OrderedDict(b=1, a=2)
+    metadata.__dict__["_metadata"] = {"version": 1}
+    source = {"module": metadata, "milestones": Counter({30: 1, 80: 1})}
+
+    tree = read_plain(pickle.dumps(source, protocol=2))
+    assert isinstance(tree, dict)
+    read = pickle.loads(write_pickle(tree).payload)
+
+    assert tree["milestones"] == Inert(name="collections.Counter", arguments=({30: 1, 80: 1},))
+    assert source == read
+    assert list(read["module"]) == ["b", "a"]
+    assert read["module"].__dict__ == {"_metadata": {"version": 1}}
+
+
+def test_an_enum_pickled_by_name_is_the_same_as_by_value() -> None:
+    """Early releases of Python 3.11 pickle an enum by getattr and name; it is read as if by value."""
+    by_name = b"\x80\x02c__builtin__\ngetattr\ncdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+    by_name += b"X\x07\x00\x00\x00weights\x86R."
+    by_value = b"\x80\x02cdeepspeed.runtime.zero.config\nZeroStageEnum\nK\x03\x85R."
+
+    assert read_plain(by_value) == read_plain(by_name)
+
+
+def test_numpy_arrays_stay_inert() -> None:
+    """An array, as numpy 1 and 2 spell it, is an inert object that is live again for those who load it."""
+    import numpy as np
+
+    source = pickle.dumps({"keys": np.arange(5, dtype=np.uint32), "last": np.float64(0.5)}, protocol=2)
+
+    tree = read_plain(source)
+    old = read_plain(source.replace(b"numpy._core", b"numpy.core"))
+    read = pickle.loads(write_pickle(tree).payload)
+
+    assert isinstance(tree, dict)
+    assert isinstance(old, dict)
+    assert isinstance(old["keys"], Inert)
+    assert old["keys"].name == "numpy.core.multiarray._reconstruct"
+    assert read["keys"].tolist() == [0, 1, 2, 3, 4]
+    assert read["last"] == 0.5
+
+
+class Harmless(dict[str, int]):
+    """A class that is on no list; module level, so that pickle finds it."""
+
+
+def test_an_unknown_global_is_kept_only_by_name() -> None:
+    """The very name that the hint proposes turns the refusal into an inert object, live again on loading."""
+    source = Harmless(a=1)
+    source.__dict__["flag"] = True
+    payload = pickle.dumps({"client": source}, protocol=2)
+    name = f"{__name__}.Harmless"
+
+    error = refusal(payload)
+    tree = read_pickle(payload, path=SOMEWHERE, records={}, allowed_globals=frozenset({name})).tree
+    read = pickle.loads(write_pickle(tree).payload)
+
+    assert isinstance(error, SourceCheckpoint)
+    assert error.hint is not None
+    assert f"--allow-global {name}" in error.hint
+    assert f"{name} (at client)" in str(error)
+    assert isinstance(tree, dict)
+    assert isinstance(tree["client"], Inert)
+    assert tree["client"].items == {"a": 1}
+    assert read == {"client": source}
+    assert read["client"].flag is True
+
+
+def test_allowing_a_name_allows_no_other() -> None:
+    """Every name needs its own permission; a prefix, or the module alone, permits nothing."""
+    payload = b"\x80\x02](cacme.hooks\nOne\ncacme.hooks\nTwo\ne."
+
+    error = refusal(payload, allowed_globals=frozenset({"acme.hooks.One", "acme", "acme.hooks"}))
+
+    assert error.facts["names"] == ("acme.hooks.Two",)
+
+
+def test_permission_does_not_reopen_the_closed_list() -> None:
+    """Allowing a name whose call is checked anyway does not switch those checks off."""
+    payload = b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00xX\x02\x00\x00\x00uu\x86R."
+
+    assert "_codecs" not in str(refusal(payload, allowed_globals=frozenset({"_codecs.encode"})))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(object(), id="object"),
+        pytest.param({"a": [1, 2j]}, id="complex"),
+        pytest.param(2 ** (8 * PICKLE_INT_BYTES_MAX), id="huge integer"),
+        pytest.param(Global("not a name"), id="crooked name"),
+        pytest.param(Global("noname"), id="name without module"),
+        pytest.param([Storage(dtype="F32", elements=1, device="cpu")], id="storage"),
+        pytest.param(
+            Tensor(
+                storage=Storage(dtype="F32", elements=3, device="cpu"),
+                offset=1,
+                shape=Size((3,)),
+                stride=(1,),
+            ),
+            id="view beyond its storage",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_not_written(tree: Tree) -> None:
+    """The writer refuses what its reader would refuse."""
+    with pytest.raises(InvalidInput):
+        write_pickle(tree)
+
+
+def test_a_refused_tree_names_the_key_path() -> None:
+    """The error says where in the tree the strange object is."""
+    tree: Tree = {"client": {"history": [0, {"x": object()}]}}  # type: ignore[dict-item]  # that is the point
+
+    with pytest.raises(InvalidInput, match=r"a object at client\.history\[1\]\.x"):
+        write_pickle(tree)
+
+
+def test_a_tree_within_the_depth_is_written_and_read() -> None:
+    """The deepest tree that is allowed passes both ways; one level more is refused by name."""
+    tree: Tree = 0
+    for _ in range(PICKLE_DEPTH_MAX):
+        tree = [tree]
+
+    assert tree == read_back(tree)
+    with pytest.raises(InvalidInput, match="nested more than"):
+        write_pickle([tree])
+
+
+def test_a_tree_that_contains_itself_is_not_written() -> None:
+    """A list inside itself is found before the writer walks into it."""
+    tree: list[Tree] = []
+    tree.append({"again": tree})
+
+    with pytest.raises(InvalidInput, match="contains itself"):
+        write_pickle(tree)
+
+
+def test_a_shared_list_is_written_each_time() -> None:
+    """One list in two places is two equal lists for whoever loads it: trees have no identity."""
+    shared: Tree = [1, 2]
+
+    read = pickle.loads(write_pickle([shared, shared]).payload)
+
+    assert read == [[1, 2], [1, 2]]
+    assert read[0] is not read[1]
+
+
+def _tensor_payload(*, key: str = "0", numel: int = 4, view: tuple[object, ...] = (0, (2, 2), (2, 1))) -> bytes:
+    """Return the pickle of one float32 tensor, with what a hand could change in it."""
+    storage = Storage(dtype="F32", elements=4, device="cpu")
+    payload = write_pickle(Tensor(storage=storage, offset=0, shape=Size((2, 2)), stride=(2, 1))).payload
+    payload = payload.replace(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x00" + key.encode())
+    arguments = pickle.dumps(view, protocol=2)[2:-1]  # a tuple of three: its parts are wanted on their own
+    assert arguments.endswith(b"\x87q" + arguments[-1:])
+    replaced = payload.replace(
+        b"K\x04tQK\x00K\x02K\x02\x86K\x02K\x01\x86", b"K" + bytes([numel]) + b"tQ" + arguments[:-3]
+    )
+    assert replaced.count(b"tQ") == 1
+    return replaced
+
+
+def _read_tensor(payload: bytes, *, size_bytes: int = 16) -> Tree:
+    record = Located(path=SOMEWHERE, offset_bytes=0, size_bytes=size_bytes, crc32=0)
+    return read_pickle(payload, path=SOMEWHERE, records={"0": record}).tree
+
+
+@pytest.mark.parametrize(
+    ("payload", "size_bytes", "what"),
+    [
+        pytest.param(_tensor_payload(key="7"), 16, "data/7 is missing", id="unknown record"),
+        pytest.param(_tensor_payload(), 15, "holds 15 bytes instead of 4 elements", id="short record"),
+        pytest.param(_tensor_payload(numel=5), 16, "instead of 5 elements", id="other length"),
+        pytest.param(_tensor_payload(view=(1, (2, 2), (2, 1))), 16, "needs 5 elements", id="offset"),
+        pytest.param(_tensor_payload(view=(0, (2, 2), (3, 1))), 16, "needs 5 elements", id="stride"),
+        pytest.param(_tensor_payload(view=(-1, (2, 2), (2, 1))), 16, "malformed", id="negative offset"),
+        pytest.param(_tensor_payload(view=(0, (2, -2), (2, 1))), 16, "malformed", id="negative shape"),
+        pytest.param(_tensor_payload(view=(0, (2, 2), (-2, 1))), 16, "malformed", id="negative stride"),
+        pytest.param(_tensor_payload(view=(0, (2, 2), (2,))), 16, "malformed", id="other rank"),
+        pytest.param(_tensor_payload(view=(0, (2, 2.0), (2, 1))), 16, "malformed", id="float shape"),
+        pytest.param(_tensor_payload(view=(0, (2, True), (2, 1))), 16, "malformed", id="bool shape"),
+        pytest.param(_tensor_payload(view=(2**63, (2, 2), (2, 1))), 16, "malformed", id="huge offset"),
+    ],
+)
+def test_a_tensor_outside_its_storage_is_damage(payload: bytes, size_bytes: int, what: str) -> None:
+    """Offset, extent, storage length and record must fit each other, or the file is damaged."""
+    assert isinstance(_read_tensor(_tensor_payload()), Tensor)
+
+    with pytest.raises(SourceCheckpoint, match=what) as caught:
+        _read_tensor(payload, size_bytes=size_bytes)
+
+    assert caught.value.facts["reason"] == "damaged"

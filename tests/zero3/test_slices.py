@@ -1,0 +1,183 @@
+"""Promises of the slicing: DeepSpeed's own rule, for every length and world size."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.format.objects import frame
+from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
+from layerstore.zero3 import Slices, slice_length, stretches, valid_elements
+from layerstore.zero3.slices import sub_groups
+
+# sub_group_size = 10; group 0 has a (15), b (12), c (7); group 1 has d (3), e (5).
+PARAMETERS = {"a": 15, "b": 12, "c": 7, "d": 3, "e": 5}
+
+
+def ranges(name: str, world_size: int, rank: int) -> tuple[int, int, int]:
+    """Return the first valid element, how many there are, and how many elements of padding follow."""
+    elements = PARAMETERS[name]
+    length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
+    return (rank * length if valid else 0), valid, length - valid
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "expected"),
+    [
+        # name -> (first element, valid elements, padding), as in a0-7 b0-5 …
+        (2, 0, {"a": (0, 8, 0), "b": (0, 6, 0), "c": (0, 4, 0), "d": (0, 2, 0), "e": (0, 3, 0)}),
+        (2, 1, {"a": (8, 7, 1), "b": (6, 6, 0), "c": (4, 3, 1), "d": (2, 1, 1), "e": (3, 2, 1)}),
+        (3, 0, {"a": (0, 5, 0), "b": (0, 4, 0), "c": (0, 3, 0), "d": (0, 1, 0), "e": (0, 2, 0)}),
+        (3, 1, {"a": (5, 5, 0), "b": (4, 4, 0), "c": (3, 3, 0), "d": (1, 1, 0), "e": (2, 2, 0)}),
+        (3, 2, {"a": (10, 5, 0), "b": (8, 4, 0), "c": (6, 1, 2), "d": (2, 1, 0), "e": (4, 1, 1)}),
+    ],
+)
+def test_ranks_of_the_worked_example_hold_its_elements(
+    world_size: int, rank: int, expected: dict[str, tuple[int, int, int]]
+) -> None:
+    """Each rank holds the elements that the worked example gives it, padding behind them."""
+    assert expected == {name: ranges(name, world_size, rank) for name in PARAMETERS}
+
+
+@given(st.integers(0, 10**12), st.integers(1, 4096))
+def test_slices_tile_the_parameter(elements: int, world_size: int) -> None:
+    """All valid elements together are the parameter, each rank's slice starts where the one before it ends."""
+    length = slice_length(elements, world_size)
+    valid = [valid_elements(elements, world_size, rank) for rank in range(world_size)]
+
+    assert sum(valid) == elements
+    assert length * world_size - elements in range(world_size)
+    assert all(count == length for count in valid[: elements // length if length else 0])
+    assert valid == sorted(valid, reverse=True)
+
+
+def cut(values: list[int], world_size: int) -> list[list[int]]:
+    """Return the slices of all ranks, padding left out."""
+    length = slice_length(len(values), world_size)
+    return [values[rank * length : (rank + 1) * length] for rank in range(world_size)]
+
+
+def cut_again(slices: list[list[int]], elements: int, world_size: int) -> list[list[int]]:
+    """Return the slices for *world_size* ranks, each put together from the *slices* that there are."""
+    length = slice_length(elements, world_size)
+    made = []
+    for rank in range(world_size):
+        begin, valid = rank * length, valid_elements(elements, world_size, rank)
+        parts = stretches(elements, len(slices), begin=begin, end=begin + valid) if valid else ()
+        made.append([value for part in parts for value in slices[part.shard][part.start :][: part.elements]])
+    return made
+
+
+@given(st.integers(0, 200), st.integers(1, 40), st.integers(1, 40))
+def test_slices_cut_again_are_those_that_were_cut_at_once(elements: int, before: int, after: int) -> None:
+    """From any world size to any other and back, every element is where that size has it."""
+    values = list(range(elements))
+
+    there = cut_again(cut(values, before), elements, after)
+    back = cut_again(there, elements, before)
+
+    assert cut(values, after) == there
+    assert cut(values, before) == back
+
+
+@given(st.integers(1, 10**12), st.integers(1, 4096), st.data())
+def test_stretches_are_few_whole_where_possible_and_never_padding(
+    elements: int, shards: int, data: st.DataObject
+) -> None:
+    """However large the parameter, only the slices that are needed are looked at, each once, within its bounds."""
+    begin = data.draw(st.integers(0, elements))
+    end = data.draw(st.integers(begin, min(elements, begin + 100 * slice_length(elements, shards))))
+
+    parts = list(stretches(elements, shards, begin=begin, end=end))
+
+    assert sum(part.elements for part in parts) == end - begin
+    assert [part.shard for part in parts] == sorted({part.shard for part in parts})
+    assert all(part.elements > 0 for part in parts)
+    assert all(part.start + part.elements <= valid_elements(elements, shards, part.shard) for part in parts)
+    assert all(part.start == 0 for part in parts[1:])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expected"),
+    [(2, [["a", "b"], ["c"], ["d", "e"]]), (3, [["a", "b", "c"], ["d", "e"]])],
+)
+def test_sub_groups_of_the_worked_example_are_its_own(world_size: int, expected: list[list[str]]) -> None:
+    """Two ranks hold more of each parameter than three: so the limit is reached earlier."""
+    found = []
+    for names in (["a", "b", "c"], ["d", "e"]):
+        lengths = [slice_length(PARAMETERS[name], world_size) for name in names]
+        found += [[names[index] for index in chosen] for chosen in sub_groups(lengths, size=10)]
+
+    assert expected == found
+
+
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(0, 60))
+def test_sub_groups_are_closed_as_soon_as_they_are_full(lengths: list[int], size: int) -> None:
+    """They follow each other; only the last may hold less than the limit, and no other holds one parameter too many."""
+    found = list(sub_groups(lengths, size=size))
+
+    assert [index for chosen in found for index in chosen] == list(range(len(lengths)))
+    held = [sum(lengths[index] for index in chosen) for chosen in found]
+    if sum(lengths) <= size:
+        assert len(found) <= 1
+    else:
+        assert all(total >= size for total in held[:-1])
+        assert all(sum(lengths[index] for index in chosen[:-1]) < size for chosen in found if len(chosen) > 1)
+
+
+# -- slices of stored layers ---------------------------------------------------------------------------------------
+
+
+def stored_slices(*lengths: int, elements: int = 9, dtype: str = "F32") -> Slices:
+    """Return the masters of one parameter, stored by as many ranks as there are *lengths*."""
+    objects = []
+    for shard, length in enumerate(lengths):
+        tensor = StoredTensor(name="a", state="", dtype=dtype, elements=length, crc32=shard)
+        objects.append(
+            StoredObject(
+                id=ObjectId(f"{shard:032x}"),
+                size_bytes=frame([tensor]).size_bytes,
+                kind=Kind.MASTER,
+                shard=shard,
+                shards=len(lengths),
+                tensors=(tensor,),
+                chunks=b"",
+            )
+        )
+    parameter = Parameter(name="a", dtype="BF16", shape=(elements,), frozen=False, aliases=())
+    version = LayerVersion(
+        layer="a", parameters=(parameter,), buffers=(), world_size=len(lengths), objects=tuple(objects)
+    )
+    return Slices([version])
+
+
+def test_pieces_are_placed_by_the_type_that_they_become() -> None:
+    """Offsets in an object count elements of its type, those in the file elements of the file's."""
+    slices = stored_slices(5, 4)
+    starts = [slices.find(Kind.MASTER, "a", shard=shard).offset for shard in (0, 1)]
+
+    found = list(slices.pieces(Kind.MASTER, "a", dtype="BF16", offset=100, begin=3, end=7))
+
+    assert [(piece.object_offset, piece.size_bytes, piece.offset) for piece in found] == [
+        (starts[0] + 12, 8, 100),
+        (starts[1], 8, 104),
+    ]
+    assert {piece.rounding for piece in found} == {("F32", "BF16")}
+
+
+def test_pieces_of_the_same_type_are_copied() -> None:
+    """Without a range they are the whole parameter, and nothing is rounded."""
+    found = list(stored_slices(5, 4).pieces(Kind.MASTER, "a", dtype="F32", offset=0))
+
+    assert [(piece.size_bytes, piece.offset, piece.rounding) for piece in found] == [(20, 0, None), (16, 20, None)]
+
+
+def test_elements_that_are_not_stored_so_are_refused() -> None:
+    """A slice of another length, one that is missing, a type without a way to the one asked for."""
+    with pytest.raises(LayoutMismatch, match="slice 1 of 2 of 'a' is stored with 3 elements, its shape asks for 4"):
+        list(stored_slices(5, 3).pieces(Kind.MASTER, "a", dtype="F32", offset=0))
+    with pytest.raises(LayoutMismatch, match="no weights of 'a' for rank 0 is stored"):
+        list(stored_slices(5, 4).pieces(Kind.WEIGHTS, "a", dtype="F32", offset=0))
+    with pytest.raises(Unsupported, match="stored as I64 and cannot be written as F16") as raised:
+        list(stored_slices(9, dtype="I64").pieces(Kind.MASTER, "a", dtype="F16", offset=0, hint="choose a --dtype"))
+    assert raised.value.hint == "choose a --dtype"
