@@ -54,7 +54,7 @@ def odd_checkpoint(folder: Path, **options: Any) -> Path:
 
 
 def trees(folder: Path) -> dict[str, bytes]:
-    """Return every shard's tree below *folder* by path: shapes, scalars, marks and small tensors, but no slices."""
+    """Return every shard's tree below *folder* by path: shapes, scalars and small tensors, but no slices or marks."""
 
     def small(content: object) -> Plain:
         return content if isinstance(content, bytes) else None
@@ -63,7 +63,9 @@ def trees(folder: Path) -> dict[str, bytes]:
         tree: Tree = read_pt(path).tree
         assert isinstance(tree, dict)
         kept: Tree = {key: value for key, value in tree.items() if key not in OF_THE_PAST}
-        return pack(encode(kept, content_to_plain=small))
+        # DeepSpeed's ds_id, which nothing reads, is left out at other world sizes.
+        unmarked = replace_tensors(kept, lambda tensor: replace(tensor, attributes=None))
+        return pack(encode(unmarked, content_to_plain=small))
 
     return {path.relative_to(folder).as_posix(): image(path) for path in sorted(folder.rglob("*_states.pt"))}
 
