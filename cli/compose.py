@@ -1,12 +1,12 @@
 """``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from layerstore.cli.compose_hf import ExportOptions, export, is_export
-from layerstore.cli.mixture import PlanOptions, composite_fields, say_mixture, say_notes, say_plan, say_step
 from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
 from layerstore.cli.policy import (
     Aux,
@@ -22,11 +22,11 @@ from layerstore.cli.policy import (
     described_policy,
 )
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say_json, say_paragraph, shown, size
+from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
 
 if TYPE_CHECKING:
     from layerstore import Composite, Store
-    from layerstore.ops.compose import Written
+    from layerstore.compose import Exported, Written
 
 PolicyName = Annotated[
     str | None,
@@ -118,9 +118,10 @@ def compose(
       layerstore compose --recipe mix.yaml --pin mix --dry-run
       layerstore compose best --format hf --dtype bf16 -o model
     """
-    options = ExportOptions(dtype=dtype, max_shard_size=max_shard_size)
-    is_hf = is_export(form, options, only_shards={"--world-size": world_size, "--adam-step": adam_step})
-    _check_purpose(out, pin, dry_run=dry_run)
+    request = _Request(
+        out, pin, dry_run, world_size, adam_step, dtype, max_shard_size, not no_verify, force=force, as_json=as_json
+    )
+    produce = _checked_format(form, request)
     settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
     with opened(store) as opened_store:
         if recipe is not None:
@@ -129,53 +130,69 @@ def compose(
             reference = chosen_reference(opened_store, ref=ref, run=run, step=step)
             composite = _by_policy(opened_store, reference, policy or "latest", settings)
         composite.check(max_staleness=max_staleness)
-        asked = PlanOptions(out, pin, dry_run, world_size, adam_step or "unify")
-        _carry_out(composite, asked, options if is_hf else None, verify=not no_verify, force=force, as_json=as_json)
+        if pin is not None and out is None and not dry_run:
+            composite.pin(pin)
+        produce(composite, request)
+        if pin is not None and not request.is_plan:
+            composite.pin(pin)  # only now that nothing can be refused any more
 
 
-def _carry_out(
-    composite: "Composite",
-    asked: PlanOptions,
-    as_export: ExportOptions | None,
-    *,
-    verify: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Write the composite, or say what it would be; pin it, but only once nothing can be refused any more."""
-    if asked.out is None and not asked.is_dry_run:
-        _pin_if_asked(composite, asked.pin)
-    if as_export is not None:
-        export(composite, asked, as_export, verify=verify, force=force, as_json=as_json)
-    elif asked.out is None or asked.is_dry_run:
-        say_plan(composite, asked, as_json=as_json)
-    else:
-        with shown_progress(as_json=as_json) as progress:
-            written = composite.write(
-                asked.out,
-                world_size=asked.world_size,
-                adam_step=asked.adam_step,
-                verify=verify,
-                force=force,
-                progress=progress,
-            )
-        _say_written(composite, written, asked.adam_step, as_json=as_json)
-    if asked.out is not None and not asked.is_dry_run:
-        _pin_if_asked(composite, asked.pin)
+# -- what was asked for --------------------------------------------------------------------------------------------
 
 
-def _pin_if_asked(composite: "Composite", pin: str | None) -> None:
-    if pin is not None:
-        composite.pin(pin)
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What to do with the composite; None where an option was not given."""
+
+    out: Path | None
+    pin: str | None
+    is_dry_run: bool
+    world_size: int | None
+    adam_step: Literal["unify", "per-layer"] | None
+    dtype: str | None
+    max_shard_size: str | None
+    verify: bool
+    force: bool
+    as_json: bool
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether nothing is written."""
+        return self.out is None or self.is_dry_run
+
+    @property
+    def outcome(self) -> str:
+        """What became of the plan."""
+        is_kept = self.pin is not None and not self.is_dry_run
+        return f"kept as pin {shown(self.pin)}" if is_kept else "nothing was written"
 
 
-def _check_purpose(out: Path | None, pin: str | None, *, dry_run: bool) -> None:
+def _checked_format(form: str, request: _Request) -> Callable[["Composite", _Request], None]:
+    """
+    Return what produces the format *form*.
+
+    Raises:
+        InvalidInput: It is no format, an option was given that it does not take, or there is nothing to do.
+    """
     from layerstore.errors import InvalidInput
 
-    if out is None and not dry_run and pin is None:
+    if form not in _FORMATS:
+        raise InvalidInput(f"{form!r} is no format", hint=f"choose one of {', '.join(_FORMATS)}")
+    only_zero3 = {"--world-size": request.world_size, "--adam-step": request.adam_step}
+    only_hf = {"--dtype": request.dtype, "--max-shard-size": request.max_shard_size}
+    foreign, other, why = (
+        (only_zero3, "zero3", "an export has neither ranks nor an optimizer")
+        if form == "hf"
+        else (only_hf, "hf", "shards keep the types and the files that were saved")
+    )
+    for name, value in foreign.items():
+        if value is not None:
+            raise InvalidInput(f"{name} is for --format {other} only", hint=why)
+    if request.out is None and not request.is_dry_run and request.pin is None:
         raise InvalidInput(
             "compose does not know where to write", hint="name a folder with -o DIR, or pass --pin NAME or --dry-run"
         )
+    return _FORMATS[form]
 
 
 def _by_policy(store: "Store", reference: str | None, policy: str, settings: Settings) -> "Composite":
@@ -196,33 +213,181 @@ def _by_recipe(
         if value is not None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
     composite = store.compose(recipe=recipe, run=run)
-    say_notes(composite.recipe_notes)
+    for note in composite.recipe_notes:
+        say_warning(note)
     return composite
 
 
-def _say_written(
-    composite: "Composite", written: "Written", adam_step: Literal["unify", "per-layer"], *, as_json: bool
-) -> None:
-    say_notes(written.notes)
-    if as_json:
-        say_json(
-            {
-                **composite_fields(composite, written.notes),
-                "world_size": written.world_size,
-                "out": str(written.out),
-                "bytes_written": written.bytes_written,
-                "seconds": written.seconds,
-            }
-        )
+# -- the formats ---------------------------------------------------------------------------------------------------
+
+
+def _zero3(composite: "Composite", request: _Request) -> None:
+    """Write shards to resume from, or print which save each layer comes from."""
+    adam_step = request.adam_step or "unify"
+    if request.out is None or request.is_dry_run:
+        notes = composite.notes(world_size=request.world_size, adam_step=adam_step)
+        world_size = request.world_size or composite.world_size
+        if _tell_programs(composite, request, notes, {"world_size": world_size}):
+            return
+        _say_layers(composite)
+        say()
+        _say_mixture(composite)
+        _say_step(composite, adam_step)
+        base = f"base {shown(composite.name)}, policy {composite.policy}"
+        say_paragraph(f"{base}, {counted(world_size, 'rank')}; {request.outcome}", indent=2)
         return
+    with shown_progress(as_json=request.as_json) as progress:
+        written = composite.write(
+            request.out,
+            world_size=request.world_size,
+            adam_step=adam_step,
+            verify=request.verify,
+            force=request.force,
+            progress=progress,
+        )
+    if _tell_programs(composite, request, written.notes, {"world_size": written.world_size}, result=written):
+        return
+    ranks = counted(written.world_size, "rank")
     say_paragraph(
         f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, "
-        f"{counted(len(composite.layers), 'layer')}, {counted(written.world_size, 'rank')}, "
+        f"{counted(len(composite.layers), 'layer')}, {ranks}, "
         f"{size(written.bytes_written)} in {written.seconds:.1f} s",
         indent=2,
     )
-    say_mixture(composite)
-    say_step(composite, adam_step)
-    ranks = counted(written.world_size, "rank")
+    _say_mixture(composite)
+    _say_step(composite, adam_step)
     how = "engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer"
     say_paragraph(f"resume with {ranks}: {how}", indent=2)
+
+
+def _hf(composite: "Composite", request: _Request) -> None:
+    """Write a folder for Transformers or PEFT, or print which files it would have."""
+    from layerstore.compose import MAX_SHARD_SIZE
+
+    dtype, max_shard_size = request.dtype, request.max_shard_size or MAX_SHARD_SIZE
+    if request.out is None or request.is_dry_run:
+        plan = composite.plan_export(dtype=dtype, max_shard_size=max_shard_size)
+        fields = {"format": "hf", "dtype": plan.dtype, "files": [file.path for file in plan.files]}
+        if _tell_programs(composite, request, plan.notes, fields):
+            return
+        columns = [Column("FILE", folds=True), Column("SIZE", "right")]
+        rows = ([file.path, size(file.size_bytes)] for file in plan.files)
+        say_table(columns, rows, total=["total", size(plan.size_bytes)])
+        say()
+        say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {request.outcome}")
+        return
+    with shown_progress(as_json=request.as_json) as progress:
+        exported = composite.export(
+            request.out,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            verify=request.verify,
+            force=request.force,
+            progress=progress,
+        )
+    fields = {"format": "hf", "dtype": exported.dtype, "files": list(exported.files)}
+    if _tell_programs(composite, request, exported.notes, fields, result=exported):
+        return
+    say_paragraph(
+        f"wrote {shown(exported.out)}: {shown(composite.name)}, policy {exported.policy}, "
+        f"{exported.dtype}, {counted(len(exported.files), 'file')}, "
+        f"{size(exported.bytes_written)} in {exported.seconds:.1f} s",
+        indent=2,
+    )
+    _say_mixture(composite, has_optimizer=False)
+    if "adapter_config.json" in exported.files:
+        say_paragraph("load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)", indent=2)
+    elif "config.json" in exported.files:
+        say_paragraph(f"load it with {exported.model_class or 'AutoModel'}.from_pretrained(FOLDER)", indent=2)
+
+
+_FORMATS = {"zero3": _zero3, "hf": _hf}
+
+
+# -- what is said --------------------------------------------------------------------------------------------------
+
+
+def _tell_programs(
+    composite: "Composite",
+    request: _Request,
+    notes: tuple[str, ...],
+    of_format: Mapping[str, object],
+    *,
+    result: "Written | Exported | None" = None,
+) -> bool:
+    """Print *notes* as warnings, and with ``--json`` what programs read; return whether that was all to be said."""
+    for note in notes:
+        say_warning(note)
+    if not request.as_json:
+        return False
+    fields = {**composite.summary(), "notes": list(notes), **of_format}
+    if result is None:
+        fields |= {"out": None if request.out is None else str(request.out), "bytes_written": 0, "seconds": 0.0}
+        fields |= {"pin": request.pin, "dry_run": request.is_dry_run}
+    else:
+        fields |= {"out": str(result.out), "bytes_written": result.bytes_written, "seconds": result.seconds}
+    say_json(fields)
+    return True
+
+
+def _say_layers(composite: "Composite") -> None:
+    """Print the table of layers."""
+    columns = [
+        Column("LAYER", folds=True),
+        Column("FROM", folds=True),
+        Column("STEPS BEHIND", "right"),
+        Column("SAVES BEHIND", "right"),
+        Column("SIZE", "right"),
+    ]
+    ages = composite.staleness.layers
+    sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
+    rows = (
+        [age.layer, name, _behind(age.steps), _behind(age.saves), size(of_line)]
+        for age, name, of_line in zip(ages, composite.names_of(ages), sizes, strict=True)
+    )
+    say_table(columns, rows, total=["total", "", "", "", size(sum(sizes))])
+
+
+def _behind(count: int | None) -> str:
+    if count is None:
+        return "?"
+    return "newer" if count < 0 else str(count)
+
+
+def _age(steps: int | None) -> str:
+    if steps is None:
+        return "of another run"
+    return f"{counted(abs(steps), 'step')} {'newer than' if steps < 0 else 'behind'} the base"
+
+
+def _say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
+    """Say how old the oldest layer is, and what else of the mixture a reader should know."""
+    staleness = composite.staleness
+    if staleness.is_mixed:
+        oldest = staleness.oldest
+        [name] = composite.names_of([oldest])
+        say_paragraph(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}", indent=2)
+    if has_optimizer and len(staleness.optimizer_steps) > 1:
+        counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
+        say_paragraph(f"updates that the optimizer had counted: {counts}; see --adam-step", indent=2)
+    if composite.older_than_due:
+        first = composite.older_than_due[0]
+        say_paragraph(
+            f"{counted(len(composite.older_than_due), 'layer')} had not been written when due "
+            f"(first: {shown(first)}): the version before stands in",
+            indent=2,
+        )
+
+
+def _say_step(composite: "Composite", adam_step: Literal["unify", "per-layer"]) -> None:
+    """Say at which step training resumes where layers of several are mixed: a checkpoint knows one alone."""
+    staleness = composite.staleness
+    if not staleness.is_mixed:
+        return
+    counted_by_base = {age.optimizer_step for age in staleness.layers if age.steps == 0} - {None}
+    counts = ""
+    if adam_step == "per-layer":
+        counts = ", with each layer's own count of updates"
+    elif len(counted_by_base) == 1:
+        counts = f", with {counted(counted_by_base.pop() or 0, 'update')} counted of each layer"
+    say_paragraph(f"training resumes at step {composite.step}{counts}", indent=2)

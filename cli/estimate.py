@@ -118,7 +118,7 @@ def estimate(
       layerstore estimate sft@200 --policy filter:every=10 --measure /scratch
       layerstore estimate --params 70B --layers 80 --every 50 --disk 40TB
     """
-    from layerstore.export.hf import dtype_code
+    from layerstore.dtypes import dtype_code
     from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)
@@ -212,7 +212,7 @@ def _share(text: str) -> "Fraction":
 
 def _size(text: str, option: str) -> int:
     from layerstore.errors import InvalidInput
-    from layerstore.export.hf import size_in_bytes
+    from layerstore.units import size_in_bytes
 
     size_bytes = size_in_bytes(text)
     if size_bytes < _BARE_BYTES_MIN and not text.strip()[-1:].isalpha():

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.mixture import policy_in_words
 from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.policy import policy_in_words
 from layerstore.cli.render import (
     SHORT_ID_DIGITS,
     Column,

@@ -4,7 +4,7 @@ The options that describe a policy, the same for every command that has one.
 An option that is not given is not passed on: each policy knows its own defaults, and which options it has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -101,6 +101,18 @@ def _fraction(text: str) -> object:
 
 
 def _size(text: str) -> int:
-    from layerstore.export.hf import size_in_bytes
+    from layerstore.units import size_in_bytes
 
     return size_in_bytes(text)
+
+
+def policy_in_words(name: str, parameters: Mapping[str, object]) -> str:
+    """
+    Return a policy with its settings.
+
+    >>> policy_in_words("parity", {"fresh": "even"}), policy_in_words("full", {})
+    ('parity (fresh even)', 'full')
+    """
+    # A limit that was not set is none.
+    settings = ", ".join(f"{key} {value}" for key, value in parameters.items() if str(value) != "None")
+    return f"{name} ({settings})" if settings else name

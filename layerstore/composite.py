@@ -10,20 +10,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.export.hf import MAX_SHARD_SIZE
+from layerstore.compose import (
+    MAX_SHARD_SIZE,
+    AdamStep,
+    Composition,
+    Exported,
+    ExportPlan,
+    Tensors,
+    Written,
+    check_members,
+    check_whole,
+    execute_compose,
+    execute_export,
+    open_tensors,
+    plan_export,
+    plan_ranks,
+)
 from layerstore.history.collected import losses_told
 from layerstore.history.references import reference_to, references_to
 from layerstore.history.staleness import Staleness, check_staleness
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.model import LayerEntry, Pin, Saving
-from layerstore.ops import compose as compose_verb
-from layerstore.ops import export as export_verb
-from layerstore.ops.compose import Written
-from layerstore.ops.composition import Composition, as_resolved, check_members, check_whole
-from layerstore.ops.export import Exported, ExportPlan
-from layerstore.ops.ranks import AdamStep
-from layerstore.ops.summary import summary
-from layerstore.ops.tensors import Tensors, open_tensors
 from layerstore.progress import Progress, Silent
 from layerstore.publish import pins as pin_verb
 from layerstore.storage.rooms import Rooms
@@ -109,7 +116,7 @@ class Composite:
 
     def summary(self) -> dict[str, object]:
         """Return all of this for programs, as it is written to ``layerstore.json`` beside the shards."""
-        return summary(self._composition)
+        return self._composition.summary()
 
     def check(self, *, max_staleness: int | None = None) -> None:
         """
@@ -129,7 +136,7 @@ class Composite:
         self.check()
         with losses_told(self._rooms, self._composition):
             check_whole(self._rooms, self._composition)
-        return pin_verb.pin(self._rooms, name, as_resolved(self._composition))
+        return pin_verb.pin(self._rooms, name, self._composition.as_resolved())
 
     def ls(self) -> list[LayerLine]:
         """Return every layer with its sizes."""
@@ -139,7 +146,7 @@ class Composite:
     def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
         """Return, in plain sentences, what would not carry over; raises as ``write`` would."""
         with losses_told(self._rooms, self._composition):
-            return compose_verb.notes_of(self._rooms, self._composition, world_size=world_size, adam_step=adam_step)
+            return plan_ranks(self._rooms, self._composition, world_size=world_size, adam_step=adam_step).notes
 
     def write(
         self,
@@ -162,7 +169,7 @@ class Composite:
         unless *durable* is False; a folder that is there is only replaced with *force*.
         """
         with losses_told(self._rooms, self._composition):
-            return compose_verb.execute_compose(
+            return execute_compose(
                 self._rooms,
                 self._composition,
                 Path(out),
@@ -189,7 +196,7 @@ class Composite:
     def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
         """Return what `export` would write; nothing is written."""
         with losses_told(self._rooms, self._composition):
-            return export_verb.plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
+            return plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
 
     def export(
         self,
@@ -211,7 +218,7 @@ class Composite:
         """
         plan = self.plan_export(dtype=dtype, max_shard_size=max_shard_size)
         with losses_told(self._rooms, self._composition):
-            return export_verb.execute_export(
+            return execute_export(
                 self._rooms,
                 plan,
                 Path(out),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from layerstore.errors import Unsupported
+from layerstore.errors import InvalidInput, Unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,25 @@ def knows_torch_name(name: str) -> bool:
 def by_storage_class(name: str) -> DType:
     """Return the row of the storage class ``torch.<name>``."""
     return _find(_BY_STORAGE_CLASS, name)
+
+
+# -- as users call them --------------------------------------------------------------------------------------------
+
+_EXPORTED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+
+def dtype_code(name: str | None) -> str | None:
+    """Return the code of the element type that users call *name*, for weights to be exported; None stays None."""
+    if name is None:
+        return None
+    if name not in _EXPORTED:
+        raise InvalidInput(f"{name!r} is no element type to export", hint=f"choose one of {', '.join(_EXPORTED)}")
+    return _EXPORTED[name]
+
+
+def dtype_name(code: str) -> str:
+    """Return what users call the element type *code*."""
+    return next((name for name, known in _EXPORTED.items() if known == code), by_code(code).torch_name)
 
 
 def _find(rows: dict[str, DType], name: str) -> DType:

@@ -18,6 +18,12 @@ from layerstore.check.identity import RestoredIdentity
 from layerstore.check.repair import Repaired
 from layerstore.check.sample import parse_sample
 from layerstore.check.verify import Verdict
+from layerstore.compose import (
+    compose_by_policy,
+    compose_by_recipe,
+    compose_exact,
+    compose_latest,
+)
 from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.gc import collect as gc_verb
@@ -45,8 +51,6 @@ from layerstore.inspect import (
     read_log,
 )
 from layerstore.model import Commit, Pin, Saving
-from layerstore.ops.composition import compose_by_policy, compose_exact, compose_latest
-from layerstore.ops.recipes import compose_by_recipe, read_recipe
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
@@ -175,9 +179,7 @@ class Store:
         if recipe is not None:
             if ref is not None or policy != "latest":
                 raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")
-            return Composite(
-                self._rooms, compose_by_recipe(self._rooms, read_recipe(self._rooms, Path(recipe)), run=run)
-            )
+            return Composite(self._rooms, compose_by_recipe(self._rooms, Path(recipe), run=run))
         if run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
         resolved = resolve(self._rooms, ref)

@@ -1,1 +1,51 @@
-"""A query becomes a composite, and a composite becomes files."""
+"""
+Compose: from a query to a composite, and from a composite to files, arrays, or the memory of a rank.
+
+``choose`` and ``recipes`` decide what a composite consists of. There is one module for each output format, ``zero3``
+and ``hf``: a new format plans its files as these do, and has them written by ``assemble`` into a ``target``.
+"""
+
+from layerstore.compose.choose import (
+    Composition,
+    check_members,
+    check_whole,
+    compose_by_policy,
+    compose_exact,
+    compose_latest,
+    difference,
+)
+from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
+from layerstore.compose.loading import RankLoad, content_of, plan_load
+from layerstore.compose.recipes import compose_by_recipe
+from layerstore.compose.target import checked_file, write_file
+from layerstore.compose.tensors import Tensors, open_tensors
+from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
+from layerstore.compose.zero3 import Written, execute_compose
+
+__all__ = [
+    "MAX_SHARD_SIZE",
+    "AdamStep",
+    "Composition",
+    "ExportPlan",
+    "Exported",
+    "RankLoad",
+    "RankStates",
+    "Tensors",
+    "Written",
+    "check_members",
+    "check_whole",
+    "checked_file",
+    "compose_by_policy",
+    "compose_by_recipe",
+    "compose_exact",
+    "compose_latest",
+    "content_of",
+    "difference",
+    "execute_compose",
+    "execute_export",
+    "open_tensors",
+    "plan_export",
+    "plan_load",
+    "plan_ranks",
+    "write_file",
+]

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from layerstore.compose import content_of
 from layerstore.gc.mark import named
 from layerstore.gc.trim import has_moments, saved_ns
 from layerstore.history.attempt_locks import saved_now
 from layerstore.history.place import newest_attempt
 from layerstore.layers import typed
 from layerstore.model import CommitId, CommitRecord
-from layerstore.ops.loading import content_of
 from layerstore.policy.keep import Candidate, Keep
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.rooms import Rooms

@@ -6,7 +6,6 @@ Weights and masters stay; what only a resume needs goes. Each trim is one transa
 
 from dataclasses import dataclass, replace
 
-from layerstore.errors import LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
 from layerstore.history.needs import Needs, objects_of_version
@@ -98,17 +97,3 @@ def trim(rooms: Rooms, row: RecordRow) -> CommitId:
         trimmed = tx.commit(plan.commit.record, observed=plan.commit.observed).commit
     rooms.trash.remove_record(row.name)
     return trimmed.id
-
-
-def check_has_moments(record: CommitRecord, *, called: str) -> None:
-    """
-    Make sure that *record* can be resumed from.
-
-    Raises:
-        LayoutMismatch: A collection has dropped its moments.
-    """
-    if WITHOUT_MOMENTS in record.flags:
-        raise LayoutMismatch(
-            f"{called} has no optimizer moments any more: a collection has dropped them",
-            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR; or choose a newer step",
-        )

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from layerstore.compose import compose_by_policy
 from layerstore.gc.retention import Fate
 from layerstore.history.needs import Needs
 from layerstore.history.references import Resolved, references_to
 from layerstore.model import BlobRef
-from layerstore.ops.composition import compose_by_policy
 from layerstore.policy import Filter, Parity, Policy
 from layerstore.storage.manifest import RecordRow, packed_versions
 from layerstore.storage.rooms import Rooms

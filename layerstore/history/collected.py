@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from layerstore.compose import Composition
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError
 from layerstore.gc.mark import readable_pins
 from layerstore.history.needs import objects_of_state
@@ -10,7 +11,6 @@ from layerstore.history.past import saved_at
 from layerstore.history.references import references_to
 from layerstore.layers import typed
 from layerstore.model import BlobRef, CommitRecord, LayerEntry
-from layerstore.ops.composition import Composition
 from layerstore.storage.rooms import Rooms
 
 

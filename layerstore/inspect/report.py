@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.gc.collect import CommitFate, GcOutcome, Request, plan_gc
 from layerstore.history.references import Resolved, references_to
@@ -17,7 +18,6 @@ from layerstore.history.staleness import Staleness, staleness_of
 from layerstore.inspect.log import LogEntry, log_entry, names_of_pins
 from layerstore.inspect.stats import Amounts, Growth, Stats, count, views_of
 from layerstore.model import Commit, CommitId, LayerEntry
-from layerstore.ops.composition import compose_by_policy
 from layerstore.policy import Filter, Parity
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
+from layerstore.compose import checked_file, write_file
 from layerstore.errors import Unsupported
 from layerstore.gc.collect import CommitFate
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
@@ -19,7 +20,6 @@ from layerstore.inspect.report import Report, RetentionReport, RunReport, ShownS
 from layerstore.inspect.stats import Stats
 from layerstore.json_fields import json_fields
 from layerstore.model import LayerEntry, Origin
-from layerstore.ops.target_file import checked_file, write_file
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress
 from layerstore.storage.rooms import Rooms

@@ -25,7 +25,7 @@ def test_it_writes_weights_and_says_how_to_load_them(run: Run, trainers: Path, t
     assert outcome.code == 0
     assert outcome.out.startswith(f"wrote {tmp_path / 'model'}: run@2, policy latest, fp32, 2 files, ")
     assert "load it with LlamaForCausalLM.from_pretrained(FOLDER)" in outcome.out
-    assert outcome.err == "warning: config.json says float32 now, as the weights are\n"
+    assert outcome.err == "warning: config.json is changed to say float32, as the weights are\n"
     assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {
         "torch.float32"
     }
@@ -63,11 +63,11 @@ def test_it_tells_programs_all_fields(run: Run, trainers: Path, tmp_path: Path) 
         "files": fields["files"],
         "bytes_written": sum(path.stat().st_size for path in (tmp_path / "model").iterdir()),
         "seconds": fields["seconds"],
-        "notes": ["config.json says float16 now, as the weights are"],
+        "notes": ["config.json is changed to say float16, as the weights are"],
     }
     assert (layers["lm_head"]["run"], layers["lm_head"]["step"]) == ("run", 2)
     planned = run(*words, "--dry-run", "--store", trainers, "--json").fields
-    assert planned["notes"] == ["config.json will say float16, as the weights are"]
+    assert planned["notes"] == ["config.json is changed to say float16, as the weights are"]
     assert sorted(fields["files"]) == sorted(path.name for path in (tmp_path / "model").iterdir())
     assert len(fields["files"]) > 3
 

@@ -19,6 +19,7 @@ import layerstore
 from layerstore import Store
 from layerstore.live.demo.launch import cpu_environment
 from layerstore.model import Kind
+from tests.compose.test_hf import mixed, objects_of, weights_in
 from tests.deepspeed.compare import file_tree, rank_trees
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
 from tests.deepspeed.scenarios import (
@@ -35,7 +36,6 @@ from tests.deepspeed.scenarios import (
 from tests.deepspeed.test_fidelity import overwrite_weight_bits
 from tests.deepspeed.weights import differing, whole_weights
 from tests.environment import REPOSITORY
-from tests.unit.test_export import mixed, objects_of, weights_in
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 

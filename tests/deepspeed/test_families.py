@@ -21,11 +21,11 @@ from layerstore import Store
 from layerstore.errors import Unsupported
 from layerstore.layers import layer_of
 from layerstore.live.demo.launch import cpu_environment
+from tests.compose.test_hf import weights_in
 from tests.deepspeed.family_names import FAMILIES, STEPS, VARIANTS
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
 from tests.deepspeed.weights import differing
 from tests.environment import REPOSITORY
-from tests.unit.test_export import weights_in
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
@@ -184,7 +184,7 @@ def test_names_that_nobody_can_tell_are_refused(
     store: Store, families: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Transformers there is no export of such a model, and nothing is left where it was to be."""
-    monkeypatch.setattr("layerstore.ops.renaming.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("layerstore.compose.weight_names.importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(Unsupported, match="it is not installed here") as refused:
         store.compose("mixtral").export(tmp_path / "out")

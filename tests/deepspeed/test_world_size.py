@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 import layerstore
+from layerstore.compose import compose_latest, execute_compose
 from layerstore.history.references import resolve
 from layerstore.live.demo.launch import cpu_environment
-from layerstore.ops.compose import execute_compose
-from layerstore.ops.composition import compose_latest
 from layerstore.progress import Silent
 from tests.deepspeed.asked import scenarios_asked
 from tests.deepspeed.compare import (
@@ -207,7 +206,7 @@ def test_notes_name_the_global_batch_and_buffers_that_differ(resized: Resized, s
     )
     assert batch in notes[-1]
     has_own = scenario.name == "rank_buffers"
-    assert notes[-2].startswith("the learning rate schedule and global_samples go on where they were")
+    assert notes[-2].startswith("the learning rate schedule and global_samples continue where they were")
     assert [has_own] == list({"differed between the 2 ranks" in note for note in notes[:-2]} or {False})
 
 

@@ -27,7 +27,7 @@ ALL = [block for page in PAGES for block in blocks(page)]
 ELSEWHERE = {DOCS / "reference" / "format.md"}
 
 # Not for everybody, so not in the front door; the pages name it in full.
-KNOWN_TO_FEW = {"layerstore.store.restore_identity", "layerstore.export.hf.export"}
+KNOWN_TO_FEW = {"layerstore.store.restore_identity"}
 
 
 def parts(found: list[Block]) -> list[list[Block]]:

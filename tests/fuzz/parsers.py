@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from layerstore.format.collections import collection_name, seal_collection, unseal_collection
 
+from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
-from layerstore.export.hf import config_with_dtype
 from layerstore.format.blobs import (
     STATE_MAGIC,
     VERSION_MAGIC,
@@ -241,7 +241,7 @@ def _config() -> Parser:
 
     def parse(data: bytes, folder: Path) -> object:
         try:
-            return json.loads(config_with_dtype(data, "BF16"))
+            return config_with_dtype(parse_config(data), "BF16")
         except ValueError as exc:
             raise InvalidInput("no config") from exc
 

@@ -14,10 +14,10 @@ import torch
 
 import layerstore
 from layerstore.cli.app import main
+from layerstore.compose import content_of
 from layerstore.errors import InvalidInput
 from layerstore.format.blobs import encode_state
 from layerstore.model import CommitRecord, RankState
-from layerstore.ops.loading import content_of
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from layerstore.compose.weight_names import FileTensor, ask_transformers, may_be_renamed
 from layerstore.errors import Unsupported
-from layerstore.export.members import Written
 from layerstore.live.demo.launch import cpu_environment
-from layerstore.ops.renaming import ask_transformers, may_be_renamed
 from tests.environment import REPOSITORY
 
 EXPERTS = {
@@ -31,7 +30,7 @@ UP_AND_GATE = "model.layers.0.mlp.experts.gate_up_proj"
 SHAPES = {UP_AND_GATE: (2, 12, 8)}
 
 
-def runs(written: Written) -> list[tuple[str, int, int]]:
+def runs(written: FileTensor) -> list[tuple[str, int, int]]:
     """Return where the elements of a tensor come from."""
     return [(run.name, run.start, run.elements) for run in written.runs]
 

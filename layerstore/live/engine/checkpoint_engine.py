@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from layerstore.compose import Composition
 from layerstore.errors import Conflict, IntegrityError, Unsupported
 from layerstore.history.collected import losses_told
 from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
@@ -18,7 +19,6 @@ from layerstore.live.engine.pointer_files import composition_of, write_pointer
 from layerstore.live.engine.savers import AttachedSaver, wait_for_saves
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
-from layerstore.ops.composition import Composition
 from layerstore.store import Store, open_store
 from layerstore.zero3 import Pointer, read_pointer
 

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Self
 
+from layerstore.compose import AdamStep, Composition, RankLoad, Tensors, plan_load
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.live.engine.deepspeed import Engine, SavedStates
 from layerstore.live.engine.revive import bytes_of, empty, revive
-from layerstore.ops.composition import Composition
-from layerstore.ops.loading import RankLoad, plan_load
-from layerstore.ops.ranks import AdamStep
-from layerstore.ops.tensors import Tensors
 from layerstore.store import Store
 from layerstore.tree import Storage, Tree
 

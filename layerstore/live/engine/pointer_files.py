@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from layerstore.compose import Composition, compose_latest, content_of
 from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.format.canonical import Plain
 from layerstore.format.fields import from_plain, to_plain
@@ -22,9 +23,6 @@ from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
-from layerstore.ops.composition import Composition, compose_latest
-from layerstore.ops.loading import content_of
-from layerstore.ops.ranks import Ranks, plan_composite
 from layerstore.policy import Policy
 from layerstore.storage.files import Files
 from layerstore.storage.runview import RunView
@@ -154,7 +152,7 @@ def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, P
 def _written(store: Store, composition: Composition, pointer: Pointer, folder: StrPath | None) -> str:
     """Write this rank's folder; return its path."""
     rooms, layout = store.rooms, composition.base.layout
-    ranks = plan_composite(rooms, composition, world_size=_world_size(), adam_step="unify").ranks
+    ranks = plan_ranks(rooms, composition, world_size=_world_size())
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
     target = lasting_scratch() if folder is None else Path(folder)
@@ -165,18 +163,17 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
         )
     # A Trainer looks for folders of this name only.
     tag = layout.tag if layout.tag.startswith("global_step") else f"global_step{composition.base.step}"
-    for rank in range(ranks.world_size):
-        state = ranks.state(rank)
+    for state in ranks:
         for path in (state.model.path, state.optimizer.path):
             write_pointer(rooms.files, target / tag / Path(path).name, pointer)
     _write(rooms.files, target / LATEST, tag.encode())
     return str(target)
 
 
-def _write_files(store: Store, ranks: Ranks, folder: Path, *, tag: str) -> bool:
+def _write_files(store: Store, ranks: RankStates, folder: Path, *, tag: str) -> bool:
     """Write the small files beside the shards; return whether a Trainer can resume from them."""
     names = set()
-    for state in ranks.states():
+    for state in ranks:
         for file in state.files:
             if not file.path.startswith(f"{tag}/"):
                 _write(store.rooms.files, folder / file.path, content_of(store.rooms, file.content))

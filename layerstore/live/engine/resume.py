@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from layerstore.compose import AdamStep, Composition, compose_latest
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.history.collected import losses_told
@@ -22,8 +23,6 @@ from layerstore.live.engine.randomness import read_random_state, set_random_stat
 from layerstore.live.engine.savers import wait_for_saves
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
-from layerstore.ops.composition import Composition, as_resolved, compose_latest
-from layerstore.ops.ranks import AdamStep
 from layerstore.policy import Policy
 from layerstore.storage.runview import RunView
 from layerstore.store import Store, StrPath, as_store
@@ -203,5 +202,5 @@ def place_resumed(view: RunView | None, composition: Composition | None) -> Plac
     if composition is None:
         return place_begun(view)
     base = composition.base
-    record = as_resolved(composition).record
+    record = composition.as_resolved().record
     return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)

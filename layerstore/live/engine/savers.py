@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Protocol
 
+from layerstore.compose import Composition
 from layerstore.limits import LOAD_WAIT_SECONDS
 from layerstore.live.engine.deepspeed import SavedStates
 from layerstore.live.ranks import Exchange
-from layerstore.ops.composition import Composition
 from layerstore.store import Store
 from layerstore.zero3 import Pointer
 

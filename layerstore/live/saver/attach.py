@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
 from layerstore.format.hashing import object_id
 from layerstore.live.engine import Engine, StoreCheckpointEngine, check_run, origin_of, place_resumed
@@ -13,7 +14,6 @@ from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
 from layerstore.live.saver.saver import Saver
 from layerstore.live.saver.settings import Frozen, Mode, Pressure, Settings
-from layerstore.ops.composition import Composition
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.storage.timings import SaveTiming

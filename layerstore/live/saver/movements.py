@@ -120,9 +120,7 @@ class MovementWatch:
             return
         self._layers = layers
         self._counts = [
-            sum(
-                end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(prod(of.shape))
-            )
+            sum(end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(prod(of.shape)))
             for layer in share.layers
         ]
         self._spots = dict(_spots(share))

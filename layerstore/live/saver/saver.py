@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from layerstore.compose import Composition
 from layerstore.errors import Conflict, Locked, StorageIO
 from layerstore.history.place import Place
 from layerstore.layers import compile_pattern
@@ -61,7 +62,6 @@ from layerstore.live.saver.results import Job, LastSave, Result, Results, Saved,
 from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
-from layerstore.ops.composition import Composition
 from layerstore.policy import Latest, Policy
 from layerstore.publish.joining import Joint
 from layerstore.publish.shares import ShareWork, objects_due

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from layerstore.errors import InvalidInput
-from layerstore.export.hf import size_in_bytes
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
 from layerstore.policy.keep import Keep
 from layerstore.storage.timings import SaveTiming
+from layerstore.units import size_in_bytes
 
 Mode = Literal["async", "sync"]
 Pressure = Literal["wait", "skip", "degrade"]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from layerstore.compose.choose import Composition
+from layerstore.compose.world_size import AdamStep, plan_ranks
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectContent, RankState, SourceFile
-from layerstore.ops.composition import Composition
-from layerstore.ops.ranks import AdamStep, plan_composite
 from layerstore.storage.rooms import Rooms
 from layerstore.tree import Storage
 from layerstore.zero3 import StoragePart, TreeView, filling_of, read_header, sub_group_shapes, whole
@@ -23,7 +23,7 @@ class RankLoad:
     notes: tuple[str, ...]
     """What does not carry over to this many ranks."""
     fill: Callable[[Storage, memoryview], None]
-    """Puts the bytes of a storage of the state's trees where it is told to."""
+    """Reads the bytes of a storage of the state's trees into a buffer."""
     content: Callable[[bytes | ObjectContent], bytes]
     """Returns what a file beside the trees holds."""
 
@@ -35,10 +35,10 @@ def plan_load(
     Decide what *rank* of *world_size* loads of *composition*.
 
     Raises:
-        LayoutMismatch: Its layers do not fit together, or cannot be had by so many ranks.
+        LayoutMismatch: Its layers do not fit together, or it cannot be had for so many ranks.
     """
-    planned = plan_composite(rooms, composition, world_size=world_size, adam_step=adam_step)
-    state, slices = planned.ranks.state(rank), planned.slices
+    ranks = plan_ranks(rooms, composition, world_size=world_size, adam_step=adam_step)
+    state = ranks.state(rank)
     groups = sub_group_shapes(TreeView(state.model.tree, path=PurePosixPath(state.model.path)))
     verified: set[str] = set()
 
@@ -53,11 +53,12 @@ def plan_load(
                 StoragePart(size_bytes=place.size_bytes, checksum=None, source=(place.object, place.object_offset))
             ]
         else:
-            parts = filling_of(storage, slices, groups, rank=rank, world_size=world_size, path=state.optimizer.path)
+            path = state.optimizer.path
+            parts = filling_of(storage, ranks.slices, groups, rank=rank, world_size=world_size, path=path)
         _verify(rooms, parts, verified)
         _read(rooms, parts, target)
 
-    return RankLoad(state=state, notes=planned.ranks.notes, fill=fill, content=partial(content_of, rooms))
+    return RankLoad(state=state, notes=ranks.notes, fill=fill, content=partial(content_of, rooms))
 
 
 def content_of(rooms: Rooms, content: bytes | ObjectContent) -> bytes:
@@ -65,9 +66,8 @@ def content_of(rooms: Rooms, content: bytes | ObjectContent) -> bytes:
     if isinstance(content, bytes):
         return content
     data = bytearray(content.size_bytes)
-    place = whole(content, 0)
     rooms.objects.verify(content.object)
-    _read_stretch(rooms, place.object, place.object_offset, memoryview(data))
+    _read_stretch(rooms, content.object, whole(content, 0).object_offset, memoryview(data))
     return bytes(data)
 
 
@@ -78,7 +78,7 @@ def header_of(rooms: Rooms, file: SourceFile) -> tuple[bytes, int]:
         return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
     begin = whole(content, 0).object_offset
     with rooms.objects.open(content.object) as source:
-        header = read_header(path, lambda start, count: bytes(source.read_at(begin + start, count)), content.size_bytes)
+        header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
     return header, content.size_bytes
 
 

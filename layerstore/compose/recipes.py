@@ -1,7 +1,7 @@
 """
-A recipe held against the store: which commits its steps mean, and which version of each layer they have.
+Look a recipe up in the store: which commits its steps mean, and which version of each layer they have.
 
-Errors begin with the place in the recipe, and end with what to do about it.
+Errors begin with the place in the recipe and end with what to do about it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,25 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerstore.compose.choose import Composition
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.history.references import Resolved, locate, only_run, resolve
 from layerstore.layers import typed
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
-from layerstore.ops.composition import Composition
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.rooms import Rooms
 
 if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
-    from layerstore.policy.recipe.plan import RecipePlan
-
-RECIPE = "recipe"
 
 
-def read_recipe(rooms: Rooms, path: Path) -> "Recipe":
-    """Read the recipe in the file *path*; nothing of it is looked up yet."""
-    from layerstore.policy.recipe import parse_recipe, read_text  # brings yaml along, which nothing else needs
+def _read_recipe(rooms: Rooms, path: Path) -> "Recipe":
+    from layerstore.policy.recipe import parse_recipe, read_text  # imports yaml, which nothing else needs
 
     try:
         content = rooms.files.read(path.resolve(), size_bytes_max=RECIPE_BYTES_MAX)
@@ -36,16 +32,17 @@ def read_recipe(rooms: Rooms, path: Path) -> "Recipe":
     return parse_recipe(read_text(content, name=str(path)), name=str(path))
 
 
-def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Composition:
+def compose_by_recipe(rooms: Rooms, path: Path, *, run: str | None) -> Composition:
     """
-    Take each layer from where *recipe* says; *run* is the run that it leaves open.
+    Take each layer from where the recipe in the file *path* says; *run* is used where the recipe names no run.
 
     Raises:
-        InvalidInput: The recipe does not fit the model of its base.
+        InvalidInput: It is no recipe, or does not fit the model of its base.
         NotFound: A step that it names is not in the store.
     """
     from layerstore.policy.recipe import ModelOutline, outline_of
 
+    recipe = _read_recipe(rooms, path)
     name = _open_run(rooms, recipe, run)
     with _explained(recipe.base, name):
         base = resolve(rooms, recipe.base.reference(run=name))
@@ -55,56 +52,47 @@ def compose_by_recipe(rooms: Rooms, recipe: "Recipe", *, run: str | None) -> Com
         look=lambda: (outline_of(rooms.version_of(entry)) for entry in record.layers),
     )
     plan = recipe.plan(outline)
+    taken = {layer: choice for layer, choice in plan.layers.items() if not choice.is_base}
     back = recipe.base.back
-    if base.pin is not None and any(choice.run is None and not choice.is_base for choice in plan.layers.values()):
+    if base.pin is not None and any(choice.run is None for choice in taken.values()):
         with recipe.base.spot.located():
             back = _back_of(rooms, record)
-    own = {entry.layer: entry for entry in record.layers}
-    sources = _Sources(rooms, {layer: choice.reference(run=record.run, back=back) for layer, choice in _taken(plan)})
-    layers = []
+    sources = _Sources(rooms, {layer: of.reference(run=record.run, back=back) for layer, of in taken.items()})
+    layers = {entry.layer: entry for entry in record.layers}
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
         notes.append(f"the recipe speaks of run {recipe.run_hint!r}, which is not in the store: {name!r} is meant")
-    for layer, choice in plan.layers.items():
-        if choice.is_base:
-            layers.append(own[layer])
-            continue
+    for layer, choice in taken.items():
         with _explained(choice, record.run):
-            entry, is_older = sources.entry(layer)
+            layers[layer], is_older = sources.entry(layer)
         if is_older:
             notes.append(
                 f"{choice.spot}: {layer} was not saved at {sources.references[layer]}, which has its version of step "
-                f"{entry.origin.step}"
+                f"{layers[layer].origin.step}"
             )
-        layers.append(entry)
     return Composition(
         base=record,
         commit=base.commit,
         time_ns=base.time_ns,
-        policy=RECIPE,
+        policy="recipe",
         parameters={"recipe": recipe.name, "grammar": recipe.grammar},
-        layers=tuple(layers),
+        layers=tuple(layers[layer] for layer in plan.layers),
         notes=tuple(notes),
     )
 
 
-def _taken(plan: "RecipePlan") -> Iterator[tuple[str, "Choice"]]:
-    """Yield the layers that are not the base's own."""
-    return ((layer, choice) for layer, choice in plan.layers.items() if not choice.is_base)
-
-
 class _Sources:
-    """The commits that layers are taken from: of each record no more is built than those layers."""
+    """The commits that layers are taken from; of each record only those layers are decoded."""
 
     def __init__(self, rooms: Rooms, references: Mapping[str, str]) -> None:
         self.references = references
-        """Of each layer."""
+        """By layer."""
         self._rooms = rooms
         self._pins = frozenset(rooms.records.pin_names())
         self._found: dict[str, tuple[RecordRow | Resolved, dict[str, LayerEntry]]] = {}
 
     def entry(self, layer: str) -> tuple[LayerEntry, bool]:
-        """Return the version of *layer*, and whether it is older than the commit that it was asked of."""
+        """Return the version of *layer*, and whether an earlier save than the named one wrote it."""
         reference = self.references[layer]
         if reference not in self._found:
             self._found[reference] = self._look(reference)
@@ -124,7 +112,7 @@ class _Sources:
 
 
 def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:
-    """Return the run that the recipe's bare steps mean: the user's word, else the recipe's own, else the only one."""
+    """Return the run of steps without one: the base's, else *run*, else the recipe's own word, else the only run."""
     if recipe.base.run is not None:
         return recipe.base.run
     if run is not None:
@@ -140,7 +128,7 @@ def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:
 
 
 def _explain_open_run(recipe: "Recipe", problem: InvalidInput) -> None:
-    """Say in *problem* what the recipe leaves open, and where in it the run can be written."""
+    """Say in *problem* where in the recipe the missing run can be written."""
     step = recipe.base.step
     if recipe.base.path is None:
         problem.message = f"base {step} is a step of which run? {problem.message}"
@@ -152,7 +140,7 @@ def _explain_open_run(recipe: "Recipe", problem: InvalidInput) -> None:
 
 
 def _back_of(rooms: Rooms, record: CommitRecord) -> int:
-    """Return how many attempts before the newest *record*'s own is."""
+    """Return how many attempts before the newest the attempt of *record* is."""
     attempts = rooms.catalog.view(record.run).attempts
     if record.attempt not in attempts:
         raise NotFound(
@@ -164,7 +152,7 @@ def _back_of(rooms: Rooms, record: CommitRecord) -> int:
 
 @contextmanager
 def _explained(choice: "Choice", run: str) -> Iterator[None]:
-    """Let errors begin with the recipe's place, and say how a step that is not there gets into the store."""
+    """Begin errors with the place in the recipe, and say how to ingest a step that is missing."""
     try:
         with choice.spot.located():
             yield

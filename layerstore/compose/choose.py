@@ -1,8 +1,8 @@
 """
-What a composite consists of: a version for each layer, and the base commit that supplies all else.
+Choose what a composite consists of: a version for each layer, and the base commit that supplies everything else.
 
-Pure data until it is written. Which layer comes from where is a policy's or a recipe's word;
-whether they fit together is checked here.
+A composition is pure data. A policy says which save each layer comes from (a recipe: see ``recipes``);
+here is also checked whether the chosen versions fit together.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.history.past import Past
 from layerstore.history.references import Resolved, references_to
-from layerstore.history.staleness import Staleness, staleness_of
+from layerstore.history.staleness import LayerAge, Staleness, staleness_of
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
@@ -25,10 +25,10 @@ from layerstore.zero3 import undivided
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """A composite before it is written: pure data."""
+    """A composite before it is written."""
 
     base: CommitRecord
-    """Supplies all that is not a layer."""
+    """Supplies everything that is not a layer."""
     commit: str
     """The base's id."""
     time_ns: int
@@ -39,14 +39,19 @@ class Composition:
     layers: tuple[LayerEntry, ...]
     """The chosen version of every layer, in the model's order."""
     older_than_due: tuple[str, ...] = ()
-    """Layers that were due at the save they are taken from but not written there: what it had inherited is used."""
+    """Layers that were due at their chosen save but not written there: the version inherited by that save is used."""
     notes: tuple[str, ...] = ()
-    """What a recipe leaves to defaults, and what of it has no meaning here."""
+    """What a recipe leaves to defaults, and which of its settings have no effect here."""
 
     @property
     def staleness(self) -> Staleness:
         """How old each layer is, seen from the base."""
         return staleness_of(self.base, self.layers)
+
+    @property
+    def older_layers(self) -> list[LayerEntry]:
+        """The layers that the base itself did not save."""
+        return [entry for entry in self.layers if not entry.saved_by(self.base)]
 
     def own_parameters(self, versions: Iterable[LayerVersion]) -> frozenset[str]:
         """Return the parameters of the layers that the base itself saved; *versions* are those of all layers."""
@@ -57,9 +62,57 @@ class Composition:
             for parameter in version.parameters
         )
 
+    def as_resolved(self) -> Resolved:
+        """Return this as the commit that it would be: the base with the chosen layers."""
+        policy = PolicyUse(name=self.policy, parameters=self.parameters, decisions={})
+        return Resolved(
+            record=replace(self.base, layers=self.layers, policy=policy),
+            commit=self.commit,
+            pin=None,
+            time_ns=self.time_ns,
+        )
+
+    def summary(self) -> dict[str, object]:
+        """Return what ``--json`` prints of this and ``layerstore.json`` keeps of it."""
+        staleness = self.staleness
+        return {
+            "run": self.base.run,
+            "step": self.base.step,
+            "attempt": self.base.attempt,
+            "commit": self.commit,
+            "policy": self.policy,
+            "parameters": dict(self.parameters),
+            "layers": {
+                entry.layer: {
+                    "run": entry.origin.run,
+                    "attempt": entry.origin.attempt,
+                    "step": entry.origin.step,
+                    "version": entry.version.id,
+                }
+                for entry in self.layers
+            },
+            "staleness": {
+                "oldest": _age_fields(staleness.oldest),
+                "optimizer_steps": {str(step): count for step, count in staleness.optimizer_steps.items()},
+                "layers": {age.layer: {"steps": age.steps, "saves": age.saves} for age in staleness.layers},
+            },
+            "older_than_due": list(self.older_than_due),
+        }
+
+
+def _age_fields(age: LayerAge) -> dict[str, object]:
+    return {
+        "layer": age.layer,
+        "run": age.run,
+        "attempt": age.attempt,
+        "step": age.step,
+        "steps": age.steps,
+        "saves": age.saves,
+    }
+
 
 def compose_latest(resolved: Resolved) -> Composition:
-    """Take the commit's own layers, each as new as the commit has it; of a pinned composite those that were chosen."""
+    """Take the layers that the commit has; of a pinned composite, those that were chosen when it was pinned."""
     record = resolved.record
     is_chosen = resolved.pin is not None and record.policy.name != Latest.name
     return Composition(
@@ -79,44 +132,35 @@ def compose_exact(rooms: Rooms, resolved: Resolved) -> Composition:
     Raises:
         LayoutMismatch: Some layers were not saved at this step; the message names one.
     """
-    record = resolved.record
-    older = [entry for entry in record.layers if not entry.saved_by(record)]
+    composition = compose_latest(resolved)
+    older = composition.older_layers
     if older:
-        first = older[0]
-        this, other = references_to(rooms, [record, first.origin])
+        this, other = references_to(rooms, [resolved.record, older[0].origin])
         raise LayoutMismatch(
-            f"{len(older)} of {len(record.layers)} layers were not saved at {this}: {first.layer} is from {other}",
+            f"{len(older)} of {len(composition.layers)} layers were not saved at {this}: {older[0].layer} is from "
+            f"{other}",
             hint="--policy latest takes each layer's newest version",
         )
-    return replace(compose_latest(resolved), policy=EXACT, parameters={})
+    return replace(composition, policy=EXACT, parameters={})
 
 
 def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view: RunView | None = None) -> Composition:
     """
     Take each layer from its newest save, up to the base, at which it was due under *policy*.
 
-    As the run stands, or as it would with *view*.
+    *view* is the run as it is looked at; by default as it stands now.
     """
-    base = resolved.record
+    base, latest = resolved.record, compose_latest(resolved)
     if isinstance(policy, Latest):
-        return compose_latest(resolved)
-    view = rooms.catalog.find(base.run) if view is None else view
-    past = Past(rooms, resolved, view=view)
+        return latest
+    past = Past(rooms, resolved, view=rooms.catalog.find(base.run) if view is None else view)
     saves = past.saves()
     newest = next(saves)
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
     picks = replay(phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy))
-    wanted: dict[int, list[str]] = {}
-    for layer, position in picks.items():
-        wanted.setdefault(position, []).append(layer)
-    found: dict[str, LayerEntry] = {}
-    for position, names in wanted.items():
-        found |= past.entries(position, names)
-    layers = tuple(found[entry.layer] for entry in base.layers)
-    return Composition(
-        base=base,
-        commit=resolved.commit,
-        time_ns=resolved.time_ns,
+    layers = _entries_at(past, {entry.layer: picks[entry.layer] for entry in base.layers})
+    return replace(
+        latest,
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
@@ -124,26 +168,18 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
     )
 
 
-def as_resolved(composition: Composition) -> Resolved:
-    """Return *composition* as the commit that it would be: its base, with its own layers."""
-    base = composition.base
-    return Resolved(
-        record=replace(
-            base,
-            layers=composition.layers,
-            policy=PolicyUse(
-                name=composition.policy,
-                parameters=composition.parameters,
-                decisions={},
-            ),
-        ),
-        commit=composition.commit,
-        pin=None,
-        time_ns=composition.time_ns,
-    )
+def _entries_at(past: Past, positions: Mapping[str, int]) -> tuple[LayerEntry, ...]:
+    """Return the version that each layer has at its save in *past*; each record is read once."""
+    wanted: dict[int, list[str]] = {}
+    for layer, position in positions.items():
+        wanted.setdefault(position, []).append(layer)
+    found: dict[str, LayerEntry] = {}
+    for position, names in wanted.items():
+        found |= past.entries(position, names)
+    return tuple(found[layer] for layer in positions)
 
 
-# -- whether they fit together -------------------------------------------------------------------------------------
+# -- whether the layers fit together -------------------------------------------------------------------------------
 
 
 def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
@@ -151,8 +187,7 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
     Return the chosen version of every layer.
 
     Raises:
-        LayoutMismatch: A version is not of the same parameters and buffers as the base's, or has no optimizer state
-            where that has (or has, where it has none).
+        LayoutMismatch: A version has other parameters, buffers or optimizer states than the base's own version.
     """
     versions = [rooms.version_of(entry) for entry in composition.layers]
     own = {entry.layer: entry for entry in composition.base.layers}
@@ -171,14 +206,13 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
 
 def check_whole(rooms: Rooms, composition: Composition, *, world_size: int | None = None) -> None:
     """
-    Make sure that nothing has to be cut that cannot be: the state of an optimizer that belongs to no layer.
+    Make sure that an optimizer state that cannot be cut into layers does not have to be cut.
 
     Raises:
-        LayoutMismatch: The base has such a state, and layers are of other saves or *world_size* is another.
+        LayoutMismatch: The base has such a state, and layers are from other saves or *world_size* is another.
     """
-    base = composition.base
+    base, older = composition.base, composition.older_layers
     count = base.world_size if world_size is None else world_size
-    older = [entry for entry in composition.layers if not entry.saved_by(base)]
     if count == base.world_size and not older:
         return
     kept = undivided(rooms.state(base.states[0]))
@@ -193,9 +227,9 @@ def check_whole(rooms: Rooms, composition: Composition, *, world_size: int | Non
 
 def _version_of_base(rooms: Rooms, own: LayerEntry, *, taken: LayerEntry) -> LayerVersion | None:
     """
-    Return what the base itself has of a layer; None where that is lost and an older save of its run is *taken*.
+    Return the base's own version of a layer; None where that is lost and an older save of the same run is *taken*.
 
-    A training has one model: the composite stands without it, and lengths that do not fit are found in assembly.
+    A run has one model, so the composite is good without it; assembly still finds lengths that do not fit.
     """
     try:
         return rooms.version_of(own)

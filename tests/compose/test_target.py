@@ -1,25 +1,17 @@
 """Promises about what a composite replaces, and when it does not appear at all."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import layerstore
 from layerstore import Store
+from layerstore.compose import assemble
 from layerstore.errors import AlreadyExists, IntegrityError
-from layerstore.ops import assemble
 from layerstore.storage.handles import Hook
 from layerstore.zero3 import convert
 from tests.unit.test_verbs import checkpoint, digests
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def add_file(out: Path) -> str:
@@ -62,25 +54,11 @@ def test_force_never_costs_what_the_composite_does_not_renew(store: Store, tmp_p
     assert neighbours == sorted(tmp_path.iterdir())
 
 
-@pytest.mark.known_fault("llmtailor 9")
-def test_force_replaces_an_older_form_of_the_checkpoint(store: Store, tmp_path: Path) -> None:
-    """Whatever the files held: they are what the store says afterwards."""
-    store.ingest(checkpoint(tmp_path))
-    out = store.compose("sft").write(tmp_path / "out").out
-    expected = digests(out)
-    for path in out.rglob("*.pt"):
-        path.write_bytes(b"torn")
-
-    store.compose("sft").write(out, force=True)
-
-    assert expected == digests(out)
-
-
-def rounded_differently(data: Any, *, master: str, weights: str) -> bytes:
+def rounded_differently(data: Any, *, source: str, target: str) -> memoryview:
     """Round as another machine might: off by one bit."""
-    rounded = bytearray(convert(data, source=master, target=weights))
+    rounded = bytearray(convert(data, source=source, target=target))
     rounded[-1] ^= 1
-    return bytes(rounded)
+    return memoryview(rounded)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -93,7 +71,7 @@ def test_weights_that_round_differently_stop_a_compose(
     neighbours = sorted(tmp_path.iterdir())
 
     with monkeypatch.context() as patch:
-        patch.setattr(assemble, "round_master", rounded_differently)
+        patch.setattr(assemble, "convert", rounded_differently)
         with pytest.raises(IntegrityError, match="rounded from its master, is not what it was"):
             store.compose("sft").write(tmp_path / "out")
     assert neighbours == sorted(tmp_path.iterdir())

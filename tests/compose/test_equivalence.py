@@ -7,7 +7,7 @@ over the other must name the same versions.
 
 import random
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +24,7 @@ from layerstore.policy import Policy
 from layerstore.policy.due import Save
 from layerstore.tree import Tree
 from tests.generated import generate
+from tests.report.test_facts import fields_of
 
 FULL, SELECTIVE = "full", "selective"
 
@@ -193,3 +194,93 @@ def test_composing_is_what_saving_would_have_left_in_many_histories(policy: Poli
     for seed in range(40 * block, 40 * block + 40):
         with tempfile.TemporaryDirectory() as folder:
             live(policy, seed, Path(folder))
+
+
+# -- checkpoints that are found in any order -----------------------------------------------------------------------
+
+STEPS = (10, 20, 30, 40)
+ORDERS = [(40, 10, 20, 30), (30, 10, 40, 20)]
+ORDERED_POLICIES: list[Policy] = [Parity(), Parity(fresh="odd"), Filter(first=0, last=1, every=2), Waiting()]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a checkpoint of each step, and one that comes after them."""
+    folder = tmp_path_factory.mktemp("source")
+    for step in (*STEPS, 50):
+        generate(folder / str(step), layers=4, hidden=4, vocab=4, step=step, seed=step)
+    return folder
+
+
+def ingested(source: Path, store: Path, order: tuple[int, ...]) -> Store:
+    """Return a new store with the checkpoints in *order*."""
+    made = layerstore.init(store)
+    for step in order:
+        made.ingest(source / str(step), run="sft")
+    return made
+
+
+@pytest.fixture(scope="module")
+def in_order(source: Path) -> Iterator[Store]:
+    """Return a store with all of them in the order of their steps."""
+    with ingested(source, source / "in-order", STEPS) as made:
+        yield made
+
+
+def told(store: Store) -> dict[str, object]:
+    """Return what a report tells of the same."""
+    (run,) = fields_of(store)["runs"]
+    keys = ("attempt", "step", "turn", "layers_saved", "oldest_layer", "oldest_steps", "oldest_saves")
+    return {key: run["saves"][key] for key in keys} | {key: run[key] for key in ("layers", "composites", "versions")}
+
+
+def answers(store: Store, step: int) -> list[object]:
+    """Return what each policy composes at *step*: where every layer is from, and how old it is."""
+    composites = [store.compose(f"sft@{step}", policy=policy) for policy in ORDERED_POLICIES]
+    return [[(age.layer, age.step, age.steps, age.saves) for age in each.staleness.layers] for each in composites]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_the_order_of_arrival_changes_no_composite(
+    source: Path, in_order: Store, tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """Nor which layers the next save stores; and no layer of a composite is newer than its base."""
+    with ingested(source, tmp_path / "store", order) as store:
+        assert [answers(store, step) for step in STEPS] == [answers(in_order, step) for step in STEPS]
+        assert told(store) == told(in_order)
+        assert all(age.saves >= 0 for age in store.compose("sft", policy="parity").staleness.layers if age.saves)
+        assert [store.show(f"sft@{step}").turn for step in STEPS] == [0, 1, 2, 3]
+        numbers = [store.show(f"sft@{step}").save_number for step in order]
+        assert numbers == [0, 1, 2, 3]  # the record's own, which never changes
+        after = store.ingest(source / "50", run="sft", policy="parity")
+        assert len(after.layers_saved) < len(after.layers)
+        ages = store.compose("sft").staleness.layers
+        assert {(age.step, age.saves) for age in ages} == {(50, 0), (40, 1)}
+        assert not after.notes
+
+
+def test_a_save_that_a_policy_decided_keeps_its_number(source: Path, tmp_path: Path) -> None:
+    """By that number its layers were chosen; full ones before it are counted by step, those after it as they came."""
+    with ingested(source, tmp_path / "store", (40, 20)) as store:
+        late = store.ingest(source / "30", run="sft", policy="parity")
+
+        assert [store.show(f"sft@{step}").turn for step in (20, 30, 40)] == [0, 2, 1]
+        assert late.notes[-1].startswith("sft@30 was filled in below sft@40: policy parity counted it as the newest")
+        assert {age.step for age in store.compose("sft@30").staleness.layers} == {20, 30}
+        ages = store.compose("sft@40", policy=Parity(fresh="odd")).staleness.layers
+        assert {(age.step, age.steps, age.saves) for age in ages} == {(40, 0, 0), (30, 10, None)}
+        before = answers(store, 40)[:3]  # of what goes by numbers
+        store.ingest(source / "10", run="sft")
+        assert [store.show(f"sft@{step}").turn for step in (10, 20, 30, 40)] == [3, 0, 2, 1]
+        assert answers(store, 40)[:3] == before
+
+
+def test_an_attempt_counts_on_from_where_it_left_another(source: Path, tmp_path: Path) -> None:
+    """From the place of that step among the others, not from the number that it happened to get."""
+    with ingested(source, tmp_path / "store", (40, 10, 20)) as store:
+        generate(tmp_path / "30", layers=4, hidden=4, vocab=4, step=30, seed=99)
+        back = store.ingest(tmp_path / "30", run="sft", rollback=True)
+
+        assert (back.attempt, store.show("sft").save_number) == (2, 2)
+        picks = {name: choice.step for name, choice in store.compose("sft", policy="parity").layers.items()}
+        assert (picks["model.layers.0"], picks["model.layers.1"]) == (30, 20)

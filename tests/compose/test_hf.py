@@ -4,7 +4,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,37 +12,39 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import layerstore
 from layerstore import Composite, Store
+from layerstore.compose import assemble, compose_latest
+from layerstore.compose.hf import config_with_dtype, goes_along, parse_config
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.history.references import resolve
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind
-from layerstore.ops import fill
-from layerstore.ops.composition import compose_latest
 from layerstore.storage.files import Files
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
 from layerstore.tree import Located
-from layerstore.zero3 import rounding
 from layerstore.zero3.pt import layout_pt, read_pt
+from tests.compose.test_target import rounded_differently
 from tests.deepspeed.compare import rank_trees
 from tests.deepspeed.weights import differing, whole_weights
 from tests.unit.test_verbs import change_gathered, checkpoint, digests, header_of
 
 NORM = "model.norm.weight"
+ALONG = """
+    config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model merges.txt vocab.json
+    chat_template.jinja preprocessor_config.json modeling_mine.py README.md 1_Pooling/config.json qwen.tiktoken
+"""
+NOT_ALONG = """
+    optimizer.pt scheduler.pt scheduler.bin rng_state.pth rng_state_0.pth random_states_1.pkl trainer_state.json
+    training_args.bin zero_to_fp32.py zero_to_torch.py latest pytorch_model.bin pytorch_model.bin.index.json
+    model.safetensors.index.json extra.safetensors adapter_config.json global_step2/notes.json
+    custom_checkpoint_0.pkl runs/events.out.tfevents.17
+"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def weights_in(folder: Path) -> Tensors:
@@ -120,17 +121,6 @@ def test_an_export_is_what_torch_makes_of_the_masters(
     assert sorted(exported.files) == sorted(path.name for path in exported.out.iterdir())
 
 
-@pytest.mark.parametrize("shape", ["hf", "tied", "frozen layer", "fp16", "fp32", "odd sizes"])
-def test_an_export_equals_the_trainers_own_file(store: Store, tmp_path: Path, shape: str) -> None:
-    """Tensor for tensor, beside the very same config."""
-    source = checkpoint(tmp_path, **SHAPES[shape])
-    store.ingest(source)
-
-    exported = store.compose("sft").export(tmp_path / "out")
-
-    assert not differing(load_file(source / "model.safetensors"), load_file(exported.out / "model.safetensors"))
-
-
 def test_only_what_belongs_to_the_model_goes_along(store: Store, tmp_path: Path) -> None:
     """Byte for byte, whether small enough for the record or an object of its own; nothing of the training."""
     source = checkpoint(tmp_path, layout="hf")
@@ -160,29 +150,22 @@ def test_the_config_says_what_was_written_and_so_does_the_export(store: Store, t
     exported = store.compose("sft").export(tmp_path / "out", dtype="fp32")
 
     assert json.loads((exported.out / "config.json").read_text()) == config | {"dtype": "float32"}
-    assert exported.notes == ("config.json says float32 now, as the weights are",)
+    assert exported.notes == ("config.json is changed to say float32, as the weights are",)
 
 
-def test_without_a_config_the_weights_are_written_and_a_note_says_what_is_missing(store: Store, tmp_path: Path) -> None:
-    """A raw save folder has none."""
-    store.ingest(checkpoint(tmp_path))
-
-    exported = store.compose("sft").export(tmp_path / "out")
-
-    assert exported.files == ("model.safetensors",)
-    assert "no config.json" in exported.notes[0]
-
-
-def test_a_config_that_is_not_json_is_written_as_it_is(store: Store, tmp_path: Path) -> None:
-    """And noted."""
-    source = checkpoint(tmp_path, layout="hf")
-    (source / "config.json").write_text("{torn")
+@pytest.mark.parametrize(("config", "note"), [(None, "no config.json"), ("{torn", "not JSON")])
+def test_weights_are_written_also_without_a_config(store: Store, tmp_path: Path, config: str | None, note: str) -> None:
+    """A raw save folder has none; one that cannot be read is written as it is. A note says so."""
+    source = checkpoint(tmp_path, layout="hf" if config else "raw")
+    if config is not None:
+        (source / "config.json").write_text(config)
     store.ingest(source)
 
     exported = store.compose("sft").export(tmp_path / "out")
 
-    assert (exported.out / "config.json").read_text() == "{torn"
-    assert "not JSON" in exported.notes[0]
+    assert exported.files == ("model.safetensors", *(["config.json"] if config else []))
+    assert config is None or (exported.out / "config.json").read_text() == config
+    assert note in exported.notes[0]
 
 
 # -- what is read --------------------------------------------------------------------------------------------------
@@ -226,17 +209,6 @@ def test_a_flipped_bit_is_found_before_the_folder_appears(
     assert store.compose("sft").export(tmp_path / "out", dtype=dtype, verify=False).out.is_dir()
 
 
-def test_an_object_cut_short_is_found_even_unverified(store: Store, tmp_path: Path) -> None:
-    """Sizes are always looked at."""
-    store.ingest(checkpoint(tmp_path))
-    damaged = objects_of(store, "sft", Kind.MASTER)[0]
-    os.truncate(damaged, damaged.stat().st_size - 1)
-
-    with pytest.raises(IntegrityError, match=f"object {damaged.name} is damaged"):
-        store.compose("sft").export(tmp_path / "out", verify=False)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.known_fault("llmtailor 17")
 def test_each_object_is_verified_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many shards its layer is dealt out to."""
@@ -268,7 +240,7 @@ def test_masters_move_in_the_kernel_in_whole_pages(
         return original(source, target, count, offset_src, offset_dst)
 
     monkeypatch.setattr(os, "copy_file_range", copy)
-    monkeypatch.setattr(fill, "convert", None)
+    monkeypatch.setattr(assemble, "convert", None)
 
     exported = store.compose("sft").export(tmp_path / "out", dtype="fp32")
 
@@ -306,13 +278,7 @@ def test_rounding_that_differs_from_the_trainers_stops_an_export(
 ) -> None:
     """Where the trainer's own file tells the checksum, in the same type, of the same layer."""
     store.ingest(checkpoint(tmp_path, layout="hf"))
-
-    def convert(data: bytes, *, source: str, target: str) -> memoryview:
-        converted = bytearray(rounding.convert(data, source=source, target=target))
-        converted[-1] ^= 1
-        return memoryview(converted)
-
-    monkeypatch.setattr(fill, "convert", convert)
+    monkeypatch.setattr(assemble, "convert", rounded_differently)
 
     with pytest.raises(IntegrityError, match="rounded from its master, is not what it was"):
         store.compose("sft").export(tmp_path / "out")
@@ -528,3 +494,41 @@ def test_an_error_anywhere_leaves_nothing(store: Store, tmp_path: Path, fatal: s
     with Store(store.path, hook=hook) as broken, pytest.raises(KeyboardInterrupt):
         broken.compose("sft").export(tmp_path / "out", dtype="fp32")
     assert neighbours == sorted(tmp_path.iterdir())
+
+
+# -- what goes beside the weights ----------------------------------------------------------------------------------
+
+
+def test_small_files_of_the_model_go_along_and_those_of_training_do_not() -> None:
+    """Whatever a tokenizer or processor calls its files."""
+    expected = {**dict.fromkeys(ALONG.split(), True), **dict.fromkeys(NOT_ALONG.split(), False)}
+
+    assert expected == {path: goes_along(path, tag="global_step2") for path in expected}
+
+
+def test_a_config_is_told_the_type_and_nothing_else() -> None:
+    """Under the name that it uses, in the configs inside it too, but not in how a quantizer computes."""
+    config: dict[str, object] = {
+        "model_type": "both",
+        "torch_dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16", "size": 1},
+        "vision_config": {"depth": 2},
+        "quantization_config": {"dtype": "bfloat16"},
+    }
+
+    changed = config_with_dtype(config, "F32")
+
+    assert list(changed) == list(config)
+    assert changed == config | {"torch_dtype": "float32", "text_config": {"dtype": "float32", "size": 1}}
+
+
+def test_a_config_without_a_type_is_given_one() -> None:
+    """Else older versions of Transformers would widen everything."""
+    assert config_with_dtype({"model_type": "llama"}, "F16")["torch_dtype"] == "float16"
+
+
+@pytest.mark.parametrize("config", [b"", b"[1]", b"{", b"\xff", b"null", b"[" * 100_000])
+def test_a_config_that_is_none_is_not_guessed_at(config: bytes) -> None:
+    """The caller is told by a ValueError."""
+    with pytest.raises(ValueError, match=r"."):
+        parse_config(config)

@@ -8,13 +8,12 @@ import json
 import shutil
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-import layerstore
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import NotFound, SourceCheckpoint
 from layerstore.model import BlobRef
@@ -33,13 +32,6 @@ MIB = 1 << 20
 OLD, NEW = 100, 200
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8}
 POLICIES = ("parity", "filter", "drift", Parity(fresh="odd"), Filter(first=0, last=0, every=2), Drift(threshold=0.5))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def checkpoint(tmp_path: Path, step: int, **options: Any) -> Path:

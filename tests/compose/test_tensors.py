@@ -4,7 +4,6 @@ import gc
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,16 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.model import BlobRef, Kind
-from layerstore.ops.tensors import Tensors
 from layerstore.storage.objects import ObjectStore
+from tests.compose.test_hf import mixed, objects_of
 from tests.deepspeed.compare import full_tensors, raw_bytes
 from tests.deepspeed.weights import whole_weights
 from tests.faults.harness import flip
-from tests.unit.test_export import mixed, objects_of
 from tests.unit.test_verbs import change_gathered, checkpoint
 
 NORM = "model.norm.weight"
 
 Array = npt.NDArray[Any]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def address(array: Array) -> int:
@@ -117,50 +108,23 @@ def test_half_precision_comes_as_bits_and_says_so(store: Store, tmp_path: Path) 
 # -- nothing is copied ---------------------------------------------------------------------------------------------
 
 
-def test_an_array_that_lies_together_is_the_object_itself(store: Store, tmp_path: Path) -> None:
-    """Its memory is the mapped file's; two looks give the same memory; nobody can write to it."""
-    store.ingest(checkpoint(tmp_path, world_size=1))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_slices_of_several_ranks_are_copied(store: Store, tmp_path: Path, world_size: int) -> None:
+    """What lies together is the mapped file's memory, at every look the same; copied or mapped, nobody can write."""
+    store.ingest(checkpoint(tmp_path, world_size=world_size))
     tensors = store.compose("sft").tensors()
     files = {str(path) for path in objects_of(store, "sft", Kind.MASTER)}
 
     for name in tensors:
-        array = tensors[name]
-        assert tensors.is_mapped(name)
-        assert file_behind(array) in files
-        assert address(array) == address(tensors[name]) == address(tensors.parts(name)[0])
-        with pytest.raises(ValueError, match="read-only"):
-            array[...] = 0
-        with pytest.raises(ValueError, match="WRITEABLE"):
-            array.setflags(write=True)
-
-
-def test_slices_are_mapped_though_the_whole_has_to_be_copied(store: Store, tmp_path: Path) -> None:
-    """And the copy, too, stays as it was verified."""
-    store.ingest(checkpoint(tmp_path, world_size=2))
-    tensors = store.compose("sft").tensors()
-    files = {str(path) for path in objects_of(store, "sft", Kind.MASTER)}
-    name = "model.layers.1.mlp.up_proj.weight"
-
-    whole, parts = tensors[name], tensors.parts(name)
-
-    assert not tensors.is_mapped(name)
-    assert file_behind(whole) not in files
-    assert {file_behind(part) for part in parts} <= files
-    assert len({file_behind(part) for part in parts}) == 2
-    for array in (whole, *parts):
-        with pytest.raises(ValueError, match="read-only"):
-            array[...] = 0
-        with pytest.raises(ValueError, match="WRITEABLE"):
-            array.setflags(write=True)
-
-
-def test_a_rank_of_padding_adds_nothing(store: Store, tmp_path: Path) -> None:
-    """A parameter that only the first rank has elements of lies together."""
-    store.ingest(checkpoint(tmp_path, world_size=20, layers=1, hidden=1, vocab=4))
-    tensors = store.compose("sft").tensors()
-
-    assert tensors[NORM].shape == (1,)
-    assert tensors.is_mapped(NORM)
+        array, parts = tensors[name], tensors.parts(name)
+        assert len({file_behind(part) for part in parts} & files) == world_size
+        assert tensors.is_mapped(name) == (file_behind(array) in files) == (world_size == 1)
+        assert world_size > 1 or address(array) == address(tensors[name]) == address(parts[0])
+        for each in (array, *parts):
+            with pytest.raises(ValueError, match="read-only"):
+                each[...] = 0
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                each.setflags(write=True)
 
 
 # -- what is read, and when ----------------------------------------------------------------------------------------
@@ -304,16 +268,6 @@ def test_each_layer_of_a_composite_comes_from_its_own_step(store: Store, tmp_pat
         assert same_bytes(expected[step][name]["master"], array)
 
 
-def test_an_unknown_name_is_a_key_error(store: Store, tmp_path: Path) -> None:
-    """As of any mapping."""
-    store.ingest(checkpoint(tmp_path))
-    tensors: Tensors = store.compose("sft").tensors()
-
-    with pytest.raises(KeyError):
-        tensors["nobody"]
-    assert tensors.get("nobody") is None
-
-
 def test_wrong_kinds_and_states_are_refused(store: Store, tmp_path: Path) -> None:
     """The error names what there is."""
     store.ingest(checkpoint(tmp_path))
@@ -327,18 +281,5 @@ def test_wrong_kinds_and_states_are_refused(store: Store, tmp_path: Path) -> Non
         composite.tensors("optimizer", state="exp_avgs")
     assert caught.value.hint == "there is exp_avg, exp_avg_sq"
     assert not composite.tensors("buffers")
-
-
-def test_a_writer_by_address_is_stopped_by_the_kernel(store: Store, tmp_path: Path) -> None:
-    """The pages themselves are mapped for reading only."""
-    store.ingest(checkpoint(tmp_path, world_size=1))
-    array = store.compose("sft").tensors()[NORM]
-    at = address(array)
-
-    (flags,) = (
-        line.split()[1]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if int(line.split("-")[0], 16) <= at < int(line.split("-")[1].split()[0], 16)
-    )
-
-    assert flags.startswith("r-")
+    with pytest.raises(KeyError):
+        composite.tensors()["nobody"]

@@ -12,14 +12,14 @@ import pytest
 
 import layerstore
 from layerstore import Store
+from layerstore.compose import Composition, compose_latest, execute_compose
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
 from layerstore.format.canonical import Plain, pack
 from layerstore.format.treecodec import encode
 from layerstore.history.references import resolve
 from layerstore.model import Kind, LayerEntry, ObjectId
-from layerstore.ops.compose import execute_compose
-from layerstore.ops.composition import Composition, compose_latest
 from layerstore.progress import Silent
+from layerstore.storage.rooms import Rooms
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import replace_tensors
 from layerstore.zero3.pt import read_pt
@@ -46,13 +46,6 @@ USUAL_SHAPE, USUAL_SIZES = "many sub-groups", (2, 3)
 
 # What the run so far has written down, whatever size it goes on at.
 OF_THE_PAST = {"global_samples"}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
 
 
 def odd_checkpoint(folder: Path, **options: Any) -> Path:
@@ -217,6 +210,12 @@ def test_a_layer_of_another_element_type_is_named(store: Store, tmp_path: Path) 
 # -- what is said, and what is refused -----------------------------------------------------------------------------
 
 
+def change_states(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Let every rank's state be read as *change* leaves it."""
+    read = Rooms.state
+    monkeypatch.setattr(Rooms, "state", lambda self, ref: change(read(self, ref)))
+
+
 def test_random_states_are_left_out_and_named(store: Store, tmp_path: Path) -> None:
     """None of them is kept for some ranks only: the composite can be ingested as any whole checkpoint."""
     store.ingest(odd_checkpoint(tmp_path, layout="hf"))
@@ -253,16 +252,13 @@ def test_the_global_batch_is_noted_with_numbers(
 ) -> None:
     """The three numbers are completed as DeepSpeed completes them."""
     store.ingest(odd_checkpoint(tmp_path))
-    rooms = store._rooms
-    read = type(rooms).state
 
-    def with_config(self: Any, ref: Any) -> Any:
-        state: Any = read(self, ref)
+    def with_config(state: Any) -> Any:
         tree = dict(state.model.tree)
         tree["ds_config"] = {**tree["ds_config"], **config} if isinstance(config, dict) else config
         return replace(state, model=replace(state.model, tree=tree))
 
-    monkeypatch.setattr(type(rooms), "state", with_config)
+    change_states(monkeypatch, with_config)
 
     assert store.compose("sft").notes(world_size=3)[-1].startswith(expected)
 
@@ -272,14 +268,11 @@ def test_values_that_differ_between_ranks_are_noted(
 ) -> None:
     """New ranks get rank 0's; dropped ranks' own are gone: both are said."""
     store.ingest(odd_checkpoint(tmp_path))
-    rooms = store._rooms
-    read = type(rooms).state
 
-    def with_own_value(self: Any, ref: Any) -> Any:
-        state: Any = read(self, ref)
+    def with_own_value(state: Any) -> Any:
         return replace(state, model=replace(state.model, tree={**state.model.tree, "mine": f"of rank {state.rank}"}))
 
-    monkeypatch.setattr(type(rooms), "state", with_own_value)
+    change_states(monkeypatch, with_own_value)
     composite = store.compose("sft")
 
     noted = [[note for note in composite.notes(world_size=size) if "'mine'" in note] for size in (1, 3)]
@@ -294,12 +287,8 @@ def test_devices_that_differ_between_ranks_are_no_difference(
 ) -> None:
     """Each rank saves from a GPU of its own, which says nothing of what it saved."""
     store.ingest(odd_checkpoint(tmp_path))
-    rooms = store._rooms
-    read = type(rooms).state
 
-    def on_own_device(self: Any, ref: Any) -> Any:
-        state: Any = read(self, ref)
-
+    def on_own_device(state: Any) -> Any:
         def moved(tensor: Tensor) -> Tensor:
             return replace(tensor, storage=replace(tensor.storage, device=f"cuda:{state.rank}"))
 
@@ -309,7 +298,7 @@ def test_devices_that_differ_between_ranks_are_no_difference(
             optimizer=replace(state.optimizer, tree=replace_tensors(state.optimizer.tree, moved)),
         )
 
-    monkeypatch.setattr(type(rooms), "state", on_own_device)
+    change_states(monkeypatch, on_own_device)
 
     assert not [note for note in store.compose("sft").notes(world_size=3) if "different" in note]
     assert store.compose("sft").write(tmp_path / "out", world_size=3).world_size == 3

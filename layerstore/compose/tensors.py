@@ -1,8 +1,8 @@
 """
-A composite's tensors as arrays, straight from the objects: nothing is written, and nothing copied that need not be.
+A composite's tensors as read-only arrays, mapped from the objects where possible; nothing is written.
 
-Objects may be mapped, unlike sources: nobody shortens or rewrites them, and removing one leaves its pages.
-numpy is imported when the first array is made: most commands never do.
+Objects can be mapped safely: they are never shortened or rewritten, and a removed one keeps its pages while mapped.
+numpy is imported when the first array is made, since most commands never make one.
 """
 
 import mmap
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = npt.NDArray[Any]
 
-# How numpy reads each element type. It knows neither bfloat16 nor the 8-bit floats: those are handed out as bits.
+# How numpy reads each element type. It has neither bfloat16 nor 8-bit floats: their bits are returned as integers.
 _NUMPY = {
     "F64": "<f8",
     "F32": "<f4",
@@ -61,7 +61,7 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[_Part, ...]
-    """In order; for buffers of which each rank has its own, every rank's."""
+    """In order; for buffers that differ between ranks, every rank's copy."""
     is_whole: bool
     """Whether the first part is all of it."""
 
@@ -70,9 +70,9 @@ class Tensors(Mapping[str, "Array"]):
     """
     Read-only arrays by name, made when they are asked for.
 
-    An object is verified as a whole before the first of its bytes is handed out, once.
+    Each object is verified as a whole, once, before the first of its bytes is returned.
     Arrays and mapping stay valid when the store is closed. An array whose bytes lie together in one object is that
-    object's memory, mapped: `is_mapped` tells, and `parts` gives the pieces of the others, which are copied together.
+    object's memory, mapped (see `is_mapped`); others are copied together, and `parts` returns their mapped pieces.
     Types that numpy lacks come as bits: bfloat16 as uint16, 8-bit floats as uint8; `dtype` tells the true one.
     Safe to share between threads.
     """
@@ -108,7 +108,7 @@ class Tensors(Mapping[str, "Array"]):
         entry = self._entries[name]
         if self.is_mapped(name):
             return self._array(entry, entry.parts[0]).reshape(entry.shape)
-        # Of bytes, which nobody can make writable again.
+        # From bytes, so that nobody can make the array writable.
         data = b"".join(self._array(entry, part).data.cast("B") for part in entry.parts)
         return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
 
@@ -116,13 +116,13 @@ class Tensors(Mapping[str, "Array"]):
         """
         Return the flat slices of *name* as they are stored, each of them mapped.
 
-        They are those of the ranks that saved it, in order and without padding; of a buffer, each rank's own copy.
+        There is one for each rank that saved it, in order and without padding; for a buffer, each rank's own copy.
         """
         entry = self._entries[name]
         return tuple(self._array(entry, part) for part in entry.parts)
 
     def dtype(self, name: str) -> str:
-        """Return the code of *name*'s element type, as safetensors has it."""
+        """Return the code of *name*'s element type in safetensors."""
         return self._entries[name].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class Tensors(Mapping[str, "Array"]):
         return self._entries[name].shape
 
     def is_mapped(self, name: str) -> bool:
-        """Whether the array *name* is an object's own memory; else it is copied together at each look."""
+        """Whether the array *name* is an object's own memory; otherwise each access copies it together."""
         return self._entries[name].is_whole
 
     def _array(self, entry: _Entry, part: _Part) -> "Array":
@@ -152,9 +152,9 @@ def open_tensors(
     objects: ObjectStore, versions: Iterable[LayerVersion], *, kind: str, state: str | None, verify: bool
 ) -> Tensors:
     """
-    Return the tensors of one *kind* that *versions* hold, by name; nothing of them is read yet.
+    Return the tensors of one *kind* that *versions* hold, by name; none is read yet.
 
-    Those of the optimizer have its *state* before their name, unless one is asked for.
+    Without *state*, tensors of the optimizer are called ``STATE/NAME``.
 
     Raises:
         InvalidInput: There is no such kind, or it has no states.

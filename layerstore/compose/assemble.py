@@ -1,0 +1,290 @@
+"""
+Move bytes from objects into the files of a new folder, as other modules have planned them.
+
+One thread copies while others verify and convert ahead of it, and one more syncs what is complete:
+two copying threads would only compete for the disk. Memory does not grow with the model.
+"""
+
+import os
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from layerstore.errors import IntegrityError
+from layerstore.format.hashing import combine_crc32, crc32
+from layerstore.limits import IO_CHUNK_BYTES
+from layerstore.model import BlobRef
+from layerstore.progress import Progress
+from layerstore.storage.handles import NewFile, OpenFile
+from layerstore.storage.rooms import Rooms
+from layerstore.zero3 import DerivedCheck, OutputFile, Piece, convert, newly_infinite
+
+# How many objects may be verified ahead of the copy: enough to keep all threads busy.
+_AHEAD_MAX = 4
+
+# Files written at a time, and files that may wait for their fsync: a folder of thousands must not exhaust descriptors.
+_OPEN_MAX = 16
+_CLOSING_MAX = 64
+
+Supply = tuple[NewFile, Sequence[Piece]]
+"""A file and what is moved into it."""
+
+
+class Converted(NamedTuple):
+    """A piece that was converted to another element type."""
+
+    crc32: int
+    size_bytes: int
+    """In the output file."""
+    newly_infinite: int
+    """How many finite values left the range of the new type."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One object, and every place where its bytes go."""
+
+    object: BlobRef
+    copies: list[tuple[NewFile, Piece]] = field(default_factory=list)
+    conversions: list[tuple[NewFile, Piece]] = field(default_factory=list)
+
+
+@contextmanager
+def assembling(
+    rooms: Rooms, folder: Path, *, verify: bool, durable: bool, is_export: bool = False, progress: Progress
+) -> Iterator["Assembly"]:
+    """
+    Lend what writes files to *folder*; once the body is done they are complete, and with *durable* on the disk.
+
+    In an export, conversions are the work itself, not a by-product of copies: they get a thread more, count as
+    progress, and values that become infinite are counted.
+    """
+    with (
+        # Hashing fills the memory bus with one thread; where rounding is left, two share it.
+        ThreadPoolExecutor(2 if is_export or not verify else 1, thread_name_prefix="verify") as ahead,
+        _Closing(durable=durable) as closing,
+        ExitStack() as stack,
+    ):
+        assembly = Assembly(
+            rooms=rooms,
+            folder=folder,
+            verify=verify,
+            durable=durable,
+            is_export=is_export,
+            progress=progress,
+            _ahead=ahead,
+            _closing=closing,
+            _stack=stack,
+        )
+        yield assembly
+        stack.pop_all()  # whoever closes the files has to sync them first
+        closing.take(assembly.kept_open)
+    for path, data in assembly.last.items():
+        with rooms.files.create(folder / path) as file:
+            file.write_at(0, data)
+            if durable:
+                file.sync()
+    if durable:
+        for directory, _, _ in os.walk(folder):
+            rooms.files.sync_directory(Path(directory))
+
+
+@dataclass(slots=True, kw_only=True)
+class Assembly:
+    """The files of one folder on their way."""
+
+    rooms: Rooms
+    folder: Path
+    verify: bool
+    durable: bool
+    is_export: bool
+    progress: Progress
+    kept_open: list[NewFile] = field(default_factory=list)
+    last: dict[str, bytes] = field(default_factory=dict)
+    """Small files that must not appear before all others are complete, in their order."""
+    bytes_written: int = 0
+    converted: dict[Path, dict[int, Converted]] = field(default_factory=dict)
+    """By file and offset."""
+    _ahead: ThreadPoolExecutor
+    _closing: "_Closing"
+    _stack: ExitStack
+    _verified: set[str] = field(default_factory=set)
+    _cut: dict[Path, dict[int, int]] = field(default_factory=dict)
+    """Checksum of each part of a slice that was copied, by file and offset."""
+
+    def open_shared(self, output: OutputFile) -> NewFile:
+        """Create a file that is supplied by several calls of `write`; it stays open until the end."""
+        file = self._create(output, self._stack)
+        self.kept_open.append(file)
+        return file
+
+    def write(self, outputs: Iterable[OutputFile], shared: Sequence[Supply] = ()) -> None:
+        """
+        Write *outputs*, and into files that are kept open their *shared* pieces: an object is read once for all.
+
+        Raises:
+            IntegrityError: An object is damaged or missing; the folder is of no use then.
+        """
+        outputs = iter(outputs)
+        while batch := list(islice(outputs, _OPEN_MAX)):
+            with ExitStack() as stack:
+                own = [(self._create(output, stack), output) for output in batch]
+                self._move([*((file, output.pieces) for file, output in own), *shared])
+                for file, output in own:
+                    self._finish(file, output)
+                stack.pop_all()
+            self._closing.take(file for file, _ in own)
+            shared = ()
+
+    def write_last(self, path: str, data: bytes) -> None:
+        """Write a small file once all others are complete."""
+        self.last[path] = data
+        self.bytes_written += len(data)
+
+    def check_converted(self, path: str, checks: Iterable[DerivedCheck]) -> None:
+        """Raise if a tensor of the file *path* that was rounded again is not, bit for bit, what it once was."""
+        if not self.verify:
+            return
+        parts = self.converted.get(self.folder / path, {})
+        starts = sorted(parts)
+        for check in checks:
+            begin, end = (bisect_left(starts, at) for at in (check.offset, check.offset + check.size_bytes))
+            found = [parts[start] for start in starts[begin:end]]
+            if found and combine_crc32((part.crc32, part.size_bytes) for part in found) != check.crc32:
+                raise IntegrityError(
+                    f"{path}: {check.name!r}, rounded from its master, is not what it was when it was saved",
+                    hint="another numpy or processor may round NaNs differently: compose on the machine that saved it",
+                )
+
+    def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
+        path = self.folder / _inside(output.path)
+        self.rooms.files.make_directories(path.parent)
+        file = stack.enter_context(self.rooms.files.create(path, sync_ahead=self.durable))
+        file.set_size(output.size_bytes)
+        for offset, data in output.literals:
+            file.write_at(offset, data)
+        if output.executable:
+            file.make_executable()
+        self.bytes_written += output.size_bytes
+        return file
+
+    def _finish(self, file: NewFile, output: OutputFile) -> None:
+        """Write what depends on the checksums of bytes that had to be moved first."""
+        cut = self._cut.pop(file.path, {})
+        for offset, data in () if output.finish is None else output.finish(cut):
+            file.write_at(offset, data)
+
+    def _move(self, supplies: Iterable[Supply]) -> None:
+        """Move the bytes of all *supplies*; raise if an object turns out to be damaged, before or after its copy."""
+        waiting: deque[tuple[_Task, Future[None]]] = deque()
+        try:
+            for task in _tasks(supplies):
+                waiting.append((task, self._ahead.submit(self._prepare, task)))
+                if len(waiting) > _AHEAD_MAX:
+                    self._copy(*waiting.popleft())
+            while waiting:
+                self._copy(*waiting.popleft())
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    def _prepare(self, task: _Task) -> None:
+        """Verify the object, and convert what is to be converted while its pages are warm."""
+        if self.verify and task.object.id not in self._verified:
+            self.rooms.objects.verify(task.object)
+            self._verified.add(task.object.id)
+        if task.conversions:
+            with self.rooms.objects.open(task.object) as source:
+                for file, piece in task.conversions:
+                    self._convert(source, file, piece)
+
+    def _convert(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
+        assert piece.rounding is not None
+        of, target = piece.rounding
+        offset, checksum, infinite = piece.offset, 0, 0
+        for data in _chunks(source, piece):
+            converted = convert(data, source=of, target=target)
+            if self.is_export:
+                infinite += newly_infinite(data, converted, source=of, target=target)
+            file.write_at(offset, converted)
+            offset, checksum = offset + len(converted), crc32(converted, checksum)
+        found = Converted(checksum, offset - piece.offset, infinite)
+        self.converted.setdefault(file.path, {})[piece.offset] = found
+        if self.is_export:
+            self.progress.advance(piece.size_bytes)
+
+    def _copy(self, task: _Task, prepared: Future[None]) -> None:
+        if task.copies:
+            with self.rooms.objects.open(task.object) as source:
+                for file, piece in task.copies:
+                    if piece.is_cut:
+                        self._copy_cut(source, file, piece)
+                    else:
+                        file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
+                    self.progress.advance(piece.size_bytes)
+        prepared.result()
+
+    def _copy_cut(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
+        """Copy a part of a slice through memory: its checksum is stored nowhere, so its bytes must be seen."""
+        checksum, offset = 0, piece.offset
+        for data in _chunks(source, piece):
+            file.write_at(offset, data)
+            offset, checksum = offset + len(data), crc32(data, checksum)
+        self._cut.setdefault(file.path, {})[piece.offset] = checksum
+
+
+class _Closing:
+    """Syncs and closes finished files in the background; leaving it waits for all of them."""
+
+    def __init__(self, *, durable: bool) -> None:
+        self._durable = durable
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fsync")
+        self._pending: deque[Future[None]] = deque()
+
+    def take(self, files: Iterable[NewFile]) -> None:
+        """Take over *files*, which are complete; wait if too many are open."""
+        self._pending.extend(self._pool.submit(self._finish, file) for file in files)
+        while len(self._pending) > _CLOSING_MAX:
+            self._pending.popleft().result()
+
+    def _finish(self, file: NewFile) -> None:
+        with file:
+            if self._durable:
+                file.sync()
+
+    def __enter__(self) -> "_Closing":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._pool.shutdown(wait=True)
+        if error is None:
+            for done in self._pending:
+                done.result()
+
+
+def _inside(path: str) -> str:
+    """Return *path*, which a state blob gave, if it stays inside the folder that it is relative to."""
+    if "\0" in path or not all(part not in {"", ".", ".."} for part in path.split("/")):
+        raise IntegrityError(f"a commit's state names the file {path!r}, which would not be inside the folder")
+    return path
+
+
+def _tasks(supplies: Iterable[Supply]) -> Iterable[_Task]:
+    """Gather the pieces of all files by object, so that each is opened, verified and read once."""
+    tasks: dict[BlobRef, _Task] = {}
+    for file, pieces in supplies:
+        for piece in pieces:
+            task = tasks.setdefault(piece.object, _Task(piece.object))
+            (task.copies if piece.rounding is None else task.conversions).append((file, piece))
+    return tasks.values()
+
+
+def _chunks(source: OpenFile, piece: Piece) -> Iterator[bytes]:
+    for start in range(0, piece.size_bytes, IO_CHUNK_BYTES):
+        yield source.read_at(piece.object_offset + start, min(IO_CHUNK_BYTES, piece.size_bytes - start))

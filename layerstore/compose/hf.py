@@ -1,0 +1,387 @@
+"""
+The format ``hf``: a composite's weights as a folder that Transformers (or PEFT) loads, without a byte of the optimizer.
+
+A sibling of ``zero3``; an output format plans its files, and ``assemble`` and ``target`` do the rest.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from layerstore.compose.assemble import Assembly, assembling
+from layerstore.compose.choose import Composition, check_members
+from layerstore.compose.loading import content_of, header_of
+from layerstore.compose.peft import ADAPTER_CONFIG, configs_of, plan_adapters
+from layerstore.compose.safetensors import (
+    INDEX,
+    WEIGHTS,
+    WEIGHTS_FILE,
+    OutputTensor,
+    WeightsFile,
+    index_of,
+    weights_files,
+)
+from layerstore.compose.target import Product, appearing, checked_target
+from layerstore.compose.weight_names import (
+    ExportTensors,
+    SavedTensor,
+    ask_transformers,
+    choose_tensors,
+    may_be_renamed,
+    saved_tensors,
+    tensors_in,
+)
+from layerstore.dtypes import by_code, dtype_code, dtype_name
+from layerstore.errors import Unsupported
+from layerstore.layers import ADAPTER_WEIGHTS
+from layerstore.limits import BLOB_BYTES_MAX
+from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
+from layerstore.progress import Progress
+from layerstore.storage.rooms import Rooms
+from layerstore.units import size_in_bytes
+from layerstore.zero3 import OutputFile, Slices, TreeView, plan_source_file
+
+MAX_SHARD_SIZE = "5GB"
+"""The default: small enough for every hub and filesystem."""
+
+CONFIG = "config.json"
+
+_EXPORT = Product(what="an export", signs=(WEIGHTS, INDEX, ADAPTER_CONFIG))
+
+# Files that resume training, or hold weights themselves: a model is not loaded with them.
+_TRAINING_NAMES = frozenset({"trainer_state.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"})
+_TRAINING_SUFFIXES = frozenset(
+    {".bin", ".ckpt", ".distcp", ".h5", ".msgpack", ".npz", ".pkl", ".pt", ".pth", ".safetensors"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """An export before it is written."""
+
+    composition: Composition
+    dtype: str
+    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
+    _weights: tuple[WeightsFile, ...]
+    files: tuple[OutputFile, ...]
+    """All files: the weights', the index, and what goes beside them."""
+    notes: tuple[str, ...]
+    """What the reader of the folder should know."""
+    model_class: str | None
+    """The class of Transformers that the config names."""
+    seconds: float
+    """How long planning took, with asking Transformers."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    run: str
+    step: int
+    policy: str
+    format: str
+    dtype: str
+    """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
+    out: Path
+    files: tuple[str, ...]
+    """Below *out*."""
+    bytes_written: int
+    seconds: float
+    notes: tuple[str, ...]
+    """What the reader of the folder should know."""
+    model_class: str | None
+    """The class of Transformers that loads the folder, where its config names one."""
+
+
+def plan_export(
+    rooms: Rooms, composition: Composition, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> ExportPlan:
+    """
+    Decide which tensors go into which files.
+
+    *dtype* is one of ``bf16``, ``fp16``, ``fp32``; None for the type in which each parameter is trained.
+
+    Raises:
+        InvalidInput: *dtype* or *max_shard_size* is none.
+        LayoutMismatch: A layer has no weights to export.
+    """
+    started = time.monotonic()
+    wanted, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
+    base = composition.base
+    versions = check_members(rooms, composition)
+    slices, own = Slices(versions), composition.own_parameters(versions)
+    state = rooms.state(base.states[0])  # the first rank's, which has all that is not a rank's own
+    config = _read_config(rooms, state.files)
+    beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
+    if configs_of(state.files):
+        weights, files, notes = plan_adapters(rooms, state.files, slices, own=own, dtype=wanted)
+        code, config = _uniform_dtype(weights), None
+    else:
+        chosen = _choose(rooms, state, versions, slices, own=own, dtype=wanted, config=config)
+        weights = [*weights_files(_in_model_order(chosen, state), shard_bytes_max=shard_bytes_max)]
+        code = _uniform_dtype(weights)
+        files = [file.output(slices) for file in weights]
+        if len(weights) > 1:
+            files.append(_literal_file(INDEX, index_of(weights)))
+        made, config_notes = _plan_config(config, code)
+        files += made
+        notes = [*chosen.notes, *_doubts(state, versions, slices), *config_notes]
+        beside = [file for file in beside if file.path != CONFIG]
+    return ExportPlan(
+        composition=composition,
+        dtype="mixed" if code is None else dtype_name(code),
+        _weights=tuple(weights),
+        files=(*files, *map(plan_source_file, beside)),
+        notes=tuple(notes),
+        model_class=None if config is None else config.model_class,
+        seconds=time.monotonic() - started,
+    )
+
+
+def execute_export(
+    rooms: Rooms,
+    plan: ExportPlan,
+    out: Path,
+    *,
+    verify: bool = True,
+    durable: bool = True,
+    force: bool = False,
+    progress: Progress,
+) -> Exported:
+    """
+    Write *plan* to the folder *out*, which appears whole or not at all.
+
+    *verify*, *durable* and *force* are those of a compose; only objects that are read are verified.
+
+    Raises:
+        AlreadyExists: *out* is there and *force* was not given.
+        IntegrityError: An object is damaged or missing; nothing is left at *out*.
+    """
+    started = time.monotonic()
+    target = checked_target(rooms, out, _EXPORT, force=force)
+    with (
+        appearing(rooms, target, is_older_form=_is_older_form) as folder,
+        assembling(rooms, folder, verify=verify, durable=durable, is_export=True, progress=progress) as assembly,
+    ):
+        progress.start("export", sum(piece.size_bytes for file in plan.files for piece in file.pieces))
+        assembly.write(plan.files)
+        for file in plan._weights:
+            assembly.check_converted(file.name, file.checks())
+    base = plan.composition.base
+    return Exported(
+        run=base.run,
+        step=base.step,
+        policy=plan.composition.policy,
+        format="hf",
+        dtype=plan.dtype,
+        out=target.path,
+        files=tuple(file.path for file in plan.files),
+        bytes_written=plan.size_bytes,
+        seconds=plan.seconds + time.monotonic() - started,
+        notes=(*plan.notes, *_infinity_notes(assembly, plan)),
+        model_class=plan.model_class,
+    )
+
+
+def _is_older_form(path: Path) -> bool:
+    return str(path) in {INDEX, ADAPTER_WEIGHTS} or bool(WEIGHTS_FILE.fullmatch(str(path)))
+
+
+def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
+    """Say which values left the range of their new type: only the numbers themselves tell."""
+    found: dict[str, int] = {}
+    for file in plan._weights:
+        for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
+            if part.newly_infinite:
+                name = file.tensor_at(offset).name
+                found[name] = found.get(name, 0) + part.newly_infinite
+    if found:
+        name, count = next(iter(found.items()))
+        rest = f", and others of {len(found) - 1} more tensors," if len(found) > 1 else ""
+        yield f"{count} values of {name!r}{rest} are beyond the range of {plan.dtype} and became infinite"
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def _choose(
+    rooms: Rooms,
+    state: RankState,
+    versions: list[LayerVersion],
+    slices: Slices,
+    *,
+    own: frozenset[str],
+    dtype: str | None,
+    config: "_Config | None",
+) -> ExportTensors:
+    fields = None if config is None else config.fields
+    return choose_tensors(
+        parameters=slices.parameters,
+        buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
+        saved=[*saved_tensors(state.gathered), *_opaque_tensors(rooms, state.files)],
+        dtype=dtype,
+        is_own=own.__contains__,
+        ask=partial(ask_transformers, fields),
+        is_always_asked=fields is not None and may_be_renamed(fields),
+    )
+
+
+def _opaque_tensors(rooms: Rooms, files: Iterable[SourceFile]) -> Iterator[SavedTensor]:
+    """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
+    for file in files:
+        if WEIGHTS_FILE.fullmatch(file.path):
+            yield from tensors_in(header_of(rooms, file)[0], file.path)
+
+
+def _in_model_order(chosen: ExportTensors, state: RankState) -> list[OutputTensor]:
+    """Return the tensors in the order of the model's own ``state_dict``, in which they are dealt out to files."""
+    places = {str(name): place for place, name in enumerate(_model(state)["module"].mapping())}
+    return sorted(chosen.tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))
+
+
+def _uniform_dtype(weights: Iterable[WeightsFile]) -> str | None:
+    """Return the one element type of all parameters, None where there are several."""
+    tensors = (tensor for file in weights for tensor in file.tensors)
+    codes = {tensor.dtype for tensor in tensors if tensor.source is TensorSource.PARAMETER}
+    return codes.pop() if len(codes) == 1 else None
+
+
+def _doubts(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
+    """Say what the export may lack."""
+    fragments = _model(state).get("frozen_param_fragments")
+    if fragments is not None and fragments.value is None:
+        yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"
+    buffers = [buffer.name for version in versions for buffer in version.buffers]
+    differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]
+    if differing:
+        yield f"{differing[0]!r} is one of {len(differing)} buffers unlike on other ranks: the first rank's are written"
+    names = _model(state).get("buffer_names")
+    odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
+    if odd and not state.gathered:
+        yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"
+
+
+def _model(state: RankState) -> TreeView:
+    return TreeView(state.model.tree, path=PurePosixPath(state.model.path))
+
+
+# -- the config and what else goes beside the weights --------------------------------------------------------------
+
+
+def goes_along(path: str, *, tag: str) -> bool:
+    """
+    Whether the base's small file *path* belongs to the model: its config, tokenizer, processor, code, card.
+
+    Everything does but a few known names, since tokenizers call their files what they like. *tag* is DeepSpeed's
+    folder.
+    """
+    file = PurePosixPath(path)
+    is_of_training = file.parts[0] == tag or file.name in _TRAINING_NAMES or file.suffix in _TRAINING_SUFFIXES
+    # An adapter's config would have Transformers look for weights that are not here.
+    is_other = file.name.startswith(("adapter_", "events.out.tfevents")) or file.name.endswith(".index.json")
+    return not (is_of_training or is_other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """The base's config."""
+
+    file: SourceFile
+    data: bytes
+    fields: dict[str, object] | None
+    """None where it cannot be read."""
+    problem: str
+    """Why not."""
+
+    @property
+    def model_class(self) -> str | None:
+        """The class that it names."""
+        names = (self.fields or {}).get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
+        return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def _read_config(rooms: Rooms, files: Iterable[SourceFile]) -> _Config | None:
+    file = next((file for file in files if file.path == CONFIG), None)
+    if file is None:
+        return None
+    content = file.content
+    if isinstance(content, ObjectContent) and content.size_bytes > BLOB_BYTES_MAX:
+        raise Unsupported(f"the base's {CONFIG} has {content.size_bytes} bytes, which no config has")
+    data = content_of(rooms, content)
+    try:
+        return _Config(file=file, data=data, fields=parse_config(data), problem="")
+    except ValueError as exc:
+        return _Config(file=file, data=data, fields=None, problem=str(exc))
+
+
+def _plan_config(config: _Config | None, code: str | None) -> tuple[list[OutputFile], list[str]]:
+    """Return the config for weights of the element type *code* (None for several), and what is to be said of it."""
+    if config is None:
+        note = (
+            f"the base has no {CONFIG}: from_pretrained needs the model's {CONFIG} beside the weights, "
+            "and its tokenizer files; the weights have the names that they have in memory, if no file told others"
+        )
+        return [], [note]
+    as_it_is = [plan_source_file(config.file)]
+    if code is None:
+        return as_it_is, [f"the parameters have several element types: {CONFIG} is as the base has it"]
+    if config.fields is None:
+        return as_it_is, [f"the base's {CONFIG} is not JSON ({config.problem}): it is written as it is"]
+    fields = config_with_dtype(config.fields, code)
+    if fields == config.fields:
+        return as_it_is, []
+    data = json.dumps(fields, indent=2).encode() + b"\n"
+    name = by_code(code).torch_name
+    return [_literal_file(CONFIG, data)], [f"{CONFIG} is changed to say {name}, as the weights are"]
+
+
+def parse_config(data: bytes) -> dict[str, object]:
+    """
+    Return the fields of a config.
+
+    Raises:
+        ValueError: It is not JSON, or not an object, or nested deeper than any config.
+    """
+    try:
+        fields = json.loads(data)
+        json.dumps(fields, indent=2)  # what can be written again is not nested too deep for anything here
+    except RecursionError as exc:
+        raise ValueError("it is nested too deep") from exc
+    if not isinstance(fields, dict):
+        raise ValueError("it is not an object")  # noqa: TRY004  # for the caller it is one thing
+    return fields
+
+
+def config_with_dtype(fields: dict[str, object], code: str) -> dict[str, object]:
+    """Return a config with *fields*, and the configs inside it, for weights of the element type *code*."""
+    name = by_code(code).torch_name
+    made = _with_dtype(fields, name)
+    if not {"dtype", "torch_dtype"} & made.keys():
+        made["torch_dtype"] = name  # the key that all versions of Transformers know
+    return made
+
+
+def _with_dtype(fields: dict[str, object], name: str) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for key, value in fields.items():
+        if key in {"dtype", "torch_dtype"}:
+            made[key] = name
+        elif isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
+            made[key] = _with_dtype(value, name)
+        else:
+            made[key] = value
+    return made
+
+
+def _literal_file(path: str, data: bytes) -> OutputFile:
+    return OutputFile(path=path, size_bytes=len(data), executable=False, literals=((0, data),), pieces=())

@@ -1,0 +1,291 @@
+"""
+PEFT's adapters in what is composed and exported: which there are, their names in files, and their files.
+
+A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in its file,
+since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
+
+The base's own file of an adapter is kept byte for byte; tensors of other saves are put in their places. Without such a
+file, an export makes one by PEFT's rule for LoRA.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+
+from layerstore.compose.loading import content_of, header_of
+from layerstore.compose.safetensors import FLOATS, OutputTensor, Run, WeightsFile, parameter_pieces, weights_file
+from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
+from layerstore.model import Parameter, SourceFile, TensorSource
+from layerstore.storage.rooms import Rooms
+from layerstore.zero3 import GatheredSource, OutputFile, Piece, Slices, merged, plan_source_file, tensors_in, whole
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+_DEFAULT = "default"
+_LORA = re.compile(r"lora_\w+|trainable_tokens_delta")
+_DORA = "lora_magnitude_vector"
+_TO_SAVE = "modules_to_save"
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def adapter_at(path: str) -> str | None:
+    """
+    Return the adapter whose file lies at *path*, None where PEFT puts none.
+
+    >>> adapter_at("adapter_config.json"), adapter_at("reference/adapter_config.json"), adapter_at("a/b/c.json")
+    ('default', 'reference', None)
+    """
+    folders = PurePosixPath(path).parts[:-1]
+    return None if len(folders) > 1 else folders[0] if folders else _DEFAULT
+
+
+def configs_of(files: Iterable[SourceFile]) -> dict[str, SourceFile]:
+    """Return the config of each adapter that has one among *files*, by the adapter's name."""
+    found = {adapter_at(file.path): file for file in files if PurePosixPath(file.path).name == ADAPTER_CONFIG}
+    return {adapter: file for adapter, file in found.items() if adapter is not None}
+
+
+def name_in_file(parameter: str, adapter: str) -> str | None:
+    """
+    Return what PEFT calls *parameter* in the file of *adapter*, None if it is none of that adapter's.
+
+    >>> name_in_file("base_model.model.q_proj.lora_A.default.weight", "default")
+    'base_model.model.q_proj.lora_A.weight'
+    >>> name_in_file("base_model.model.lm_head.modules_to_save.default.weight", "default")
+    'base_model.model.lm_head.weight'
+    >>> name_in_file("base_model.model.q_proj.lora_A.other.weight", "default")
+    """
+    *parts, last = _parts(parameter)
+    if _TO_SAVE in parts and (at := parts.index(_TO_SAVE)) and parts[at + 1 : at + 2] == [adapter]:
+        return ".".join([*parts[:at], *parts[at + 2 :], last])
+    if parts and last == adapter:
+        return ".".join(parts)
+    if len(parts) > 1 and parts[-1] == adapter:
+        # DoRA's vectors were parameters once, and their names in files have stayed.
+        return ".".join(parts[:-1] if parts[-2] == _DORA else [*parts[:-1], last])
+    return None
+
+
+def _plain_name(parameter: str) -> str:
+    """Return the name in an adapter's file of a parameter that is of no adapter: the model's own, unwrapped."""
+    return ".".join(_parts(parameter))
+
+
+def _parts(parameter: str) -> list[str]:
+    return [part for part in parameter.removeprefix("module.").split(".") if part not in WRAPPER_COMPONENTS]
+
+
+def _names_by_rule(rooms: Rooms, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:
+    """
+    Return the *parameters* that PEFT would save of a LoRA adapter with *config*, by their names in its file.
+
+    Raises:
+        Unsupported: It is no LoRA: other methods have rules of their own.
+    """
+    try:
+        fields = json.loads(content_of(rooms, config.content))
+        method, bias = fields["peft_type"], fields.get("bias", "none")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise SourceCheckpoint(f"the base's {config.path} is no config of an adapter ({exc})") from exc
+    if method != "LORA":
+        raise Unsupported(
+            f"adapter {adapter!r} is of type {method}, and the base has no file of it: only LoRA's can be made",
+            hint="export a commit of a Trainer's own save, which has that file",
+        )
+    suffix = None if bias == "none" else ".bias" if bias == "all" else ".base_layer.bias"
+    found = {}
+    for parameter in parameters:
+        if any(part == _TO_SAVE or _LORA.fullmatch(part) for part in parameter.split(".")):
+            name = name_in_file(parameter, adapter)
+        else:
+            name = _plain_name(parameter) if suffix and parameter.endswith(suffix) else None
+        if name is not None:
+            found[name] = parameter
+    return found
+
+
+# -- the base's own files ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AdapterFile:
+    """The file of an adapter's weights, as it was saved."""
+
+    file: SourceFile
+    header: bytes
+    tensors: tuple[GatheredSource, ...]
+    """In file order; each with the parameter that it is of."""
+    size_bytes: int
+
+
+def _read(rooms: Rooms, file: SourceFile, slices: Slices, adapter: str) -> _AdapterFile:
+    """Read the header of *file*, which holds *adapter*, and find the parameter of each tensor."""
+    header, size_bytes = header_of(rooms, file)
+    suppliers: dict[str, tuple[str, int]] = {}
+    for parameter in slices.parameters.values():
+        for name in (parameter.name, *parameter.aliases):
+            own_name = name_in_file(name, adapter) or _plain_name(name)
+            suppliers.setdefault(own_name, (parameter.name, prod(parameter.shape)))
+    tensors = tensors_in(Path(file.path), header, size_bytes, suppliers)
+    return _AdapterFile(file=file, header=header, tensors=tensors, size_bytes=size_bytes)
+
+
+def plan_beside(rooms: Rooms, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
+    """
+    Return the plan of a file beside the shards: as it is, or an adapter's with the chosen layers' values.
+
+    *own* are the parameters of the layers that the base itself saved.
+
+    Raises:
+        Unsupported: For some tensors of an adapter's file it is not known which parameters they are.
+    """
+    older = slices.parameters.keys() - own
+    adapter = adapter_at(file.path)
+    if not older or adapter is None or PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
+        return plan_source_file(file)
+    found = _read(rooms, file, slices, adapter)
+    strange = [tensor.name for tensor in found.tensors if not tensor.supplier]
+    of_adapter = {name for name in older if adapter in name.split(".")}
+    lost = of_adapter - {tensor.supplier for tensor in found.tensors}
+    if strange and lost:
+        raise Unsupported(
+            f"{file.path} cannot be mixed of several saves: {strange[0]!r} in it is of no parameter, and "
+            f"{min(lost)!r} is not in it",
+            hint="--policy exact takes all of one save",
+        )
+    return _patched(found, slices, older)
+
+
+def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> OutputFile:
+    """Return the plan of the file *found* in which the tensors of the parameters *names* come from *slices*."""
+    file, begin = found.file, 0
+    literals: list[tuple[int, bytes]] = []
+    pieces: list[Piece] = []
+
+    def keep(end: int) -> None:
+        if isinstance(file.content, bytes):
+            literals.append((begin, file.content[begin:end]))
+        elif end > begin:
+            start = whole(file.content, 0).object_offset + begin
+            pieces.append(Piece(object=file.content.object, object_offset=start, size_bytes=end - begin, offset=begin))
+
+    for tensor in found.tensors:
+        if tensor.supplier in names:
+            keep(tensor.offset_bytes)
+            run = Run(name=tensor.supplier, start=0, elements=tensor.elements)
+            pieces += parameter_pieces(slices, run, dtype=tensor.dtype, offset=tensor.offset_bytes)
+            begin = tensor.offset_bytes + tensor.size_bytes
+    keep(found.size_bytes)
+    return OutputFile(
+        path=file.path,
+        size_bytes=found.size_bytes,
+        executable=file.executable,
+        literals=tuple(literals),
+        pieces=tuple(merged(pieces)),
+    )
+
+
+# -- export --------------------------------------------------------------------------------------------------------
+
+
+def plan_adapters(
+    rooms: Rooms, files: Sequence[SourceFile], slices: Slices, *, own: Collection[str], dtype: str | None
+) -> tuple[list[WeightsFile], list[OutputFile], list[str]]:
+    """
+    Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, its files with these, and notes.
+
+    *files* are the base's, *own* the parameters of the layers that it saved itself; *dtype* is the code of the element
+    type that was asked for, None for what the files have.
+
+    Raises:
+        Unsupported: A trained parameter has no place in such a folder, or an adapter's file cannot be made.
+    """
+    by_path = {file.path: file for file in files}
+    weights, outputs = [], []
+    configs = configs_of(files)
+    for adapter, config in configs.items():
+        path = str(PurePosixPath(config.path).with_name(ADAPTER_WEIGHTS))
+        stored = _read(rooms, by_path[path], slices, adapter) if path in by_path else None
+        if stored is not None and stored.tensors:
+            made, output = _as_saved(stored, slices, own=own, dtype=dtype)
+        else:
+            names = _names_by_rule(rooms, config, slices.parameters, adapter)
+            if not names:
+                raise Unsupported(
+                    f"the base has {config.path}, but the chosen layers have no parameter of adapter {adapter!r}",
+                    hint="an adapter that is not trained is not in the checkpoint: take it from where it came from",
+                )
+            made = weights_file(path, (_tensor(name, slices.parameter(of), dtype) for name, of in names.items()))
+            output = made.output(slices)
+        weights.append(made)
+        outputs.append(output)
+    used = {tensor.layer_name for of in weights for tensor in of.tensors}
+    _check_all_used(slices, used)
+    left = len(slices.parameters.keys() - used)
+    note = f"{left} frozen weights are left out: PeftModel.from_pretrained takes them from the base model"
+    return weights, [*outputs, *map(plan_source_file, configs.values())], [note] if left else []
+
+
+def _as_saved(
+    stored: _AdapterFile, slices: Slices, *, own: Collection[str], dtype: str | None
+) -> tuple[WeightsFile, OutputFile]:
+    """Return the base's own file with the values of the chosen layers; laid out anew for another *dtype*."""
+    path, shapes = stored.file.path, {name: of.get("shape") for name, of in json.loads(stored.header[8:]).items()}
+    tensors = tuple(
+        OutputTensor(
+            name=tensor.name,
+            dtype=_wanted(dtype, tensor.dtype),
+            shape=tuple(shapes[tensor.name]),
+            source=TensorSource.PARAMETER,
+            layer_name=tensor.supplier,
+        )
+        for tensor in stored.tensors
+    )
+    if any(made.dtype != tensor.dtype for made, tensor in zip(tensors, stored.tensors, strict=True)):
+        alone = [tensor.name for tensor in tensors if not tensor.layer_name]
+        if alone:
+            raise Unsupported(
+                f"{alone[0]!r} is in {path} and in no layer: it cannot be written in another type",
+                hint="leave --dtype out",
+            )
+        made = weights_file(path, tensors)
+        return made, made.output(slices)
+    made = WeightsFile(
+        name=path,
+        tensors=tensors,
+        header=stored.header,
+        offsets=tuple(tensor.offset_bytes for tensor in stored.tensors),
+        size_bytes=stored.size_bytes,
+    )
+    return made, _patched(stored, slices, slices.parameters.keys() - own)
+
+
+def _tensor(name: str, parameter: Parameter, dtype: str | None) -> OutputTensor:
+    return OutputTensor(
+        name=name,
+        dtype=_wanted(dtype, parameter.dtype),
+        shape=parameter.shape,
+        source=TensorSource.PARAMETER,
+        layer_name=parameter.name,
+    )
+
+
+def _wanted(dtype: str | None, own: str) -> str:
+    return dtype if dtype and own in FLOATS else own
+
+
+def _check_all_used(slices: Slices, used: Collection[str]) -> None:
+    """Raise if a trained parameter is in no adapter's file: PEFT itself would leave it out in silence."""
+    left = [name for name, parameter in slices.parameters.items() if not parameter.frozen and name not in used]
+    if left:
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise Unsupported(
+            f"{left[0]!r}{more} is trained and belongs to no adapter with a config: PEFT's folder has no place for it",
+            hint="compose --format zero3 keeps it; PEFT keeps whole modules that modules_to_save names",
+        )

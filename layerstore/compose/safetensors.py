@@ -1,0 +1,242 @@
+"""
+A weights file of an export as a plan: which tensors are in which safetensors file, and which bytes of which object.
+
+Other programs read these files, so their names, their metadata and the order of the index are Transformers' own.
+Within that we pad the header and put whole pages first, so that payloads start on pages and can be reflinked.
+"""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from layerstore.dtypes import by_code
+from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
+from layerstore.model import Kind, ObjectContent, TensorSource
+from layerstore.zero3 import (
+    DerivedCheck,
+    OutputFile,
+    Piece,
+    Slices,
+    can_convert,
+    merged,
+    stretches,
+    valid_elements,
+    whole,
+)
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Element types that are rounded or widened to the type that was asked for; others stay as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Elements that lie together in a parameter or buffer."""
+
+    name: str
+    start: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputTensor:
+    """One tensor of a weights file."""
+
+    name: str
+    """In the file."""
+    dtype: str
+    """Of the bytes to be written."""
+    shape: tuple[int, ...]
+    source: TensorSource
+    layer_name: str
+    """The parameter or buffer that supplies it, or its first elements; empty when stored."""
+    runs: tuple[Run, ...] = ()
+    """Where its elements come from, if not from the whole of *layer_name*."""
+    stored: ObjectContent | None = None
+    crc32: int | None = None
+    """Of the same tensor in the base's own file, where the layer and the element type are the very same."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size in the file."""
+        return prod(self.shape) * by_code(self.dtype).bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFile:
+    """One safetensors file."""
+
+    name: str
+    tensors: tuple[OutputTensor, ...]
+    """In file order."""
+    header: bytes
+    """From the first byte of the file to the payload."""
+    offsets: tuple[int, ...]
+    """Where each tensor starts in the file."""
+    size_bytes: int
+    """Of the whole file."""
+
+    def tensor_at(self, offset: int) -> OutputTensor:
+        """Return the tensor that holds the byte at *offset*."""
+        return self.tensors[bisect_right(self.offsets, offset) - 1]
+
+    def output(self, slices: Slices) -> OutputFile:
+        """Return the plan of the file, filled from *slices*."""
+        placed = zip(self.tensors, self.offsets, strict=True)
+        return OutputFile(
+            path=self.name,
+            size_bytes=self.size_bytes,
+            executable=False,
+            literals=((0, self.header),),
+            pieces=tuple(merged(piece for tensor, offset in placed for piece in _pieces(tensor, slices, offset))),
+        )
+
+    def checks(self) -> Iterator[DerivedCheck]:
+        """Yield the tensors whose bytes are known beforehand."""
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            if tensor.crc32 is not None:
+                yield DerivedCheck(name=tensor.name, offset=offset, size_bytes=tensor.size_bytes, crc32=tensor.crc32)
+
+
+# -- which tensors are in which file -------------------------------------------------------------------------------
+
+
+def weights_files(tensors: Iterable[OutputTensor], *, shard_bytes_max: int) -> tuple[WeightsFile, ...]:
+    """
+    Deal *tensors* out to files, in their order, as Transformers does.
+
+    A file is closed when the next tensor would exceed *shard_bytes_max*; a larger tensor has a file of its own.
+    """
+    shards = list(_split(tensors, shard_bytes_max)) or [[]]
+    count = len(shards)
+    if count == 1:
+        return (weights_file(WEIGHTS, shards[0]),)
+    return tuple(
+        weights_file(f"model-{number:05d}-of-{count:05d}.safetensors", shard) for number, shard in enumerate(shards, 1)
+    )
+
+
+def _split(tensors: Iterable[OutputTensor], shard_bytes_max: int) -> Iterator[list[OutputTensor]]:
+    current: list[OutputTensor] = []
+    current_bytes = 0
+    for tensor in tensors:
+        if tensor.size_bytes > shard_bytes_max:
+            yield [tensor]
+            continue
+        if current_bytes + tensor.size_bytes > shard_bytes_max:
+            yield current
+            current, current_bytes = [], 0
+        current.append(tensor)
+        current_bytes += tensor.size_bytes
+    if current:
+        yield current
+
+
+def weights_file(name: str, tensors: Iterable[OutputTensor]) -> WeightsFile:
+    """Lay *tensors* out in one file called *name*."""
+    # Whole pages first, so that all of them start on one; then the larger elements, so that all are aligned.
+    ordered = sorted(
+        tensors, key=lambda tensor: (tensor.size_bytes % PAGE_BYTES != 0, -by_code(tensor.dtype).bytes, tensor.name)
+    )
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin, offsets = 0, []
+    for tensor in ordered:
+        end = begin + tensor.size_bytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        offsets.append(begin)
+        begin = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
+    if len(text) > SAFETENSORS_HEADER_BYTES_MAX:
+        raise Unsupported(
+            f"the header of {name} would have {len(text)} bytes", hint="choose a smaller maximum per shard"
+        )
+    header = len(text).to_bytes(8, "little") + text
+    return WeightsFile(
+        name=name,
+        tensors=tuple(ordered),
+        header=header,
+        offsets=tuple(len(header) + offset for offset in offsets),
+        size_bytes=len(header) + begin,
+    )
+
+
+def index_of(files: Sequence[WeightsFile]) -> bytes:
+    """Return the index of several *files*."""
+    tensors = [tensor for file in files for tensor in file.tensors]
+    parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.source is TensorSource.PARAMETER)
+    metadata = {"total_parameters": parameters, "total_size": sum(tensor.size_bytes for tensor in tensors)}
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
+
+
+# -- where the bytes of a tensor come from -------------------------------------------------------------------------
+
+
+def _pieces(tensor: OutputTensor, slices: Slices, offset: int) -> Iterator[Piece]:
+    elements = prod(tensor.shape)
+    if not elements:
+        return
+    if tensor.source is TensorSource.STORED:
+        assert tensor.stored is not None
+        yield whole(tensor.stored, offset)
+    elif tensor.source is TensorSource.BUFFER:
+        yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
+    else:
+        for run in tensor.runs or (Run(name=tensor.layer_name, start=0, elements=elements),):
+            yield from parameter_pieces(slices, run, dtype=tensor.dtype, offset=offset)
+            offset += run.elements * by_code(tensor.dtype).bytes
+
+
+def parameter_pieces(slices: Slices, run: Run, *, dtype: str, offset: int) -> Iterator[Piece]:
+    """
+    Yield what supplies *run* of a parameter as *dtype* from *offset* on, cut by however many ranks.
+
+    Raises:
+        LayoutMismatch: The chosen layers do not have it whole.
+        Unsupported: It cannot be converted to *dtype*.
+    """
+    if not run.elements:
+        return  # nothing of it is stored anywhere
+    name, kind = run.name, _kind(run.name, dtype, slices)
+    elements, shards = prod(slices.parameter(name).shape), slices.shards(kind, name)
+    for stretch in stretches(elements, shards, begin=run.start, end=run.start + run.elements):
+        place = slices.find(kind, name, shard=stretch.shard)
+        source, valid = place.tensor.dtype, valid_elements(elements, shards, stretch.shard)
+        if place.tensor.elements != valid:
+            raise LayoutMismatch(f"{name!r} is stored in a slice of {place.tensor.elements} elements, not {valid}")
+        if not can_convert(source, dtype):
+            raise Unsupported(
+                f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose a --dtype"
+            )
+        yield Piece(
+            object=place.object.ref,
+            object_offset=place.offset + stretch.start * by_code(source).bytes,
+            size_bytes=stretch.elements * by_code(source).bytes,
+            offset=offset,
+            rounding=None if source == dtype else (source, dtype),
+        )
+        offset += stretch.elements * by_code(dtype).bytes
+
+
+def _kind(name: str, dtype: str, slices: Slices) -> Kind:
+    """
+    Return which of its bytes a parameter is written from.
+
+    Stored weights are what the trainer itself would have saved, so they are taken where they have the type asked for;
+    a frozen parameter has nothing else. Otherwise the master is taken, which is more precise.
+    """
+    if slices.shards(Kind.WEIGHTS, name):
+        stored = slices.find(Kind.WEIGHTS, name, shard=0).tensor.dtype
+        if stored == dtype or not slices.shards(Kind.MASTER, name):
+            return Kind.WEIGHTS
+    elif not slices.shards(Kind.MASTER, name):
+        raise LayoutMismatch(f"the chosen layers have neither a master nor weights of {name!r}", name=name)
+    return Kind.MASTER

@@ -1,0 +1,384 @@
+"""
+Which tensors an export for Transformers has, and under which names.
+
+Values always come from the chosen layers. The base's own weights files lend their names, and whatever they hold that
+is in no layer. Where they have other names or other shapes than the layers, Transformers is asked how it writes the
+model, in a process of its own; where it cannot tell, there is no export.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from layerstore.compose.safetensors import FLOATS, OutputTensor, Run
+from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
+from layerstore.layers import is_of_adapter, strip_wrappers
+from layerstore.limits import RENAMING_SECONDS_MAX
+from layerstore.model import Buffer, GatheredFile, ObjectContent, Parameter, TensorSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A tensor as Transformers writes it."""
+
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+    """Where its elements come from, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """One tensor of the base's own weights files."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layer_name: str = ""
+    """The parameter or buffer that it follows from, if it does."""
+    stored: ObjectContent | None = None
+    crc32: int | None = None
+
+
+Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mapping[str, FileTensor]]
+"""Tells how Transformers writes a model, given the shapes of what is in memory and of tensors in the base's files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportTensors:
+    """The tensors of an export, and what its reader should know of them."""
+
+    tensors: list[OutputTensor]
+    notes: list[str]
+
+
+def choose_tensors(
+    *,
+    parameters: Mapping[str, Parameter],
+    buffers: Mapping[str, Buffer],
+    saved: Iterable[SavedTensor],
+    dtype: str | None,
+    is_own: Callable[[str], bool],
+    ask: Ask,
+    is_always_asked: bool = False,
+) -> ExportTensors:
+    """
+    Return what to write, every piece of memory once.
+
+    *dtype* is the code of the element type asked for, None for each parameter's own.
+    *is_own* tells whether the version of a parameter's layer is the one that the base itself saved.
+    *ask* is called where *saved* has other names than the layers, and with *is_always_asked* also where nothing was
+    saved.
+
+    Raises:
+        LayoutMismatch: The base's files name a tensor that the chosen layers lack.
+        Unsupported: Two tensors would have one name, or *ask* cannot tell.
+    """
+    chooser = _Chooser(parameters=parameters, buffers=buffers, dtype=dtype, is_own=is_own, ask=ask)
+    return chooser.choose([*saved], is_always_asked=is_always_asked)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chooser:
+    """Collects the tensors of one export."""
+
+    parameters: Mapping[str, Parameter]
+    buffers: Mapping[str, Buffer]
+    dtype: str | None
+    is_own: Callable[[str], bool]
+    ask: Ask
+    _tensors: dict[str, OutputTensor] = field(default_factory=dict)
+    _covered: set[str] = field(default_factory=set)
+    """Parameters and buffers that have been added."""
+    _notes: list[str] = field(default_factory=list)
+
+    def choose(self, saved: list[SavedTensor], *, is_always_asked: bool) -> ExportTensors:
+        known = _by_any_name(self.parameters, self.buffers)
+        unlike, others = [], []
+        has_saved = False
+        for tensor in saved:
+            supplier = tensor.layer_name or known.get(tensor.name) or known.get(strip_wrappers(tensor.name))
+            fits = self._fits(tensor, supplier)
+            if not fits and not prod(tensor.shape):
+                continue  # ZeRO-3 leaves empty tensors of parameters that nobody gathered: they tell nothing
+            has_saved = True
+            if supplier is None or not fits:
+                others.append(tensor)
+            elif supplier in self.buffers and tensor.stored is not None:
+                self._add(_stored(tensor))
+            elif supplier not in self._covered:  # else tied: the file has one memory under two names
+                self._covered.add(supplier)
+                unlike += [tensor.name] if tensor.stored is not None else []
+                self._add(self._from_layer(supplier, tensor))
+        if (others or (is_always_asked and not has_saved)) and self._plain_rest():
+            self._add_renamed(others)
+            others = []
+        rest = [name for name in self.parameters if name not in self._covered]
+        self._add_rest(rest, has_saved=has_saved)
+        self._add_others(others, are_extras=not rest)
+        self._note(unlike, "the base's own weights files have other values than its layers; the layers' are written")
+        if self.dtype:
+            fixed = [name for name, parameter in self.parameters.items() if parameter.dtype not in FLOATS]
+            self._note(fixed, "no floating point, so written unchanged")
+        return ExportTensors(tensors=list(self._tensors.values()), notes=self._notes)
+
+    def _fits(self, tensor: SavedTensor, supplier: str | None) -> bool:
+        """Whether *tensor* has as many elements as *supplier*, unless that is unknown."""
+        of = self.parameters.get(supplier or "") or self.buffers.get(supplier or "")
+        return of is None or prod(of.shape) == prod(tensor.shape)
+
+    def _plain_rest(self) -> list[str]:
+        """Return the parameters that are in none of the base's files so far, adapters aside."""
+        return [name for name in self.parameters if name not in self._covered and not is_of_adapter(name)]
+
+    # -- names that only Transformers knows ----------------------------------------------------------------------
+
+    def _add_renamed(self, saved: list[SavedTensor]) -> None:
+        """Add the tensors *saved* under other names than the layers'; without any, all that Transformers writes."""
+        bare: dict[str, str] = {}
+        shapes: dict[str, Sequence[int]] = {}
+        for name, supplier, shape in self._names_in_memory():
+            if bare.setdefault(name, supplier) != supplier:
+                raise Unsupported(f"two tensors of the model are called {name!r}, wrappers aside")
+            shapes[name] = shape
+        written = self.ask(shapes, {tensor.name: tensor.shape for tensor in saved})
+        by_name = {tensor.name: tensor for tensor in saved}
+        seen: set[tuple[Run, ...]] = set()
+        for name in by_name or written:
+            runs = tuple(replace(run, name=bare[run.name]) for run in written[name].runs)
+            if runs not in seen:  # else tied
+                seen.add(runs)
+                self._covered |= {run.name for run in runs}
+                self._add(self._from_runs(name, written[name].shape, runs, by_name.get(name)))
+        if lost := self._plain_rest():
+            raise Unsupported(
+                f"the base's own weights files have other names than the layers, and no tensor there is {lost[0]!r}",
+                hint="compose --format zero3 keeps every name",
+            )
+
+    def _names_in_memory(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Yield every name that the model itself has, the parameter or buffer of that name, and its shape."""
+        for parameter in self.parameters.values():
+            if not is_of_adapter(parameter.name):
+                for name in (parameter.name, *parameter.aliases):
+                    yield strip_wrappers(name), parameter.name, parameter.shape
+        for buffer in self.buffers.values():
+            yield strip_wrappers(buffer.name), buffer.name, buffer.shape
+
+    def _from_runs(
+        self, name: str, shape: tuple[int, ...], runs: tuple[Run, ...], tensor: SavedTensor | None
+    ) -> OutputTensor:
+        """Return the tensor *name* whose elements lie in *runs* of parameters, or in a whole buffer."""
+        suppliers = list(dict.fromkeys(run.name for run in runs))
+        parts = [self._whole(supplier, name=name) for supplier in suppliers]
+        first = parts[0]
+        is_whole = len(runs) == 1 and runs[0].elements == prod(first.shape)
+        if any(part.dtype != first.dtype for part in parts) or (first.source is TensorSource.BUFFER and not is_whole):
+            raise Unsupported(f"{name!r} consists of {suppliers[0]!r} and others in a way that cannot be written")
+        is_same = tensor is not None and tensor.dtype == first.dtype and len(suppliers) == 1
+        return replace(
+            first,
+            shape=shape,
+            runs=() if is_whole else runs,
+            crc32=tensor.crc32 if tensor and is_same and self.is_own(suppliers[0]) else None,
+        )
+
+    # -- names of the layers or of the base's files --------------------------------------------------------------
+
+    def _from_layer(self, supplier: str, tensor: SavedTensor) -> OutputTensor:
+        """Return the tensor that the layers supply under the name, and in the shape, of the base's own file."""
+        found = self._whole(supplier, name=tensor.name)
+        if tensor.stored is not None:
+            return found
+        is_same = tensor.dtype == found.dtype and self.is_own(supplier)
+        return replace(found, shape=tensor.shape, crc32=tensor.crc32 if is_same else None)
+
+    def _whole(self, supplier: str, *, name: str) -> OutputTensor:
+        """Return all of a parameter or buffer as the tensor *name*."""
+        if (parameter := self.parameters.get(supplier)) is not None:
+            dtype = self.dtype if self.dtype and parameter.dtype in FLOATS else parameter.dtype
+            shape, source = parameter.shape, TensorSource.PARAMETER
+        elif (buffer := self.buffers.get(supplier)) is not None:
+            dtype, shape, source = buffer.dtype, buffer.shape, TensorSource.BUFFER
+        else:
+            raise LayoutMismatch(f"the base's weights files have {supplier!r}, which none of the chosen layers has")
+        return OutputTensor(name=name, dtype=dtype, shape=shape, source=source, layer_name=supplier)
+
+    def _add_rest(self, parameters: list[str], *, has_saved: bool) -> None:
+        """Add the *parameters* that no file of the base names; buffers only where there is no such file at all."""
+        suppliers = [*parameters, *([] if has_saved else self.buffers)]
+        bare = {name: name if is_of_adapter(name) else strip_wrappers(name) for name in suppliers}
+        uses = Counter(bare.values())
+        for supplier, name in bare.items():
+            is_free = uses[name] == 1 and name not in self._tensors
+            self._add(self._whole(supplier, name=name if is_free else supplier))
+        of_adapters = [name for name in parameters if is_of_adapter(name)]
+        self._note(of_adapters, "of an adapter, or adapted by one; written under their own names, not merged")
+        if has_saved:
+            others = [name for name in parameters if not is_of_adapter(name)]
+            self._note(others, "in none of the base's own weights files; written under their own names")
+
+    def _add_others(self, others: list[SavedTensor], *, are_extras: bool) -> None:
+        """Add what the base's files hold and no layer does, unless it may be another form of an adapter."""
+        if are_extras:
+            for tensor in others:
+                self._add(_stored(tensor))
+        else:
+            names = [tensor.name for tensor in others]
+            self._note(names, "in the base's own weights files, but in no layer; left out, being of the base alone")
+
+    def _add(self, tensor: OutputTensor) -> None:
+        if self._tensors.setdefault(tensor.name, tensor) != tensor:
+            raise Unsupported(
+                f"two tensors would be called {tensor.name!r}",
+                hint="compose --format zero3 keeps every name",
+            )
+
+    def _note(self, names: list[str], text: str) -> None:
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self._notes.append(f"{names[0]!r}{more}: {text}")
+
+
+def _stored(tensor: SavedTensor) -> OutputTensor:
+    return OutputTensor(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        source=TensorSource.STORED,
+        layer_name="",
+        stored=tensor.stored,
+    )
+
+
+def _by_any_name(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, str]:
+    """Return which parameter or buffer each name means; a name without wrappers where that fits only one."""
+    found: dict[str, str] = {}
+    bare: dict[str, set[str]] = {}
+    named = [((item.name, *item.aliases), item.name) for item in parameters.values()]
+    for names, own_name in [*named, *(((name,), name) for name in buffers)]:
+        for name in names:
+            found[name] = own_name
+            bare.setdefault(strip_wrappers(name), set()).add(own_name)
+    for name, candidates in bare.items():
+        if len(candidates) == 1:
+            found.setdefault(name, *candidates)
+    return found
+
+
+# -- the base's own weights files ----------------------------------------------------------------------------------
+
+
+def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[SavedTensor]:
+    """Yield every tensor of *files*, the base's own weights."""
+    for file in files:
+        entries = _entries(file.header, file.path)
+        for tensor in file.tensors:
+            if tensor.name not in entries:
+                raise IntegrityError(f"the stored header of {file.path} lacks {tensor.name!r}")
+            yield SavedTensor(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=entries[tensor.name][1],
+                layer_name=tensor.layer_name,
+                stored=tensor.stored,
+                crc32=tensor.crc32,
+            )
+
+
+def tensors_in(header: bytes, path: str) -> Iterator[SavedTensor]:
+    """Yield what the *header* of a weights file names that is kept byte for byte: no name in it is a layer's."""
+    for name, (dtype, shape) in _entries(header, path).items():
+        yield SavedTensor(name=name, dtype=dtype, shape=shape)
+
+
+def _entries(header: bytes, path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    try:
+        entries = json.loads(header[8:])
+        return {
+            name: (str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise IntegrityError(f"the stored header of {path} is not safetensors' ({exc})") from exc
+
+
+# -- asking Transformers -------------------------------------------------------------------------------------------
+
+_PROGRAM = "layerstore.live.saved_names"
+_INSTEAD = "compose --format zero3 needs no names"
+# Nothing is fetched, and no GPU is woken up.
+_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def may_be_renamed(config: Mapping[str, object]) -> bool:
+    """Whether a model with *config* may have other names in files than in memory: from Transformers 5 on, its own."""
+    major = str(config.get("transformers_version", "")).partition(".")[0]
+    return major.isdecimal() and int(major) >= 5 and "auto_map" not in config
+
+
+def ask_transformers(
+    config: Mapping[str, object] | None, shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
+) -> dict[str, FileTensor]:
+    """
+    Return what ``save_pretrained`` writes of the model with *config*, which holds tensors of these *shapes*.
+
+    *expected* are tensors of the base's own weights files, which must be among what is returned.
+
+    Raises:
+        Unsupported: There is no Transformers to ask, or it does not know.
+    """
+    named = f" (the base's own weights files have {next(iter(expected))!r})" if expected else ""
+    asked = f"the weights are named otherwise in files than in memory{named}"
+    if config is None:
+        raise Unsupported(f"{asked}, and without a config.json nothing tells how", hint=_INSTEAD)
+    if importlib.util.find_spec("transformers") is None:
+        raise Unsupported(
+            f"only Transformers knows whether a {config.get('model_type')} has other names in files than in memory"
+            f"{named}, and it is not installed here",
+            hint=f"pip install 'transformers>=5'; {_INSTEAD}",
+        )
+    answer = _answer(json.dumps({"config": config, "shapes": shapes, "expected": expected}))
+    if "error" in answer:
+        raise Unsupported(f"{asked}: {answer['error']}", hint=answer.get("hint") or _INSTEAD)
+    return {
+        name: FileTensor(
+            shape=tuple(shape),
+            runs=tuple(Run(name=source, start=start, elements=count) for source, start, count in runs),
+        )
+        for name, (shape, runs) in answer["tensors"].items()
+    }
+
+
+@lru_cache(maxsize=4)  # a program may export many steps of a model, and the answer takes seconds
+def _answer(question: str) -> dict[str, Any]:
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", _PROGRAM],  # -P: nothing of the working folder is imported
+            input=question,
+            capture_output=True,
+            text=True,
+            env=os.environ | _QUIET | {"PYTHONPATH": paths},
+            timeout=RENAMING_SECONDS_MAX,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise Unsupported(
+            f"Transformers did not say in {RENAMING_SECONDS_MAX:.0f} s how it writes the weights", hint=_INSTEAD
+        ) from exc
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise Unsupported(f"Transformers cannot say how it writes the weights: {said[-1]}", hint=_INSTEAD)
+    # The last line, since imported libraries may have printed something before.
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer

@@ -1,1 +1,0 @@
-"""The verbs: each reads and decides first, then executes."""
