@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from layerstore.compose import Composition, compose_latest, content_of
+from layerstore.compose import Composition, RankStates, compose_latest, content_of, plan_ranks
 from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.format.canonical import Plain
 from layerstore.format.fields import from_plain, to_plain
