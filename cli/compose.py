@@ -25,8 +25,9 @@ from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
 
 if TYPE_CHECKING:
-    from layerstore import Composite, Store
+    from layerstore import Composite
     from layerstore.compose import Exported, Written
+    from layerstore.policy import Policy
 
 PolicyName = Annotated[
     str | None,
@@ -67,6 +68,9 @@ Dtype = Annotated[
 MaxShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="With hf: the largest file, such as 2GiB; else 5GB.")
 ]
+WithoutDamaged = Annotated[
+    bool, typer.Option("--without-damaged", help="Read it all first; take an older version of what is damaged.")
+]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace DIR if it is there.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
@@ -88,6 +92,7 @@ def compose(
     budget: Budget = None,
     stalest: Stalest = None,
     max_staleness: MaxStaleness = None,
+    without_damaged: WithoutDamaged = False,
     pin: PinName = None,
     run: RunName = None,
     step: Step = None,
@@ -125,10 +130,14 @@ def compose(
     settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
     with opened(store) as opened_store:
         if recipe is not None:
-            composite = _by_recipe(opened_store, recipe, settings, run=run, others=(ref, step, policy))
+            _check_alone(settings, others=(ref, step, policy))
+            composite = opened_store.compose(recipe=recipe, run=run, without_damaged=without_damaged)
         else:
             reference = chosen_reference(opened_store, ref=ref, run=run, step=step)
-            composite = _by_policy(opened_store, reference, policy or "latest", settings)
+            chosen = _policy(policy or "latest", settings)
+            composite = opened_store.compose(reference, policy=chosen, without_damaged=without_damaged)
+        for note in composite.recipe_notes:
+            say_warning(note)
         composite.check(max_staleness=max_staleness)
         if pin is not None and out is None and not dry_run:
             composite.pin(pin)
@@ -195,16 +204,14 @@ def _checked_format(form: str, request: _Request) -> Callable[["Composite", _Req
     return _FORMATS[form]
 
 
-def _by_policy(store: "Store", reference: str | None, policy: str, settings: Settings) -> "Composite":
+def _policy(policy: str, settings: Settings) -> "str | Policy":
     from layerstore.policy import EXACT
 
-    is_exact = policy == EXACT and not settings.given
-    return store.compose(reference, policy=policy if is_exact else described_policy(policy, settings))
+    return policy if policy == EXACT and not settings.given else described_policy(policy, settings)
 
 
-def _by_recipe(
-    store: "Store", recipe: Path, settings: Settings, *, run: str | None, others: tuple[object, object, object]
-) -> "Composite":
+def _check_alone(settings: Settings, *, others: tuple[object, object, object]) -> None:
+    """Raise InvalidInput if anything was given beside a recipe that this decides."""
     from layerstore.errors import InvalidInput
 
     others_by_name = dict(zip(("REF", "--step", "--policy"), others, strict=True))
@@ -212,10 +219,6 @@ def _by_recipe(
     for name, value in others_by_name.items():
         if value is not None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
-    composite = store.compose(recipe=recipe, run=run)
-    for note in composite.recipe_notes:
-        say_warning(note)
-    return composite
 
 
 # -- the formats ---------------------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ def _tell_programs(
         say_warning(note)
     if not request.as_json:
         return False
-    fields = {**composite.summary(), "notes": list(notes), **of_format}
+    fields = {**composite.summary(), "notes": [*composite.recipe_notes, *notes], **of_format}
     if result is None:
         fields |= {"out": None if request.out is None else str(request.out), "bytes_written": 0, "seconds": 0.0}
         fields |= {"pin": request.pin, "dry_run": request.is_dry_run}

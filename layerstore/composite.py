@@ -22,11 +22,11 @@ from layerstore.compose import (
     check_whole,
     execute_compose,
     execute_export,
+    losses_told,
     open_tensors,
     plan_export,
     plan_ranks,
 )
-from layerstore.history.collected import losses_told
 from layerstore.history.references import reference_to, references_to
 from layerstore.history.staleness import Staleness, check_staleness
 from layerstore.inspect import LayerLine, layer_lines

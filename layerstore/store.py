@@ -23,14 +23,15 @@ from layerstore.compose import (
     compose_by_recipe,
     compose_exact,
     compose_latest,
+    losses_told,
 )
+from layerstore.compose import without_damaged as avoid_damage
 from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.gc import collect as gc_verb
 from layerstore.gc import drop as drop_verb
 from layerstore.gc.collect import GcOutcome
 from layerstore.gc.drop import Dropped, DroppedCommit
-from layerstore.history.collected import losses_told
 from layerstore.history.references import references_to, resolve
 from layerstore.ingest import execute as ingest_verb
 from layerstore.ingest.execute import Ingested
@@ -168,6 +169,7 @@ class Store:
         policy: str | Policy = "latest",
         recipe: StrPath | None = None,
         run: str | None = None,
+        without_damaged: bool = False,
     ) -> Composite:
         """
         Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
@@ -175,7 +177,17 @@ class Store:
         *policy* is a name, or a policy with its settings: ``layerstore.Parity(fresh="odd")``, or an object of yours.
         A *recipe* is a YAML file, ours or LLMTailor's, that names the base and every layer's step;
         *run* is the run that it leaves open.
+        With *without_damaged* every byte is read first, and a damaged layer's newest sound version is used in its place:
+        ``recipe_notes`` says which.
         """
+        composite = self._composite(ref, policy=policy, recipe=recipe, run=run)
+        if without_damaged:
+            return Composite(self._rooms, avoid_damage(self._rooms, composite.composition))
+        return composite
+
+    def _composite(
+        self, ref: str | None, *, policy: str | Policy, recipe: StrPath | None, run: str | None
+    ) -> Composite:
         if recipe is not None:
             if ref is not None or policy != "latest":
                 raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")

@@ -14,6 +14,7 @@ from layerstore.compose.choose import (
     compose_latest,
     difference,
 )
+from layerstore.compose.damage import losses_told, without_damaged
 from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
 from layerstore.compose.loading import RankLoad, content_of, plan_load
 from layerstore.compose.recipes import compose_by_recipe
@@ -43,9 +44,11 @@ __all__ = [
     "difference",
     "execute_compose",
     "execute_export",
+    "losses_told",
     "open_tensors",
     "plan_export",
     "plan_load",
     "plan_ranks",
+    "without_damaged",
     "write_file",
 ]

@@ -17,6 +17,7 @@ from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
+from layerstore.storage.commits import RecordName
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
@@ -41,7 +42,9 @@ class Composition:
     older_than_due: tuple[str, ...] = ()
     """Layers that were due at their chosen save but not written there: the version inherited by that save is used."""
     notes: tuple[str, ...] = ()
-    """What a recipe leaves to defaults, and which of its settings have no effect here."""
+    """What a recipe leaves to defaults, and which of its settings have no effect; which layers are older than asked."""
+    chosen_from: tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...] = ()
+    """The records whose rows in the index gave layers, and which: read and checked before anything is composed."""
 
     @property
     def staleness(self) -> Staleness:
@@ -158,25 +161,17 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
     newest = next(saves)
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
     picks = replay(phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy))
-    layers = _entries_at(past, {entry.layer: picks[entry.layer] for entry in base.layers})
+    found = past.chosen({entry.layer: picks[entry.layer] for entry in base.layers})
+    by_layer = {entry.layer: entry for _, entries in found for entry in entries}
+    layers = tuple(by_layer[entry.layer] for entry in base.layers)
     return replace(
         latest,
         policy=policy.name,
         parameters=policy.parameters,
         layers=layers,
+        chosen_from=tuple((name, entries) for name, entries in found if name is not None),
         older_than_due=tuple(entry.layer for entry in layers if past.is_older(entry, picks[entry.layer])),
     )
-
-
-def _entries_at(past: Past, positions: Mapping[str, int]) -> tuple[LayerEntry, ...]:
-    """Return the version that each layer has at its save in *past*; each record is read once."""
-    wanted: dict[int, list[str]] = {}
-    for layer, position in positions.items():
-        wanted.setdefault(position, []).append(layer)
-    found: dict[str, LayerEntry] = {}
-    for position, names in wanted.items():
-        found |= past.entries(position, names)
-    return tuple(found[layer] for layer in positions)
 
 
 # -- whether the layers fit together -------------------------------------------------------------------------------
@@ -188,7 +183,10 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
 
     Raises:
         LayoutMismatch: A version has other parameters, buffers or optimizer states than the base's own version.
+        IntegrityError: A record does not say what the index has said of it.
     """
+    for name, entries in composition.chosen_from:
+        rooms.catalog.check(name, entries)
     versions = [rooms.version_of(entry) for entry in composition.layers]
     own = {entry.layer: entry for entry in composition.base.layers}
     for entry, version in zip(composition.layers, versions, strict=True):

@@ -15,6 +15,7 @@ from layerstore.history.references import Resolved, locate, only_run, resolve
 from layerstore.layers import typed
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
+from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.rooms import Rooms
 
@@ -78,11 +79,12 @@ def compose_by_recipe(rooms: Rooms, path: Path, *, run: str | None) -> Compositi
         parameters={"recipe": recipe.name, "grammar": recipe.grammar},
         layers=tuple(layers[layer] for layer in plan.layers),
         notes=tuple(notes),
+        chosen_from=sources.chosen_from,
     )
 
 
 class _Sources:
-    """The commits that layers are taken from; of each record only those layers are decoded."""
+    """The commits that layers are taken from."""
 
     def __init__(self, rooms: Rooms, references: Mapping[str, str]) -> None:
         self.references = references
@@ -103,12 +105,18 @@ class _Sources:
             )
         return entries[layer], not isinstance(source, Resolved) and not entries[layer].saved_by(source)
 
+    @property
+    def chosen_from(self) -> tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...]:
+        """The records whose rows gave layers, and which."""
+        rows = ((source, entries) for source, entries in self._found.values() if not isinstance(source, Resolved))
+        return tuple((source.name, tuple(entries.values())) for source, entries in rows)
+
     def _look(self, reference: str) -> tuple[RecordRow | Resolved, dict[str, LayerEntry]]:
         source = locate(self._rooms, reference, pins=self._pins)
         if isinstance(source, Resolved):
             return source, {entry.layer: entry for entry in source.record.layers}
         wanted = [layer for layer, of in self.references.items() if of == reference]
-        return source, self._rooms.catalog.entries(source.name, wanted)
+        return source, source.entries(wanted)
 
 
 def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:

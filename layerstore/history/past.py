@@ -1,6 +1,6 @@
 """A run's saves as policies look at them: newest first, below a fork those of the attempt it left."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from layerstore.errors import Conflict, NotFound
@@ -96,11 +96,19 @@ class Past:
             return None
         return frozenset(entry.layer for entry in record.layers if entry.saved_by(record))
 
-    def entries(self, position: int, names: Collection[str]) -> dict[str, LayerEntry]:
-        """Return what the save of *position* says of the layers *names*, by its row; `Catalog.check` reads the record."""
-        if position == 0:
-            return {entry.layer: entry for entry in self._base.record.layers if entry.layer in names}
-        return self._seen[position].entries(names)
+    def chosen(self, positions: Mapping[str, int]) -> list[tuple[RecordName | None, tuple[LayerEntry, ...]]]:
+        """Return the version that each layer has at its position, by record; None stands for the base, which is read."""
+        layers: dict[int, list[str]] = {}
+        for layer, position in positions.items():
+            layers.setdefault(position, []).append(layer)
+        found: list[tuple[RecordName | None, tuple[LayerEntry, ...]]] = []
+        for position, names in layers.items():
+            if position == 0:
+                found.append((None, tuple(entry for entry in self._base.record.layers if entry.layer in names)))
+            else:
+                row = self._seen[position]
+                found.append((row.name, tuple(row.entries(names).values())))
+        return found
 
     def is_older(self, entry: LayerEntry, position: int) -> bool:
         """Whether the save of *position* had inherited the layer, although it was due there."""

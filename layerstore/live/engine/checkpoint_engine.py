@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerstore.compose import Composition
+from layerstore.compose import Composition, losses_told
 from layerstore.errors import Conflict, IntegrityError, Unsupported
-from layerstore.history.collected import losses_told
 from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
 from layerstore.live.engine.load import Loaded, whole_weights
 from layerstore.live.engine.pointer_files import composition_of, write_pointer

@@ -10,10 +10,9 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from layerstore.compose import AdamStep, Composition, compose_latest
+from layerstore.compose import AdamStep, Composition, compose_latest, losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
-from layerstore.history.collected import losses_told
 from layerstore.history.place import Place, place_after, place_begun
 from layerstore.history.references import Resolved
 from layerstore.layers import check_name, parse_reference
