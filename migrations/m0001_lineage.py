@@ -196,8 +196,8 @@ class _Run:
             fork = self._forks.get(attempt)
         return found
 
-    def has_replaced(self, old: str) -> bool:
-        """Whether the record *old* is here, or was dropped or replaced, so that nothing is lost without it."""
+    def can_spare(self, old: str) -> bool:
+        """Whether nothing is lost without a damaged record *old*: it is here, sound, or was dropped or replaced."""
         withdrawn = {each for row in self._rows.values() if row.is_withdrawal for each in row.supersedes}
         hiders = (mine for mine, row in self._rows.items() if old in row.supersedes)
         return old in self._rows or any(hider not in withdrawn for hider in hiders)
@@ -285,7 +285,7 @@ def _check_quarantine(older: Older, runs: Mapping[str, _Run]) -> None:
         folder = f"quarantine/{repair}"
         for run in older.folders(f"{folder}/commits"):
             for match in filter(None, map(_RECORD.fullmatch, older.names(f"{folder}/commits/{run}"))):
-                if run not in runs or not runs[run].has_replaced(match[2]):
+                if run not in runs or not runs[run].can_spare(match[2]):
                     lost.append(f"{run}@{match[1]}")
         lost += [f"pin {name}" for name in older.names(f"{folder}/pins") if name not in pins]
     if lost:

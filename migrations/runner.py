@@ -148,7 +148,7 @@ def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
 
 @contextlib.contextmanager
 def _locked(layout: Layout, files: Files) -> Iterator[None]:
-    """Hold every lock that there is, and that of collections: whoever works with the store is waited for."""
+    """Hold every lock in the store, and the one of collections, so that nobody else works with it."""
     files.make_directory(layout.locks)
     names = {"gc.lock", *(name for name in files.names(layout.locks) if name.endswith(".lock"))}
     with contextlib.ExitStack() as stack:
@@ -278,7 +278,7 @@ class _StepRun:
 
     def finish(self) -> Taken:
         """Roll forward, from wherever it was interrupted."""
-        self._files.sync_directory(self._root)  # whoever exchanged store.json may have died before this
+        self._files.sync_directory(self._root)  # the process that exchanged store.json may have died before this
         for name in (*self._step.makes, *self._step.leaves):
             self._replace(name)
         self._move_files()

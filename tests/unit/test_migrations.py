@@ -324,16 +324,15 @@ def test_unknown_flags_stop_it(old: Path) -> None:
 
 
 def test_what_is_lost_in_quarantine_has_to_be_healed_or_given_up_first(dropped: Path) -> None:
-    """What is sound at its place, hidden by another record, or given up holds nobody back, and goes to the backup."""
+    """What is sound at its place, was replaced, or given up is kept in the backup, and stops nothing."""
     records = dropped / "quarantine" / "00000001-0badcafe" / "commits" / "sft"
     given_up = dropped / "quarantine" / "00000001-0badcafe" / "given-up" / "commits" / "sft"
     pins = dropped / "quarantine" / "00000002-0badcafe" / "pins"
     for folder in (records, given_up, pins):
         folder.mkdir(parents=True)
-    collected = "586053" + "0" * 26
-    for name in (*os.listdir(dropped / "commits" / "sft"), f"7.{collected}"):
+    trimmed = "2.c86c1ee61472b478a6cf550b12d2342f"
+    for name in (*os.listdir(dropped / "commits" / "sft"), trimmed):
         (records / name).write_bytes(b"damaged")
-    (records / f"7.{collected}").rename(given_up / f"7.{collected}")
     (pins / "mixed").touch()
     (records / f"12.{'a' * 32}").touch()
     (pins / "lost").touch()
@@ -363,8 +362,8 @@ def test_a_planted_link_is_not_followed(old: Path, tmp_path: Path, name: str) ->
     assert snapshot(tmp_path) == before
 
 
-def test_whoever_works_with_the_store_is_waited_for(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of a run keeps the migration away until the deadline, with the holder's name."""
+def test_it_waits_for_a_lock_that_somebody_holds(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a run keeps the migration away until the deadline; the error names the holder."""
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
     with lock(old / "locks" / "run-run.lock", what="run 'run'", deadline_seconds=0), pytest.raises(Locked) as caught:
         migrate(old)
