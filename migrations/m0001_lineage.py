@@ -16,7 +16,7 @@ from graphlib import TopologicalSorter
 from typing import TypeAlias, cast
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.canonical import Plain, pack, unpack
+from layerstore.format.canonical import Plain, pack_again, unpack
 from layerstore.format.hashing import digest
 from layerstore.migrations.step import NewFile, Older, Step
 
@@ -71,8 +71,8 @@ def _identity(data: bytes) -> bytes:
 
 
 def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> bytes:
-    """Return the envelope of *payload*, which is called *name*."""
-    packed = pack(payload)
+    """Return the envelope of *payload*, whose maps are in order, and which is called *name*."""
+    packed = pack_again(payload)
     head = _HEAD.pack(_MAGIC, schema, bytes.fromhex(store_id), len(name.encode()))
     body = head + name.encode() + _LENGTH.pack(len(packed)) + packed
     return body + digest(body)
@@ -92,8 +92,8 @@ def unseal(data: bytes, *, name: str, store_id: str, schema: int = _OLD) -> Body
 
 
 def id_of(body: Body) -> str:
-    """Return the id of a record's *body*, in either format."""
-    return digest(pack(body)).hex()
+    """Return the id of a record's *body*, whose maps are in order, in either format."""
+    return digest(pack_again(body)).hex()
 
 
 def _damaged(name: str, reason: str) -> IntegrityError:
@@ -176,14 +176,14 @@ class _Run:
     def converted(self, body: Body) -> Body:
         """Return *body*, of a record of this run or of a pin, as format 2 has it."""
         row = _row_of("", body)
-        kept = {name: value for name, value in body.items() if name != "fork"}
         superseded = sorted({self.ids[old] for old in row.supersedes if old in self.ids})
-        return kept | {
+        changed: Body = {
             "lineage": self._lineage(row),
             "stage": 3,
             "supersedes": cast("Plain", superseded),
             "notes": [],
         }
+        return {name: value for name, value in sorted((body | changed).items()) if name != "fork"}
 
     def _lineage(self, row: _Row) -> Plain:
         """Return where the attempt forked, where the one before it did, and so on."""

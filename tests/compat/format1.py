@@ -70,4 +70,5 @@ def _older(body: Body, ids: dict[str, str]) -> Body:
     assert (body["stage"], body["notes"]) == (3, [])
     kept = {name: value for name, value in body.items() if name not in {"lineage", "stage", "notes"}}
     superseded = sorted(ids[str(new)] for new in cast("list[Plain]", body["supersedes"]) if str(new) in ids)
-    return kept | {"fork": lineage[0] if lineage else None, "supersedes": cast("Plain", superseded)}
+    changed: Body = {"fork": lineage[0] if lineage else None, "supersedes": cast("Plain", superseded)}
+    return dict(sorted((kept | changed).items()))
