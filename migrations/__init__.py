@@ -1,10 +1,10 @@
 """
-One frozen module per step of the store's format, in order; there is none yet.
+The way of a store from an older format to this layerstore's: one frozen module for each step.
 
 How to add one: docs/adr/0024-migrations.md.
 """
 
-from layerstore.migrations.step import Step
+from layerstore.migrations.runner import STEPS, Migration, Taken, migrate, plan_migration
+from layerstore.migrations.step import NewFile, Older, Step
 
-STEPS: tuple[Step, ...] = ()
-"""Each leads from one format to the next, the last one to the format that this layerstore writes."""
+__all__ = ["STEPS", "Migration", "NewFile", "Older", "Step", "Taken", "migrate", "plan_migration"]

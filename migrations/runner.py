@@ -1,89 +1,154 @@
 """
-Take a store to the newest format, step by step, so that it can be read at any moment.
+Take a store to the newest format, step by step (docs/reference/format.md, section 6.12).
 
-For each step (docs/reference/format.md, section 6.12): everything new is made beside what is there, in folders that the
-old format does not read; then ``store.json`` is exchanged by one rename; then what only the old format read goes to the
-backup, and what came meanwhile is converted too. A crash before the rename leaves the old store and things that it
-ignores, a crash after it the new store; the same command then goes on.
-
-Locks keep other commands away for as long as it takes, and nothing rests on them.
+All that is new is made in ``migrating/format-N/``, durable, and read as the new format. Then one rename exchanges
+``store.json``: before it the store is of the old format, after it of the new one. From there on the work is only rolled
+forward: old folders to the backup, new ones into their places, until ``migrating/`` goes. Every move may be repeated,
+so what lies in ``migrating/`` says what is left to do. Nobody else is in the store: all locks are held, and a process
+of an older layerstore looks at ``store.json`` after it has published something, and fails.
 """
 
 import contextlib
+import errno as errnos
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 
-from layerstore.errors import IntegrityError
-from layerstore.format.identity import FORMAT, decode_identity
+from layerstore.errors import Conflict, IntegrityError, StorageIO, Unsupported
+from layerstore.format.identity import FORMAT, decode_identity, format_of
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.migrations import STEPS
-from layerstore.migrations.journal import Journal, encode_journal, ended, journal_path
-from layerstore.migrations.plan import OlderFiles, check_space, look_at, measure
+from layerstore.migrations import m0001_lineage
 from layerstore.migrations.step import NewFile, Step
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
+from layerstore.storage.identity import hinted, read_identity
 from layerstore.storage.layout import Layout, layout_at
 from layerstore.storage.locks import deadline_seconds, lock
+from layerstore.storage.trash import Trash
+
+STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)
+"""Each leads from one format to the next, the last one to the format that this layerstore writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A step that was taken, or finished."""
+    """A step that is to be taken, or was."""
 
     step: Step
-    """Which."""
-    files: int
-    """How many files are new."""
-    came_meanwhile: int
-    """How many of them came from what somebody wrote while the step was taken."""
-    backup: Path
-    """The folder that has what the old format read."""
+    files: int | None = None
+    """How many files it makes; None where that depends on the step before it, or another run has made them."""
+    size_bytes: int | None = None
+    """Their bytes."""
+    backup: Path | None = None
+    """The folder that holds what was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Migrated:
-    """What a migration has done."""
+class Migration:
+    """What a migration would do, or has done."""
 
     path: Path
     """Where the store is, links resolved."""
     found: int
     """The format that it had."""
     format: int
-    """The format that it has."""
-    taken: tuple[Taken, ...]
-    """The steps, in order; none if there was nothing to do."""
+    """The format that it is to have."""
+    is_unfinished: bool
+    """Whether the first step was interrupted after ``store.json`` was exchanged: then it is only finished."""
+    steps: tuple[Taken, ...]
+    """In order; none where there is nothing to do."""
 
 
-def migrate(path: Path, files: Files | None = None, *, steps: Sequence[Step] = STEPS) -> Migrated:
+def plan_migration(path: Path, files: Files | None = None, *, steps: Sequence[Step] = STEPS) -> Migration:
     """
-    Take the store at *path* to the newest format.
-
-    Once this returns the store is of that format, also after a power cut. If it raises, or is killed, the store is of
-    the old format or of a newer one, whole, and the same call goes on. A store that has nothing to do is not touched.
+    Find out what the store at *path* needs to be of the newest format; the first step is tried without writing.
 
     Raises:
         NoStore: There is none.
         Unsupported: It is of a newer format, or of one that no step leads away from.
-        IntegrityError: Something of it is damaged, so that it cannot be converted; nothing was changed.
-        Locked: Somebody works with it.
+        IntegrityError: Something in it is damaged, so that it cannot be converted.
+        StorageIO: There is too little space.
     """
     files = files or Files()
     layout = layout_at(path)
-    outlook = look_at(layout, files, path=path, steps=steps)
-    if outlook.is_done:
-        return Migrated(path=layout.root, found=outlook.found, format=outlook.found, taken=())
+    plan = _look(layout, files, path=path, steps=steps)
+    if plan.is_unfinished or not plan.steps:
+        return plan
+    first, *later = plan.steps
+    return replace(plan, steps=(_StepRun(layout, files, first.step).measure(), *later))
+
+
+def migrate(path: Path, files: Files | None = None, *, steps: Sequence[Step] = STEPS) -> Migration:
+    """
+    Take the store at *path* to the newest format; one that needs nothing is not touched.
+
+    Once this returns, a power cut cannot undo it. If it raises, or is killed, repeat it: until ``store.json`` is
+    exchanged the store is as it was, and from then on only a migration opens it until one has finished.
+
+    Raises:
+        NoStore: There is none.
+        Unsupported: It is of a newer format, or of one that no step leads away from.
+        IntegrityError: Something in it is damaged, so that it cannot be converted; nothing was changed.
+        StorageIO: There is too little space, or the disk refused.
+        Locked: Somebody works with it.
+        Conflict: Somebody has written to it meanwhile; nothing was changed.
+    """
+    files = files or Files()
+    layout = layout_at(path)
+    plan = _look(layout, files, path=path, steps=steps)
+    if not plan.steps:
+        return plan
     with _locked(layout, files):
-        outlook = look_at(layout, files, path=path, steps=steps)
-        taken = [*_finished(layout, files, outlook.unfinished, steps)]
-        files.remove_tree(ended(layout))
-        taken += [_Taking(layout, files, step).take() for step in outlook.steps]
-    return Migrated(path=layout.root, found=outlook.found, format=outlook.newest, taken=tuple(taken))
+        plan = _look(layout, files, path=path, steps=steps)  # it may have waited for another migration
+        runs = [_StepRun(layout, files, each.step) for each in plan.steps]
+        taken = [runs.pop(0).finish()] if plan.is_unfinished else []
+        return replace(plan, steps=(*taken, *(run.take() for run in runs)))
+
+
+def _look(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) -> Migration:
+    """Return the plan; nothing is read but ``store.json``."""
+    newest = steps[-1].target if steps else FORMAT
+    what = str(layout.identity)
+    try:
+        data = read_identity(layout, files, path=path)
+        found = format_of(data, what=what, known=newest)
+        if found == FORMAT:
+            decode_identity(data, what=what)
+    except IntegrityError as exc:
+        raise hinted(exc, layout, files) from exc
+    todo = [step for step in steps if step.source >= found]
+    if found < newest and (not todo or todo[0].source != found):
+        raise Unsupported(
+            f"{what} is a store of format {found}, from which this layerstore knows no step on; nothing was changed",
+            hint="layerstore migrate --list",
+        )
+    # A step that was interrupted before the exchange has left the store in its source format, and begins afresh.
+    last = [step for step in steps if step.target == found and files.exists(layout.migrating)]
+    _check_places(layout, files, last + todo)
+    return Migration(
+        path=layout.root,
+        found=found,
+        format=newest,
+        is_unfinished=bool(last),
+        steps=tuple(Taken(step=step) for step in last + todo),
+    )
+
+
+def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
+    """Make sure that every folder that is going to be moved is one, on the store's own filesystem."""
+    names = {name for step in steps for name in (*step.leaves, *step.makes)}
+    device = files.device(layout.root)
+    for folder in (layout.migrating, layout.backups, layout.locks, *(layout.root / name for name in sorted(names))):
+        if files.exists(folder) and not (files.is_directory(folder) and files.device(folder) == device):
+            raise IntegrityError(
+                f"{folder} is no folder of the store's own filesystem; nothing was changed",
+                hint="put the folder itself there: what is new is moved into its place",
+            )
 
 
 @contextlib.contextmanager
 def _locked(layout: Layout, files: Files) -> Iterator[None]:
-    """Hold every lock that there is, and that of collections, so that whoever works with the store is waited for."""
+    """Hold every lock in the store, and the one of collections, so that nobody else works with it."""
     files.make_directory(layout.locks)
     names = {"gc.lock", *(name for name in files.names(layout.locks) if name.endswith(".lock"))}
     with contextlib.ExitStack() as stack:
@@ -92,186 +157,178 @@ def _locked(layout: Layout, files: Files) -> Iterator[None]:
         yield
 
 
-def _finished(layout: Layout, files: Files, journal: Journal | None, steps: Sequence[Step]) -> Iterator[Taken]:
-    if journal is None:
-        return
-    step = next((step for step in steps if (step.source, step.target) == (journal.source, journal.target)), None)
-    if step is None:
-        raise IntegrityError(
-            f"the store is in the middle of a migration from format {journal.source} to {journal.target}, "
-            "a step that this layerstore does not have; nothing was changed",
-            hint="use the layerstore that began it",
-        )
-    yield _Taking(layout, files, step).finish(journal)
+class _OlderFiles:
+    """The files below *root*, for a step to look at."""
+
+    def __init__(self, files: Files, root: Path) -> None:
+        self._files = files
+        self._root = root
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders in *folder*."""
+        return [name for name in self.names(folder) if self._files.is_directory(self._root / folder / name)]
+
+    def names(self, folder: str) -> list[str]:
+        """Return all names in *folder*."""
+        path = self._root / folder
+        return self._files.names(path) if self._files.is_directory(path) else []
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes of the file *path*."""
+        return self._files.read(self._root / path, size_bytes_max=RECORD_BYTES_MAX)
 
 
-class _Taking:
-    """One step being taken."""
+class _StepRun:
+    """One step, on its way."""
 
     def __init__(self, layout: Layout, files: Files, step: Step) -> None:
         self._layout = layout
         self._files = files
         self._step = step
-        self._new = layout.migrating / "new"
+        self._root = layout.root
+        self._new = Layout(layout.migrated(step.target))
+        self._old = Layout(layout.migrating / f"format-{step.source}.old")
+
+    def measure(self) -> Taken:
+        """Convert everything without writing, and make sure that it fits on the disk."""
+        self._step.identity(self._read(self._layout.identity))
+        sizes = [len(file.data) for file in self._converted()]
+        # Each file takes whole blocks, and its share of a folder.
+        needed, free = sum(sizes) + 4096 * (len(sizes) + 16), self._files.free_bytes(self._root)
+        if free < needed:
+            raise StorageIO(
+                f"the migration of {self._root} needs up to {needed} bytes, {free} are free; nothing was changed",
+                errno=errnos.ENOSPC,
+                filename=str(self._root),
+                hint="free some space and repeat the command",
+            )
+        return Taken(step=self._step, files=len(sizes), size_bytes=sum(sizes))
 
     def take(self) -> Taken:
         """Do all of it."""
-        check_space(self._layout, self._files, measure(self._layout, self._files, self._step))
-        self._files.remove_tree(self._layout.migrating)  # of one that never came to exchange store.json
+        measured = self.measure()
+        self._files.remove_tree(self._layout.migrating)  # of a migration that never came to exchange store.json
         try:
-            journal = self._stage()
-            self._place()
+            self._make()
         except BaseException:
             self._files.remove_tree(self._layout.migrating)
             raise
-        # If this fails, what is in migrating/ stays: a network filesystem may have done it and lost the answer.
-        self._exchange()
-        return self.finish(journal)
+        # If this fails, migrating/ stays: a network filesystem may have done it and lost the answer.
+        self._files.rename(self._new.identity, self._layout.identity)
+        return replace(measured, backup=self.finish().backup)
 
-    # -- before the exchange: nothing that the old format reads is touched ----------------------------------------
+    def _converted(self) -> Iterator[NewFile]:
+        for file in self._step.convert(_OlderFiles(self._files, self._root)):
+            assert PurePosixPath(file.path).parts[0] in self._step.makes, "a step stays in the folders that it makes"
+            yield file
 
-    def _stage(self) -> Journal:
-        """Make all that is new in ``migrating/``, durable; and the backup, with the ``store.json`` that is there."""
-        old_identity = self._files.read(self._layout.identity, size_bytes_max=RECORD_BYTES_MAX)
-        new_identity = self._step.identity(old_identity)
-        for folder in (self._layout.migrating, self._new):
-            self._files.make_directory(folder)
-        folders = {self._new, *(self._new / name for name in self._step.makes)}
-        for folder in sorted(folders - {self._new}):
-            self._files.make_directory(folder, durable=False)
-        paths = []
-        for file in self._step.convert(OlderFiles(self._files, self._layout.root)):
-            self._make_folders((self._new / file.path).parent, folders)
-            self._write(self._new / file.path, file.data)
-            paths.append(file.path)
+    def _read(self, path: Path) -> bytes:
+        return self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
+
+    # -- before the exchange ---------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        """Make all that is new, durable, and read it."""
+        identity = self._read(self._layout.identity)
+        listed = self._listing()
+        self._files.make_directory(self._layout.migrating)
+        self._write(self._old.identity, identity)
+        self._write(self._new.identity, self._step.identity(identity))
+        folders = {self._old.root, self._new.root, *(self._new.root / name for name in self._step.makes)}
+        for folder in sorted(folders):
+            self._files.make_directories(folder)
+        for file in self._converted():
+            self._write(self._new.root / file.path, file.data)
+            folders.add((self._new.root / file.path).parent)
         for folder in sorted(folders):
             self._files.sync_directory(folder)
-        self._write(self._layout.migrating / "store.json", new_identity)
-        self._prove(new_identity)
-        journal = Journal(
-            source=self._step.source, target=self._step.target, backup=self._backed_up(old_identity), files=tuple(paths)
-        )
-        unnamed = self._layout.migrating / "journal.new"
-        self._write(unnamed, encode_journal(journal))
-        self._files.rename(unnamed, journal_path(self._layout))
-        self._files.sync_directory(self._layout.migrating)
-        return journal
-
-    def _make_folders(self, folder: Path, known: set[Path]) -> None:
-        if folder not in known:
-            self._make_folders(folder.parent, known)
-            self._files.make_directory(folder, durable=False)
-            known.add(folder)
+        self._prove()
+        if self._listing() != listed:
+            raise Conflict(
+                f"{self._root} was written to while it was migrated; nothing was changed",
+                hint="stop what writes to it, then repeat the command",
+            )
 
     def _write(self, path: Path, data: bytes) -> None:
+        self._files.make_directories(path.parent)
         with self._files.create(path) as file:
             file.write_at(0, data)
             file.sync()
 
-    def _prove(self, identity: bytes) -> None:
-        """Read all that was made as this layerstore would, where it is this one's own format."""
+    def _listing(self) -> set[Path]:
+        """Return what is in the folders that are replaced: if that changes, somebody else is in the store."""
+        return {path for name in self._step.makes for path in (self._root / name).rglob("*")}
+
+    def _prove(self) -> None:
+        """Read every record and pin that was made as this layerstore would, where the format is its own."""
         if self._step.target != FORMAT:
             return
-        store_id = decode_identity(identity, what="the new store.json").store_id
-        made = Layout(self._new)
-        if not self._files.is_directory(made.commits):
-            return  # the step makes no records
-        records = RecordStore(made, self._files, store_id=store_id)
+        store_id = decode_identity(self._read(self._new.identity), what="the new store.json").store_id
+        records = RecordStore(self._new, self._files, store_id=store_id)
+        trash = Trash(self._new, self._files, records)
         for run in records.runs():
             for name in records.names(run):
                 records.read(name)
-        for pin in self._files.names(made.pins):
+        for name in trash.records():
+            trash.read_record(name)
+        for pin in records.pin_names():
             records.read_pin(pin)
 
-    def _backed_up(self, identity: bytes) -> str:
-        """Make the folder of the backup, or take the one of an attempt that came no further; return its name."""
-        self._files.make_directory(self._layout.backups)
-        numbered = _numbered(self._layout.backups, f"format-{self._step.source}")
-        backup = next(folder for folder in numbered if self._is_free(folder, identity))
-        self._files.make_directory(backup)
-        self._files.make_directory(_folders(backup))
-        # A copy, not a second name: where there are no hard links store.json would give up its own.
-        unnamed = self._layout.migrating / "store.json.old"
-        self._write(unnamed, identity)
-        self._files.link_exclusive(unnamed, backup / "store.json")
-        self._files.sync_directory(backup)
-        return backup.name
+    # -- after it --------------------------------------------------------------------------------------------------
 
-    def _is_free(self, backup: Path, identity: bytes) -> bool:
-        """Whether *backup* is not there, or has nothing but this very ``store.json``."""
-        if self._files.names(_folders(backup)) or set(self._files.names(backup)) - {"folders", "store.json"}:
-            return False
-        kept = backup / "store.json"
-        return not self._files.exists(kept) or self._files.read(kept, size_bytes_max=RECORD_BYTES_MAX) == identity
+    def finish(self) -> Taken:
+        """Roll forward, from wherever it was interrupted."""
+        self._files.sync_directory(self._root)  # the process that exchanged store.json may have died before this
+        for name in (*self._step.makes, *self._step.leaves):
+            self._replace(name)
+        self._move_files()
+        for pattern in self._step.removes:
+            for path in sorted(self._root.glob(pattern)):
+                self._files.remove_tree(path) if self._files.is_directory(path) else self._files.unlink(path)
+        backup = self._back_up()
+        self._files.remove_tree(self._layout.migrating)
+        self._files.sync_directory(self._root)
+        return Taken(step=self._step, backup=backup)
 
-    def _place(self) -> None:
-        """Move the new folders to the top of the store, where the old format does not look."""
-        for name in self._step.makes:
-            place = self._layout.root / name
-            if self._files.exists(place):
-                # Of an attempt that was interrupted here, or of a migration that somebody has undone.
-                unused = _numbered(self._layout.backups, f"format-{self._step.target}-unused")
-                aside = next(folder for folder in unused if not self._files.exists(folder / name))
-                self._files.make_directory(aside)
-                self._files.rename(place, aside / name)
-                self._files.sync_directory(aside)
-            self._files.rename(self._new / name, place)
-        self._files.sync_directory(self._layout.root)
+    def _replace(self, name: str) -> None:
+        """Take what is at *name* away, and put what is new into its place."""
+        place, new = self._root / name, self._new.root / name
+        is_new = self._files.exists(new)
+        # Where the new one is at its place by now, it stays there.
+        if self._files.exists(place) and (is_new or name in self._step.leaves):
+            self._move(place, self._old.root / name)
+        if is_new:
+            self._move(new, place)
 
-    def _exchange(self) -> None:
-        """Exchange ``store.json``: from here on the store is of the new format."""
-        self._files.rename(self._layout.migrating / "store.json", self._layout.identity)
-        self._files.sync_directory(self._layout.root)
-
-    # -- after it -------------------------------------------------------------------------------------------------
-
-    def finish(self, journal: Journal) -> Taken:
-        """Move what only the old format read to the backup, and look for what came before that was done."""
-        self._files.sync_directory(self._layout.root)  # whoever exchanged store.json may have died before doing so
-        backup = self._layout.backups / journal.backup
-        for name in self._step.leaves:
-            place, kept = self._layout.root / name, _folders(backup) / name
-            if self._files.exists(place) and not self._files.exists(kept):
-                self._files.rename(place, kept)
-        self._files.sync_directory(_folders(backup))
-        self._files.sync_directory(self._layout.root)
-        came = self._convert_late(backup, frozenset(journal.files))
-        self._files.rename(self._layout.migrating, ended(self._layout))
-        self._files.sync_directory(self._layout.root)
-        self._files.remove_tree(ended(self._layout))
-        return Taken(step=self._step, files=len(journal.files) + came, came_meanwhile=came, backup=backup)
-
-    def _convert_late(self, backup: Path, known: frozenset[str]) -> int:
-        """Convert what was written to the old folders after they were read; nobody can write to them any more."""
-        count = 0
-        # The backup has the old store.json, which the step may want to look at again.
-        older = OlderFiles(self._files, _folders(backup), backup, self._layout.root)
-        try:
-            for file in self._step.convert(older):
-                if file.path not in known:
-                    self._publish(file)
-                    count += 1
-        except IntegrityError as exc:
-            exc.locate(f"{_folders(backup)}, written while the store was migrated")
-            raise
-        return count
-
-    def _publish(self, file: NewFile) -> None:
-        target = self._layout.root / file.path
-        self._files.make_directory(target.parent)
-        with self._files.temporary(self._layout.migrating) as temporary:
-            temporary.write_at(0, file.data)
-            temporary.sync()
-            self._files.link_exclusive(temporary.path, target)
+    def _move(self, source: Path, target: Path) -> None:
+        self._files.rename(source, target)
         self._files.sync_directory(target.parent)
+        self._files.sync_directory(source.parent)
 
+    def _move_files(self) -> None:
+        """Take over single files that lie elsewhere in the new format."""
+        moves = [
+            (self._old.root / source, self._root / target)
+            for source, target in self._step.moves(_OlderFiles(self._files, self._old.root))
+        ]
+        homes = sorted({target.parent for _, target in moves})
+        for home in homes:
+            self._files.make_directory(home)
+        for source, target in moves:
+            self._files.link_exclusive(source, target)
+        for home in homes:
+            self._files.sync_directory(home)
+        for source, _ in moves:
+            self._files.unlink(source)
 
-def _folders(backup: Path) -> Path:
-    return backup / "folders"
-
-
-def _numbered(parent: Path, stem: str) -> Iterator[Path]:
-    number = 0
-    while True:
-        number += 1
-        yield parent / f"{stem}.{number}"
+    def _back_up(self) -> Path | None:
+        """Give what was replaced its place in ``backups/``; return that, None where it was moved there before."""
+        if not self._files.exists(self._old.root):
+            return None
+        stem = f"format-{self._step.source}."
+        self._files.make_directory(self._layout.backups)
+        numbers = [name.removeprefix(stem) for name in self._files.names(self._layout.backups)]
+        last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        backup = self._layout.backups / f"{stem}{last + 1}"
+        self._move(self._old.root, backup)
+        return backup

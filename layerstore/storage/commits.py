@@ -215,7 +215,7 @@ class RecordStore:
         check_still_writable(self._layout, self._files, store_id=self._store_id)
 
     def _look_again(self, name: str) -> None:
-        """See a migration that did not see *name*: it changes the format first and then looks for what is new."""
+        """Fail if the store was migrated by now: the migration may not have seen *name*."""
         try:
             self.check_store()
         except Unsupported as exc:

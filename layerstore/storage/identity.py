@@ -1,8 +1,8 @@
 """
 ``store.json`` on disk: what a store is when it is opened, and whether it still is that.
 
-A store may be migrated while somebody has it open. A migration first changes ``store.json`` and then looks for what
-was published meanwhile; whoever publishes does so first and then looks at ``store.json``: one of them sees the other.
+A store may be migrated while somebody has it open: whoever publishes something looks at ``store.json`` afterwards, and
+fails if that has another format by then.
 """
 
 import errno as errnos

@@ -83,8 +83,12 @@ class Layout:
 
     @property
     def migrating(self) -> Path:
-        """What a migration has made and not put into its place yet: all of it can be made again."""
+        """What belongs to a migration that is under way."""
         return self.root / "migrating"
+
+    def migrated(self, number: int) -> Path:
+        """Return where a migration to format *number* makes what is new, and keeps it until it is at its place."""
+        return self.migrating / f"format-{number}"
 
     @property
     def backups(self) -> Path:

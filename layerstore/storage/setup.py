@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, Unsupported
 from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
 from layerstore.layers import typed
 from layerstore.storage.aside import Aside
@@ -64,7 +64,7 @@ def open_rooms(path: Path, files: Files) -> Rooms:
 
     Raises:
         NoStore: There is none.
-        Unsupported: It is of another format.
+        Unsupported: It is of another format, or its migration to this one was interrupted.
         IntegrityError: ``store.json`` is damaged, or a folder is a link to elsewhere.
     """
     layout = layout_at(path)
@@ -72,6 +72,10 @@ def open_rooms(path: Path, files: Files) -> Rooms:
         identity = decode_identity(read_identity(layout, files, path=path), what=str(layout.identity))
     except IntegrityError as exc:
         raise hinted(exc, layout, files) from exc
+    if files.exists(layout.migrated(identity.format)):
+        raise Unsupported(
+            f"a migration of {layout.root} was interrupted; nothing was changed", hint="layerstore migrate finishes it"
+        )
     _check_folders(layout, files)
     records = RecordStore(layout, files, store_id=identity.store_id)
     catalog = Catalog(

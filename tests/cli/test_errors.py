@@ -18,8 +18,7 @@ from layerstore.cli import app as cli
 from layerstore.cli import exits
 from layerstore.limits import MIB
 from tests.cli.conftest import Run
-from tests.compat.format0 import as_format_0
-from tests.compat.steps import m0000_flags
+from tests.compat.format1 import as_format_1
 
 CLI_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
@@ -324,12 +323,11 @@ def test_another_writer_is_named(run: Run, store: Path, checkpoints: Path, monke
 
 @pytest.mark.parametrize("words", [["gc"], ["migrate"]])
 def test_a_link_in_the_place_of_a_lock_is_refused_with_the_way_out(
-    run: Run, store: Path, tmp_path: Path, words: list[str], request: pytest.FixtureRequest
+    run: Run, store: Path, tmp_path: Path, words: list[str]
 ) -> None:
     """It is not followed; what it is and what to do about it is said, and removing it is enough."""
     if words == ["migrate"]:
-        request.getfixturevalue("monkeypatch").setattr("layerstore.migrations.STEPS", (m0000_flags.STEP,))
-        store = as_format_0(store)
+        store = as_format_1(store)
     lock = store / "locks" / "gc.lock"
     lock.unlink(missing_ok=True)
     lock.symlink_to(tmp_path / "elsewhere")

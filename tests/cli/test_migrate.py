@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.compat.format0 import as_format_0
-from tests.compat.steps import m0000_flags
+from tests.compat.format1 import as_format_1
 from tests.faults.harness import snapshot
+
+SUMMARY = "records say their attempt's whole lineage, and dropped commits lie in trash/"
 
 
 @pytest.fixture
-def old(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a store of a format before the first, to which a step has been added."""
-    monkeypatch.setattr("layerstore.migrations.STEPS", (m0000_flags.STEP,))
-    return as_format_0(store)
+def old(store: Path) -> Path:
+    """Return a store of format 1."""
+    return as_format_1(store)
 
 
 def test_a_store_of_today_has_nothing_to_do(run: Run, store: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_store_of_today_has_nothing_to_do(run: Run, store: Path) -> None:
         outcome = run(*words, "--store", store)
 
         assert outcome.code == 0
-        assert outcome.out == f"nothing to do: {store} is of format 1, which this layerstore writes\n"
+        assert outcome.out == f"nothing to do: {store} is of format 2, which this layerstore writes\n"
     assert snapshot(store) == before
 
 
@@ -47,25 +47,17 @@ def test_a_damaged_identity_is_refused_with_the_way_out(
     assert re.search(rf"^hint: {command}[0-9a-f]{{32}}", outcome.err, re.MULTILINE)
 
 
-def test_the_list_needs_no_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_needs_no_store(run: Run) -> None:
     """It says which format this layerstore writes, and each step to it."""
-    assert run("migrate", "--list").out.splitlines() == [
-        "this layerstore reads and writes format 1",
-        "it is the first one, so no step leads there",
-    ]
-    assert run("migrate", "--list", "--json").fields == {"schema": 1, "format": 1, "steps": []}
+    lines = run("migrate", "--list").out.splitlines()
 
-    monkeypatch.setattr("layerstore.migrations.STEPS", (m0000_flags.STEP,))
-
-    assert run("migrate", "--list").out.splitlines()[-1].split(maxsplit=3) == [
-        "0",
-        "to",
-        "1",
-        "records say which flags they use",
-    ]
-    assert run("migrate", "--list", "--json").fields["steps"] == [
-        {"source": 0, "target": 1, "summary": "records say which flags they use"}
-    ]
+    assert lines[0] == "this layerstore reads and writes format 2"
+    assert lines[-1].split(maxsplit=3) == ["1", "to", "2", SUMMARY]
+    assert run("migrate", "--list", "--json").fields == {
+        "schema": 1,
+        "format": 2,
+        "steps": [{"source": 1, "target": 2, "summary": SUMMARY}],
+    }
 
 
 @pytest.mark.parametrize("words", [["log"], ["ingest", "x"], ["gc"], ["verify"], ["reindex"]])
@@ -77,7 +69,7 @@ def test_every_other_command_says_what_to_do(run: Run, old: Path, words: list[st
 
     assert outcome.code == 16
     assert outcome.err.splitlines() == [
-        f"error: {old}/store.json is a store of format 0; this layerstore reads format 1; nothing was changed",
+        f"error: {old}/store.json is a store of format 1; this layerstore reads format 2; nothing was changed",
         f"hint: layerstore --store {old} migrate",
     ]
     assert snapshot(old) == before
@@ -91,15 +83,17 @@ def test_people_are_told_what_will_be_done_and_what_was(run: Run, old: Path) -> 
     done = run("migrate", "--store", old).out.splitlines()
     again = run("migrate", "--store", old).out
 
-    assert planned[0] == f"would take {old} from format 0 to 1: records say which flags they use"
+    assert planned[0] == f"would take {old} from format 1 to 2: {SUMMARY}"
     assert planned[1].startswith("  3 files to write, ")
-    assert planned[1].endswith("; store.json, records/, tags/ would be kept in backups/")
-    assert planned[2:] == ["nothing was changed"]
+    assert planned[2:] == [
+        "  what there is of store.json, commits/, gc/, parts/, pins/, trash/, quarantine/ would go to backups/",
+        "nothing was changed",
+    ]
     assert unchanged == before
     assert done == [
-        "format 0 to 1: 3 files written",
-        f"  what they replace is in {old}/backups/format-0.1",
-        f"{old} is of format 1 now",
+        "format 1 to 2: 3 files written",
+        f"  what they replace is in {old}/backups/format-1.1",
+        f"{old} is of format 2 now",
         f"check it with layerstore --store {old} verify; remove the backup once you are sure",
     ]
     assert again.startswith("nothing to do: ")
@@ -107,18 +101,35 @@ def test_people_are_told_what_will_be_done_and_what_was(run: Run, old: Path) -> 
     assert [commit["step"] for commit in run("log", "--json", "--store", old).fields["commits"]] == [4, 2]
 
 
+def test_an_interrupted_one_is_finished(run: Run, store: Path) -> None:
+    """No other command opens the store; plan and outcome say that the step is only finished."""
+    (store / "migrating" / "format-2").mkdir(parents=True)
+
+    refused = run("log", "--store", store)
+    planned = run("migrate", "--dry-run", "--store", store).out.splitlines()
+    done = run("migrate", "--json", "--store", store).fields
+
+    assert refused.code == 16
+    assert refused.err.splitlines() == [
+        f"error: a migration of {store} was interrupted; nothing was changed",
+        f"hint: layerstore --store {store} migrate finishes it",
+    ]
+    assert planned == [f"would finish the migration of {store} from format 1 to 2", "nothing was changed"]
+    assert (done["unfinished"], done["steps"][0]["files"]) == (True, None)
+    assert run("log", "--store", store).code == 0
+
+
 def test_programs_get_the_same_fields(run: Run, old: Path) -> None:
-    """The plan and the deed name formats and steps alike."""
+    """The plan and the deed have the same fields, and so has nothing to do."""
     planned = run("migrate", "--dry-run", "--json", "--store", old).fields
     done = run("migrate", "--json", "--store", old).fields
     nothing = run("migrate", "--json", "--store", old).fields
 
-    assert list(planned) == ["schema", "path", "found", "format", "dry_run", "unfinished", "steps"]
-    assert list(done) == ["schema", "path", "found", "format", "dry_run", "steps"]
-    assert (planned["found"], planned["format"], planned["dry_run"]) == (0, 1, True)
-    assert list(planned["steps"][0]) == ["source", "target", "summary", "files", "bytes"]
-    assert list(done["steps"][0]) == ["source", "target", "summary", "files", "came_meanwhile", "backup"]
-    assert (nothing["found"], nothing["format"], nothing["steps"]) == (1, 1, [])
+    assert list(planned) == list(done) == ["schema", "path", "found", "format", "dry_run", "unfinished", "steps"]
+    assert (planned["found"], planned["format"], planned["dry_run"]) == (1, 2, True)
+    assert list(planned["steps"][0]) == ["source", "target", "summary", "files", "bytes", "backup"]
+    assert done["steps"] == [planned["steps"][0] | {"backup": f"{old}/backups/format-1.1"}]
+    assert (nothing["found"], nothing["format"], nothing["steps"]) == (2, 2, [])
 
 
 def test_an_index_of_another_format_is_void(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

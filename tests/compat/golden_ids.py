@@ -6,7 +6,7 @@ be recognised. COMPOSED are the files of a composite; they may change with the w
 Written by ``python -m tests.compat.regenerate``.
 """
 
-COMMIT = "c86c1ee61472b478a6cf550b12d2342f"
+COMMIT = "8aa398e184cb937163e655a10acfc4d2"
 
 OBJECTS = {
     "model.embed_tokens weights 0/2": "5f4e5323973fbe90f4c8fd29844634b7",

@@ -60,7 +60,7 @@ def pack_store(path: Path, archive: Path) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path).as_posix()
-            if file.is_file() and name.split("/")[0] in {"objects", "commits", "pins", "store.json"}:
+            if file.is_file() and name.split("/")[0] in {"objects", "commits", "pins", "trash", "store.json"}:
                 packed.writestr(zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0)), file.read_bytes(), zipfile.ZIP_DEFLATED)
 
 

@@ -27,7 +27,7 @@ from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
 from layerstore.storage.setup import make_store
 from layerstore.store import Store, init
-from tests.compat.format0 import as_format_0
+from tests.compat.format1 import as_format_1
 from tests.faults import harmed as harmed_module
 from tests.faults.harmed import harmed_problems, make_harmed
 from tests.faults.harness import (
@@ -48,7 +48,7 @@ from tests.faults.harness import (
     truth,
     wait_for,
 )
-from tests.faults.older import migrate_from_0, unmigrated_problems
+from tests.faults.older import migrate_hooked, unmigrated_problems
 from tests.faults.saving import commit_live
 
 SAMPLE = 2
@@ -224,9 +224,9 @@ def do_migrate(folder: Path, scene: Scene, hook: Hook) -> None:
     """Take a store of an older format to today's."""
     old = folder / "old"
     if not old.exists():
-        as_format_0(folder / "store")
+        as_format_1(folder / "store")
         shutil.copytree(folder / "store", old)
-    migrate_from_0(folder / "store", hook)
+    migrate_hooked(folder / "store", hook)
 
 
 Verb = Callable[[Path, Scene, Hook], None]

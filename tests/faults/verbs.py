@@ -16,10 +16,10 @@ from layerstore import Keep
 from layerstore.errors import AlreadyExists, NotFound
 from layerstore.storage.handles import Hook
 from layerstore.store import Store, init
-from tests.compat.format0 import as_format_0
+from tests.compat.format1 import as_format_1
 from tests.faults import harmed
 from tests.faults.harness import composed, copied, problems, tiny_checkpoint
-from tests.faults.older import migrate_from_0, unmigrated_problems
+from tests.faults.older import migrate_hooked, unmigrated_problems
 from tests.faults.saving import commit_live
 
 Verb = Callable[[Path, Hook], object]
@@ -41,7 +41,7 @@ def make_scene(folder: Path) -> dict[str, str]:
         store.pin("kept", "run@4")
         store.drop("run@2")
         earlier = {ref: composed(store, ref, folder) for ref in ("run@6", "kept")}
-    as_format_0(copied(folder / "store", folder / "older"))
+    as_format_1(copied(folder / "store", folder / "older"))
     with init(folder / "first") as store:
         store.ingest(folder / "step2", run="run", pin="kept")
     harmed.make_harmed(
@@ -139,7 +139,7 @@ def do_repair(folder: Path, hook: Hook) -> object:
 
 def do_migrate(folder: Path, hook: Hook) -> object:
     """Take a store of an older format to today's."""
-    return migrate_from_0(folder / "migrated", hook)
+    return migrate_hooked(folder / "migrated", hook)
 
 
 VERBS: dict[str, Verb] = {

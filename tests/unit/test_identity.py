@@ -6,6 +6,7 @@ import pytest
 
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
 from layerstore.format.identity import (
+    FORMAT,
     StoreIdentity,
     decode_identity,
     encode_identity,
@@ -14,7 +15,7 @@ from layerstore.format.identity import (
     stated_flags,
 )
 
-IDENTITY = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="2026-01-01T00:00:00+0000")
+IDENTITY = StoreIdentity(format=FORMAT, store_id="5e" * 16, hash="xxh3_128", created="2026-01-01T00:00:00+0000")
 
 
 def test_an_identity_is_read_back() -> None:
@@ -70,7 +71,7 @@ def test_something_else_is_damage(text: str) -> None:
 @pytest.mark.fault(80)
 def test_a_newer_format_is_recognised_first() -> None:
     """A store of a later format is named so, even if everything else in the file has changed."""
-    with pytest.raises(Unsupported, match="format 999; this layerstore reads format 1") as caught:
+    with pytest.raises(Unsupported, match="format 999; this layerstore reads format 2") as caught:
         decode_identity(b'{"format": 999, "unheard": "of"}', what="store.json")
 
     assert caught.value.hint == "use a newer layerstore"
@@ -87,7 +88,7 @@ def test_an_older_format_names_the_command() -> None:
 
 def test_unknown_flags_are_reported_not_refused() -> None:
     """A flag that this version does not know leaves the store readable; whoever writes must ask."""
-    flagged = StoreIdentity(format=1, store_id="5e" * 16, hash="xxh3_128", created="now", flags=("packs",))
+    flagged = StoreIdentity(format=FORMAT, store_id="5e" * 16, hash="xxh3_128", created="now", flags=("packs",))
 
     assert decode_identity(encode_identity(flagged), what="store.json").unknown_flags == ["packs"]
 
@@ -97,7 +98,7 @@ def test_unknown_flags_are_reported_not_refused() -> None:
 def test_a_flipped_bit_in_the_format_is_damage_and_no_other_format(bit: int) -> None:
     """Nobody is sent for a newer layerstore, or to migrate, by a store whose checksum says that it is of this one."""
     data = bytearray(encode_identity(IDENTITY))
-    data[data.index(b'"format": 1') + len(b'"format": ')] ^= 1 << bit
+    data[data.index(b'"format": 2') + len(b'"format": ')] ^= 1 << bit
 
     for read in (decode_identity, format_of):
         with pytest.raises(IntegrityError, match=r"store\.json is damaged"):

@@ -1,8 +1,8 @@
 """
-``migrate``: a store of an older format becomes one of the newest, and can be read at any moment.
+``migrate``: a store of an older format becomes one of the newest, with a backup, or stays as it is.
 
-There is one format so far, so the steps are those of tests/compat/steps: from a format 0 that never was, in which every
-commit id is another, and to a format 2, in which records lie elsewhere.
+What the first release wrote lies in tests/compat/stores. Stores of today are taken back to format 1 by
+tests/compat/format1.py, so that each comes out of its migration as it was, byte for byte.
 """
 
 import errno as errnos
@@ -11,36 +11,30 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import layerstore
-from layerstore.errors import IntegrityError, Locked, NoStore, StorageIO, Unsupported
+from layerstore.errors import Conflict, IntegrityError, Locked, NoStore, StorageIO, Unsupported
 from layerstore.format.identity import FORMAT
-from layerstore.migrations import STEPS
-from layerstore.migrations.plan import plan_migration
-from layerstore.migrations.runner import Migrated, migrate
-from layerstore.migrations.step import Step
+from layerstore.migrations import STEPS, NewFile, Older, Step, migrate, plan_migration
+from layerstore.migrations.m0001_lineage import identity_fields, identity_text, seal, unseal
+from layerstore.model import Fork
 from layerstore.storage.files import Files
 from layerstore.storage.locks import lock
-from tests.compat import golden_ids, goldens
-from tests.compat.format0 import as_format_0
-from tests.compat.steps import m0000_flags, m0001_folders
-from tests.faults.harness import snapshot, tiny_checkpoint, truth
+from tests.compat import goldens
+from tests.compat.format1 import as_format_1
+from tests.faults.harness import flip, snapshot, tiny_checkpoint, truth
 
-TO_1 = (m0000_flags.STEP,)
-TO_2 = (m0000_flags.STEP, m0001_folders.STEP)
-FROM_1 = (m0001_folders.STEP,)
+DROPPED = goldens.STORES / "dropped-1.zip"
 PAGE = Path(__file__).parents[2] / "docs" / "operating" / "migrations.md"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with checkpoints, a store of today's format, and its twin of format 0; for copying."""
+    """Return a folder with checkpoints, a store of today's format, and its twin of format 1; for copying."""
     folder = tmp_path_factory.mktemp("made")
     for name, step, seed in (("first", 2, 0), ("other", 2, 1), ("second", 4, 0), ("third", 6, 0)):
         tiny_checkpoint(folder / name, step=step, seed=seed)
@@ -48,18 +42,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.ingest(folder / "first", run="run", pin="kept")
         store.ingest(folder / "other", run="run", replace=True)
         store.ingest(folder / "second", run="run")
-        store.drop("run@4", last=True)
-        store.ingest(folder / "second", run="run")
+        store.ingest(folder / "third", run="run")
+        store.ingest(folder / "second", run="run", rollback=True)
+        store.drop("run~1@6")
         store.ingest(folder / "second", run="else")
         store.compose("run@4", policy="parity").pin("mixed")
     shutil.rmtree(folder / "new" / "manifest")
-    as_format_0(Path(shutil.copytree(folder / "new", folder / "old")))
+    as_format_1(Path(shutil.copytree(folder / "new", folder / "old")))
     return folder
 
 
 @pytest.fixture
 def old(made: Path, tmp_path: Path) -> Path:
-    """Return a store of format 0."""
+    """Return a store of format 1."""
     return Path(shutil.copytree(made / "old", tmp_path / "store"))
 
 
@@ -67,6 +62,12 @@ def old(made: Path, tmp_path: Path) -> Path:
 def new(made: Path, tmp_path: Path) -> Path:
     """Return a store of today's format."""
     return Path(shutil.copytree(made / "new", tmp_path / "store"))
+
+
+@pytest.fixture
+def dropped(tmp_path: Path) -> Path:
+    """Return the store of format 1 in which much is hidden."""
+    return goldens.unpack_store(DROPPED, tmp_path / "dropped")
 
 
 def without_backups(store: Path) -> dict[str, str]:
@@ -80,90 +81,185 @@ def number(store: Path) -> int:
     return found
 
 
+def _to_3(data: bytes) -> bytes:
+    return json.dumps(json.loads(data) | {"format": 3, "needs": "9.1", "checksum": "computed otherwise"}).encode()
+
+
+def _names(older: Older) -> Iterator[NewFile]:
+    for run in older.folders("commits"):
+        yield NewFile(path=f"runs/{run}", data="\n".join(older.names(f"commits/{run}")).encode())
+
+
+TO_3 = Step(
+    source=2,
+    target=3,
+    summary="runs are lists",
+    makes=("runs",),
+    leaves=("commits", "pins"),
+    identity=_to_3,
+    convert=_names,
+)
+"""A step that is not released: what a later layerstore may do to a store of today."""
+
+
 # -- what it does --------------------------------------------------------------------------------------------------
 
 
 def test_a_migrated_store_is_what_it_would_be_had_it_been_written_today(made: Path, old: Path) -> None:
-    """Every file of the truth, byte for byte: records with their new ids, pins, objects, store.json."""
-    done = migrate(old, steps=TO_1)
+    """Every file of the truth, byte for byte: records with their new ids, the trash, pins, objects, store.json."""
+    done = migrate(old)
 
-    assert (done.found, done.format, len(done.taken)) == (0, 1, 1)
+    assert (done.found, done.format, len(done.steps)) == (1, 2, 1)
     assert without_backups(old) == truth(made / "new")
     with layerstore.open(old) as store:
         assert store.verify(read_data=True).ok
         assert store.ingest(made / "third", run="run").is_new
 
 
-@pytest.mark.fault(82)
-def test_a_golden_store_comes_through(tmp_path: Path) -> None:
-    """What the first release wrote, taken back to a format before it, comes out of the migration byte for byte."""
-    store = goldens.unpack_store(goldens.STORES / "format-1.zip", tmp_path / "store")
-    golden = truth(store)
+def test_what_format_1_hid_lies_in_the_trash_and_can_come_back(dropped: Path) -> None:
+    """A dropped commit and a replaced one; one that shows again under its id does not lie there as well."""
+    told = json.loads(DROPPED.with_suffix(".json").read_text())
+    migrate(dropped)
 
-    migrate(as_format_0(store), steps=TO_1)
+    with layerstore.open(dropped) as store:
+        trash = [(each.commit.record.step, each.commit.id) for each in store.dropped("sft")]
+        shown = {entry.commit for entry in store.log("sft")}
+        assert [step for step, _ in trash] == [9, 6]
+        assert shown.isdisjoint(commit for _, commit in trash)
+        assert {step for _, step, _ in told["hidden"]} == {6, 8, 9}
 
-    assert without_backups(store) == golden
-    with layerstore.open(store) as opened:
-        assert goldens.composed(opened, "best", tmp_path / "out") == golden_ids.COMPOSED
+        store.undrop("sft@9")
+        store.drop("sft@6")
+        store.undrop(trash[1][1])
+
+        assert {entry.commit for entry in store.log("sft")} >= {commit for _, commit in trash}
+        versions = {row["layer"]: row["version"] for row in _layers(store, "sft@9")}
+        assert versions == dict(next(layers for _, step, layers in told["hidden"] if step == 9))
+        assert store.verify(read_data=True).ok
+
+
+def _layers(store: layerstore.Store, ref: str) -> list[dict[str, str]]:
+    return [{"layer": line.layer, "version": line.version} for line in store.show(ref).layers]
+
+
+def test_a_lineage_leads_through_an_attempt_of_which_nothing_is_left(dropped: Path) -> None:
+    """Records without layers say where such an attempt forked; a pin's lineage goes as far."""
+    migrate(dropped)
+
+    with layerstore.open(dropped) as store:
+        rooms = store.rooms
+        record = next(rooms.records.read(name).record for name in rooms.records.names("sft") if name.step == 8)
+        assert record.lineage == (Fork(attempt=2, step=5), Fork(attempt=1, step=4))
+        assert rooms.records.read_pin("outlived").record.lineage == (Fork(attempt=1, step=4),)
+        assert rooms.records.read_pin("plain").base == rooms.records.names("sft")[-1].id
+
+
+def test_what_a_collection_had_moved_aside_is_at_its_place_again(dropped: Path) -> None:
+    """Also where somebody has put it back already; the plan goes to the backup, the reserve for good."""
+    aside = next(dropped.glob("gc/*/aside/*"))
+    place = dropped / "objects" / aside.name[:2] / aside.name
+    assert not place.exists()
+
+    backup = migrate(dropped).steps[0].backup
+
+    assert backup is not None
+    assert place.is_file()
+    assert not list(dropped.rglob("aside/*"))
+    assert list(backup.glob("gc/plans/*"))
+    assert not (dropped / "locks" / "gc.reserve").exists()
 
 
 def test_what_it_replaces_is_kept(made: Path, old: Path) -> None:
-    """The backup has every file that only the old format read, as it was; its place is what the outcome says."""
-    backup = migrate(old, steps=TO_1).taken[0].backup
+    """The backup has every file that the old format read, as it was, but for objects."""
+    backup = migrate(old).steps[0].backup
 
-    assert backup == old / "backups" / "format-0.1"
-    kept = snapshot(backup / "folders")
-    was = {
-        name: content
-        for name, content in snapshot(made / "old").items()
-        if name.split("/")[0] in m0000_flags.STEP.leaves
+    assert backup == old / "backups" / "format-1.1"
+    kept = {name.split("/")[0] for name in truth(backup)}
+    assert kept == {"store.json", "commits", "pins"}
+    assert truth(backup) == {
+        name: content for name, content in truth(made / "old").items() if name.split("/")[0] in kept
     }
-    assert kept == was
-    assert (backup / "store.json").read_bytes() == (made / "old" / "store.json").read_bytes()
-
-
-@pytest.mark.fault(84)
-def test_steps_are_taken_in_order(old: Path) -> None:
-    """Two formats behind: one step after the other, each with its backup."""
-    planned = plan_migration(old, steps=TO_2)
-    done = migrate(old, steps=TO_2)
-
-    assert [step.source for step in planned.steps] == [0, 1]
-    assert [taken.backup.name for taken in done.taken] == ["format-0.1", "format-1.1"]
-    assert (number(old), sorted(os.listdir(old / "names-2"))) == (2, ["kept", "mixed"])
 
 
 def test_a_plan_writes_nothing_and_says_what_would_be_written(old: Path) -> None:
     """Not even a lock; the counts are those of the deed."""
     before = snapshot(old)
-    planned = plan_migration(old, steps=TO_1)
+    (planned,) = plan_migration(old).steps
 
     assert snapshot(old) == before
-    assert planned.volume is not None
-    done = migrate(old, steps=TO_1)
-    written = [path for folder in ("commits", "pins") for path in (old / folder).rglob("*") if path.is_file()]
-    assert planned.volume.files == done.taken[0].files == len(written)
-    assert planned.volume.size_bytes == sum(path.stat().st_size for path in written)
+    (done,) = migrate(old).steps
+    written = [path for name in ("commits", "pins", "trash") for path in (old / name).rglob("*") if path.is_file()]
+    assert planned.files == done.files == len(written)
+    assert planned.size_bytes == sum(path.stat().st_size for path in written)
+
+
+@pytest.mark.fault(84)
+def test_steps_are_taken_in_order(old: Path) -> None:
+    """Two formats behind: one step after the other, each with its backup."""
+    steps = (*STEPS, TO_3)
+    planned = plan_migration(old, steps=steps)
+    done = migrate(old, steps=steps)
+
+    assert [taken.step.source for taken in planned.steps] == [1, 2]
+    assert [taken.backup.name for taken in done.steps if taken.backup] == ["format-1.1", "format-2.1"]
+    assert (number(old), sorted(os.listdir(old / "runs"))) == (3, ["else", "run"])
 
 
 @pytest.mark.fault(84)
 def test_a_second_time_there_is_nothing_to_do(old: Path) -> None:
     """Nothing is touched, not even a time."""
-    migrate(old, steps=TO_1)
+    migrate(old)
     before = {path: path.lstat().st_mtime_ns for path in [old, *old.rglob("*")]}
 
-    assert migrate(old, steps=TO_1).taken == ()
-    assert plan_migration(old, steps=TO_1).is_done
+    assert migrate(old).steps == plan_migration(old).steps == ()
     assert {path: path.lstat().st_mtime_ns for path in [old, *old.rglob("*")]} == before
 
 
-def test_a_store_of_today_has_nothing_to_do(new: Path) -> None:
-    """With the steps that are released, and with such as lead to today's format."""
-    before = snapshot(new)
+# -- an interrupted one --------------------------------------------------------------------------------------------
 
-    assert migrate(new) == Migrated(path=new, found=1, format=1, taken=())
-    assert migrate(new, steps=TO_1).taken == ()
-    assert snapshot(new) == before
+
+class _Interrupted(BaseException):
+    """A test has stopped a migration."""
+
+
+def interrupt(store: Path, operation: str, name: str) -> None:
+    """Migrate *store* and stop in front of *operation* on a path that ends in *name*; what was made stays."""
+
+    def hook(called: str, path: Path) -> None:
+        if (called, path.name) == (operation, name):
+            raise _Interrupted
+
+    with pytest.raises(_Interrupted):
+        migrate(store, Files(hook))
+
+
+@pytest.mark.fault(14)
+def test_a_store_whose_migration_was_interrupted_opens_once_that_is_finished(made: Path, old: Path) -> None:
+    """Opening it refuses, with the command that helps; a dry run says what is left, and writes nothing."""
+    interrupt(old, "rename", "pins")  # commits/ is replaced, pins/ is not
+    before = snapshot(old)
+
+    with pytest.raises(Unsupported, match="was interrupted") as caught:
+        layerstore.open(old)
+    assert caught.value.hint == "layerstore migrate finishes it"
+    assert plan_migration(old).is_unfinished
+    assert snapshot(old) == before
+    assert migrate(old).is_unfinished
+    assert without_backups(old) == truth(made / "new")
+    assert not (old / "migrating").exists()
+
+
+def test_what_a_later_layerstore_left_before_it_exchanged_anything_is_swept_up(made: Path, new: Path) -> None:
+    """Such remains keep nobody from the store; `migrate` finds nothing of its own to finish in them."""
+    (new / "migrating" / "format-3").mkdir(parents=True)
+    (new / "migrating" / "format-2.old").mkdir()
+    with layerstore.open(new) as store:
+        assert store.log()
+
+    migrate(new)
+
+    assert without_backups(new) == truth(made / "new")
+    assert not (new / "migrating").exists()
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -171,67 +267,88 @@ def test_a_store_of_today_has_nothing_to_do(new: Path) -> None:
 
 @pytest.mark.fault(80)
 @pytest.mark.parametrize("deed", [migrate, plan_migration], ids=["migrate", "plan"])
-@pytest.mark.parametrize("found", [2, 999])
+@pytest.mark.parametrize("found", [3, 999])
 def test_a_newer_format_is_refused_and_left_alone(new: Path, deed: Callable[[Path], object], found: int) -> None:
     """There is no way down; whatever else the newer store.json says, it is not looked at, but for what it needs."""
     (new / "store.json").write_text(json.dumps({"format": found, "needs": "9.1", "else": ["?"]}))
     before = snapshot(new)
 
-    with pytest.raises(Unsupported, match=f"of format {found}; this layerstore reads format 1") as caught:
+    with pytest.raises(Unsupported, match=f"of format {found}; this layerstore reads format 2") as caught:
         deed(new)
     assert caught.value.hint == "it needs layerstore >= 9.1"
     assert snapshot(new) == before
 
 
-def test_an_older_format_without_a_step_is_refused(old: Path) -> None:
-    """Where no step begins, or one is missing in between, nothing is tried."""
+def test_what_no_step_leads_away_from_is_refused(old: Path, tmp_path: Path) -> None:
+    """Where no step begins nothing is tried; where there is no store none is made."""
     before = snapshot(old)
-    for steps in ((), FROM_1):
-        with pytest.raises(Unsupported, match="knows no step on"):
-            migrate(old, steps=steps)
-    assert snapshot(old) == before
+    (tmp_path / "none").mkdir()
 
-
-def test_what_is_no_store_is_not_made_one(tmp_path: Path) -> None:
-    """Nothing is written where there is no store."""
+    with pytest.raises(Unsupported, match="knows no step on"):
+        migrate(old, steps=(TO_3,))
     with pytest.raises(NoStore):
-        migrate(tmp_path, steps=TO_1)
+        migrate(tmp_path / "none")
+    assert snapshot(old) == before
+    assert not os.listdir(tmp_path / "none")
 
-    assert list(tmp_path.iterdir()) == []
 
-
-@pytest.mark.parametrize("pattern", ["records/run/2.*", "records/else/*", "tags/kept", "store.json"])
+@pytest.mark.parametrize("pattern", ["commits/run/2.*", "commits/else/*", "pins/kept", "store.json"])
 def test_damage_stops_it_before_anything_is_written(old: Path, pattern: str) -> None:
-    """A record that cannot be converted is named; the old store stays as it is."""
+    """A record or pin that cannot be converted is named, with the way on; the old store stays as it is."""
     path = sorted(old.glob(pattern))[0]
-    data = bytearray(path.read_bytes())
-    data[-20] ^= 1
-    path.write_bytes(data)
+    flip(path, -20)
     before = truth(old)
 
-    with pytest.raises(IntegrityError, match=path.name):
-        migrate(old, steps=TO_1)
+    for deed in (migrate, plan_migration):
+        with pytest.raises(IntegrityError, match=rf"{path.name} is damaged: .*nothing was changed") as caught:
+            deed(old)
+        assert path.name == "store.json" or "with layerstore 0.1: repair heals it" in str(caught.value.hint)
     assert truth(old) == before
-    assert plan_raises(old)
 
 
-def plan_raises(store: Path) -> bool:
-    """Whether the plan meets damage too."""
-    with pytest.raises(IntegrityError):
-        plan_migration(store, steps=TO_1)
-    return True
+def test_unknown_flags_stop_it(old: Path) -> None:
+    """What a flag means is not known, so it cannot be carried over: of a record, or of the store."""
+    fields = identity_fields((old / "store.json").read_bytes(), number=1)
+    path = old / "pins" / "kept"
+    pin = unseal(path.read_bytes(), name="pins/kept", store_id=str(fields["store_id"]))["pin"]
+    assert isinstance(pin, dict)
+    assert isinstance(pin["record"], dict)
+    changed = pin | {"record": pin["record"] | {"flags": ["half"]}}
+    path.write_bytes(seal({"pin": changed}, name="pins/kept", store_id=str(fields["store_id"]), schema=1))
 
-
-def test_an_unknown_flag_stops_it(old: Path) -> None:
-    """What a flag means is not known, so it cannot be carried over."""
-    fields = m0000_flags.identity_fields((old / "store.json").read_bytes(), number=0)
-    (old / "store.json").write_bytes(m0000_flags.identity_text(fields | {"flags": ["packs"]}))
-
+    with pytest.raises(Unsupported, match="pins/kept uses half"):
+        migrate(old)
+    (old / "store.json").write_bytes(identity_text(fields | {"flags": ["packs"]}))
     with pytest.raises(Unsupported, match="packs"):
-        migrate(old, steps=TO_1)
+        migrate(old)
 
 
-@pytest.mark.parametrize("name", ["commits", "records", "migrating", "backups", "locks"])
+def test_what_is_lost_in_quarantine_has_to_be_healed_or_given_up_first(dropped: Path) -> None:
+    """What is sound at its place, was replaced, or given up is kept in the backup, and stops nothing."""
+    records = dropped / "quarantine" / "00000001-0badcafe" / "commits" / "sft"
+    given_up = dropped / "quarantine" / "00000001-0badcafe" / "given-up" / "commits" / "sft"
+    pins = dropped / "quarantine" / "00000002-0badcafe" / "pins"
+    for folder in (records, given_up, pins):
+        folder.mkdir(parents=True)
+    trimmed = "2.c86c1ee61472b478a6cf550b12d2342f"
+    for name in (*os.listdir(dropped / "commits" / "sft"), trimmed):
+        (records / name).write_bytes(b"damaged")
+    (pins / "mixed").touch()
+    (records / f"12.{'a' * 32}").touch()
+    (pins / "lost").touch()
+    before = truth(dropped)
+
+    with pytest.raises(IntegrityError, match=r"^pin lost, sft@12 are in quarantine: neither healed nor given up"):
+        migrate(dropped)
+    assert truth(dropped) == before
+    (records / f"12.{'a' * 32}").rename(given_up / f"12.{'a' * 32}")
+    (pins / "lost").unlink()
+    backup = migrate(dropped).steps[0].backup
+    assert backup is not None
+    assert (backup / "quarantine" / "00000002-0badcafe" / "pins" / "mixed").exists()
+
+
+@pytest.mark.parametrize("name", ["commits", "pins", "migrating", "backups", "locks"])
 def test_a_planted_link_is_not_followed(old: Path, tmp_path: Path, name: str) -> None:
     """A folder of the store that is a link to elsewhere is refused before anything is written."""
     (tmp_path / "elsewhere").mkdir()
@@ -241,28 +358,47 @@ def test_a_planted_link_is_not_followed(old: Path, tmp_path: Path, name: str) ->
     before = snapshot(tmp_path)
 
     with pytest.raises(IntegrityError, match=f"{name} is no folder"):
-        migrate(old, steps=TO_1)
+        migrate(old)
     assert snapshot(tmp_path) == before
 
 
-def test_whoever_works_with_the_store_is_waited_for(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of a run keeps the migration away until the deadline, with the holder's name."""
+def test_it_waits_for_a_lock_that_somebody_holds(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a run keeps the migration away until the deadline; the error names the holder."""
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
     with lock(old / "locks" / "run-run.lock", what="run 'run'", deadline_seconds=0), pytest.raises(Locked) as caught:
-        migrate(old, steps=TO_1)
+        migrate(old)
 
     assert str(os.getpid()) in str(caught.value)
-    assert number(old) == 0
+    assert number(old) == 1
 
 
+def test_a_record_that_came_meanwhile_stops_it(made: Path, old: Path) -> None:
+    """A writer without a lock has linked a record after the others were read: nothing is exchanged."""
+    late = next((old / "commits" / "else").iterdir())
+    data = late.read_bytes()
+    late.unlink()
+
+    def link(operation: str, path: Path) -> None:
+        if (operation, path.name) == ("create", "mixed"):
+            late.write_bytes(data)
+
+    with pytest.raises(Conflict, match="was written to while it was migrated; nothing was changed"):
+        migrate(old, Files(link))
+    assert truth(old) == truth(made / "old")
+    migrate(old)
+    assert without_backups(old) == truth(made / "new")
+
+
+@pytest.mark.fault(16)
 def test_it_begins_only_where_there_is_space(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is too full is told beforehand, with the numbers."""
+    """A disk that is too full is told beforehand, with the numbers; by a dry run, too."""
     monkeypatch.setattr(Files, "free_bytes", lambda self, path: 100)
     before = truth(old)
 
-    with pytest.raises(StorageIO, match=r"needs up to \d+ bytes, 100 are free") as caught:
-        migrate(old, steps=TO_1)
-    assert caught.value.errno == errnos.ENOSPC
+    for deed in (migrate, plan_migration):
+        with pytest.raises(StorageIO, match=r"needs up to \d+ bytes, 100 are free") as caught:
+            deed(old)
+        assert caught.value.errno == errnos.ENOSPC
     assert truth(old) == before
 
 
@@ -270,19 +406,10 @@ def test_a_record_that_this_layerstore_could_not_read_is_not_put_into_place(old:
     """A step with a fault is found out before store.json is exchanged: what it made is read as it will be."""
 
     def broken(data: bytes) -> bytes:
-        fields = m0000_flags.identity_fields(data, number=0) | {"format": 1, "store_id": "0" * 32}
-        return m0000_flags.identity_text(fields)
+        return identity_text(identity_fields(data, number=1) | {"format": 2, "store_id": "0" * 32})
 
-    right = m0000_flags.STEP
-    step = Step(
-        source=0,
-        target=1,
-        summary="broken",
-        leaves=right.leaves,
-        makes=right.makes,
-        identity=broken,
-        convert=right.convert,
-    )
+    (right,) = STEPS
+    step = Step(source=1, target=2, summary="broken", makes=right.makes, identity=broken, convert=right.convert)
     before = truth(old)
 
     with pytest.raises(IntegrityError, match="belongs to another store"):
@@ -290,115 +417,43 @@ def test_a_record_that_this_layerstore_could_not_read_is_not_put_into_place(old:
     assert truth(old) == before
 
 
-# -- back again ----------------------------------------------------------------------------------------------------
-
-
-def restore(store: Path, backup: str) -> None:
-    """Do what the page tells a user to do."""
-    (script,) = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert "format-1.1" in script
-    subprocess.run(
-        ["sh", "-eu", "-c", script.replace("STORE", str(store)).replace("format-1.1", backup)],
-        check=True,
-    )
+# -- back again, and who has it open -------------------------------------------------------------------------------
 
 
 def test_the_backup_can_be_restored_by_hand(made: Path, old: Path) -> None:
     """The commands of the page bring back the old store, and it can be migrated again."""
-    migrate(old, steps=TO_1)
-    restore(old, "format-0.1")
-    again = {name: content for name, content in without_backups(old).items() if name in truth(made / "old")}
+    migrate(old)
+    (script,) = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    subprocess.run(["sh", "-eu", "-c", script.replace("STORE", str(old))], check=True)
 
-    assert again == truth(made / "old")
-    assert number(old) == 0
-    migrate(old, steps=TO_1)
+    assert without_backups(old) == truth(made / "old")
+    migrate(old)
     assert without_backups(old) == truth(made / "new")
 
 
-def test_what_was_saved_before_it_was_undone_is_set_aside(made: Path, old: Path) -> None:
-    """The commits of an undone migration neither come back by themselves, nor are they lost."""
-    migrate(old, steps=TO_1)
-    with layerstore.open(old) as store:
-        commit = store.ingest(made / "third", run="run").commit
-    restore(old, "format-0.1")
-    migrate(old, steps=TO_1)
-
-    assert [path.name for path in old.glob(f"backups/*/commits/run/6.{commit}")] == [f"6.{commit}"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the index knows a commit that is no more
-        with layerstore.open(old) as store:
-            assert {entry.step for entry in store.log("run") if not entry.damage} <= {2, 4, 6}
-
-
-# -- who has the store open meanwhile ------------------------------------------------------------------------------
-
-
+@pytest.mark.fault(83)
 def test_who_has_the_store_open_cannot_write_to_it_any_more(made: Path, new: Path) -> None:
-    """Nothing of this layerstore reaches a store of a newer format: it is told what has happened."""
+    """A layerstore that is older than the store by now is told what has happened, and changes no file of it."""
     with layerstore.open(new) as store:
         store.log()
-        migrate(new, steps=FROM_1)
+        migrate(new, steps=(*STEPS, TO_3))
         before = without_backups(new)
-        for write in (
+        for call in (
             lambda: store.ingest(made / "third", run="run"),
             lambda: store.pin("late", "run@2"),
             lambda: store.delete_pin("kept"),
             lambda: store.drop("run@2"),
             store.gc,
             store.reindex,
+            store.log,
+            lambda: store.show("run@2"),
+            store.verify,
+            store.pins,
         ):
-            with pytest.raises(Unsupported, match="format 2; this layerstore reads format 1"):
-                write()
-        for read in (store.log, lambda: store.log("run"), lambda: store.show("run@2"), store.verify, store.pins):
-            with pytest.raises(Unsupported, match="format 2; this layerstore reads format 1"):
-                read()
+            with pytest.raises(Unsupported, match="format 3; this layerstore reads format 2"):
+                call()
 
-    after = {name: content for name, content in without_backups(new).items() if not name.startswith("manifest")}
-    assert after == before
-
-
-def test_the_second_look_converts_what_came_late(made: Path, tmp_path: Path) -> None:
-    """A record that was linked after the first reading, and before its folder was moved, is in the new store."""
-    store = Path(shutil.copytree(made / "new", tmp_path / "store"))
-    late = next((made / "new" / "commits" / "else").iterdir())
-    shutil.rmtree(store / "commits" / "else")
-
-    def link(operation: str, path: Path) -> None:
-        if operation == "rename" and path.name == "store.json":
-            (store / "commits" / "else").mkdir(exist_ok=True)
-            shutil.copy(late, store / "commits" / "else" / late.name)
-
-    done = migrate(store, Files(link), steps=FROM_1)
-
-    assert done.taken[0].came_meanwhile == 1
-    assert (store / "records-2" / "else" / late.name).exists()
-
-
-# -- an older layerstore meets a newer store -----------------------------------------------------------------------
-
-_OLDER = """
-import sys
-import layerstore.format.identity as identity
-identity.FORMAT = 0
-from layerstore.cli.app import main
-print([main([command, "--store", sys.argv[1]]) for command in ("log", "gc", "migrate")])
-"""
-
-
-@pytest.mark.fault(83)
-def test_an_older_layerstore_refuses_a_migrated_store(old: Path) -> None:
-    """Another process, whose format is the old one: a clear refusal of every command, and nothing written."""
-    migrate(old, steps=TO_1)
-    before = snapshot(old)
-
-    done = subprocess.run([sys.executable, "-c", _OLDER, str(old)], check=True, capture_output=True, text=True)
-
-    assert done.stdout == "[16, 16, 16]\n"
-    assert done.stderr.count("is a store of format 1; this layerstore reads format 0; nothing was changed") == 3
-    assert snapshot(old) == before
-
-
-# -- the registry --------------------------------------------------------------------------------------------------
+    assert without_backups(new) == before
 
 
 def test_released_steps_lead_to_todays_format() -> None:
@@ -406,15 +461,4 @@ def test_released_steps_lead_to_todays_format() -> None:
     folder = Path(__file__).parents[2] / "migrations"
     modules = sorted(path.name for path in folder.glob("m[0-9]*.py"))
 
-    assert [int(name[1:5]) for name in modules] == [step.source for step in STEPS]
-    assert [step.source for step in STEPS[1:]] == [step.target for step in STEPS[:-1]]
-    assert not STEPS or STEPS[-1].target == FORMAT
-
-
-def test_a_step_may_not_make_what_its_source_reads() -> None:
-    """Such a step would change the old store before the new one is there."""
-    right = m0000_flags.STEP
-    for changes in ({"makes": ("records",)}, {"makes": ("objects",)}, {"makes": ("../x",)}, {"target": 2}):
-        fields = {name: getattr(right, name) for name in right.__slots__} | changes
-        with pytest.raises(AssertionError):
-            Step(**fields)
+    assert [int(name[1:5]) for name in modules] == [step.source for step in STEPS] == list(range(1, FORMAT))

@@ -1,0 +1,317 @@
+"""
+From format 1 to format 2: a record says its attempt's whole lineage, and dropped commits lie in ``trash/``.
+
+In format 1 a commit was hidden by another record that named it in ``supersedes``, which could be one without layers
+that did nothing else. In format 2 such records are gone, and what they hid lies in ``trash/commits/``.
+A record's id is the hash of its body, so every id changes, and every mention of one: in ``supersedes``, and in a pin's
+``base``. Objects stay as they are, byte for byte.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import TypeAlias, cast
+
+from layerstore.errors import IntegrityError, Unsupported
+from layerstore.format.canonical import Plain, pack_again, unpack
+from layerstore.format.hashing import digest
+from layerstore.migrations.step import NewFile, Older, Step
+
+Body: TypeAlias = dict[str, Plain]
+
+_MAGIC = b"\x89LSR\r\n\x1a\n"
+_HEAD = struct.Struct(">8sH16sH")
+_LENGTH = struct.Struct(">Q")
+_DIGEST_BYTES = 16
+_OLD, _NEW = 1, 2
+"""The formats, and the schemas of their envelopes."""
+
+_RECORD = re.compile(r"(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})")
+_OBJECT = re.compile(r"[0-9a-f]{32}")
+_FIELDS = frozenset(
+    "run attempt fork step save_number world_size layers states layout policy supersedes flags".split()  # noqa: SIM905
+)
+_FLAGS = frozenset({"without-moments"})
+# Among the decisions of a record that hides one which failed as it was published: that one has replaced nothing.
+_WITHDRAWN = "withdrawn"
+
+_WAY_ON = "with layerstore 0.1: repair heals it or takes it out of the way, drop or pin --delete gives it up"
+
+
+# -- store.json ----------------------------------------------------------------------------------------------------
+
+
+def identity_text(fields: Mapping[str, object]) -> bytes:
+    """Return the text of a ``store.json``; both formats spell it alike."""
+    plain = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    return (json.dumps({**fields, "checksum": digest(plain).hex()}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def identity_fields(data: bytes, *, number: int) -> dict[str, object]:
+    """Return the fields of the ``store.json`` *data* of format *number*, without its checksum."""
+    fields = cast("dict[str, object]", json.loads(data))
+    fields.pop("checksum", None)
+    if fields.get("format") != number or identity_text(fields) != data:
+        raise IntegrityError(
+            "store.json is damaged: its checksum does not match; nothing was changed", hint="put back a copy of it"
+        )
+    if fields["flags"]:
+        raise Unsupported(f"store.json has the flags {fields['flags']}, which format {number} does not have")
+    return fields
+
+
+def _identity(data: bytes) -> bytes:
+    return identity_text(identity_fields(data, number=_OLD) | {"format": _NEW})
+
+
+# -- envelopes -----------------------------------------------------------------------------------------------------
+
+
+def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> bytes:
+    """Return the envelope of *payload*, whose maps are in order, and which is called *name*."""
+    packed = pack_again(payload)
+    head = _HEAD.pack(_MAGIC, schema, bytes.fromhex(store_id), len(name.encode()))
+    body = head + name.encode() + _LENGTH.pack(len(packed)) + packed
+    return body + digest(body)
+
+
+def unseal(data: bytes, *, name: str, store_id: str, schema: int = _OLD) -> Body:
+    """Return what is in the envelope *data*, found as *name*."""
+    body, checksum = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if digest(body) != checksum or len(body) < _HEAD.size:
+        raise _damaged(name, "its checksum does not match its bytes")
+    magic, found_schema, found_id, name_bytes = _HEAD.unpack_from(body)
+    if (magic, found_id.hex()) != (_MAGIC, store_id) or body[_HEAD.size : _HEAD.size + name_bytes] != name.encode():
+        raise _damaged(name, "it does not belong here")
+    if found_schema != schema:
+        raise Unsupported(f"{name} has record schema {found_schema}; format {_OLD} has {schema}; nothing was changed")
+    return cast("Body", unpack(body[_HEAD.size + name_bytes + _LENGTH.size :], what=name))
+
+
+def id_of(body: Body) -> str:
+    """Return the id of a record's *body*, whose maps are in order, in either format."""
+    return digest(pack_again(body)).hex()
+
+
+def _damaged(name: str, reason: str) -> IntegrityError:
+    return IntegrityError(f"{name} is damaged: {reason}; nothing was changed", hint=_WAY_ON, path=name)
+
+
+# -- records -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """What is remembered of a record of format 1 while the others of its run are read."""
+
+    file_name: str
+    attempt: int
+    step: int
+    fork: Body | None
+    supersedes: tuple[str, ...]
+    has_layers: bool
+    """Whether it is a commit; else it only hides others, or stands for one that was collected."""
+    is_withdrawal: bool
+
+
+class _Run:
+    """The records of one run: read once to see how they hang together, then once more to be rewritten."""
+
+    def __init__(self, older: Older, run: str, store_id: str) -> None:
+        self._older = older
+        self._run = run
+        self._store_id = store_id
+        self._rows: dict[str, _Row] = {}
+        for name in older.names(f"commits/{run}"):
+            if match := _RECORD.fullmatch(name):
+                self._rows[match[2]] = _row_of(name, _body(self._read(name), f"commits/{run}/{name}"))
+        in_order = sorted(self._rows.items(), key=lambda item: (item[1].attempt, item[1].step, item[0]), reverse=True)
+        self._forks = {row.attempt: row.fork for _, row in in_order}  # the first record of an attempt has the word
+        self._hidden = {old for row in self._rows.values() for old in row.supersedes}
+        self.ids: dict[str, str] = {}
+        """The new id of each commit by its old one, once `files` has been through."""
+
+    def _read(self, file_name: str) -> Body:
+        """Return what the record *file_name* holds, which has to be what its name says."""
+        called = f"commits/{self._run}/{file_name}"
+        payload = unseal(self._older.read(called), name=called, store_id=self._store_id)
+        body = _body(payload, called)
+        if (body["run"], f"{cast('int', body['step'])}.{id_of(body)}") != (self._run, file_name):
+            raise _damaged(called, "it does not hold the commit that its name says")
+        return payload
+
+    def files(self) -> Iterator[NewFile]:
+        """Yield the new records: those that show, then those that others hide, which go to the trash."""
+        # Superseded ones first, whose new ids the others mention.
+        mentions = {old: [each for each in row.supersedes if each in self._rows] for old, row in self._rows.items()}
+        hidden = []
+        written = set()
+        for old in TopologicalSorter(mentions).static_order():
+            if not self._rows[old].has_layers:
+                continue
+            file = self._rewritten(old)
+            if old in self._hidden:
+                hidden.append(old)
+            elif file.path not in written:
+                written.add(file.path)
+                yield file
+        for old in hidden:
+            file = self._rewritten(old)
+            # A commit that was saved again where it had been dropped differed in what it superseded, and in no more.
+            if file.path not in written:
+                written.add(file.path)
+                yield NewFile(path=f"trash/{file.path}", data=file.data)
+
+    def _rewritten(self, old: str) -> NewFile:
+        row = self._rows[old]
+        payload = self._read(row.file_name)
+        body = self.converted(_body(payload, row.file_name))
+        self.ids[old] = id_of(body)
+        name = f"commits/{self._run}/{row.step}.{self.ids[old]}"
+        return NewFile(path=name, data=seal({**payload, "body": body}, name=name, store_id=self._store_id))
+
+    def converted(self, body: Body) -> Body:
+        """Return *body*, of a record of this run or of a pin, as format 2 has it."""
+        row = _row_of("", body)
+        superseded = sorted({self.ids[old] for old in row.supersedes if old in self.ids})
+        changed: Body = {
+            "lineage": self._lineage(row),
+            "stage": 3,
+            "supersedes": cast("Plain", superseded),
+            "notes": [],
+        }
+        return {name: value for name, value in sorted((body | changed).items()) if name != "fork"}
+
+    def _lineage(self, row: _Row) -> Plain:
+        """Return where the attempt forked, where the one before it did, and so on."""
+        found: list[Plain] = []
+        attempt, fork = row.attempt, row.fork
+        # Attempts are numbered in order: no reader of format 1 followed a fork to a later one.
+        while fork is not None and cast("int", fork["attempt"]) < attempt:
+            found.append(fork)
+            attempt = cast("int", fork["attempt"])
+            fork = self._forks.get(attempt)
+        return found
+
+    def can_spare(self, old: str) -> bool:
+        """Whether nothing is lost without a damaged record *old*: it is here, sound, or was dropped or replaced."""
+        withdrawn = {each for row in self._rows.values() if row.is_withdrawal for each in row.supersedes}
+        hiders = (mine for mine, row in self._rows.items() if old in row.supersedes)
+        return old in self._rows or any(hider not in withdrawn for hider in hiders)
+
+
+def _body(payload: Body, name: str) -> Body:
+    """Return the body in a record's *payload*; all that the step itself relies on is checked."""
+    if payload.keys() != {"body", "observed"}:
+        raise _damaged(name, "it does not hold body and observed")
+    return _checked(payload["body"], name)
+
+
+def _checked(body: Plain, name: str) -> Body:
+    flags = body.get("flags") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not isinstance(flags, list):
+        raise _damaged(name, "it holds no record")
+    unknown = sorted({str(flag) for flag in flags} - _FLAGS)
+    if unknown:
+        raise Unsupported(f"{name} uses {', '.join(unknown)}, which format {_OLD} does not have; nothing was changed")
+    fork = body.get("fork")
+    is_fork = isinstance(fork, dict) and all(type(fork.get(key)) is int for key in ("attempt", "step"))
+    is_sound = (
+        body.keys() == _FIELDS
+        and all(type(body[field]) is int for field in ("attempt", "step"))
+        and all(isinstance(body[field], list) for field in ("layers", "supersedes"))
+        and isinstance(body["policy"], dict)
+        and (is_fork or fork is None)
+    )
+    if not is_sound:
+        raise _damaged(name, "its fields are not those of a record")
+    return body
+
+
+def _row_of(file_name: str, body: Body) -> _Row:
+    decisions = cast("Body", body["policy"]).get("decisions")
+    return _Row(
+        file_name=file_name,
+        attempt=cast("int", body["attempt"]),
+        step=cast("int", body["step"]),
+        fork=cast("Body | None", body["fork"]),
+        supersedes=tuple(str(old) for old in cast("list[Plain]", body["supersedes"])),
+        has_layers=bool(body["layers"]),
+        # A tree is kept as its storages and its root; that of decisions is a dict: a tag, then keys and values.
+        is_withdrawal=isinstance(decisions, list) and isinstance(decisions[1], list) and _WITHDRAWN in decisions[1],
+    )
+
+
+# -- the whole store -----------------------------------------------------------------------------------------------
+
+
+def _convert(older: Older) -> Iterator[NewFile]:
+    if "commits" not in older.folders(""):
+        raise _damaged("commits", "it is missing although this is a store")
+    store_id = str(identity_fields(older.read("store.json"), number=_OLD)["store_id"])
+    runs = {run: _Run(older, run, store_id) for run in older.folders("commits")}
+    _check_quarantine(older, runs)
+    for run in runs.values():
+        yield from run.files()
+    for name in older.names("pins"):
+        if not name.startswith("."):  # else a network filesystem's own, and no pin
+            yield _pin(older, name, runs, store_id)
+
+
+def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> NewFile:
+    called = f"pins/{name}"
+    payload = unseal(older.read(called), name=called, store_id=store_id)
+    pin = payload.get("pin")
+    if not isinstance(pin, dict):
+        raise _damaged(called, "it holds no pin")
+    body = _checked(pin.get("record"), called)
+    # A pin may outlive its run.
+    run = runs.get(str(body["run"])) or _Run(older, str(body["run"]), store_id)
+    new, base = run.converted(body), str(pin.get("base"))
+    if base == id_of(body):
+        run.ids.setdefault(base, id_of(new))  # its commit is gone, and it says itself what that was
+    changed = pin | {"base": run.ids.get(base, base), "record": new}
+    return NewFile(path=called, data=seal({"pin": changed}, name=called, store_id=store_id))
+
+
+def _check_quarantine(older: Older, runs: Mapping[str, _Run]) -> None:
+    """Refuse a store in which something is in quarantine that was neither healed nor given up."""
+    pins = older.names("pins")
+    lost = []
+    for repair in older.folders("quarantine"):
+        folder = f"quarantine/{repair}"
+        for run in older.folders(f"{folder}/commits"):
+            for match in filter(None, map(_RECORD.fullmatch, older.names(f"{folder}/commits/{run}"))):
+                if run not in runs or not runs[run].can_spare(match[2]):
+                    lost.append(f"{run}@{match[1]}")
+        lost += [f"pin {name}" for name in older.names(f"{folder}/pins") if name not in pins]
+    if lost:
+        raise IntegrityError(
+            f"{', '.join(sorted(set(lost)))} are in quarantine: neither healed nor given up; nothing was changed",
+            hint="with layerstore 0.1: repair --from COPY heals them, drop REF --quarantined or pin --delete NAME "
+            "gives them up",
+        )
+
+
+def _moves(older: Older) -> Iterator[tuple[str, str]]:
+    """Yield what collections that were interrupted have left aside: all of it goes back to its place."""
+    for collection in older.folders("gc"):
+        for name in older.names(f"gc/{collection}/aside"):
+            if _OBJECT.fullmatch(name):
+                yield f"gc/{collection}/aside/{name}", f"objects/{name[:2]}/{name}"
+
+
+STEP = Step(
+    source=_OLD,
+    target=_NEW,
+    summary="records say their attempt's whole lineage, and dropped commits lie in trash/",
+    makes=("commits", "gc", "parts", "pins", "trash"),
+    leaves=("quarantine",),
+    removes=("locks/gc.reserve", "manifest", "manifest.dropped-*"),
+    identity=_identity,
+    convert=_convert,
+    moves=_moves,
+)

@@ -1,1 +1,0 @@
-"""Steps for tests alone: from formats that never were, written as a released step has to be."""
