@@ -389,7 +389,7 @@ def _sweep(rooms: Rooms, plan: GcPlan, progress: Progress) -> NumberedIds:
     lost: only that one knows whether it may go.
     """
     progress.start("remove", plan.outcome.objects.size_bytes)
-    rooms.aside.open()
+    rooms.aside.make_folder()
     for each in plan.marks.doomed():
         rooms.aside.take(each.ref.id)
         progress.advance(each.ref.size_bytes)

@@ -164,6 +164,8 @@ def undrop(rooms: Rooms, ref: str) -> Commit:
         view = rooms.catalog.find(record.run)
         own = [] if view is None else view.of_attempt(record.attempt)
         rival = next((row for row in own if row.step == record.step), None)
+        if rival is not None and rival.id == commit.id:
+            raise NotFound(f"{ref} is not dropped: it was saved again", hint="layerstore log lists it")
         if rival is not None:
             raise Conflict(
                 f"{record.run}@{record.step} is commit {rival.id[:12]} by now; nothing was changed",

@@ -26,7 +26,7 @@ class Aside:
         self._layout = layout
         self._files = files
 
-    def open(self) -> None:
+    def make_folder(self) -> None:
         """Make the folder."""
         self._files.make_directory(self._layout.gc)
         self._files.make_directory(self._layout.aside)
