@@ -10,7 +10,7 @@ from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_para
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.check.doctor import Diagnosis
+    from layerstore.check import Diagnosis
 
 
 def doctor(

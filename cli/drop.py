@@ -9,7 +9,7 @@ from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.gc.drop import Dropped
+    from layerstore.gc import Dropped
 
 _NAMES_SHOWN_MAX = 8
 

@@ -23,7 +23,7 @@ from layerstore.cli.render import (
 from layerstore.json_fields import iso_time
 
 if TYPE_CHECKING:
-    from layerstore.gc.collect import CommitFate, GcOutcome, Gone
+    from layerstore.gc import CommitFate, GcOutcome, Gone
 
 _LINES_MAX = 50
 _STEPS_SHOWN_MAX = 3
@@ -147,7 +147,7 @@ def _is_confirmed(plan: "GcOutcome", *, has_grace: bool) -> bool:
 
 
 def _tell(outcome: "GcOutcome", *, is_done: bool, has_grace: bool) -> None:
-    from layerstore.gc.retention import NOT_ASKED
+    from layerstore.gc import NOT_ASKED
 
     # What goes first: a long list is cut at its end.
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))

@@ -38,7 +38,7 @@ from layerstore.cli.render import (
 )
 
 if TYPE_CHECKING:
-    from layerstore.ingest.execute import Ingested
+    from layerstore.ingest import Ingested
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
 All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]

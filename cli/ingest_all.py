@@ -10,7 +10,7 @@ from layerstore.cli.render import counted, say, say_warning
 
 if TYPE_CHECKING:
     from layerstore.errors import LayerstoreError
-    from layerstore.ingest.execute import Ingested
+    from layerstore.ingest import Ingested
     from layerstore.zero3 import FoundTag
 
 Take: TypeAlias = Callable[[Path, str | None], None]

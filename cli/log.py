@@ -21,7 +21,7 @@ from layerstore.cli.render import (
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.gc.drop import DroppedCommit
+    from layerstore.gc import DroppedCommit
     from layerstore.inspect import LogEntry, LogLine
     from layerstore.storage.timings import SaveTiming
 

@@ -23,7 +23,7 @@ from layerstore.json_fields import iso_time
 if TYPE_CHECKING:
     from layerstore import Store
     from layerstore.model import Pin
-    from layerstore.publish.pins import Unpinned
+    from layerstore.publish import Unpinned
 
 
 def pin(
@@ -117,7 +117,7 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
 
 def _mixed_by(pin: "Pin") -> str:
     """Return the policy that mixed what *pin* means; nothing where it is a commit."""
-    from layerstore.history.references import is_mixture
+    from layerstore.history import is_mixture
 
     policy = pin.record.policy
     return policy_in_words(policy.name, _settings(pin)) if is_mixture(pin.record, pin.base) else ""
@@ -139,7 +139,7 @@ def _row(pin: "Pin", reference: str, *, with_mixtures: bool) -> list[str]:
 
 
 def _fields(pin: "Pin") -> dict[str, object]:
-    from layerstore.history.references import is_mixture
+    from layerstore.history import is_mixture
 
     return {
         "pin": pin.name,

@@ -14,8 +14,7 @@ from layerstore.layers import typed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from layerstore.check.identity import RestoredIdentity
-    from layerstore.check.repair import Repaired
+    from layerstore.check import Repaired, RestoredIdentity
 
 _NAMES_MAX = 8
 _LINES_MAX = 50

@@ -12,9 +12,7 @@ from layerstore.json_fields import json_fields
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from layerstore.check.damage import Cost, Damage
-    from layerstore.check.standing import Hurt
-    from layerstore.check.verify import Verdict
+    from layerstore.check import Cost, Damage, Hurt, Verdict
 
 _NAMES_MAX = 8
 _HURT_MAX = 20

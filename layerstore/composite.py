@@ -27,12 +27,11 @@ from layerstore.compose import (
     plan_export,
     plan_ranks,
 )
-from layerstore.history.references import reference_to, references_to
-from layerstore.history.staleness import Staleness, check_staleness
+from layerstore.history import Staleness, check_staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
 from layerstore.model import LayerEntry, Pin, Saving
 from layerstore.progress import Progress, Silent
-from layerstore.publish import pins as pin_verb
+from layerstore.publish import make_pin
 from layerstore.storage.rooms import Rooms
 
 StrPath = str | os.PathLike[str]
@@ -136,7 +135,7 @@ class Composite:
         self.check()
         with losses_told(self._rooms, self._composition):
             check_whole(self._rooms, self._composition)
-        return pin_verb.pin(self._rooms, name, self._composition.as_resolved())
+        return make_pin(self._rooms, name, self._composition.as_resolved())
 
     def ls(self) -> list[LayerLine]:
         """Return every layer with its sizes."""

@@ -10,14 +10,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from layerstore.check import identity as identity_verb
-from layerstore.check import repair as repair_verb
-from layerstore.check import verify as verify_verb
-from layerstore.check.doctor import Diagnosis, diagnose
-from layerstore.check.identity import RestoredIdentity
-from layerstore.check.repair import Repaired
-from layerstore.check.sample import parse_sample
-from layerstore.check.verify import Verdict
+from layerstore.check import (
+    Diagnosis,
+    Repaired,
+    RestoredIdentity,
+    Verdict,
+    diagnose,
+    execute_repair,
+    opened_sources,
+    parse_sample,
+    plan_repair,
+    verify_store,
+)
+from layerstore.check import restore_identity as restored_identity
 from layerstore.compose import (
     compose_by_policy,
     compose_by_recipe,
@@ -28,14 +33,22 @@ from layerstore.compose import (
 from layerstore.compose import without_damaged as avoid_damage
 from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
-from layerstore.gc import collect as gc_verb
-from layerstore.gc import drop as drop_verb
-from layerstore.gc.collect import GcOutcome
-from layerstore.gc.drop import Dropped, DroppedCommit
-from layerstore.history.references import references_to, resolve
-from layerstore.ingest import execute as ingest_verb
-from layerstore.ingest.execute import Ingested
-from layerstore.ingest.plan import plan_ingest
+from layerstore.gc import (
+    Dropped,
+    DroppedCommit,
+    GcOutcome,
+    GcRequest,
+    damaged_records,
+    dropped,
+    execute_drop,
+    execute_gc,
+    give_up,
+    plan_drop,
+    plan_gc,
+    undrop,
+)
+from layerstore.history import references_to, resolve
+from layerstore.ingest import Ingested, execute_ingest, plan_ingest
 from layerstore.inspect import (
     CommitView,
     Diff,
@@ -55,8 +68,7 @@ from layerstore.model import Commit, Pin, Saving
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
-from layerstore.publish import pins as pin_verb
-from layerstore.publish.pins import Unpinned
+from layerstore.publish import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
 from layerstore.storage import timings as timing_verb
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
@@ -140,7 +152,7 @@ class Store:
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
         if pin is not None:
-            pin_verb.check_pin_name(self._rooms, pin)
+            check_pin_name(self._rooms, pin)
         plan = plan_ingest(
             self._rooms,
             Path(checkpoint),
@@ -156,8 +168,8 @@ class Store:
             trust_store=trust_store,
         )
         if pin is not None:
-            pin_verb.check_pin_free(self._rooms, pin, run=plan.run, step=plan.step)
-        ingested = ingest_verb.execute_ingest(self._rooms, plan, progress=progress or Silent())
+            check_pin_free(self._rooms, pin, run=plan.run, step=plan.step)
+        ingested = execute_ingest(self._rooms, plan, progress=progress or Silent())
         if pin is not None:
             self.pin(pin, f"{ingested.run}@{ingested.step}")
         return ingested
@@ -275,15 +287,15 @@ class Store:
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""
-        return pin_verb.pin(self._rooms, name, resolve(self._rooms, ref))
+        return make_pin(self._rooms, name, resolve(self._rooms, ref))
 
     def pins(self) -> list[Pin]:
         """Return all readable pins, by name."""
-        return pin_verb.read_pins(self._rooms)[0]
+        return read_pins(self._rooms)[0]
 
     def damaged_pins(self) -> dict[str, LayerstoreError]:
         """Return the names of pins that cannot be read, and why."""
-        return pin_verb.read_pins(self._rooms)[1]
+        return read_pins(self._rooms)[1]
 
     def delete_pin(self, name: str) -> Unpinned | None:
         """
@@ -291,7 +303,7 @@ class Store:
 
         Returns whether what it meant is visible; None where the pin could not be read.
         """
-        return pin_verb.delete_pin(self._rooms, name)
+        return delete_pin(self._rooms, name)
 
     def drop(self, ref: str, *, dry_run: bool = False) -> Dropped:
         """
@@ -299,7 +311,7 @@ class Store:
 
         Commits that inherited its layers keep them. With *dry_run* nothing is written.
         """
-        return drop_verb.plan_drop(self._rooms, ref) if dry_run else drop_verb.execute_drop(self._rooms, ref)
+        return plan_drop(self._rooms, ref) if dry_run else execute_drop(self._rooms, ref)
 
     def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
         """
@@ -307,9 +319,9 @@ class Store:
 
         What only they need goes with the next collection, which they have held up until then.
         """
-        names = drop_verb.damaged_records(self._rooms, ref)
+        names = damaged_records(self._rooms, ref)
         if not dry_run:
-            drop_verb.give_up(self._rooms, names)
+            give_up(self._rooms, names)
         return tuple(name.id for name in names)
 
     def undrop(self, ref: str) -> Commit:
@@ -320,11 +332,11 @@ class Store:
             NotFound: It is not in the trash.
             Conflict: Another commit has its place by now.
         """
-        return drop_verb.undrop(self._rooms, ref)
+        return undrop(self._rooms, ref)
 
     def dropped(self, run: str | None = None) -> list[DroppedCommit]:
         """Return the commits in the trash, of *run* or of all, newest step first."""
-        return drop_verb.dropped(self._rooms, run)
+        return dropped(self._rooms, run)
 
     def gc(
         self,
@@ -352,7 +364,7 @@ class Store:
             Locked: Another collection is under way.
             Conflict: More would go than in the plan that was confirmed; nothing was removed.
         """
-        request = gc_verb.Request(
+        request = GcRequest(
             keep=keep or Keep(),
             runs=runs,
             grace_seconds=grace_seconds,
@@ -360,8 +372,8 @@ class Store:
             confirmed=confirmed,
         )
         if dry_run:
-            return gc_verb.plan_gc(self._rooms, request, progress=progress or Silent()).outcome
-        return gc_verb.execute_gc(self._rooms, request, progress=progress or Silent())
+            return plan_gc(self._rooms, request, progress=progress or Silent()).outcome
+        return execute_gc(self._rooms, request, progress=progress or Silent())
 
     def verify(
         self,
@@ -380,7 +392,7 @@ class Store:
         if read_data and read_data_subset is not None:
             raise InvalidInput("all of the data and a part of it are to be read", hint="leave one of the two out")
         only = None if ref is None else resolve(self._rooms, ref)
-        return verify_verb.verify(
+        return verify_store(
             self._rooms,
             only=only,
             read_data=read_data,
@@ -405,8 +417,8 @@ class Store:
             InvalidInput: A source is no store.
             Locked: A collection or another repair is under way.
         """
-        repair = repair_verb.plan_repair if dry_run else repair_verb.execute_repair
-        with repair_verb.opened_sources(self._rooms, map(Path, sources)) as others:
+        repair = plan_repair if dry_run else execute_repair
+        with opened_sources(self._rooms, map(Path, sources)) as others:
             return repair(self._rooms, others, read_data=read_data, progress=progress or Silent())
 
     def reindex(self) -> int:
@@ -430,7 +442,7 @@ def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> 
     Raises:
         InvalidInput: The records there do not say that they are of the store *store_id*.
     """
-    return identity_verb.restore_identity(layout_at(Path(path)), Files(), store_id, dry_run=dry_run)
+    return restored_identity(layout_at(Path(path)), Files(), store_id, dry_run=dry_run)
 
 
 def find_checkpoints(*folders: StrPath) -> Survey:

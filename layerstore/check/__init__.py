@@ -1,1 +1,26 @@
 """Verify, repair and doctor."""
+
+from layerstore.check.damage import Cost, Damage
+from layerstore.check.doctor import Diagnosis, diagnose
+from layerstore.check.identity import RestoredIdentity, restore_identity
+from layerstore.check.repair import Repaired, execute_repair, opened_sources, plan_repair
+from layerstore.check.sample import parse_sample
+from layerstore.check.standing import Hurt
+from layerstore.check.verify import Verdict, verify_store
+
+__all__ = [
+    "Cost",
+    "Damage",
+    "Diagnosis",
+    "Hurt",
+    "Repaired",
+    "RestoredIdentity",
+    "Verdict",
+    "diagnose",
+    "execute_repair",
+    "opened_sources",
+    "parse_sample",
+    "plan_repair",
+    "restore_identity",
+    "verify_store",
+]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import LayerstoreError, StorageIO, Unsupported
-from layerstore.history.references import Resolved, references_to
+from layerstore.history import Resolved, references_to
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Observed, Origin, Pin
 from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.rooms import Rooms

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.check.damage import Cost, Costs, Damage, holders_of
-from layerstore.check.verify import verify
+from layerstore.check.verify import verify_store
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, Unsupported
-from layerstore.history.needs import objects_of_state, objects_of_version
-from layerstore.history.references import references_to
+from layerstore.history import objects_of_state, objects_of_version, references_to
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId
 from layerstore.progress import Progress
-from layerstore.publish.transaction import Transaction, republish
+from layerstore.publish import Transaction, republish
 from layerstore.storage.checks import read_chunks
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
@@ -156,7 +155,7 @@ class _Repair:
         self._fetched: dict[str, Fetched] = {}
 
     def look(self, progress: Progress) -> Repaired:
-        verdict = verify(self._rooms, read_data=self._read_data, progress=progress)
+        verdict = verify_store(self._rooms, read_data=self._read_data, progress=progress)
         lost: list[Damage] = []
         unreadable: list[str] = []
         newer: list[str] = []

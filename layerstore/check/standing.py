@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from layerstore.check.damage import Holder
 from layerstore.errors import LayerstoreError
-from layerstore.gc.unserved import ASKED_FOR, versions_by
-from layerstore.history.references import Resolved, references_to
+from layerstore.gc import ASKED_FOR, versions_by
+from layerstore.history import Resolved, references_to
 from layerstore.model import BlobRef, Kind, ObjectId
 from layerstore.policy import Latest
 from layerstore.storage.rooms import Rooms

@@ -23,9 +23,7 @@ from layerstore.check.damage import Cost, Costs, Damage, Holder, holders_of
 from layerstore.check.sample import Sample
 from layerstore.check.standing import Standing, standing
 from layerstore.errors import PROCESS_ERRNOS, IntegrityError, LayerstoreError, StorageIO
-from layerstore.history.needs import Needs, objects_of_state, objects_of_version
-from layerstore.history.packed import PARTS, PackedList, PackedRefs
-from layerstore.history.references import Resolved
+from layerstore.history import PARTS, Needs, PackedList, PackedRefs, Resolved, objects_of_state, objects_of_version
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress
@@ -104,7 +102,7 @@ class _Named:
         return tuple(self.blobs[number] for number in numbers)
 
 
-def verify(
+def verify_store(
     rooms: Rooms,
     *,
     only: Resolved | None = None,

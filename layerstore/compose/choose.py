@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayoutMismatch
-from layerstore.history.past import Past
-from layerstore.history.references import Resolved, references_to
-from layerstore.history.staleness import LayerAge, Staleness, staleness_of
+from layerstore.history import LayerAge, Past, Resolved, Staleness, references_to, staleness_of
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 from layerstore.compose.choose import Composition, difference
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError
-from layerstore.history.needs import named_by, objects_of_state
-from layerstore.history.past import saved_at, saves_below
-from layerstore.history.references import references_to
+from layerstore.history import named_by, objects_of_state, references_to, saved_at, saves_below
 from layerstore.layers import typed
 from layerstore.model import BlobRef, LayerEntry, LayerVersion
 from layerstore.storage.rooms import Rooms

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.compose.choose import Composition
 from layerstore.errors import IntegrityError, InvalidInput, NotFound, StorageIO
-from layerstore.history.references import Resolved, locate, only_run, resolve
+from layerstore.history import Resolved, locate, only_run, resolve
 from layerstore.layers import typed
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry

@@ -1,1 +1,36 @@
 """Retention, mark, sweep and trim: what nobody wants to keep goes."""
+
+from layerstore.gc.collect import CommitFate, GcOutcome, GcRequest, Gone, execute_gc, has_work, plan_gc
+from layerstore.gc.drop import (
+    Dropped,
+    DroppedCommit,
+    damaged_records,
+    dropped,
+    execute_drop,
+    give_up,
+    plan_drop,
+    undrop,
+)
+from layerstore.gc.retention import NOT_ASKED
+from layerstore.gc.unserved import ASKED_FOR, versions_by
+
+__all__ = [
+    "ASKED_FOR",
+    "CommitFate",
+    "Dropped",
+    "DroppedCommit",
+    "GcOutcome",
+    "Gone",
+    "NOT_ASKED",
+    "GcRequest",
+    "damaged_records",
+    "dropped",
+    "execute_drop",
+    "execute_gc",
+    "give_up",
+    "has_work",
+    "plan_drop",
+    "plan_gc",
+    "undrop",
+    "versions_by",
+]

@@ -18,15 +18,13 @@ from layerstore.gc.mark import Marks, blob_magic, concluding, named, pinned_comm
 from layerstore.gc.retention import Fate, choose, views_of
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.gc.unserved import Unserved, unserved
-from layerstore.history.needs import Needs, named_by
-from layerstore.history.packed import NumberedIds
-from layerstore.history.references import references_to
+from layerstore.history import Needs, NumberedIds, named_by, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
 from layerstore.model import BlobRef
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
-from layerstore.publish.transaction import retire
+from layerstore.publish import retire
 from layerstore.storage.commits import RecordName
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.rooms import Rooms
@@ -106,7 +104,7 @@ class GcOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class GcRequest:
     """What is asked of a collection."""
 
     keep: Keep
@@ -137,7 +135,7 @@ class GcPlan:
         return [fate for _, fates in self.runs for fate in fates]
 
 
-def has_work(rooms: Rooms, request: Request) -> bool:
+def has_work(rooms: Rooms, request: GcRequest) -> bool:
     """Whether any record of the runs asked about is to go: only these are looked at, and nothing is marked."""
     now_ns = rooms.aside.now_ns()
     pinned = pinned_commits(rooms)
@@ -153,7 +151,7 @@ def has_work(rooms: Rooms, request: Request) -> bool:
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
+def plan_gc(rooms: Rooms, request: GcRequest, *, progress: Progress) -> GcPlan:
     """
     Find out what is to go; nothing is written but a probe for the time.
 
@@ -165,7 +163,7 @@ def plan_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcPlan:
         return _plan(rooms, request, progress)
 
 
-def _plan(rooms: Rooms, request: Request, progress: Progress) -> GcPlan:
+def _plan(rooms: Rooms, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = rooms.aside.now_ns()
     old_before_ns = now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS)
     unfinished_before_ns = now_ns - _ns(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
@@ -249,7 +247,7 @@ def _sum(parts: Mapping[int | None, Gone]) -> Gone:
     return sum(parts.values(), Gone())
 
 
-def _chosen(rooms: Rooms, request: Request, now_ns: int) -> tuple[tuple[RunView, tuple[Fate, ...]], ...]:
+def _chosen(rooms: Rooms, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[Fate, ...]], ...]:
     views = views_of(rooms)
     wanted = {view.run for view in views} if request.runs is None else set(request.runs)
     missing = wanted - {view.run for view in views}
@@ -299,7 +297,7 @@ def _commit_fates(rooms: Rooms, fates: Sequence[Fate], tally: _Tally) -> tuple[C
 # -- the deed ------------------------------------------------------------------------------------------------------
 
 
-def execute_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcOutcome:
+def execute_gc(rooms: Rooms, request: GcRequest, *, progress: Progress) -> GcOutcome:
     """
     Remove what `plan_gc` finds, and raise as that does.
 
@@ -327,7 +325,7 @@ def execute_gc(rooms: Rooms, request: Request, *, progress: Progress) -> GcOutco
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
 
-def _check_confirmed(plan: GcPlan, request: Request) -> None:
+def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
     """Raise Conflict if more is to go than whoever was asked has seen."""
     if request.confirmed is None:
         return

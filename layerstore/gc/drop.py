@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Overtaken
 from layerstore.gc.mark import bytes_of_only
-from layerstore.history.references import Resolved, reference_to, references_to, resolve
+from layerstore.history import Resolved, reference_to, references_to, resolve
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
-from layerstore.publish.transaction import republish, retire
+from layerstore.publish import republish, retire
 from layerstore.storage.commits import RecordName
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView

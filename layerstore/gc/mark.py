@@ -11,8 +11,7 @@ from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
-from layerstore.history.needs import Needs
-from layerstore.history.references import references_to
+from layerstore.history import Needs, references_to
 from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving

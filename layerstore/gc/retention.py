@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from layerstore.compose import content_of
 from layerstore.gc.mark import named
 from layerstore.gc.trim import has_moments, saved_ns
-from layerstore.history.attempt_locks import saved_now
-from layerstore.history.place import newest_attempt
+from layerstore.history import newest_attempt, saved_now
 from layerstore.layers import typed
 from layerstore.model import CommitId, CommitRecord
 from layerstore.policy.keep import Candidate, Keep

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
-from layerstore.history.needs import Needs, objects_of_version
+from layerstore.history import Needs, objects_of_version
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerEntry, LayerVersion
-from layerstore.publish.transaction import Transaction
+from layerstore.publish import Transaction
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.rooms import Rooms
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from layerstore.compose import compose_by_policy
 from layerstore.gc.retention import Fate
-from layerstore.history.needs import Needs
-from layerstore.history.references import Resolved, references_to
+from layerstore.history import Needs, Resolved, references_to
 from layerstore.model import BlobRef
 from layerstore.policy import Filter, Parity, Policy
 from layerstore.storage.manifest import RecordRow, packed_versions

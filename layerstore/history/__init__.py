@@ -1,1 +1,63 @@
 """Which commits there are: references, lineage and attempts, what a new save follows, staleness."""
+
+from layerstore.history.attempt_locks import reserve, saved_now
+from layerstore.history.graph import GraphLine, draw_graph
+from layerstore.history.needs import Needs, named_by, objects_of_state, objects_of_version
+from layerstore.history.packed import PARTS, NumberedIds, PackedList, PackedRefs
+from layerstore.history.past import Past, asked_again, saved_at, saves_below
+from layerstore.history.place import (
+    Place,
+    entries_of,
+    newest_attempt,
+    own_numbers,
+    place_after,
+    place_at,
+    place_begun,
+    place_beside,
+    place_free,
+    place_of,
+    rows_at,
+)
+from layerstore.history.references import Resolved, is_mixture, locate, only_run, reference_to, references_to, resolve
+from layerstore.history.staleness import LayerAge, Staleness, check_staleness, staleness_of
+
+__all__ = [
+    "GraphLine",
+    "LayerAge",
+    "Needs",
+    "NumberedIds",
+    "PARTS",
+    "PackedList",
+    "PackedRefs",
+    "Past",
+    "Place",
+    "Resolved",
+    "Staleness",
+    "asked_again",
+    "check_staleness",
+    "entries_of",
+    "draw_graph",
+    "is_mixture",
+    "locate",
+    "named_by",
+    "newest_attempt",
+    "objects_of_state",
+    "objects_of_version",
+    "only_run",
+    "own_numbers",
+    "place_after",
+    "place_at",
+    "place_begun",
+    "place_beside",
+    "place_free",
+    "place_of",
+    "reference_to",
+    "references_to",
+    "reserve",
+    "resolve",
+    "rows_at",
+    "saved_at",
+    "saved_now",
+    "saves_below",
+    "staleness_of",
+]

@@ -43,7 +43,7 @@ class _Branch:
     """The commit that its oldest came from, on another branch."""
 
 
-def graph(view: RunView) -> Iterator[GraphLine]:
+def draw_graph(view: RunView) -> Iterator[GraphLine]:
     r"""
     Draw the visible commits of a run: the newest attempt's history on the left, what was abandoned beside it.
 

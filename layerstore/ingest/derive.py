@@ -12,7 +12,7 @@ from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, Parameter
-from layerstore.publish.hashing import SourceReader
+from layerstore.publish import SourceReader
 from layerstore.zero3 import (
     Checkpoint,
     GatheredSource,

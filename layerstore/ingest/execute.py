@@ -16,16 +16,24 @@ from typing import NamedTuple
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, Overtaken, StorageIO
 from layerstore.format.records import WITHOUT_MOMENTS, commit_id
-from layerstore.history.attempt_locks import reserve
-from layerstore.history.past import asked_again
-from layerstore.history.place import Place, entries_of, newest_attempt, place_beside, place_free, place_of, rows_at
+from layerstore.history import (
+    Place,
+    asked_again,
+    entries_of,
+    newest_attempt,
+    place_beside,
+    place_free,
+    place_of,
+    reserve,
+    rows_at,
+)
 from layerstore.ingest.plan import IngestPlan
 from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import Content, transfer
 from layerstore.model import CommitId, CommitRecord, Origin, PolicyUse, SourceLayout
 from layerstore.policy import Latest
 from layerstore.progress import Progress
-from layerstore.publish.transaction import Published, Transaction
+from layerstore.publish import Published, Transaction
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter

@@ -11,7 +11,7 @@ from math import prod
 from layerstore.distance import Meter, can_measure
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
-from layerstore.publish.hashing import SourceReader
+from layerstore.publish import SourceReader
 from layerstore.storage.rooms import Rooms
 from layerstore.zero3 import LayerSource, Slices, SliceSource, stretches
 

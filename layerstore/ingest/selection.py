@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from layerstore.history.place import Place, own_numbers
+from layerstore.history import Place, own_numbers
 from layerstore.ingest.movement import movements
 from layerstore.model import Kind, LayerEntry
 from layerstore.policy import Policy

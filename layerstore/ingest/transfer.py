@@ -27,8 +27,7 @@ from layerstore.model import (
     TensorSource,
 )
 from layerstore.progress import Progress
-from layerstore.publish.hashing import Checksums, SourceReader, crc32_of
-from layerstore.publish.staging import Staging, in_order
+from layerstore.publish import Checksums, SourceReader, Staging, crc32_of, in_order
 from layerstore.storage.objects import ObjectWriter
 from layerstore.zero3 import (
     Checkpoint,

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from layerstore.distance import Distance, Meter, can_measure, nothing_between
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError
-from layerstore.history.references import Resolved, reference_to
+from layerstore.history import Resolved, reference_to
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
 from layerstore.progress import Progress

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format.records import WITHOUT_MOMENTS
-from layerstore.history.graph import GraphLine
-from layerstore.history.graph import graph as draw
+from layerstore.history import GraphLine
+from layerstore.history import draw_graph as draw
 from layerstore.model import Commit
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerstore.errors import InvalidInput, SourceCheckpoint
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.layers import layers_in_order
 from layerstore.limits import MODEL_BLOCKS_MAX, RECORD_BYTES_MAX
 from layerstore.model import Kind, Parameter

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from layerstore.compose import compose_by_policy
 from layerstore.errors import IntegrityError, LayerstoreError
-from layerstore.gc.collect import CommitFate, GcOutcome, Request, plan_gc
-from layerstore.history.references import Resolved, references_to
-from layerstore.history.staleness import Staleness, staleness_of
+from layerstore.gc import CommitFate, GcOutcome, GcRequest, plan_gc
+from layerstore.history import Resolved, Staleness, references_to, staleness_of
 from layerstore.inspect.log import LogEntry, log_entry, names_of_pins
 from layerstore.inspect.stats import Amounts, Growth, Stats, count, views_of
 from layerstore.model import Commit, CommitId, LayerEntry
@@ -185,7 +184,7 @@ def collect_report(rooms: Rooms, *, run: str | None, keep: Keep | None, progress
 def _retention(rooms: Rooms, run: str | None, keep: Keep | None, *, progress: Progress) -> RetentionReport | None:
     if keep is None or not (keep.has_rules or keep.drop_optimizer_older_than is not None):
         return None
-    request = Request(keep=keep, runs=None if run is None else [run])
+    request = GcRequest(keep=keep, runs=None if run is None else [run])
     try:
         return RetentionReport(keep=keep, outcome=plan_gc(rooms, request, progress=progress).outcome)
     except IntegrityError as exc:

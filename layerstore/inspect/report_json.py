@@ -14,7 +14,7 @@ from statistics import median
 
 from layerstore.compose import checked_file, write_file
 from layerstore.errors import Unsupported
-from layerstore.gc.collect import CommitFate
+from layerstore.gc import CommitFate
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
 from layerstore.inspect.report import Report, RetentionReport, RunReport, ShownSave, collect_report, thinned
 from layerstore.inspect.stats import Stats

@@ -6,8 +6,7 @@ from math import prod
 
 from layerstore.errors import NotFound
 from layerstore.format.records import WITHOUT_MOMENTS
-from layerstore.history.needs import objects_of_state
-from layerstore.history.references import Resolved
+from layerstore.history import Resolved, objects_of_state
 from layerstore.model import Kind, LayerEntry, RankState
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.rooms import Rooms

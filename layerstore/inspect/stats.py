@@ -13,7 +13,7 @@ from pathlib import Path
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format.records import commit_id
-from layerstore.history.needs import objects_of_state
+from layerstore.history import objects_of_state
 from layerstore.json_fields import json_fields, json_value
 from layerstore.model import (
     BlobRef,
@@ -27,7 +27,7 @@ from layerstore.model import (
     TensorSource,
 )
 from layerstore.progress import Progress
-from layerstore.publish.pins import read_pins
+from layerstore.publish import read_pins
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.runview import RunView
 

@@ -1,1 +1,37 @@
 """The one transaction that makes a record visible, pins, and a commit that many ranks make together."""
+
+from layerstore.publish.hashing import Checksums, SourceReader, crc32_of
+from layerstore.publish.joining import BaseLost, GivenUp, Joint, join, parts_of
+from layerstore.publish.pins import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
+from layerstore.publish.shares import Frozen, KeptFile, ShareWork, fail_share, objects_due, write_share
+from layerstore.publish.staging import Staging, in_order
+from layerstore.publish.transaction import Published, Transaction, republish, retire
+
+__all__ = [
+    "BaseLost",
+    "Checksums",
+    "Frozen",
+    "GivenUp",
+    "Joint",
+    "KeptFile",
+    "Published",
+    "ShareWork",
+    "SourceReader",
+    "Staging",
+    "Transaction",
+    "Unpinned",
+    "check_pin_free",
+    "check_pin_name",
+    "crc32_of",
+    "delete_pin",
+    "fail_share",
+    "in_order",
+    "join",
+    "make_pin",
+    "objects_due",
+    "parts_of",
+    "read_pins",
+    "republish",
+    "retire",
+    "write_share",
+]

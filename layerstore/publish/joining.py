@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
-from layerstore.history.place import Place, entries_of
+from layerstore.history import Place, entries_of
 from layerstore.model import (
     BlobRef,
     Commit,

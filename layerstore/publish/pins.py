@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
-from layerstore.history.references import Resolved, is_mixture, reference_to
+from layerstore.history import Resolved, is_mixture, reference_to
 from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.publish.transaction import Transaction
@@ -34,7 +34,7 @@ def _taken(rooms: Rooms, name: str, old: CommitRecord) -> AlreadyExists:
     )
 
 
-def pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
+def make_pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
     """
     Give *resolved* the name *name*.
 

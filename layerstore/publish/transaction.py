@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, Overtaken
 from layerstore.format.records import make_commit
-from layerstore.history.needs import named_by
+from layerstore.history import named_by
 from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.rooms import Rooms

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import layerstore
 from layerstore import Store
 from layerstore.errors import InvalidInput, LayerstoreError, NotFound
-from layerstore.history.graph import graph, history
+from layerstore.history.graph import draw_graph as graph
+from layerstore.history.graph import history
 from layerstore.history.references import find_row, resolve
 from layerstore.inspect import LogPage
 from layerstore.layers import parse_reference

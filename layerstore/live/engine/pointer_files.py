@@ -16,8 +16,7 @@ from layerstore.compose import Composition, RankStates, compose_latest, content_
 from layerstore.errors import Conflict, IntegrityError, NotFound
 from layerstore.format.canonical import Plain
 from layerstore.format.fields import from_plain, to_plain
-from layerstore.history.attempt_locks import saved_now
-from layerstore.history.references import Resolved, reference_to
+from layerstore.history import Resolved, reference_to, saved_now
 from layerstore.layers import parse_reference
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 from layerstore.compose import AdamStep, Composition, compose_latest, losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
-from layerstore.history.place import Place, place_after, place_begun
-from layerstore.history.references import Resolved
+from layerstore.history import Place, Resolved, place_after, place_begun
 from layerstore.layers import check_name, parse_reference
 from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
 from layerstore.live.engine.load import Loaded

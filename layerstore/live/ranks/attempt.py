@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from layerstore.errors import Conflict
-from layerstore.history.attempt_locks import reserve
-from layerstore.history.place import Place, place_at, place_free
+from layerstore.history import Place, place_at, place_free, reserve
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage.rooms import Rooms

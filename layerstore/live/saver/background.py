@@ -10,17 +10,14 @@ import time
 from collections.abc import Callable, Collection
 
 from layerstore.errors import LayerstoreError
-from layerstore.history.place import Place
-from layerstore.history.references import Resolved
+from layerstore.history import Place, Resolved
 from layerstore.live.log import LOG, words_of
 from layerstore.live.ranks import SAVES_MAX
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.model import Commit, LayerEntry, Part
-from layerstore.publish.joining import BaseLost, GivenUp, Joint, join, parts_of
-from layerstore.publish.pins import pin
-from layerstore.publish.shares import Frozen, fail_share, write_share
+from layerstore.publish import BaseLost, Frozen, GivenUp, Joint, fail_share, join, make_pin, parts_of, write_share
 from layerstore.storage.rooms import Rooms
 
 POLL_SECONDS = 0.02
@@ -177,7 +174,7 @@ class Background:
         if joint.pin is None:
             return
         try:
-            pin(self._rooms, joint.pin, Resolved.of_commit(commit))
+            make_pin(self._rooms, joint.pin, Resolved.of_commit(commit))
         except LayerstoreError as exc:
             LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
 

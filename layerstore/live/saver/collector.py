@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from layerstore.errors import LayerstoreError
-from layerstore.gc.collect import Request, has_work
+from layerstore.gc import GcRequest, has_work
 from layerstore.live.log import LOG, words_of
 from layerstore.policy.keep import Best, Keep
 from layerstore.store import Store
@@ -66,7 +66,7 @@ class Collector:
     def _collect(self) -> None:
         try:
             # Cheap, so most commits start no process.
-            if has_work(self._store.rooms, Request(keep=self._keep, runs=(self._run_name,))):
+            if has_work(self._store.rooms, GcRequest(keep=self._keep, runs=(self._run_name,))):
                 self._note(_run_process(self._question()))
         except Exception as exc:  # noqa: BLE001  # a collection never stops training
             self._warn(words_of(exc))

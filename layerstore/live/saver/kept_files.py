@@ -10,7 +10,7 @@ from layerstore.live.engine import Engine, Memory, random_state
 from layerstore.live.log import LOG
 from layerstore.live.saver.request import FILE_BYTES_MAX, FoundFile, SaveRequest, read_files
 from layerstore.model import SourceLayout
-from layerstore.publish.shares import KeptFile
+from layerstore.publish import KeptFile
 from layerstore.zero3 import beside_shards, flavour_of, rank_of_file
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from layerstore.distance import movement_of
 from layerstore.dtypes import by_code
-from layerstore.ingest.movement import is_still, sampled
+from layerstore.ingest import is_still, sampled
 from layerstore.live.engine import Captured
 from layerstore.live.ranks import Exchange, Message
 from layerstore.model import Kind

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from layerstore.errors import InvalidInput
 from layerstore.limits import GIB
 from layerstore.live.engine import ENGINE_KEYS, FOLDER
-from layerstore.publish.pins import check_pin_free, check_pin_name
+from layerstore.publish import check_pin_free, check_pin_name
 from layerstore.storage.rooms import Rooms
 from layerstore.store import StrPath
 from layerstore.zero3 import read_source_file

@@ -14,8 +14,7 @@ from layerstore.live.saver.clock import Hold
 from layerstore.live.saver.kept_files import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
-from layerstore.publish.joining import Joint
-from layerstore.publish.shares import ShareWork
+from layerstore.publish import Joint, ShareWork
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.timings import SaveTiming, note_timing
 

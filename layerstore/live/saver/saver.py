@@ -23,7 +23,7 @@ from types import TracebackType
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, Locked, StorageIO
-from layerstore.history.place import Place
+from layerstore.history import Place
 from layerstore.layers import compile_pattern
 from layerstore.live.engine import (
     ENGINE_KEYS,
@@ -63,8 +63,7 @@ from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
 from layerstore.policy import Latest, Policy
-from layerstore.publish.joining import Joint
-from layerstore.publish.shares import ShareWork, objects_due
+from layerstore.publish import Joint, ShareWork, objects_due
 from layerstore.store import Store, StrPath
 from layerstore.zero3 import Pointer, Share, undivided
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from layerstore.history.place import Place, own_numbers
+from layerstore.history import Place, own_numbers
 from layerstore.model import PolicyUse
 from layerstore.policy import Latest, Policy
 from layerstore.policy.due import Save, anchored, due_layers
-from layerstore.publish.shares import ShareWork
+from layerstore.publish import ShareWork
 from layerstore.tree import Tree
 
 
