@@ -1,12 +1,10 @@
 """Verify, repair and doctor."""
 
-from layerstore.check.damage import Cost, Damage
+from layerstore.check.damage import Cost, Damage, Hurt
 from layerstore.check.doctor import Diagnosis, diagnose
 from layerstore.check.identity import RestoredIdentity, restore_identity
 from layerstore.check.repair import Repaired, execute_repair, opened_sources, plan_repair
-from layerstore.check.sample import parse_sample
-from layerstore.check.standing import Hurt
-from layerstore.check.verify import Verdict, verify_store
+from layerstore.check.verify import Verdict, parse_sample, verify_store
 
 __all__ = [
     "Cost",

@@ -22,7 +22,7 @@ from layerstore.storage.environment import engine_version
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout, layout_at
 from layerstore.storage.placement import MANIFEST_DIR_VARIABLE, Mount, manifest_directory, mount_of
-from layerstore.storage.racing import Race, race
+from layerstore.storage.probes import Race, race
 from layerstore.storage.setup import open_rooms
 
 Verdict = Literal["ok", "note", "problem"]

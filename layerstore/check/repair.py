@@ -17,9 +17,9 @@ from layerstore.history import objects_of_state, objects_of_version, references_
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
-from layerstore.storage.checks import read_chunks
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
+from layerstore.storage.objects import read_chunks
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
 

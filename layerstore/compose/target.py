@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
-from layerstore.storage.kernel import mapped_errors
+from layerstore.storage.handles import mapped_errors
 from layerstore.storage.rooms import Rooms
 
 

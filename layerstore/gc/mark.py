@@ -16,8 +16,8 @@ from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
-from layerstore.storage.checks import missing
 from layerstore.storage.commits import RecordName
+from layerstore.storage.objects import missing
 from layerstore.storage.rooms import Rooms
 
 

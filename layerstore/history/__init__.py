@@ -2,8 +2,16 @@
 
 from layerstore.history.attempt_locks import reserve, saved_now
 from layerstore.history.graph import GraphLine, draw_graph
-from layerstore.history.needs import Needs, named_by, objects_of_state, objects_of_version
-from layerstore.history.packed import PARTS, NumberedIds, PackedList, PackedRefs
+from layerstore.history.needs import (
+    PARTS,
+    Needs,
+    NumberedIds,
+    PackedList,
+    PackedRefs,
+    named_by,
+    objects_of_state,
+    objects_of_version,
+)
 from layerstore.history.past import Past, asked_again, saved_at, saves_below
 from layerstore.history.place import (
     Place,

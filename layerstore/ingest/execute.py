@@ -27,8 +27,8 @@ from layerstore.history import (
     reserve,
     rows_at,
 )
+from layerstore.ingest.due import layers_due
 from layerstore.ingest.plan import IngestPlan
-from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import Content, transfer
 from layerstore.model import CommitId, CommitRecord, Origin, PolicyUse, SourceLayout
 from layerstore.policy import Latest

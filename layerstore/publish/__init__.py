@@ -1,10 +1,20 @@
 """The one transaction that makes a record visible, pins, and a commit that many ranks make together."""
 
-from layerstore.publish.hashing import Checksums, SourceReader, crc32_of
-from layerstore.publish.joining import BaseLost, GivenUp, Joint, join, parts_of
 from layerstore.publish.pins import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
-from layerstore.publish.shares import Frozen, KeptFile, ShareWork, fail_share, objects_due, write_share
-from layerstore.publish.staging import Staging, in_order
+from layerstore.publish.rank_parts import (
+    BaseLost,
+    Frozen,
+    GivenUp,
+    Joint,
+    KeptFile,
+    ShareWork,
+    fail_share,
+    join,
+    objects_due,
+    parts_of,
+    write_share,
+)
+from layerstore.publish.staging import Checksums, SourceReader, Staging, crc32_of, in_order
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [

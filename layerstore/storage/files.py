@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerstore.errors import IntegrityError, StorageIO
-from layerstore.storage.handles import Hook, NewFile, OpenFile, no_hook
-from layerstore.storage.kernel import mapped_errors, rename_exclusive
+from layerstore.storage.handles import Hook, NewFile, OpenFile, mapped_errors, no_hook, rename_exclusive
 
 # Some network and FUSE filesystems cannot sync a folder.
 _FOLDER_SYNC_UNSUPPORTED = {errnos.EINVAL, errnos.ENOTSUP, errnos.EBADF}

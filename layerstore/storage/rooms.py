@@ -12,10 +12,9 @@ from layerstore.storage.aside import Aside
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
-from layerstore.storage.holders import Hold
 from layerstore.storage.identity import check_still_writable
 from layerstore.storage.layout import Layout
-from layerstore.storage.locks import deadline_seconds, lock
+from layerstore.storage.locks import Hold, deadline_seconds, lock
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Trash

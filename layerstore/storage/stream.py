@@ -11,8 +11,7 @@ import os
 
 from layerstore.errors import StorageIO
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
-from layerstore.storage.handles import NewFile
-from layerstore.storage.kernel import bypass_cache
+from layerstore.storage.handles import NewFile, bypass_cache
 
 _NOT_DIRECTLY = {errnos.EINVAL, errnos.EOPNOTSUPP, errnos.ENOSYS}
 _SPARE_MAX = 2

@@ -16,7 +16,7 @@ from pathlib import Path
 from layerstore.errors import StorageIO
 from layerstore.storage.files import Files
 from layerstore.storage.handles import NewFile
-from layerstore.storage.racing import contest
+from layerstore.storage.probes import contest
 
 
 class Linking(Files):

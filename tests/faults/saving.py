@@ -14,9 +14,8 @@ from pathlib import Path
 from layerstore.history.place import Place, place_after, place_begun
 from layerstore.history.references import resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
-from layerstore.publish.hashing import SourceReader
-from layerstore.publish.joining import Joint, join, parts_of
-from layerstore.publish.shares import ShareWork, write_share
+from layerstore.publish.rank_parts import Joint, ShareWork, join, parts_of, write_share
+from layerstore.publish.staging import SourceReader
 from layerstore.storage.handles import Hook
 from layerstore.store import Store
 from layerstore.zero3 import discover, share_of

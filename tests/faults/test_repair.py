@@ -24,7 +24,7 @@ from layerstore.model import BlobRef, Commit, LayerVersion, ObjectId, Observed, 
 from layerstore.progress import Silent
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
-from layerstore.storage.holders import Hold
+from layerstore.storage.locks import Hold
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.rooms import Rooms

@@ -11,8 +11,7 @@ from layerstore.errors import Conflict
 from layerstore.history.place import place_begun
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId, Part
-from layerstore.publish.joining import GivenUp
-from layerstore.publish.shares import fail_share
+from layerstore.publish.rank_parts import GivenUp, fail_share
 from layerstore.storage import kernel, stream
 from layerstore.store import Store
 from tests.faults.saving import Save, begun

@@ -125,11 +125,8 @@ WHY_NO_PICKLE = "a pickle can execute anything: .pt files are read by zero3/pt's
 OWN_FILES = {
     "layerstore.storage.files": "it is the seam",
     "layerstore.storage.handles": "its open files",
-    "layerstore.storage.kernel": "it says to the kernel what the seam's open files are to be",
     "layerstore.storage.stream": "its buffers are memory of its own; what it writes goes through the seam",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
-    "layerstore.storage.holders": "what it writes into locks is for people",
-    "layerstore.storage.lease": "leases are files that are touched, and no promise rests on them",
     "layerstore.storage.preflight": "it looks at LMDB's file before LMDB does",
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",

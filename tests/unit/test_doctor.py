@@ -19,7 +19,7 @@ from layerstore.check.doctor import Diagnosis, Finding
 from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
 from layerstore.storage import placement, probes
 from layerstore.storage.files import Files, Room
-from layerstore.storage.racing import Race, race
+from layerstore.storage.probes import Race, race
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # noqa: PLC0414  # a fixture, named again for mypy
 

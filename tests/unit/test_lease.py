@@ -23,8 +23,7 @@ import pytest
 
 from layerstore.errors import Locked, StorageIO
 from layerstore.storage import lease, locks
-from layerstore.storage.holders import Hold
-from layerstore.storage.locks import lock
+from layerstore.storage.locks import Hold, lock
 
 GOOD_FOR = 1.0
 RENEWED = 0.1

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from layerstore.check.sample import parse_sample
+from layerstore.check.verify import parse_sample
 from layerstore.errors import IntegrityError
-from layerstore.history.packed import PARTS, NumberedIds, PackedRefs
+from layerstore.history.needs import PARTS, NumberedIds, PackedRefs
 from layerstore.model import BlobRef, ObjectId
 
 

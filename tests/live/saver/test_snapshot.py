@@ -16,8 +16,7 @@ import layerstore
 from layerstore.live.engine.capture import Captured
 from layerstore.live.saver.snapshot import Copier, CopyFailed, Pool, PoolClosed, Snapshot
 from layerstore.model import Kind
-from layerstore.publish.hashing import Checksums
-from layerstore.publish.staging import Staging
+from layerstore.publish.staging import Checksums, Staging
 from layerstore.publish.transaction import Transaction
 from layerstore.zero3 import ObjectSource, SliceSource
 
