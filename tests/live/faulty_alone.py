@@ -23,7 +23,7 @@ from tests.live.tiny import Engine, Faults, attempt, build, done, fail, told, tr
 CAPTURE = "layerstore.live.saver.saver.capture"
 MEASURE = "layerstore.live.saver.saver.capture"
 LOOK_UP = "layerstore.live.engine.checkpoint_engine.composition_of"
-PLAN = "layerstore.live.engine.pointer_files.plan_composite"
+PLAN = "layerstore.live.engine.pointer_files.plan_ranks"
 TRAINERS = "layerstore.live.engine.pointer_files._write_files"
 READ = "layerstore.live.engine.load.plan_load"
 

@@ -107,7 +107,7 @@ def test_a_part_that_names_what_vanished_is_replaced_by_a_failed_one(saves: Save
 
     second.write(0)
     saves.hook = lose
-    with pytest.raises(Conflict, match="were removed while they were written") as raised:
+    with pytest.raises(Conflict, match="of the share of rank 1 were removed while it was written") as raised:
         second.write(1)
     saves.hook = None
     fail_share(saves.store.rooms, second.works[1], str(raised.value))

@@ -112,13 +112,10 @@ def check_other_ranks_and_gc(measured: dict[str, Any]) -> None:
 
 
 def check_report(measured: dict[str, Any]) -> None:
-    """The page was made after all else: it has what the collection left, what it took, and that no more would go."""
+    """The page was made after all else: it has what the collection left, and that no more would go."""
     assert list(measured["seconds_by_part"])[-1] == "report"
     shown = facts_in(Path(measured["report"]).read_bytes())
     assert {run["run"]: run["commits"] for run in shown["runs"]} == {"demo": 4, "on-one-rank": 1, "resumed": 1}
-    assert (shown["collected"]["collections"], shown["collected"]["records"]) == (1, measured["gc"]["removed"])
-    freed = measured["gc"]["before_bytes"] - measured["gc"]["after_bytes"]
-    assert shown["collected"]["bytes"] == pytest.approx(freed, rel=0.05)
     plan = shown["retention"]
     assert (plan["commits_kept"], plan["commits_removed"], plan["bytes_freed"]) == (measured["gc"]["kept"], 0, 0)
 
