@@ -12,7 +12,8 @@ from layerstore.history.place import place_begun
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId, Part
 from layerstore.publish.rank_parts import GivenUp, fail_share
-from layerstore.storage import kernel, stream
+from layerstore.storage import handles as kernel
+from layerstore.storage import stream
 from layerstore.store import Store
 from tests.faults.saving import Save, begun
 from tests.generated import generate
