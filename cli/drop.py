@@ -61,6 +61,7 @@ def undrop(
 
     \b
     Examples:
+      layerstore drop sft@200
       layerstore undrop sft@200
     """
     with opened(store) as opened_store:

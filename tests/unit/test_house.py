@@ -1,0 +1,58 @@
+"""`python -m tests.house` counts what is there, and nothing twice."""
+
+import subprocess
+
+import pytest
+
+from tests.house import Count, counted, main, public_names, room_of, sources_at, sources_here, table
+
+
+def test_files_count_in_the_room_that_they_lie_in() -> None:
+    """Rooms inside live and zero3 stand for themselves, those of other rooms and of tests do not."""
+    assert room_of("layerstore/zero3/pt/ptfile.py") == "layerstore/zero3/pt"
+    assert room_of("layerstore/policy/recipe/own.py") == "layerstore/policy"
+    assert room_of("layerstore/store.py") == "layerstore/*.py"
+    assert room_of("tests/gc/model.py") == "tests"
+
+
+def test_public_names_are_those_that_others_may_use() -> None:
+    """Names with an underscore, and functions inside functions, are nobody else's."""
+    text = (
+        "class A:\n    def b(self):\n        def c(): ...\n    def _d(self): ...\ndef _e(): ...\nasync def f(): ...\n"
+    )
+
+    assert public_names(text) == 3
+
+
+def test_rooms_add_up_to_the_product() -> None:
+    """What the table calls product is the sum of its rooms, before and now."""
+    now = counted({"layerstore/gc/mark.py": "def a(): ...\n", "cli/gc.py": "x = 1\n\n", "tests/a.py": "y = 2\n"})
+    before = {"cli": Count(lines=7, files=1, names=0)}
+
+    lines = {line.split()[0]: line.split()[1:] for line in table(now, before).splitlines()[1:]}
+
+    assert lines["product"] == ["7", "1", "0", "3", "2", "1"]
+    assert lines["tests"] == ["0", "0", "0", "1", "1", "0"]
+
+
+def test_linked_folders_count_once() -> None:
+    """The command line is in the tree twice, by a link, and is counted under its own name."""
+    paths = sources_here()
+
+    assert "cli/gc.py" in paths
+    assert not [path for path in paths if path.startswith(("layerstore/cli/", "layerstore/migrations/"))]
+
+
+def test_a_commit_is_read_from_git() -> None:
+    """The figures of a commit are those of its own files, whatever the working tree has."""
+    try:
+        sources = sources_at("HEAD")
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("this is no clone of the repository")
+
+    assert "layerstore/__init__.py" in sources
+
+
+def test_wrong_words_are_refused() -> None:
+    """An option that does not exist is a usage error."""
+    assert main(["--all"]) == 2
