@@ -54,7 +54,7 @@ RunName = Annotated[
 ]
 Tag = Annotated[str | None, typer.Option(metavar="T", help="DeepSpeed's tag; else what `latest` names.")]
 PinName = Annotated[str | None, typer.Option(metavar="NAME", help="Pin the commit under this name.")]
-Replace = Annotated[bool, typer.Option("--replace", help="Hide what was saved for this step with other content.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Other content saved for this step goes to the trash.")]
 PolicyName = Annotated[
     str,
     typer.Option(

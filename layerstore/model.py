@@ -233,7 +233,7 @@ class CommitRecord:
     layout: SourceLayout
     policy: PolicyUse
     supersedes: tuple[CommitId, ...]
-    """Commits of the same run that this one hides."""
+    """Commits of the same run that this one replaces."""
     flags: tuple[str, ...] = ()
     """Features that a reader must know; see the format page."""
     notes: tuple[str, ...] = ()

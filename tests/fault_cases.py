@@ -237,7 +237,7 @@ RECORDS = Group(
     {
         91: (
             "a record is damaged",
-            "only that commit is; repair writes it back from its copy; else gc stops until it is dropped by name",
+            "only that commit is; repair fetches it from another store; else gc stops until it is dropped by name",
         ),
         92: ("the index is behind, or lacks a row", "the listing tells; answers are those of a fresh index"),
         93: ("the index has a row of a record that is gone", "the row goes, and whoever asks is told once, by name"),

@@ -55,7 +55,7 @@ class CommitView:
     is_mixture: bool
     """Whether it is a pinned composite: then the policy chose its layers, and did not save them."""
     supersedes: tuple[str, ...]
-    """Ids of the commits that it hides, and of records that hid its step."""
+    """Ids of the commits that it replaced."""
     pins: tuple[str, ...]
     """All pins of this very content, *pin* among them."""
     layers: tuple[LayerLine, ...]

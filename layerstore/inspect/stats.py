@@ -79,7 +79,7 @@ class Stats:
     """The only run that was counted; None for the whole store."""
     commits: int
     pins: int
-    """Pins of mixtures and hidden commits; they count like commits."""
+    """Pins of mixtures, and of commits that are not visible any more; they count like commits."""
     logical_bytes: int
     unique_bytes: int
     physical_bytes: int
