@@ -74,20 +74,21 @@ def entries(nav: object) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Once, but for decisions, which have a list of their own."""
+    """Once, but for decisions and changes, which have lists of their own."""
     named = entries(CONFIG["nav"])
     pages = {page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS)}
 
     assert len(named) == len(set(named))
-    assert set(named) == {page for page in pages if not re.match(r"adr/\d", page)}
+    assert set(named) == {page for page in pages if not re.match(r"(adr|changes)/\d", page)}
 
 
-def test_every_page_is_on_the_first_one_and_every_decision_in_its_list() -> None:
+def test_every_page_is_on_the_first_one_and_every_decision_and_change_in_its_list() -> None:
     """Whoever begins at docs/README.md finds all of them."""
-    for index in (DOCS / "README.md", DOCS / "adr" / "README.md"):
+    listed = ("adr", "changes")
+    for index in (DOCS / "README.md", *(DOCS / name / "README.md" for name in listed)):
         linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", index.read_text())}
-        pages = index.parent.glob("[0-9]*.md") if index.parent.name == "adr" else DOCS.rglob("*.md")
-        assert {page for page in pages if not (index.parent == DOCS and page.parent.name == "adr")} - {index} <= linked
+        pages = index.parent.glob("[0-9]*.md") if index.parent != DOCS else DOCS.rglob("*.md")
+        assert {page for page in pages if index.parent != DOCS or page.parent.name not in listed} - {index} <= linked
 
 
 def test_the_site_fetches_nothing() -> None:
