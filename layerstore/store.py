@@ -193,6 +193,8 @@ class Store:
         ``recipe_notes`` says which.
         """
         composite = self._composite(ref, policy=policy, recipe=recipe, run=run)
+        if without_damaged and policy == EXACT:
+            raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
         if without_damaged:
             return Composite(self._rooms, avoid_damage(self._rooms, composite.composition))
         return composite
