@@ -1,7 +1,7 @@
 """
 Trim: a commit without its moments takes the place of one that has them.
 
-Weights and masters stay; what only a resume needs goes. Each trim is one transaction, whose record supersedes the other.
+Weights and masters stay; what only a resume needs goes. Each trim is one transaction; its record supersedes the other.
 """
 
 from dataclasses import dataclass, replace

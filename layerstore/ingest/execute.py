@@ -259,9 +259,10 @@ def _stored_as_new(
         record = _record(plan, content, place, use, due)
         for name, problem in _damaged_at(view, plan.step):
             if name.id != commit_id(record):
+                drop = f"layerstore drop {plan.run}@{plan.step}"
                 raise IntegrityError(
                     f"{problem}; it may be this very save, so nothing was changed",
-                    hint=f"layerstore repair --from COPY may heal it; layerstore drop {plan.run}@{plan.step} gives it up",
+                    hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
                 )
         for entry in record.layers:
             if entry.layer not in due:
