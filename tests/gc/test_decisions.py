@@ -18,9 +18,9 @@ from layerstore.model import Commit, CommitId
 from layerstore.ops import claims, collecting, drop, trims
 from layerstore.storage.files import Files
 from layerstore.storage.rooms import Rooms
+from tests.gc.test_gc import collect, steps
+from tests.gc.test_meanwhile import once
 from tests.unit.checkpoints import Checkpoints
-from tests.unit.test_gc import collect, steps
-from tests.unit.test_gc_meanwhile import once
 
 NEWEST = Keep(last=1)
 WEIGHTS = Keep(drop_optimizer_older_than=5)

@@ -25,8 +25,8 @@ from layerstore.storage.handles import Hook
 from layerstore.storage.manifest import Manifest, RecordRow
 from layerstore.storage.rooms import Rooms
 from layerstore.storage.setup import open_rooms
+from tests.gc.test_gc import collect, objects, steps
 from tests.unit.checkpoints import Checkpoints
-from tests.unit.test_gc import collect, objects, steps
 
 FIRST = Keep(last=1)
 

@@ -1,10 +1,7 @@
 """Promises of the verbs, end to end on generated checkpoints: nothing is lost, doubled or guessed."""
 
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +13,9 @@ from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidIn
 from layerstore.model import GatheredFile, GatheredTensor, Kind, TensorSource
 from layerstore.zero3 import Slices, gathered_pieces
 from tests.generated import generate
+from tests.unit.checkpoints import SMALL, change_gathered, checkpoint, digests, header_of, snapshot
 
-SMALL: dict[str, Any] = {"layers": 2, "hidden": 16, "vocab": 16}
 BLOCK_0 = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
-
-
-def checkpoint(folder: Path, **options: Any) -> Path:
-    """Write a small checkpoint of run ``sft`` below *folder*."""
-    step = options.get("step", 2)
-    return generate(folder / "sft" / f"checkpoint-{step}", **SMALL | options)
-
-
-def digests(folder: Path, *, leave_out: str = "") -> dict[str, str]:
-    """Return the hash of every file below *folder*."""
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        # What a composite is made of lies beside its shards, and is no part of the checkpoint.
-        if path.is_file() and path.name != "layerstore.json" and not (leave_out and path.name.endswith(leave_out))
-    }
-
-
-def snapshot(store: Store) -> dict[str, str]:
-    """Return the hash of every file of the store that is truth."""
-    return {
-        name: digest
-        for name, digest in digests(store.path).items()
-        if name.split("/")[0] in {"objects", "commits", "pins", "store.json", "tmp"}
-    }
-
-
-def header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file and where its payload begins."""
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    return json.loads(data[8:end]), end
-
-
-def change_gathered(folder: Path, name: str, *, offset: int = 0) -> None:
-    """Change one byte of the gathered tensor *name*."""
-    path = folder / "model.safetensors"
-    header, payload = header_of(path)
-    position = payload + header[name]["data_offsets"][0] + offset
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x01
-    path.write_bytes(data)
 
 
 def weights_objects(store: Store, ref: str) -> dict[str, int]:

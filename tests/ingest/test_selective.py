@@ -13,6 +13,7 @@ from layerstore.model import LayerEntry
 from layerstore.policy.due import Save
 from layerstore.tree import Tree
 from tests.generated import generate
+from tests.unit.checkpoints import tensors_of
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}
 BLOCKS = [f"model.layers.{index}" for index in range(4)]
@@ -167,17 +168,6 @@ def test_weights_beside_inherited_layers_follow_the_composite(store: Store, save
     for name, data in found.items():
         is_new = any(part in name for part in ("embed_tokens", "layers.1.", "layers.3."))
         assert data == tensors[2 if is_new else 1][name]
-
-
-def tensors_of(path: Path) -> dict[str, bytes]:
-    """Return the bytes of every tensor in a safetensors file."""
-    import json
-
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    header.pop("__metadata__", None)
-    return {name: data[slice(*(end + at for at in entry["data_offsets"]))] for name, entry in header.items()}
 
 
 def test_an_old_layer_can_be_refused(store: Store, saved: Checkpoints) -> None:

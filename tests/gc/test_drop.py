@@ -13,7 +13,7 @@ from layerstore.format.records import make_commit
 from layerstore.model import Commit, CommitRecord, Fork, LayerEntry, Observed
 from layerstore.storage.files import Files
 from layerstore.storage.setup import open_rooms
-from tests.unit.test_verbs import checkpoint, snapshot
+from tests.unit.checkpoints import checkpoint, snapshot
 
 
 @pytest.fixture

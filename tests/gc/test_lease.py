@@ -22,9 +22,9 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Locked
 from layerstore.storage import lease, locks
+from tests.gc.test_gc import collect, masters, objects, steps
+from tests.gc.test_meanwhile import grow_old, once
 from tests.unit.checkpoints import Checkpoints
-from tests.unit.test_gc import collect, masters, objects, steps
-from tests.unit.test_gc_meanwhile import grow_old, once
 
 GC_LOCK = "gc.lock"
 
