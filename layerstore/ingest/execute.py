@@ -295,10 +295,10 @@ def _transfer(
 
 
 def _opens_the_same(rooms: Rooms, view: RunView | None, plan: IngestPlan, rival: RecordRow) -> bool:
-    """Whether *rival* forked just where the attempt to be opened would: then the command was merely repeated."""
-    before = (
-        None if view is None else replaced(view, rows={key: row for key, row in view.rows.items() if key != rival.id})
-    )
+    """Whether the same command, given before *rival*'s attempt was there, would have opened that."""
+    before = None
+    if view is not None:
+        before = replaced(view, rows={key: row for key, row in view.rows.items() if row.attempt < rival.attempt})
     try:
         place = place_of(
             rooms, before, step=plan.step, rivals=[], rollback=plan.rollback, resumed_from=plan.resumed_from

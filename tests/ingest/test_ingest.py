@@ -205,14 +205,15 @@ def test_other_content_for_a_step_is_refused(store: Store, tmp_path: Path) -> No
     assert before == snapshot(store)
 
 
-def test_replacing_hides_the_old_commit(store: Store, tmp_path: Path) -> None:
-    """With replace the new content is what the step means; the old record stays, hidden."""
+def test_replacing_moves_the_old_commit_to_the_trash(store: Store, tmp_path: Path) -> None:
+    """With replace the new content is what the step means; the old record can be had from the trash."""
     old = store.ingest(checkpoint(tmp_path / "a", seed=0))
     new = store.ingest(checkpoint(tmp_path / "b", seed=1), replace=True)
 
     assert store.show("sft@2").commit == new.commit != old.commit
     assert [entry.commit for entry in store.log()] == [new.commit]
-    assert {path.name for path in (store.path / "commits" / "sft").iterdir()} == {f"2.{old.commit}", f"2.{new.commit}"}
+    assert [path.name for path in (store.path / "commits" / "sft").iterdir()] == [f"2.{new.commit}"]
+    assert [each.commit.id for each in store.dropped()] == [old.commit]
     assert store.verify(read_data=True).ok
 
 
@@ -226,13 +227,13 @@ def test_replacing_by_the_same_content_changes_nothing(store: Store, tmp_path: P
 
 
 def test_a_replacement_can_be_replaced_back(store: Store, tmp_path: Path) -> None:
-    """Going back to the first content is one more commit that hides the second."""
+    """Going back to the first content is one more commit, in the place of the second."""
     first, second = checkpoint(tmp_path / "a", seed=0), checkpoint(tmp_path / "b", seed=1)
     for source in (first, second, first):
         store.ingest(source, replace=True)
     written = store.compose("sft").write(tmp_path / "out" / "sft" / "checkpoint-2")
 
-    assert len(list((store.path / "commits" / "sft").iterdir())) == 3
+    assert len(store.dropped()) == 2
     assert len(store.log()) == 1
     with layerstore.init(tmp_path / "other") as other:
         assert other.ingest(first).commit == other.ingest(written.out).commit
@@ -458,7 +459,7 @@ def test_reindexing_changes_no_answer(store: Store, tmp_path: Path) -> None:
         store.ingest(checkpoint(tmp_path, step=step))
     before = (store.log(), store.show("sft@2"), store.show("sft"))
 
-    assert store.reindex().commits == 2
+    assert store.reindex() == 2
     assert before == (store.log(), store.show("sft@2"), store.show("sft"))
     shutil.rmtree(store.path / "manifest")
     with layerstore.open(store.path) as again:
