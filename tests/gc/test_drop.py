@@ -1,238 +1,218 @@
-"""Promises of ``drop``: one record hides one commit, nobody else is hurt, and ingest brings it back."""
+"""Promises of ``drop`` and ``undrop``: one record moves to the trash and back, and nobody else is hurt."""
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import layerstore
 from layerstore import Store
-from layerstore.errors import InvalidInput, NotFound, StorageIO
-from layerstore.format.records import make_commit
-from layerstore.model import Commit, CommitRecord, Fork, LayerEntry, Observed
-from layerstore.storage.files import Files
-from layerstore.storage.setup import open_rooms
-from tests.unit.checkpoints import checkpoint, snapshot
+from layerstore.errors import Conflict, InvalidInput, NotFound, StorageIO
+from tests.gc.test_gc import collect, masters, steps
+from tests.unit.checkpoints import Checkpoints, snapshot
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a store with sft@2, sft@4 and sft@6."""
-    with layerstore.init(tmp_path / "store") as made:
-        for step in (2, 4, 6):
-            made.ingest(checkpoint(tmp_path, step=step))
-        yield made
+def three(store: Store, saved: Checkpoints) -> Store:
+    """Return a store with r@2, r@4 and r@6."""
+    for step in (2, 4, 6):
+        store.ingest(saved(step), run="r")
+    return store
 
 
-def steps(store: Store) -> list[int]:
-    """Return the steps that the log shows."""
-    return [entry.step for entry in store.log()]
+def in_trash(store: Store) -> list[int]:
+    """Return the steps that lie in the trash."""
+    return [each.commit.record.step for each in store.dropped("r")]
 
 
-def published(store: Store, record: CommitRecord) -> Commit:
-    """Publish *record* as a saver would."""
-    commit = make_commit(record, Observed(time_ns=0, bytes_new=0, bytes_reused=0))
-    rooms = open_rooms(store.path, Files())
-    rooms.records.link(commit)
-    rooms.catalog.close()
-    return commit
+def test_a_dropped_commit_moves_to_the_trash_and_back(three: Store) -> None:
+    """The log leaves it out, its step is not found, no other file changes; and all is as before once it is back."""
+    before, commit = snapshot(three), three.show("r@4").commit
+
+    dropped = three.drop("r@4")
+    after = snapshot(three)
+    with pytest.raises(NotFound):
+        three.show("r@4")
+    shown = steps(three)
+    back = three.undrop("r@4")
+
+    assert (dropped.commit, dropped.tip, dropped.size_bytes > 0) == (commit, "r@6", True)
+    assert before.keys() - after.keys() == {f"commits/r/4.{commit}"}
+    assert after.items() <= before.items()
+    assert shown == [6, 2]
+    assert (back.id, steps(three), in_trash(three)) == (commit, [6, 4, 2], [])
+    assert snapshot(three) == before
+    assert three.verify(read_data=True).ok
 
 
-def record_of(store: Store, ref: str) -> CommitRecord:
-    """Return the record of *ref*, as a pin holds it."""
-    store.pin("looked", ref)
-    record = next(pin.record for pin in store.pins() if pin.name == "looked")
-    store.delete_pin("looked")
-    return record
-
-
-def test_a_dropped_commit_is_hidden_and_nothing_is_removed(store: Store) -> None:
-    """The log leaves it out, its step is not found, and every file that was there is as it was."""
-    before = snapshot(store)
-
-    dropped = store.drop("sft@4")
-
-    after = snapshot(store)
-    assert steps(store) == [6, 2]
-    assert after.items() >= before.items()
-    assert after.keys() - before.keys() == {f"commits/sft/4.{dropped.hidden_by}"}
-    with pytest.raises(NotFound, match="has no step 4"):
-        store.show("sft@4")
-    assert store.verify(read_data=True).ok
-
-
-def test_dropping_twice_is_not_found(store: Store) -> None:
-    """What is hidden cannot be hidden again, and no file is changed by the attempt."""
-    store.drop("sft@4")
-    before = snapshot(store)
+def test_dropping_twice_is_not_found(three: Store) -> None:
+    """No file is changed by the attempt."""
+    three.drop("r@4")
+    before = snapshot(three)
 
     for dry_run in (True, False):
-        with pytest.raises(NotFound, match="sft@4 is dropped already"):
-            store.drop("sft@4", dry_run=dry_run)
+        with pytest.raises(NotFound, match="r"):
+            three.drop("r@4", dry_run=dry_run)
+    three.undrop("r@4")
+    with pytest.raises(NotFound, match="r@4 is not in the trash"):
+        three.undrop("r@4")
 
-    assert before == snapshot(store)
+    assert before.items() <= snapshot(three).items()
 
 
-def test_an_unconfirmed_drop_is_confirmed_by_its_step(store: Store) -> None:
-    """If the last fsync fails the commit is hidden; the hint names its step, because RUN means another one now."""
-    commits = store.path / "commits" / "sft"
-    syncs: list[Path] = []
+def test_a_dry_run_says_the_same_and_writes_nothing(three: Store) -> None:
+    """Also how many bytes a collection frees, and what the run means then."""
+    before = snapshot(three)
+
+    planned = three.drop("r", dry_run=True)
+
+    assert before == snapshot(three)
+    assert (planned.step, planned.tip, planned.is_tip) == (6, "r@4", True)
+    assert planned == three.drop("r")
+    freed = collect(three).bytes_freed
+    assert freed == planned.size_bytes
+
+
+def test_a_dropped_commit_is_composed_by_its_id(three: Store, tmp_path: Path) -> None:
+    """As long as it is in the trash nothing of it is collected."""
+    kept, commit = masters(three, "r@4"), three.drop("r@4").commit
+    collect(three, empty_trash=False)
+
+    assert three.show(commit[:12]).step == 4
+    assert masters(three, commit) == kept
+    three.compose(commit).write(tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
+def test_a_disk_that_fails_leaves_it_where_it_is_found(three: Store) -> None:
+    """If the move cannot be confirmed, the commit is in the log or in the trash."""
+    trash = three.path / "trash" / "commits" / "r"
 
     def refuse(operation: str, path: Path) -> None:
-        if operation == "fsync" and path == commits:
-            syncs.append(path)
-            if len(syncs) == 1:
-                raise StorageIO("the disk is ill", errno=errno.EIO, filename=str(path))
+        if operation == "fsync" and path == trash:
+            raise StorageIO("the disk is ill", errno=errno.EIO, filename=str(path))
 
-    with Store(store.path, hook=refuse) as unlucky:
-        with pytest.raises(StorageIO, match="durability is not confirmed") as caught:
-            unlucky.drop("sft")
-        assert caught.value.hint == "layerstore drop sft@6 confirms it, once the disk is well"
-        with pytest.raises(NotFound, match="sft@6 is dropped already"):
-            unlucky.drop("sft@6")
+    with Store(three.path, hook=refuse) as unlucky, pytest.raises(StorageIO):
+        unlucky.drop("r@4")
 
-    assert len(syncs) == 2
-    assert steps(store) == [4, 2]
-
-
-def test_the_runs_name_then_means_the_next_older_commit(store: Store) -> None:
-    """Dropping the tip makes the one before it the tip."""
-    dropped = store.drop("sft")
-
-    assert (dropped.step, dropped.tip) == (6, "sft@4")
-    assert store.show("sft").step == store.show().step == 4
-
-
-def test_a_dry_run_says_the_same_and_writes_nothing(store: Store) -> None:
-    """Even the id of the record that would hide it is known beforehand."""
-    before = snapshot(store)
-
-    planned = store.drop("sft@4", dry_run=True)
-
-    assert before == snapshot(store)
-    assert planned == store.drop("sft@4")
+    assert sorted([*steps(three), *in_trash(three)]) == [2, 4, 6]
 
 
 @pytest.mark.parametrize("without_index", [False, True])
-def test_the_same_checkpoint_again_shows_it_again(store: Store, tmp_path: Path, without_index: bool) -> None:
-    """The content is the same, the commit a new one at the same place; and this can go on for ever."""
-    ids = [store.show("sft@4").commit]
+def test_the_same_checkpoint_again_shows_it_again(three: Store, saved: Checkpoints, without_index: bool) -> None:
+    """It is the very same commit, and this can go on for ever."""
+    commit = three.show("r@4").commit
     for _ in range(3):
-        store.drop("sft@4")
+        three.drop("r@4")
         if without_index:
-            store.reindex()
-        ingested = store.ingest(tmp_path / "sft" / "checkpoint-4")
-        assert (ingested.is_new, ingested.objects_new) == (True, 0)
-        again = store.ingest(tmp_path / "sft" / "checkpoint-4")
-        assert (again.is_new, again.commit) == (False, ingested.commit)
-        ids.append(ingested.commit)
+            three.reindex()
+        ingested = three.ingest(saved(4), run="r")
+        assert (ingested.is_new, ingested.objects_new, ingested.commit) == (True, 0, commit)
+        assert not three.ingest(saved(4), run="r").is_new
 
-    assert len(set(ids)) == 4
-    assert steps(store) == [6, 4, 2]
-    assert [store.show(f"sft@{step}").save_number for step in (2, 4, 6)] == [0, 1, 2]
-    assert store.verify(read_data=True).ok
+    assert [three.show(f"r@{step}").save_number for step in (2, 4, 6)] == [0, 1, 2]
+    assert three.verify(read_data=True).ok
 
 
-def test_other_content_may_take_the_place_of_a_dropped_commit(store: Store, tmp_path: Path) -> None:
-    """A hidden commit is no conflict: --replace is not needed, and the save number is the step's own."""
-    store.drop("sft@4")
+def test_its_place_may_be_taken_and_then_it_stays_in_the_trash(three: Store, saved: Checkpoints) -> None:
+    """Other content needs no --replace, has the place's number, and has to make room before the old one is back."""
+    old = three.drop("r@4").commit
+    new = three.ingest(saved(4, seed=1), run="r").commit
 
-    ingested = store.ingest(checkpoint(tmp_path / "other", step=4, seed=1))
-
-    assert store.show("sft@4").commit == ingested.commit
-    assert store.show("sft@4").save_number == 1
-
-
-def test_save_numbers_of_dropped_commits_are_not_given_again(store: Store, tmp_path: Path) -> None:
-    """What is saved after a drop is numbered as if the dropped commit were there."""
-    store.drop("sft@6")
-    store.ingest(checkpoint(tmp_path, step=8))
-
-    assert store.show("sft@8").save_number == 3
+    assert three.show("r@4").save_number == 1
+    with pytest.raises(Conflict, match=r"r@4 is commit .* by now"):
+        three.undrop("r@4")
+    three.drop("r@4")
+    with pytest.raises(Conflict, match="2 commits of r@4 are in the trash"):
+        three.undrop("r@4")
+    assert three.undrop(old[:12]).id == old != new
 
 
-def test_the_last_commit_needs_consent_and_can_come_back(store: Store, tmp_path: Path) -> None:
-    """Without it nothing changes; with it the run is empty, which every question says clearly."""
-    store.drop("sft@2")
-    store.drop("sft@4")
-    with pytest.raises(InvalidInput, match="the last visible commit of attempt 1 of 'sft'") as caught:
-        store.drop("sft@6")
-    assert "--last" in (caught.value.hint or "")
-    assert steps(store) == [6]
+def test_it_does_not_come_back_into_another_attempt(store: Store, saved: Checkpoints) -> None:
+    """Once all of an attempt was dropped its number may be given again, to one that forked elsewhere."""
+    for step in (2, 4):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(3), run="r", rollback=True)
+    store.drop("r@3")
+    assert store.ingest(saved(1, seed=9), run="r", rollback=True).attempt == 2
 
-    assert store.drop("sft@6", last=True).tip is None
+    with pytest.raises(Conflict, match="attempt 2 of 'r' is another one by now"):
+        store.undrop("r@3")
 
-    assert store.log() == []
-    for ref in ("sft", "sft@6", "sft~1", None):
-        with pytest.raises(NotFound, match="has no visible commit: all were dropped"):
-            store.show(ref)
-    assert store.ingest(tmp_path / "sft" / "checkpoint-6").is_new
-    assert (store.show("sft").step, store.show("sft").save_number) == (6, 2)
+    assert in_trash(store) == [3]
 
 
-def test_an_empty_run_is_not_among_those_that_could_be_meant(store: Store, tmp_path: Path) -> None:
-    """A run ingested under a wrong name, and dropped, is no reason to ask which run is meant."""
-    store.ingest(tmp_path / "sft" / "checkpoint-2", run="stf")
-    with pytest.raises(InvalidInput, match="2 runs"):
-        store.show()
+def test_a_number_of_a_dropped_save_is_given_to_the_next(three: Store, saved: Checkpoints) -> None:
+    """The place of a save is one more than that of the save before it."""
+    three.drop("r@6")
+    three.ingest(saved(8), run="r")
 
-    store.drop("stf@2", last=True)
-
-    assert store.show().run == "sft"
+    assert three.show("r@8").save_number == 2
 
 
-def test_pins_are_not_dropped_but_keep_what_is(store: Store) -> None:
+def test_a_run_may_be_dropped_to_the_last(three: Store, saved: Checkpoints) -> None:
+    """Every question says that there is nothing; it is no run that could be meant, and begins again with any save."""
+    three.ingest(saved(2), run="other")
+    for step in (2, 4, 6):
+        tip = three.drop(f"r@{step}").tip
+
+    assert tip is None
+    for ref in ("r", "r@6", "r~1"):
+        with pytest.raises(NotFound):
+            three.show(ref)
+    assert three.show().run == "other"
+    assert three.ingest(saved(6), run="r").is_new
+    assert steps(three, "r") == [6]
+
+
+def test_the_last_of_a_newer_attempt_gives_the_name_back_to_the_older(three: Store, saved: Checkpoints) -> None:
+    """An attempt without visible commits is none."""
+    three.ingest(saved(5, seed=9), run="r", rollback=True)
+    assert three.show("r").step == 5
+
+    assert three.drop("r@5").tip == "r@6"
+
+    assert three.show("r").step == 6
+
+
+def test_pins_are_not_dropped_but_keep_what_is(three: Store) -> None:
     """A pin is refused with the command that deletes it; a pinned commit may go, the pin stays readable."""
-    store.pin("best", "sft@4")
+    three.pin("best", "r@4")
     with pytest.raises(InvalidInput, match="'best' is a pin") as caught:
-        store.drop("best")
+        three.drop("best")
     assert "pin --delete best" in (caught.value.hint or "")
 
-    dropped = store.drop("sft@4")
+    dropped = three.drop("r@4")
+    collect(three)
 
-    assert dropped.pins == ("best",)
-    assert store.show("best").step == 4
-
-
-def test_later_commits_keep_the_layers_that_came_from_it(store: Store, tmp_path: Path) -> None:
-    """They are named, and still compose to the same versions."""
-    whole, own = record_of(store, "sft@4"), record_of(store, "sft@6")
-    inherited: tuple[LayerEntry, ...] = (whole.layers[0], *own.layers[1:])
-    fields = {name: getattr(own, name) for name in CommitRecord.__slots__}
-    heir = published(store, CommitRecord(**fields | {"step": 8, "save_number": 3, "layers": inherited}))
-    versions = [line.version for line in store.ls("sft@8")]
-
-    dropped = store.drop("sft@4")
-
-    assert dropped.inherited_by == ("sft@8",)
-    assert store.show("sft").commit == heir.id
-    assert versions == [line.version for line in store.ls("sft@8")]
-    assert store.compose("sft@8").write(tmp_path / "out").step == 8
+    assert (dropped.pins, dropped.size_bytes) == (("best",), 0)
+    assert three.show("best").step == 4
+    assert three.verify(read_data=True).ok
 
 
-def test_the_last_of_a_newer_attempt_gives_the_name_back_to_the_older(store: Store) -> None:
-    """An attempt without visible commits is none: the run then means the attempt before, as the error says."""
-    own = record_of(store, "sft@6")
-    fields = {name: getattr(own, name) for name in CommitRecord.__slots__}
-    published(store, CommitRecord(**fields | {"step": 5, "attempt": 2, "fork": Fork(attempt=1, step=4)}))
-    assert store.show("sft").step == 5
+def test_later_commits_keep_the_layers_that_came_from_it(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """They are named, and still compose to the same versions when the trash is empty."""
+    for step in (2, 4, 6):
+        store.ingest(saved(step), run="r", policy="parity")
+    kept = masters(store, "r@6")
 
-    with pytest.raises(InvalidInput, match="of attempt 2") as caught:
-        store.drop("sft@5")
-    assert "sft then means sft@6" in (caught.value.hint or "")
-    dropped = store.drop("sft@5", last=True)
+    dropped = store.drop("r@4")
+    collect(store)
 
-    assert (dropped.tip, store.show("sft").step) == ("sft@6", 6)
+    assert dropped.inherited_by == ("r@6",)
+    assert masters(store, "r@6") == kept
+    assert store.compose("r@6").write(tmp_path / "out").step == 6
 
 
-def test_a_lost_hiding_record_does_not_bring_the_commit_back_in_silence(store: Store) -> None:
-    """If the record that hides is damaged, its step is an error, not the commit that it hid."""
-    hidden_by = store.drop("sft@4").hidden_by
-    path = store.path / "commits" / "sft" / f"4.{hidden_by}"
-    path.chmod(0o644)
-    path.write_bytes(b"damaged")
-    store.reindex()
+def test_a_record_that_cannot_be_read_is_given_up(three: Store) -> None:
+    """By its step; a collection has stopped at it until then."""
+    [record] = (three.path / "commits" / "r").glob("4.*")
+    record.chmod(0o644)
+    record.write_bytes(b"damaged")
+    three.reindex()
 
-    with pytest.raises(layerstore.errors.IntegrityError):
-        store.show("sft@4")
+    assert len(three.give_up("r@4", dry_run=True)) == len(three.give_up("r@4")) == 1
+
+    assert not record.exists()
+    assert len(list((three.path / "trash" / "damaged").rglob("4.*"))) == 1
+    assert collect(three).trash.count == 1
+    assert three.verify(read_data=True).ok

@@ -30,10 +30,6 @@ ARCHITECTURE = (DOCS / "internals" / "architecture.md").read_text()
 ON_DISK = (
     model.Part,
     model.LayerPart,
-    model.Collection,
-    model.CollectedRecord,
-    model.QuarantineLog,
-    model.Quarantined,
     model.LayerVersion,
     model.Parameter,
     model.Buffer,
