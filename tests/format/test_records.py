@@ -58,7 +58,7 @@ CHANGES: dict[str, Any] = {
     "policy": dataclasses.replace(samples.record().policy, name="parity"),
     "supersedes": ("0" * 32,),
     "flags": ("trimmed",),
-    "notes": {"later": 1},
+    "notes": ("later",),
 }
 
 
