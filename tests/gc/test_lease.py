@@ -21,7 +21,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Locked
-from layerstore.storage import lease, locks
+from layerstore.storage import locks
 from tests.gc.test_gc import collect, grow_old, masters, steps
 from tests.unit.checkpoints import Checkpoints
 
@@ -31,9 +31,9 @@ SUSPENDED = """
 import json, os, signal, sys
 import layerstore
 from layerstore import Keep, Store
-from layerstore.storage import lease, locks
+from layerstore.storage import locks
 locks.network_filesystem = lambda path: "nfs4"
-lease.LEASE_SECONDS, lease.LEASE_RENEWED_SECONDS = 0.5, 0.1
+locks.LEASE_SECONDS, locks.LEASE_RENEWED_SECONDS = 0.5, 0.1
 stopped = []
 def hook(operation, path):
     if operation == "unlink" and "commits" in path.parts and not stopped:
@@ -52,7 +52,7 @@ with Store(sys.argv[1], hook=hook) as store:
 def _on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let locks be leases; one that nobody renews runs out soon."""
     monkeypatch.setattr(locks, "network_filesystem", lambda path: "nfs4")
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(locks, "LEASE_SECONDS", 0.5)
 
 
 @pytest.fixture(scope="module")

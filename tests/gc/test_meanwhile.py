@@ -17,7 +17,7 @@ from layerstore.gc.mark import Marks
 from layerstore.history.references import Resolved, resolve
 from layerstore.model import BlobRef, CommitRecord, LayerVersion
 from layerstore.progress import Progress
-from layerstore.publish.pins import pin
+from layerstore.publish.pins import make_pin
 from layerstore.storage import aside as aside_folder
 from layerstore.storage.aside import Aside
 from layerstore.storage.commits import RecordName, RecordStore
@@ -38,7 +38,7 @@ def looked_up(store: Store, ref: str) -> Resolved:
 def pinned(store: Store, name: str, found: Resolved) -> bool:
     """Pin what was looked up; return whether that was possible."""
     try:
-        pin(open_rooms(store.path, Files()), name, found)
+        make_pin(open_rooms(store.path, Files()), name, found)
     except Conflict:
         return False
     return True
