@@ -136,6 +136,7 @@ def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
         say(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")
     for pin in repaired.pins_elsewhere:
         say(f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; here it may have been moved since:")
+        say(f"  {shown(with_store(f'layerstore pin --delete {typed(pin.name)}'))}")
         say(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
     for name in repaired.newer[:_LINES_MAX]:
         say(f"{shown(name)} is for a newer layerstore, and was left as it is")

@@ -3,14 +3,18 @@
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import pytest_randomly
 from hypothesis import HealthCheck, settings
 
+import layerstore
+from layerstore import Store
 from tests import generated, operators, sampling
 from tests.environment import memory
+from tests.unit.checkpoints import Checkpoints
 
 # A busy machine is no failure. Examples are random: a failure prints how to repeat it.
 settings.register_profile("patient", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -49,6 +53,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest; apart from that any order will do."""
     long = [Path(__file__).parent / part for part in LONG]
     items.sort(key=lambda item: not any(item.path.is_relative_to(each) for each in long))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return a store with nothing in it."""
+    with layerstore.init(tmp_path / "store") as made:
+        yield made
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpoints:
+    """Return what makes checkpoints."""
+    return Checkpoints(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,13 @@ from layerstore.gc.unserved import ASKED_FOR, versions_by
 
 __all__ = [
     "ASKED_FOR",
+    "NOT_ASKED",
     "CommitFate",
     "Dropped",
     "DroppedCommit",
     "GcOutcome",
-    "Gone",
-    "NOT_ASKED",
     "GcRequest",
+    "Gone",
     "damaged_records",
     "dropped",
     "execute_drop",

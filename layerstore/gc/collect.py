@@ -1,8 +1,8 @@
 """
 Gc: which commits nobody wants to keep go, and then what nothing needs any more.
 
-`plan_gc` reads and decides, and writes nothing; `execute_gc` does it, beside everything else that uses the store. Records
-go first, then objects: these are moved aside and looked at again, so that writers and readers need not wait
+`plan_gc` reads and decides, and writes nothing; `execute_gc` does it, beside everything else that uses the store.
+Records go first, then objects: these are moved aside and looked at again, so that writers and readers need not wait
 (docs/internals/durability.md).
 """
 

@@ -1,11 +1,12 @@
 """
 Trim: a commit without its moments takes the place of one that has them.
 
-Weights and masters stay; what only a resume needs goes. Each trim is one transaction, whose record supersedes the other.
+Weights and masters stay; what only a resume needs goes. Each trim is one transaction; its record supersedes the other.
 """
 
 from dataclasses import dataclass, replace
 
+from layerstore.errors import Overtaken
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
 from layerstore.history import Needs, objects_of_version
@@ -91,7 +92,11 @@ def trim(rooms: Rooms, row: RecordRow) -> CommitId:
     commit = rooms.catalog.commit(row.name)
     plan = plan_trim(rooms, commit)
     with Transaction(rooms) as tx:
-        tx.keep(commit.record)
+        # Not the versions: a blob that was just touched keeps the moments that it names until the next collection.
+        tx.keep(replace(commit.record, layers=()))
+        for ref in plan.objects:
+            if not tx.objects.reuse(ref):
+                raise Overtaken(f"object {ref.id} of {row.run}@{row.step} is gone", hint="repeat the command")
         for ref, data in plan.versions.items():
             tx.objects.put(data, ref)
         trimmed = tx.commit(plan.commit.record, observed=plan.commit.observed).commit

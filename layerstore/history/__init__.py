@@ -30,11 +30,11 @@ from layerstore.history.references import Resolved, is_mixture, locate, only_run
 from layerstore.history.staleness import LayerAge, Staleness, check_staleness, staleness_of
 
 __all__ = [
+    "PARTS",
     "GraphLine",
     "LayerAge",
     "Needs",
     "NumberedIds",
-    "PARTS",
     "PackedList",
     "PackedRefs",
     "Past",
@@ -43,8 +43,8 @@ __all__ = [
     "Staleness",
     "asked_again",
     "check_staleness",
-    "entries_of",
     "draw_graph",
+    "entries_of",
     "is_mixture",
     "locate",
     "named_by",

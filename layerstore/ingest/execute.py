@@ -96,6 +96,7 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
 
 
 def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float) -> Ingested:
+    view = _with_rot_told(rooms, view, plan.step)
     rival = _rival(view, plan)
     outcome = None
     if rival is not None:
@@ -259,9 +260,10 @@ def _stored_as_new(
         record = _record(plan, content, place, use, due)
         for name, problem in _damaged_at(view, plan.step):
             if name.id != commit_id(record):
+                drop = f"layerstore drop {plan.run}@{plan.step}"
                 raise IntegrityError(
                     f"{problem}; it may be this very save, so nothing was changed",
-                    hint=f"layerstore repair --from COPY may heal it; layerstore drop {plan.run}@{plan.step} gives it up",
+                    hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
                 )
         for entry in record.layers:
             if entry.layer not in due:
@@ -294,10 +296,10 @@ def _transfer(
 
 
 def _opens_the_same(rooms: Rooms, view: RunView | None, plan: IngestPlan, rival: RecordRow) -> bool:
-    """Whether *rival* forked just where the attempt to be opened would: then the command was merely repeated."""
-    before = (
-        None if view is None else replaced(view, rows={key: row for key, row in view.rows.items() if key != rival.id})
-    )
+    """Whether the same command, given before *rival*'s attempt was there, would have opened that."""
+    before = None
+    if view is not None:
+        before = replaced(view, rows={key: row for key, row in view.rows.items() if row.attempt < rival.attempt})
     try:
         place = place_of(
             rooms, before, step=plan.step, rivals=[], rollback=plan.rollback, resumed_from=plan.resumed_from
@@ -317,6 +319,21 @@ def _check_may_differ(view: RunView | None, plan: IngestPlan, rival: RecordRow) 
             "nothing was changed",
             hint=_HOW_TO_SAVE_IT,
         )
+
+
+def _with_rot_told(rooms: Rooms, view: RunView | None, step: int) -> RunView | None:
+    """Return *view* with the records of *step* that rotted after they were indexed among the damaged ones."""
+    if view is None:
+        return None
+    damaged = dict(view.damaged)
+    for row in view.visible:
+        if row.step == step:
+            try:
+                rooms.catalog.commit(row.name)
+            except IntegrityError as exc:
+                damaged[row.name] = exc
+    rows = {key: row for key, row in view.rows.items() if row.name not in damaged}
+    return replaced(view, rows=rows, damaged=damaged) if len(damaged) > len(view.damaged) else view
 
 
 def _damaged_at(view: RunView | None, step: int) -> list[tuple[RecordName, LayerstoreError]]:

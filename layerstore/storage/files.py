@@ -125,7 +125,7 @@ class Files:
         return None if state is None else state.st_mtime_ns
 
     def changed_ns(self, path: Path) -> int | None:
-        """Return when *path* was last renamed, linked or written, by the filesystem's clock; None if nothing is there."""
+        """Return when *path* was last renamed, linked or written, by the filesystem's clock; None if it is gone."""
         state = self._lstat(path)
         return None if state is None else state.st_ctime_ns
 

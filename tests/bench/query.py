@@ -168,7 +168,7 @@ class _Saves:
         record = self._newest.record
         following = replace(record, step=record.step + STEP_SIZE, save_number=record.save_number + 1)
         self._newest = make_commit(following, self._newest.observed)
-        self._rooms.records.publish(self._newest)
+        self._rooms.records.link(self._newest)
 
     def publish_and_tell(self) -> None:
         """Do both."""

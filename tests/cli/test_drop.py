@@ -1,10 +1,13 @@
-"""``layerstore drop`` says what it hides, what stays, and what the run's name means then."""
+"""``layerstore drop`` says what goes to the trash, what stays, and how it comes back."""
 
 from pathlib import Path
 
 from tests.cli.conftest import Run
 
-FIELDS = ["schema", "run", "step", "attempt", "commit", "hidden_by", "inherited_by", "pins", "tip", "is_tip", "dry_run"]
+FIELDS = [
+    *("schema", "run", "step", "attempt", "commit", "bytes"),
+    *("inherited_by", "pins", "tip", "is_tip", "dry_run"),
+]
 
 
 def test_drop_hides_one_commit(run: Run, store: Path) -> None:
@@ -36,23 +39,34 @@ def test_dropping_the_newest_moves_the_name(run: Run, store: Path) -> None:
     assert "sft then means sft@2" in run("drop", "sft", "--store", store).out
 
 
-def test_drop_refuses_pins_and_the_last_commit(run: Run, store: Path) -> None:
-    """Both hints are what to do instead; --last is the consent."""
+def test_a_pin_is_refused_and_the_last_commit_is_not(run: Run, store: Path) -> None:
+    """The hint for a pin is what to do instead; a run may be dropped to the last."""
     of_a_pin = run("drop", "best", "--store", store)
     run("drop", "sft@4", "--store", store)
     of_the_last = run("drop", "sft@2", "--store", store)
-    consented = run("drop", "sft@2", "--last", "--store", store)
 
-    assert (of_a_pin.code, of_the_last.code, consented.code) == (2, 2, 0)
+    assert (of_a_pin.code, of_the_last.code) == (2, 0)
     assert "pin --delete best" in of_a_pin.err
-    assert "--last" in of_the_last.err
-    assert "the run has no other commit" in consented.out
+    assert "the run has no other commit" in of_the_last.out
     assert run("show", "sft", "--store", store).code == 13
-    assert "no commit of sft shows: all were dropped" in run("log", "sft", "--store", store).out
+
+
+def test_undrop_brings_it_back(run: Run, store: Path) -> None:
+    """By the command that drop names, which `log --dropped` lists it for until then."""
+    dropped = run("drop", "sft@2", "--store", store)
+    listed = run("log", "--dropped", "--store", store)
+    commit = run("log", "--dropped", "--json", "--store", store).fields
+    command = dropped.out.splitlines()[-1].partition("until then: ")[2].split()
+
+    assert "sft@2" in listed.out or "sft" in listed.out
+    assert command[-1] in str(commit)
+    assert run(*command[1:]).code == 0
+    assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4, 2]
+    assert run("undrop", "sft@2", "--store", store).code == 13
 
 
 def test_what_was_dropped_comes_back_with_its_checkpoint(run: Run, store: Path, checkpoints: Path) -> None:
-    """The undo that the help names: saved again, nothing but a record written."""
+    """Saved again, nothing but a record written."""
     run("drop", "sft@2", "--store", store)
 
     again = run("ingest", checkpoints / "global_step2", "--store", store, "--json").fields

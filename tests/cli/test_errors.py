@@ -34,6 +34,7 @@ COMMANDS = {
     "compose": ["compose", "--dry-run"],
     "pin": ["pin", "--list"],
     "drop": ["drop", "sft@2"],
+    "undrop": ["undrop", "sft@2"],
     "gc": ["gc"],
     "verify": ["verify"],
     "repair": ["repair", "--dry-run"],
@@ -56,13 +57,13 @@ def test_every_command_is_tested_here() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_examples(run: Run, command: str) -> None:
-    """Each command's help shows one to three commands that work by being typed."""
+    """Each command's help shows one to four commands that work by being typed."""
     outcome = run(command, "--help")
     examples = re.findall(rf"^    layerstore {command}\b.*$", outcome.out, re.MULTILINE)
 
     assert outcome.code == 0
     assert "--json" in outcome.out
-    assert 1 <= len(examples) <= 3
+    assert 1 <= len(examples) <= 4
 
 
 def test_without_a_command_there_is_help(run: Run) -> None:

@@ -66,7 +66,7 @@ def test_ls_diff_and_drop_tell_attempts_apart(run: Run) -> None:
     """A step alone would be the newest attempt's."""
     layers = run("ls", "old").out
     compared = run("diff", "sft@3", "sft~1@3").out
-    dropped = run("drop", "sft~1@3", "--dry-run", "--last").out
+    dropped = run("drop", "sft~1@3", "--dry-run").out
 
     assert {line.split()[1] for line in layers.splitlines()[1:-1]} == {"sft@2", "sft~1@3"}
     assert {line.split()[1] for line in run("ls", "sft").out.splitlines()[1:-1]} == {"3"}

@@ -18,6 +18,7 @@ ACTS = {
     "compose": ["compose", "sft@2", "-o", "out"],
     "pin": ["pin", "second", "sft@2"],
     "drop": ["drop", "sft@2"],
+    "undrop": ["undrop", "sft@2"],
     "gc": ["gc", "--keep-last", "1", "--yes"],
     "repair": ["repair"],
     "reindex": ["reindex"],
@@ -48,6 +49,8 @@ def test_every_command_is_of_one_kind() -> None:
 def test_what_is_done_is_done_in_silence(run: Run, checkpoints: Path, name: str) -> None:
     """Nothing at all is printed; without the option it is. Programs get their line all the same."""
     words = [word.format(source=checkpoints) for word in ACTS[name]]
+    if name == "undrop":
+        _undo(name)
     quiet = run(*words, "--quiet")
     _undo(name)
     loud = run(*words)
@@ -65,11 +68,9 @@ def _undo(name: str) -> None:
     store = Path("store")
     if name in {"init", "compose"}:
         shutil.rmtree("new" if name == "init" else "out")
-    if name == "drop":
+    if name in {"drop", "undrop"}:
         with layerstore.open(store) as opened:
-            newest = max((store / "commits" / "sft").glob("2.*"), key=lambda path: path.stat().st_mtime_ns)
-            newest.unlink()
-            opened.reindex()
+            opened.undrop("sft@2") if name == "drop" else opened.drop("sft@2")
     if name == "pin":
         (store / "pins" / "second").unlink()
 

@@ -11,24 +11,17 @@ import pytest
 
 from layerstore.format.identity import decode_identity, encode_identity
 from tests.cli.conftest import Run
-from tests.faults.harness import flip
 
 FIELDS = [
     "schema",
     "dry_run",
     "identity",
     "flags_assumed",
-    "quarantine",
-    "quarantined",
-    "healed",
-    "fell_back",
-    "cannot_fall_back",
+    "moved",
+    "fetched",
     "lost",
-    "lost_records",
+    "unreadable",
     "reingest",
-    "held_back",
-    "shown_again",
-    "elsewhere",
     "pins_elsewhere",
     "newer",
     "reindexed",
@@ -64,11 +57,11 @@ def test_what_has_a_copy_is_healed(run: Run, store: Path, tmp_path: Path) -> Non
     done = run("repair", "--from", tmp_path / "backup", "--store", store)
 
     assert (planned.code, unhealed.code, done.code) == (0, 20, 0)
-    assert f"would heal object  objects/{path.name[:2]}/{path.name}" in planned.out
+    assert f"would fetch object  objects/{path.name[:2]}/{path.name}" in planned.out
     assert planned.out.splitlines()[-1] == "nothing was changed"
-    assert f"healed object  objects/{path.name[:2]}/{path.name}" in done.out
+    assert f"fetched object  objects/{path.name[:2]}/{path.name}" in done.out
     assert f"from {tmp_path / 'backup'}" in done.out
-    assert f"quarantined object  objects/{path.name[:2]}/{path.name}" in done.out
+    assert f"moved damaged object  objects/{path.name[:2]}/{path.name} to trash/" in done.out
     assert run("verify", "--read-data", "--store", store).code == 0
 
 
@@ -86,47 +79,11 @@ def test_what_is_lost_is_told_with_the_way_out(run: Run, store: Path, checkpoint
     assert verify.err.splitlines()[-1].endswith(" repair --dry-run says what can be done")
     assert (people.code, programs.code) == (20, 20)
     assert "lost of sft@4: 1 layer, model.layers.1" in people.out
-    assert (
-        "to heal what sft@4 saved, with the checkpoint of that step:\n"
-        f"  layerstore --store {store} ingest CHECKPOINT --run sft\n"
-    ) in people.out
-    assert programs.fields["reingest"] == [{"run": "sft", "step": 4, "reference": "sft@4", "policy": None}]
+    assert "; ingest the checkpoint of sft@4 again; " in people.err.splitlines()[-1]
+    assert programs.fields["reingest"] == ["sft@4"]
     assert programs.fields["lost"] == [{"commit": "sft@4", "layers": ["model.layers.1"], "everything": False}]
     assert run("ingest", checkpoints / "global_step4", "--run", "sft", "--store", store).code == 0
     assert run("verify", "--read-data", "--store", store).code == 0
-
-
-def test_the_policy_of_a_save_is_named_with_it(run: Run, checkpoints: Path) -> None:
-    """Under another one its checkpoint would be another commit; and a dry run says what has to come first."""
-    run("init")
-    for step in (2, 4):
-        run("ingest", checkpoints / f"global_step{step}", "--run", "sft", "--policy", "parity")
-    path = last_object(Path(".layerstore"))
-    path.chmod(0o644)
-    flip(path)
-
-    verified = run("verify", "--read-data")
-    planned = run("repair", "--read-data", "--dry-run")
-
-    assert verified.err.splitlines()[-1] == "hint: layerstore repair --read-data --dry-run says what can be done"
-    assert "  layerstore ingest CHECKPOINT --run sft --policy parity\n" in planned.out
-    hint = planned.err.splitlines()[-1]
-    assert hint.startswith("hint: layerstore repair --read-data --from COPY")
-    assert hint.endswith(
-        "; after a repair layerstore ingest CHECKPOINT --run sft --policy parity heals what sft@4 saved"
-    )
-
-
-def test_a_commit_falls_back_on_request(run: Run, store: Path) -> None:
-    """The screen says which layer is how old."""
-    last_object(store).unlink()
-
-    done = run("repair", "--fall-back", "--store", store)
-
-    assert done.code == 0
-    assert "sft@4 falls back: model.layers.1 is from step 2, 2 steps older" in done.out
-    verify = run("verify", "--store", store)
-    assert (verify.code, "of hidden commits, which harms nothing" in verify.out) == (0, True)
 
 
 def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
@@ -136,36 +93,23 @@ def test_a_lost_record_is_given_up_by_name(run: Run, store: Path) -> None:
     (store / "pins" / "best").write_bytes(b"rot")
 
     repaired = run("repair", "--store", store)
-    again = run("repair", "--store", store)
-    verify = run("verify", "--store", store)
-    program = run("verify", "--store", store, "--json")
+    programs = run("repair", "--store", store, "--json")
     blocked = run("gc", "--store", store)
-    planned = run("drop", "sft@4", "--quarantined", "--dry-run", "--store", store)
-    given_up = run("drop", "sft@4", "--quarantined", "--store", store, "--json")
+    planned = run("drop", "sft@4", "--dry-run", "--store", store)
+    given_up = run("drop", "sft@4", "--store", store, "--json")
     pin = run("gc", "--store", store)
 
-    assert repaired.code == 20
-    assert "lost sft@4: no copy of its record is left" in repaired.out
-    assert "lost best: what this pin meant cannot be read" in repaired.out
-    assert "warning: sft@4 holds gc back until it is healed or given up" in repaired.err
-    assert "to give up sft@4: layerstore --store" in repaired.out
-    assert repaired.err.splitlines()[-1].endswith(" pin best REF names a pin again")
-    assert "run sft heals" in repaired.err.splitlines()[-1]
-    assert again.code == 20
-    assert "nothing more can be done here" in again.out
-    assert (verify.code, "sft@4 is in quarantine and holds gc back" in verify.err) == (20, True)
-    assert "no damage, 2 lost" in verify.out
-    assert verify.err.splitlines()[-1].endswith(" pin --delete best gives it up")
-    assert (program.code, program.fields["ok"], program.fields["quarantined"]) == (20, False, ["best", "sft@4"])
-    assert all(len(line) <= 80 for line in (repaired.err + verify.err).splitlines() if line.startswith("warning"))
-    assert (blocked.code, pin.code) == (20, 20)
-    assert " drop sft@4 --quarantined gives it up" in blocked.err
+    assert (repaired.code, programs.code, blocked.code, pin.code) == (20, 20, 20, 20)
+    assert "sft@4 cannot be read, and gc removes nothing until it is healed or given up" in repaired.out
+    assert programs.fields["unreadable"] == ["sft@4", "best"]
+    assert repaired.err.splitlines()[-1].endswith(" drop sft@4 gives it up")
+    assert " drop sft@4 gives it up" in blocked.err
     assert "nothing was changed" in planned.out
     assert len(given_up.fields["given_up"]) == 1
     assert " pin --delete best gives it up" in pin.err
     assert run("pin", "--delete", "best", "--store", store).code == 0
     assert run("gc", "--store", store).code == 0
-    assert run("drop", "sft@4", "--quarantined", "--store", store).code == 13
+    assert run("drop", "sft@4", "--store", store).code == 13
 
 
 def test_what_is_to_be_typed_can_be_typed_whatever_names_hold(run: Run, store: Path, checkpoints: Path) -> None:
@@ -178,26 +122,10 @@ def test_what_is_to_be_typed_can_be_typed_whatever_names_hold(run: Run, store: P
 
     blocked = run("gc", "--store", store)
     [line] = [line for line in blocked.err.splitlines() if line.startswith("hint: ")]
-    words = shlex.split(line.removeprefix("hint: ").partition(" gives it up")[0])
+    words = shlex.split(line.removeprefix("hint: ").partition(" gives it up")[0].rpartition("; ")[2])
 
-    assert words[-3:] == ["drop", f"{name}@4", "--quarantined"]
+    assert words[-2:] == ["drop", f"{name}@4"]
     assert run(*words[1:]).code == 0
-    assert run("gc", "--store", store).code == 0
-
-
-def test_a_lost_pin_is_healed_by_a_copy(run: Run, store: Path, tmp_path: Path) -> None:
-    """As every hint says."""
-    copy = shutil.copytree(store, tmp_path / "copy")
-    flip(store / "pins" / "best")
-    hints = [run(*words, "--store", store).err for words in (("repair",), ("gc",), ("verify",))]
-
-    for hint in hints:
-        assert "repair --from COPY" in " ".join(hint.split())
-    healed = run("repair", "--from", copy, "--store", store)
-    assert healed.code == 0
-    assert "healed pin  pins/best (" in healed.out
-    assert f"from {copy}" in " ".join(healed.out.split())
-    assert run("verify", "--store", store).code == 0
     assert run("gc", "--store", store).code == 0
 
 
@@ -208,29 +136,13 @@ def test_a_pin_that_may_have_been_moved_since_the_copy_is_said(run: Run, store: 
 
     told = run("repair", "--from", copy, "--store", store)
     [program] = run("repair", "--from", copy, "--store", store, "--json").fields["pins_elsewhere"]
-    [command] = [line for line in told.out.splitlines() if " pin best " in line]
+    commands = [line for line in told.out.splitlines() if line.startswith("  layerstore ")]
 
     assert told.code == 20
-    assert f" in {copy}; nothing proves that it was so here:" in " ".join(told.out.split())
-    assert (program["pin"], program["store"]) == ("best", str(copy))
-    assert run(*shlex.split(command)[1:]).code == 0
+    assert f" in {copy}; here it may have been moved since:" in " ".join(told.out.split())
+    assert program == {"pin": "best", "reference": "sft@2", "store": str(copy)}
+    assert [run(*shlex.split(command)[1:]).code for command in commands] == [0, 0]
     assert run("verify", "--store", store).code == 0
-
-
-def test_what_only_a_pin_has_lost_is_healed_in_a_run_of_its_own(run: Run, store: Path, checkpoints: Path) -> None:
-    """Its commit has fallen back meanwhile: the same checkpoint would be taken for it."""
-    run("pin", "last", "sft@4", "--store", store)
-    last_object(store).unlink()
-
-    done = run("repair", "--fall-back", "--store", store)
-    programs = run("repair", "--store", store, "--json")
-
-    assert done.code == 20
-    assert "to heal what sft@4 saved, with the checkpoint of that step, as a new run:" in done.out
-    assert done.err.splitlines()[-1].endswith(" ingest CHECKPOINT --run NEW_RUN heals what sft@4 saved")
-    assert [each["run"] for each in programs.fields["reingest"]] == [None]
-    assert run("ingest", checkpoints / "global_step4", "--run", "NEW_RUN", "--store", store).code == 0
-    assert run("verify", "--read-data", "--store", store).code == 0
 
 
 def test_the_plan_fails_as_the_deed_would(run: Run, store: Path) -> None:
@@ -243,11 +155,11 @@ def test_the_plan_fails_as_the_deed_would(run: Run, store: Path) -> None:
 
     assert (planned.code, programs.code) == (20, 20)
     assert "1 commit cannot be healed: sft@4; nothing was changed" in planned.err
-    assert " repair --from COPY, or --fall-back where layers are lost; " in planned.err.splitlines()[-1]
+    assert " repair --from COPY; ingest the checkpoint of sft@4 again; " in planned.err.splitlines()[-1]
     assert {path for path in store.rglob("*") if "locks" not in path.parts} == before
 
 
-def test_a_lost_state_is_not_said_to_fall_back(run: Run, store: Path, checkpoints: Path) -> None:
+def test_no_older_layers_are_offered_for_a_lost_state(run: Run, store: Path, checkpoints: Path) -> None:
     """There is no older one that would do: a copy heals it, or its checkpoint."""
     import layerstore
 
@@ -258,47 +170,10 @@ def test_a_lost_state_is_not_said_to_fall_back(run: Run, store: Path, checkpoint
     done = run("repair", "--store", store)
 
     assert done.code == 20
-    assert done.err.splitlines()[-1].endswith(" ingest CHECKPOINT --run sft heals what sft@4 saved")
-    assert "--fall-back" not in done.err
+    assert done.err.splitlines()[-1].endswith("; ingest the checkpoint of sft@4 again")
+    assert "--without-damaged" not in done.err
     assert run("ingest", checkpoints / "global_step4", "--run", "sft", "--store", store).code == 0
     assert run("verify", "--read-data", "--store", store).code == 0
-
-
-def test_what_is_in_quarantine_is_listed(run: Run, store: Path) -> None:
-    """With what it does there; nothing else is done."""
-    empty = run("repair", "--list", "--store", store)
-    os.truncate(last_object(store), 1)
-    run("repair", "--store", store)
-
-    people = run("repair", "--list", "--store", store)
-    programs = run("repair", "--list", "--store", store, "--json")
-
-    assert (empty.code, empty.out) == (0, "nothing is in quarantine\n")
-    ((kept),) = programs.fields["kept"]
-    assert (people.code, programs.code) == (0, 0)
-    assert list(kept) == ["quarantine", "time", "kind", "path", "reason", "status"]
-    assert people.out.splitlines() == [
-        f"object  {kept['path']}",
-        f"  {kept['reason']}",
-        f"  quarantine/{kept['quarantine']}, just now; kept",
-        "files stay in quarantine/ until you remove them by hand",
-    ]
-    assert run("repair", "--list", "--dry-run", "--store", store).code == 2
-
-
-def test_what_only_a_copy_has_is_named(run: Run, store: Path, checkpoints: Path, tmp_path: Path) -> None:
-    """The index has forgotten it, or it was never here: it is left there."""
-    shutil.copytree(store, tmp_path / "backup")
-    next((store / "commits" / "sft").glob("4.*")).unlink()
-    run("reindex", "--forget", "--store", store)
-
-    people = run("repair", "--from", tmp_path / "backup", "--store", store)
-    programs = run("repair", "--from", tmp_path / "backup", "--store", store, "--json")
-
-    (only,) = programs.fields["elsewhere"]
-    assert (people.code, only["run"], only["step"]) == (0, "sft", 4)
-    assert f"only in {tmp_path / 'backup'}: sft@4 (commit {only['commit'][:12]})" in people.out
-    assert "nothing here says that these were lost" in people.out
 
 
 def test_an_ingest_that_brings_a_lost_record_back_says_so(run: Run, store: Path, checkpoints: Path) -> None:
@@ -311,7 +186,7 @@ def test_an_ingest_that_brings_a_lost_record_back_says_so(run: Run, store: Path,
     saved = run("ingest", checkpoints / "global_step2", "--run", "sft", "--store", store)
 
     assert (blocked.code, saved.code) == (20, 0)
-    assert "had lost its record, and has the very same again" in saved.out
+    assert saved.out.endswith("; its record was damaged and is written again\n")
     assert (run("verify", "--store", store).code, run("gc", "--store", store).code) == (0, 0)
 
 
@@ -342,7 +217,7 @@ def test_a_damaged_identity_comes_back_with_its_flags(run: Run, store: Path) -> 
     path = store / "store.json"
     identity = decode_identity(path.read_bytes(), what="store.json")
     data = encode_identity(replace(identity, flags=("packs",)))
-    path.write_bytes(data.replace(b'"format": 1', b'"format": 3'))
+    path.write_bytes(data.replace(b'"format": 2', b'"format": 3'))
 
     told = run("log", "--store", store)
     done = run("repair", "--store-id", identity.store_id, "--store", store)
@@ -377,7 +252,7 @@ def test_a_repair_of_what_is_no_store_writes_nothing(run: Run, tmp_path: Path, f
     folder.mkdir()
     fill(folder)
     before = {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
-    commands = [[], ["--dry-run"], ["--fall-back", "--read-data"], ["--store-id", "0" * 32]]
+    commands = [[], ["--dry-run"], ["--read-data"], ["--store-id", "0" * 32]]
 
     codes = [run("repair", *words, "--store", folder).code for words in commands]
 

@@ -29,7 +29,7 @@ from layerstore.zero3.pt import layout_pt, read_pt
 from tests.compose.test_target import rounded_differently
 from tests.deepspeed.compare import rank_trees
 from tests.deepspeed.weights import differing, whole_weights
-from tests.unit.test_verbs import change_gathered, checkpoint, digests, header_of
+from tests.unit.checkpoints import change_gathered, checkpoint, digests, header_of
 
 NORM = "model.norm.weight"
 ALONG = """

@@ -25,7 +25,7 @@ from tests.bench.shapes import GROUPINGS, ModelShape
 from tests.deepspeed.compare import full_tensors, load, raw_bytes
 from tests.faults.harness import Recorder, snapshot
 from tests.generated import generate
-from tests.unit.test_selective import tensors_of
+from tests.unit.checkpoints import tensors_of
 from tests.zero3.ptfiles import write_pt
 
 MIB = 1 << 20

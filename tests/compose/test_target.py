@@ -11,7 +11,7 @@ from layerstore.compose import assemble
 from layerstore.errors import AlreadyExists, IntegrityError
 from layerstore.storage.handles import Hook
 from layerstore.zero3 import convert
-from tests.unit.test_verbs import checkpoint, digests
+from tests.unit.checkpoints import checkpoint, digests
 
 
 def add_file(out: Path) -> str:

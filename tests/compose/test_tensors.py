@@ -21,7 +21,7 @@ from tests.compose.test_hf import mixed, objects_of
 from tests.deepspeed.compare import full_tensors, raw_bytes
 from tests.deepspeed.weights import whole_weights
 from tests.faults.harness import flip
-from tests.unit.test_verbs import change_gathered, checkpoint
+from tests.unit.checkpoints import change_gathered, checkpoint
 
 NORM = "model.norm.weight"
 

@@ -25,7 +25,7 @@ from layerstore.zero3 import replace_tensors
 from layerstore.zero3.pt import read_pt
 from tests.deepspeed.compare import load
 from tests.faults.harness import flip
-from tests.unit.test_verbs import checkpoint, digests
+from tests.unit.checkpoints import checkpoint, digests
 
 # Every shape of a checkpoint, in sizes that divide by nothing.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -96,7 +96,7 @@ def _rebuilt(path: Path) -> tuple[float, bool]:
     layers = [samples.entry(f"model.layers.{number}") for number in range(32)]
     rooms = samples.rooms(path)
     for step in range(MANY):
-        rooms.records.publish(samples.commit(samples.record(step=step, layers=layers)))
+        rooms.records.link(samples.commit(samples.record(step=step, layers=layers)))
     with contextlib.closing(rooms.catalog):
         first = rooms.catalog.view("sft").visible
     shutil.rmtree(path / "manifest")

@@ -193,9 +193,9 @@ def long_scene(fast_module_path: Path) -> Scene:
     layers = [samples.entry(f"model.layers.{number}") for number in range(40)]
     rooms = samples.rooms(folder / "store")
     for step in range(150):
-        rooms.records.publish(samples.commit(samples.record(run="long", step=step, layers=layers)))
+        rooms.records.link(samples.commit(samples.record(run="long", step=step, layers=layers)))
     for number in range(80):
-        rooms.records.publish(samples.commit(samples.record(run=f"run{number}", layers=layers)))
+        rooms.records.link(samples.commit(samples.record(run=f"run{number}", layers=layers)))
     with contextlib.closing(rooms.catalog):
         for run in rooms.catalog.runs():
             rooms.catalog.view(run)

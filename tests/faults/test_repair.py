@@ -1278,7 +1278,7 @@ def test_what_is_saved_beside_a_fall_back_counts(
     def published_then(rooms: Rooms, writer: ObjectWriter, commit: Commit) -> bool:
         rival = replace_record(store, commit)
         saved.append(rival.id)
-        store.rooms.records.publish(rival)
+        store.rooms.records.link(rival)
         return publish(rooms, writer, commit)
 
     if when == "before":
@@ -1306,7 +1306,7 @@ def test_a_record_that_is_wrong_about_a_size_costs_no_object(store: Store) -> No
         first, version=dataclasses.replace(first.version, size_bytes=first.version.size_bytes + 1)
     )
     odd = dataclasses.replace(record, run="odd", layers=(wrong, *record.layers[1:]))
-    store.rooms.records.publish(make_commit(odd, Observed(time_ns=1, bytes_new=0, bytes_reused=0)))
+    store.rooms.records.link(make_commit(odd, Observed(time_ns=1, bytes_new=0, bytes_reused=0)))
     sound, objects = masters(store, "r@20"), snapshot(store.path / "objects")
 
     verdict = store.verify(read_data=True)

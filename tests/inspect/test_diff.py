@@ -19,7 +19,7 @@ from layerstore.model import BlobRef, Kind
 from layerstore.storage.files import Files
 from layerstore.storage.setup import open_rooms
 from layerstore.zero3 import Slices
-from tests.unit.test_verbs import checkpoint
+from tests.unit.checkpoints import checkpoint
 
 BLOCK_0, BLOCK_1 = "model.layers.0", "model.layers.1"
 Numbers = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ from layerstore.inspect.stats import Amounts
 from layerstore.model import Commit
 from layerstore.storage.commits import RecordName, RecordStore
 from tests.inspect.made_up import LAYER_BYTES, History, build
-from tests.unit.test_verbs import checkpoint
+from tests.unit.checkpoints import checkpoint
 
 
 @pytest.fixture(scope="module")

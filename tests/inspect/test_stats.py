@@ -12,7 +12,7 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import NotFound
 from layerstore.storage.objects import ObjectStore
-from tests.unit.test_verbs import checkpoint
+from tests.unit.checkpoints import checkpoint
 
 FROZEN = ("model.layers.0",)
 

@@ -58,7 +58,18 @@ FLOORS = {
     "migrations": 13,
 }
 # Rooms whose files only their own room imports: others come in by ``__init__``. A room is added once that holds.
-DOORS: set[str] = {"check", "compose", "gc", "history", "ingest", "inspect", "migrations", "publish", "zero3", "zero3.pt"}
+DOORS: set[str] = {
+    "check",
+    "compose",
+    "gc",
+    "history",
+    "ingest",
+    "inspect",
+    "migrations",
+    "publish",
+    "zero3",
+    "zero3.pt",
+}
 # Rooms inside a room, with the same rule.
 INNER_DOORS = ("layerstore.live.saver", "layerstore.live.engine", "layerstore.live.ranks", "layerstore.live.demo")
 MAPPED = ("cli", "migrations")
@@ -342,7 +353,8 @@ def test_inner_rooms_are_entered_by_their_doors() -> None:
             f"{module.at(found.node)}: {module.name} imports {found.target}"
             for module, found in own_imports()
             for door in INNER_DOORS
-            if found.target.startswith(f"{door}.") and not f"{module.name}.".startswith(f"{door}.")
+            if found.target.startswith(f"{door}.")
+            and not f"{module.name}.".startswith(f"{door}.")
             # A door may offer a function that is called as its file is: `attach`, `resume`, `capture`.
             and not (isinstance(found.node, ast.ImportFrom) and found.node.module == door)
         ),

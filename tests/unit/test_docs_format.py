@@ -30,10 +30,6 @@ ARCHITECTURE = (DOCS / "internals" / "architecture.md").read_text()
 ON_DISK = (
     model.Part,
     model.LayerPart,
-    model.Collection,
-    model.CollectedRecord,
-    model.QuarantineLog,
-    model.Quarantined,
     model.LayerVersion,
     model.Parameter,
     model.Buffer,
@@ -116,7 +112,6 @@ def test_element_types_are_in_their_table() -> None:
         ("more than 32768 bytes that is no layer", limits.INLINE_BYTES_MAX == 32768),
         ("The grace age is 5 minutes", limits.GC_GRACE_SECONDS == 5 * 60),
         ("in which nothing was done for a day", limits.GC_UNFINISHED_GRACE_SECONDS == 24 * 3600),
-        ("The newest 1,000 plans are kept", limits.COLLECTIONS_MAX == 1000),
         ("of every 16 MiB of the file", limits.VERIFY_CHUNK_BYTES == 16 << 20),
         ("is the smallest multiple of 4096", limits.PAGE_BYTES == 4096),
         ("MUST NOT have more than 64 MiB", limits.RECORD_BYTES_MAX == 64 << 20),

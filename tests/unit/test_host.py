@@ -182,7 +182,7 @@ def test_a_store_may_have_a_long_and_odd_path(tmp_path: Path, monkeypatch: pytes
         store.ingest(source, pin="best")
         store.compose("best").write(tmp_path / "out")
         assert store.verify(read_data=True).ok
-        assert store.reindex().commits == 1
+        assert store.reindex() == 1
         assert store.path == folder / "store"
     with layerstore.open(folder / "store") as store:
         assert [entry.step for entry in store.log()] == [2]

@@ -10,7 +10,7 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import InvalidInput
-from tests.unit.test_verbs import checkpoint, digests, snapshot
+from tests.unit.checkpoints import checkpoint, digests, snapshot
 
 
 @pytest.fixture

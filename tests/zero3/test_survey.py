@@ -10,7 +10,7 @@ import layerstore
 from layerstore.errors import SourceCheckpoint
 from tests.bench.generate import Layout
 from tests.generated import generate
-from tests.unit.test_verbs import SMALL, checkpoint
+from tests.unit.checkpoints import SMALL, checkpoint
 
 
 def found(*folders: Path) -> list[tuple[str, int | None]]:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
 from layerstore.format.blobs import decode_version, ref_of
 from layerstore.gc.collect import GcOutcome
+from layerstore.history.references import resolve
 from layerstore.model import Kind
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import Files
+from layerstore.storage.handles import Hook
 from layerstore.storage.setup import open_rooms
 from tests.unit.checkpoints import Checkpoints
 
@@ -35,6 +38,34 @@ def steps(store: Store, run: str | None = None) -> list[int]:
 def objects(store: Store) -> dict[str, int]:
     """Return the size of every object."""
     return {path.name: path.stat().st_size for path in (store.path / "objects").rglob("*") if path.is_file()}
+
+
+class Stopped(Exception):  # no error: a stop
+    """Somebody ends here."""
+
+
+def stop() -> None:
+    """Stop whoever is at work."""
+    raise Stopped
+
+
+def once(operation: str, part: str, action: Callable[[], object]) -> Hook:
+    """Return a hook that does *action* before the first such operation."""
+    done: list[object] = []
+
+    def hook(doing: str, path: Path) -> None:
+        if doing == operation and part in path.parts and not done:
+            done.append(None)
+            done.append(action())
+
+    return hook
+
+
+def grow_old(store: Store) -> None:
+    """Let everything be as old as the clock allows: from here on only a touch protects it."""
+    for path in (store.path / "objects").rglob("*"):
+        if path.is_file():
+            os.utime(path, (1, 1))
 
 
 def masters(store: Store, ref: str) -> dict[str, bytes]:
@@ -96,44 +127,60 @@ def test_a_commit_keeps_what_it_has_inherited(store: Store, saved: Checkpoints) 
     assert store.verify(read_data=True).ok
 
 
-def test_without_rules_only_what_is_hidden_goes(store: Store, saved: Checkpoints) -> None:
-    """Dropped and replaced commits, with the records that hid them; nothing that is visible."""
+def test_without_rules_only_what_is_in_the_trash_goes(store: Store, saved: Checkpoints) -> None:
+    """Dropped and replaced commits leave the trash with all that only they needed; nothing that is visible goes."""
     for step in (10, 20, 30):
         store.ingest(saved(step), run="r")
     store.drop("r@20")
     store.ingest(saved(10, seed=5), run="r", replace=True)
 
-    done = collect(store)
+    kept = collect(store, empty_trash=False)
+    emptied = collect(store)
 
-    assert steps(store) == [30, 10]
-    assert sorted((fate.step, fate.goes_because) for fate in done.removed) == [(10, "replaced"), (20, "dropped")]
-    assert len(list((store.path / "commits" / "r").iterdir())) == 2
+    assert (kept.bytes_freed, kept.trash.count) == (0, 0)
+    assert (emptied.removed, emptied.trash.count) == ([], 2)
+    assert emptied.bytes_freed == emptied.orphans.size_bytes > 0
+    assert (steps(store), store.dropped()) == ([30, 10], [])
     assert store.verify(read_data=True).orphans == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
-def test_what_was_hidden_never_shows_again(store: Store, saved: Checkpoints) -> None:
-    """However deep it lies: dropped, saved again, dropped again, replaced; and all of it goes."""
+def test_the_trash_is_emptied_by_age(store: Store, saved: Checkpoints) -> None:
+    """What was dropped a week ago goes, what was dropped since stays whole, also where the commits beside it go."""
+    for step in (10, 20, 30, 40):
+        store.ingest(saved(step), run="r")
+    store.drop("r@10")
+    store.drop("r@20")
+    [old] = (store.path / "trash" / "commits" / "r").glob("10.*")
+    os.utime(old, (time.time() - 8 * 24 * 3600,) * 2)
+
+    done = collect(store, Keep(last=1), empty_trash=False)
+
+    assert done.trash.count == 1
+    assert [each.commit.record.step for each in store.dropped()] == [20]
+    store.undrop("r@20")
+    assert steps(store) == [40, 20]
+    assert store.verify(read_data=True).ok
+
+
+def test_what_a_killed_replace_left_hidden_goes_to_the_trash(store: Store, saved: Checkpoints) -> None:
+    """Its record stands beside the one that hides it until a collection takes it; it never shows again."""
     for step in (10, 20):
         store.ingest(saved(step), run="r")
-    for _ in range(2):
-        store.drop("r@10")
-        store.ingest(saved(10), run="r")
-    store.ingest(saved(10, seed=3), run="r", replace=True)
-    seen: list[list[int]] = []
+    replaced = store.show("r@10").commit
 
-    def watch(operation: str, path: Path) -> None:
-        if operation in {"unlink", "fsync"} and "commits" in path.parts:
-            with layerstore.open(store.path) as other:
-                seen.append([entry.layers for entry in other.log("r")])
+    with Store(store.path, hook=once("rename", "trash", stop)) as stopped, pytest.raises(Stopped):
+        stopped.ingest(saved(10, seed=3), run="r", replace=True)
+    left = {path.name for path in (store.path / "commits" / "r").iterdir()}
+    shown = store.show("r@10").commit
+    assert f"10.{replaced}" in left
+    assert shown != replaced
+    collect(store, Keep(every=20))
 
-    with Store(store.path, hook=watch) as watched:
-        collect(watched, Keep(every=20))
-
-    assert len(seen) > 5
-    assert all(len(visible) <= 2 for visible in seen)
     assert steps(store) == [20]
+    assert [each.commit.id for each in store.dropped()] == [replaced]
     assert len(list((store.path / "commits" / "r").iterdir())) == 1
+    assert collect(store).trash.count == 1
+    assert store.verify(read_data=True).orphans == 0
 
 
 @pytest.mark.fault(103)
@@ -320,7 +367,7 @@ def test_the_checkpoint_of_a_trimmed_commit_heals_it(store: Store, saved: Checkp
 
 
 def test_trimmed_commits_of_other_attempts_are_known(store: Store, saved: Checkpoints) -> None:
-    """As they were before: neither comes an abandoned one into the newest attempt, nor is one begun twice."""
+    """As they were before: no checkpoint of an abandoned attempt comes into the newest, and none is begun twice."""
     for step in (10, 20, 30):
         store.ingest(saved(step), run="r")
     store.ingest(saved(25), run="r", rollback=True)
@@ -329,26 +376,13 @@ def test_trimmed_commits_of_other_attempts_are_known(store: Store, saved: Checkp
     listed = [(entry.attempt, entry.step) for entry in store.log("r")]
 
     for _ in range(2):
-        before = store.show("r~1@10").commit
-        known, again = store.ingest(saved(10), run="r"), store.ingest(saved(25), run="r", rollback=True)
-        assert (known.is_new, known.commit, known.objects_new) == (False, before, 0)
+        for step in (10, 30):
+            known = store.ingest(saved(step), run="r")
+            assert (known.is_new, known.attempt, known.objects_new) == (False, 1, 0)
+        again = store.ingest(saved(25), run="r", rollback=True)
         assert (again.is_new, again.attempt, again.objects_new) == (False, 2, 0)
-        with pytest.raises(Conflict, match="r@30 belongs to attempt 1, which training has left"):
-            store.ingest(saved(30), run="r")
         assert [(entry.attempt, entry.step) for entry in store.log("r")] == listed
         collect(store, Keep(drop_optimizer_older_than=5))
-
-
-def test_dropping_what_was_collected_says_so(store: Store, saved: Checkpoints) -> None:
-    """Of an abandoned attempt a record without layers stays: it is no drop."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
-    store.ingest(saved(15), run="r", rollback=True)
-    store.ingest(saved(25), run="r")
-    collect(store, Keep(last=1))
-
-    with pytest.raises(NotFound, match="r@20 was removed by a collection"):
-        store.drop("r@20")
 
 
 # -- attempts ------------------------------------------------------------------------------------------------------
@@ -395,7 +429,7 @@ def test_abandoned_attempts_go_once_they_are_overtaken(store: Store, saved: Chec
 def test_a_run_that_was_dropped_to_the_last_goes_wholly(store: Store, saved: Checkpoints) -> None:
     """But for the record that remembers its attempt's number."""
     store.ingest(saved(10), run="r")
-    store.drop("r@10", last=True)
+    store.drop("r@10")
 
     collect(store)
 
@@ -577,28 +611,21 @@ def test_what_writers_left_goes_once_it_is_old(store: Store, saved: Checkpoints)
     assert (left.exists(), fresh.exists(), session.exists()) == (False, True, False)
 
 
-@pytest.mark.fault(12)
-def test_an_interrupted_collection_is_taken_up(store: Store, saved: Checkpoints) -> None:
-    """What it left aside is found there by readers, and goes with the next."""
+@pytest.mark.fault(11, 12)
+def test_an_interrupted_collection_is_settled_by_the_next(store: Store, saved: Checkpoints) -> None:
+    """What it left aside is found there by readers, counted by the next, and goes with that."""
     for step in (10, 20):
         store.ingest(saved(step), run="r")
     kept = masters(store, "r@20")
 
-    class Stop(Exception):  # no error: a stop
-        pass
-
-    def stop(doing: str, path: Path) -> None:
-        if doing == "fsync" and path.name == "aside":
-            raise Stop
-
-    with Store(store.path, hook=stop) as collecting, pytest.raises(Stop):
+    with Store(store.path, hook=once("unlink", "aside", stop)) as collecting, pytest.raises(Stopped):
         collect(collecting, Keep(last=1))
-    assert list((store.path / "gc").glob("*/aside")) != []
+    aside = sum(path.stat().st_size for path in (store.path / "gc" / "aside").iterdir())
     assert masters(store, "r@20") == kept
+    planned, done = collect(store, dry_run=True), collect(store)
 
-    collect(store)
-
-    assert list((store.path / "gc").glob("*/aside")) == []
+    assert planned.bytes_freed == done.bytes_freed == aside > 0
+    assert list((store.path / "gc" / "aside").iterdir()) == []
     assert store.verify(read_data=True).orphans == 0
 
 
@@ -685,9 +712,9 @@ def test_the_whole_do_not_go_while_what_stays_is_hurt(
     assert "layerstore drop r@30 gives it up" in str(at.value.hint)
     assert objects(store) == before
     assert steps(store) == [30, 20, 10]
-    assert list((store.path / "gc").glob("*/aside")) == []
+    assert list((store.path / "gc" / "aside").iterdir()) == []
     store.drop("r@30")
-    assert [fate.step for fate in collect(store, Keep(last=1)).removed] == [10, 30]
+    assert [fate.step for fate in collect(store, Keep(last=1)).removed] == [10]
     assert store.verify(read_data=True).ok
 
 
@@ -697,15 +724,16 @@ def test_the_hint_names_the_hurt_commit_of_an_earlier_attempt(store: Store, save
         store.ingest(saved(step), run="r")
     store.ingest(saved(20, seed=7), run="r", rollback=True)
     store.ingest(saved(30, seed=8), run="r")
+    for step in (10, 20):
+        store.ingest(saved(step, seed=9), run="other")
     lost = lose(store, "r~1@30", "missing")
-    store.drop("r@10")
 
     with pytest.raises(IntegrityError, match=rf"^r~1@30 is to stay and is not whole: object {lost}") as at:
-        collect(store)
+        collect(store, Keep(last=1), runs=["other"])
 
     assert "layerstore drop r~1@30 gives it up" in str(at.value.hint)
     store.drop("r~1@30")
-    collect(store)
+    collect(store, Keep(last=1), runs=["other"])
     assert store.verify(read_data=True).ok
 
 
@@ -739,12 +767,12 @@ def test_the_whole_do_not_go_while_a_pin_is_hurt(store: Store, saved: Checkpoint
     assert "layerstore pin --delete best gives it up" in str(at.value.hint)
     assert (objects(store), steps(store)) == (before, [30, 20])
     store.delete_pin("best")
-    assert len(collect(store, Keep(last=1)).removed) == 2
+    assert len(collect(store, Keep(last=1)).removed) == 1
     assert store.verify(read_data=True).ok
 
 
 def test_a_sweep_goes_on_beside_a_hurt_commit(store: Store, saved: Checkpoints) -> None:
-    """No commit goes, and what nothing names can stand in for nothing; a dropped commit that is whole stays."""
+    """No commit goes, and what nothing names can stand in for nothing."""
     for step in (10, 20, 30):
         store.ingest(saved(step), run="r")
     lose(store, "r@30", "missing")
@@ -755,9 +783,8 @@ def test_a_sweep_goes_on_beside_a_hurt_commit(store: Store, saved: Checkpoints) 
     done = collect(store)
 
     assert (done.removed, done.orphans.count, orphan.exists()) == ([], 1, False)
-    store.drop("r@20")
     with pytest.raises(IntegrityError, match=r"^r@30 is to stay"):
-        collect(store)
+        collect(store, Keep(last=1))
     assert [damage.kind for damage in store.verify().damaged] == ["object"]
 
 
@@ -783,14 +810,14 @@ def test_what_lies_aside_is_there(store: Store, saved: Checkpoints) -> None:
         store.ingest(saved(step), run="r")
     kept = masters(store, "r@20")
     rooms = open_rooms(store.path, Files())
-    aside = store.path / "gc" / "00000001-00000000" / "aside"
-    aside.mkdir(parents=True)
+    aside = store.path / "gc" / "aside"
+    aside.mkdir(parents=True, exist_ok=True)
     for stored in rooms.version_of(store.compose("r@20")._composition.layers[0]).objects:
         rooms.layout.object(stored.ref.id).rename(aside / stored.ref.id)
 
     assert [fate.step for fate in collect(store, Keep(last=1)).removed] == [10]
 
-    assert not aside.exists()
+    assert list(aside.iterdir()) == []
     assert masters(store, "r@20") == kept
     assert store.verify(read_data=True).ok
 
@@ -842,8 +869,8 @@ def test_a_store_and_its_copy_share_no_index(
         assert (steps(copy), steps(original)) == ([30, 20, 10], [20])
         assert copy.verify().ok
         assert original.verify().ok
-        assert copy.repair().healed == ()
-        assert [fate.reference for fate in collect(original, Keep(last=1)).removed] == ["r@30"]  # as dropped
+        assert not copy.repair().has_done
+        assert collect(original, Keep(last=1)).trash.count == 1  # what was dropped
         assert steps(copy) == [30, 20, 10]
 
 
@@ -861,3 +888,97 @@ def test_a_migration_that_was_begun_holds_collections_back(store: Store, saved: 
     assert len(store.gc(Keep(last=1), dry_run=True).removed) == 1
     (store.path / "migrating").rmdir()
     assert len(collect(store, Keep(last=1)).removed) == 1
+
+
+# -- what was shown, and rules per run ----------------------------------------------------------------------------
+
+NEWEST = Keep(last=1)
+WEIGHTS = Keep(drop_optimizer_older_than=5)
+
+
+@pytest.fixture
+def three(store: Store, saved: Checkpoints) -> Store:
+    """Return a store with steps 10, 20 and 30 of one run."""
+    for step in (10, 20, 30):
+        store.ingest(saved(step), run="r")
+    return store
+
+
+def test_only_what_was_shown_goes(three: Store, saved: Checkpoints) -> None:
+    """Whoever has said yes to a plan has not said yes to the next one."""
+    shown = collect(three, NEWEST, dry_run=True)
+    three.ingest(saved(40), run="r")
+
+    with pytest.raises(Conflict, match=r"r@30 was to stay when the plan was shown"):
+        collect(three, NEWEST, confirmed=shown)
+    assert steps(three) == [40, 30, 20, 10]
+
+    collect(three, Keep(last=2), confirmed=shown)
+    assert steps(three) == [40, 30]
+
+
+def test_what_was_to_lose_its_moments_does_not_go_altogether(three: Store, saved: Checkpoints) -> None:
+    """Weights that somebody has seen to stay, stay."""
+    shown = collect(three, Keep(last=2, drop_optimizer_older_than=5), dry_run=True)
+    three.ingest(saved(33), run="r")
+
+    with pytest.raises(Conflict, match=r"r@20 was to stay"):
+        collect(three, Keep(last=2, drop_optimizer_older_than=5), confirmed=shown)
+    assert steps(three) == [33, 30, 20, 10]
+
+
+# -- rules are per run ---------------------------------------------------------------------------------------------
+
+
+def measured(source: Path, metric: str, value: float) -> Path:
+    """Let *source* say what was measured at its step."""
+    state = json.loads((source / "trainer_state.json").read_text())
+    state["log_history"] = [{"step": state["global_step"], metric: value}]
+    (source / "trainer_state.json").write_text(json.dumps(state))
+    return source
+
+
+@pytest.mark.parametrize("odd", [3, None, "step", [], {"step": "20"}])
+def test_odd_entries_of_the_history_hide_no_others(store: Store, saved: Checkpoints, odd: object) -> None:
+    """The best commit must not go because of what somebody else has written into the Trainer's list."""
+    for step in (10, 20, 30):
+        source = measured(saved(step, layout="hf"), "eval_loss", step)
+        state = json.loads((source / "trainer_state.json").read_text())
+        state["log_history"] = [odd, *state["log_history"], odd]
+        (source / "trainer_state.json").write_text(json.dumps(state))
+        store.ingest(source, run="sft")
+
+    collect(store, Keep(best="eval_loss"))
+
+    assert steps(store, "sft") == [30, 10]
+
+
+def test_a_run_without_the_metric_keeps_what_it_has(store: Store, saved: Checkpoints) -> None:
+    """It has no best commit, and so no worse ones either."""
+    for run, metric in (("sft", "eval_loss"), ("dpo", "eval_rewards")):
+        for step in (10, 20, 30):
+            store.ingest(measured(saved(step, layout="hf", seed=step + len(metric)), metric, step), run=run)
+
+    outcome = collect(store, Keep(best="eval_loss"))
+
+    assert steps(store, "sft") == [30, 10]
+    assert steps(store, "dpo") == [30, 20, 10]
+    assert not any(
+        fate.loses_moments
+        for fate in collect(store, Keep(best="eval_loss", drop_optimizer_older_than=5)).commits
+        if fate.run == "dpo"
+    )
+    collect(store, Keep(best="eval_loss", last=2))
+    assert steps(store, "dpo") == [30, 20]
+    assert {fate.kept_by for fate in outcome.commits if (fate.run, fate.step) == ("dpo", 10)} == {
+        ("no commit has eval_loss",)
+    }
+
+
+def test_what_a_trim_cannot_read_is_named(three: Store) -> None:
+    """Whose it is, and that nothing was removed."""
+    version = resolve(three.rooms, "r@10").record.layers[0].version
+    three.rooms.layout.object(version.id).unlink()
+
+    with pytest.raises(IntegrityError, match=r"what r@10 needs is not known: .*; nothing was removed"):
+        collect(three, WEIGHTS)

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import Locked, StorageIO
-from layerstore.storage import lease, locks
+from layerstore.storage import locks
 from layerstore.storage.locks import Hold, lock
 
 GOOD_FOR = 1.0
@@ -32,8 +32,8 @@ HOLD = f"""
 import sys
 from pathlib import Path
 from layerstore.errors import Locked
-from layerstore.storage import lease, locks
-lease.LEASE_SECONDS, lease.LEASE_RENEWED_SECONDS = {GOOD_FOR}, {RENEWED}
+from layerstore.storage import locks
+locks.LEASE_SECONDS, locks.LEASE_RENEWED_SECONDS = {GOOD_FOR}, {RENEWED}
 locks.network_filesystem = lambda path: "nfs4"
 with locks.lock(Path(sys.argv[1]), what="it", deadline_seconds=1) as hold:
     print("held", flush=True)
@@ -50,15 +50,15 @@ with locks.lock(Path(sys.argv[1]), what="it", deadline_seconds=1) as hold:
 def _on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every folder be on the network, and time fly."""
     monkeypatch.setattr(locks, "network_filesystem", lambda path: "nfs4")
-    monkeypatch.setattr(lease, "LEASE_SECONDS", GOOD_FOR)
-    monkeypatch.setattr(lease, "LEASE_RENEWED_SECONDS", RENEWED)
-    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "LEASE_SECONDS", GOOD_FOR)
+    monkeypatch.setattr(locks, "LEASE_RENEWED_SECONDS", RENEWED)
+    monkeypatch.setattr(locks, "_POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
 def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let leases that nobody holds run out sooner."""
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(locks, "LEASE_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -217,11 +217,11 @@ def test_a_suspended_holder_learns_what_it_lost(path: Path) -> None:
 
 def test_a_holder_that_comes_back_in_time_is_not_robbed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever took the lease for dead looks at it once more after having made the next one, and backs off."""
-    monkeypatch.setattr(lease, "LEASE_RENEWED_SECONDS", 60)
+    monkeypatch.setattr(locks, "LEASE_RENEWED_SECONDS", 60)
     first = path.with_name("gc.lock.1")
     with taken(path) as hold:
         os.utime(first, ns=(0, 0))
-        monkeypatch.setattr(lease, "introduce", lambda fd: os.utime(first))
+        monkeypatch.setattr(locks, "introduce", lambda fd: os.utime(first))
 
         refused(path)
 

@@ -47,16 +47,18 @@ def test_the_id_does_not_depend_on_what_was_observed() -> None:
 CHANGES: dict[str, Any] = {
     "run": "other",
     "attempt": 2,
-    "fork": Fork(attempt=1, step=3),
+    "lineage": (Fork(attempt=1, step=3),),
     "step": 5,
     "save_number": 1,
     "world_size": 3,
+    "stage": 2,
     "layers": (samples.entry("model.embed"),),
     "states": (),
     "layout": dataclasses.replace(samples.record().layout, tag="other"),
     "policy": dataclasses.replace(samples.record().policy, name="parity"),
     "supersedes": ("0" * 32,),
     "flags": ("trimmed",),
+    "notes": ("later",),
 }
 
 
@@ -152,10 +154,9 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Plain:
         lambda image: image.update(layers={}),
         lambda image: image.update(layers=[None]),
         lambda image: image.update(layers=[{}]),
-        lambda image: image.update(fork=7),
-        lambda image: image.update(fork={}),
-        lambda image: image.update(fork=[1, 2]),
-        lambda image: image["fork"].update(more=1),
+        lambda image: image.update(lineage=7),
+        lambda image: image.update(lineage=[7]),
+        lambda image: image["lineage"][0].update(more=1),
         lambda image: image.update(supersedes=[7]),
         lambda image: image["layout"].update(layer_pattern=7),
         lambda image: image["layers"][0]["version"].update(size_bytes="10"),

@@ -195,10 +195,9 @@ def test_a_missing_object_says_what_to_do(rooms: Rooms) -> None:
 
 def move_aside(rooms: Rooms) -> Path:
     """Do to the object what a running collection does."""
-    aside = rooms.layout.gc / "1" / "aside"
-    aside.mkdir(parents=True)
-    home = rooms.layout.object(REF.id)
-    return home.rename(aside / home.name)
+    rooms.aside.make_folder()
+    assert rooms.aside.take(REF.id)
+    return rooms.layout.aside / REF.id
 
 
 @pytest.mark.fault(12, 36, 50)

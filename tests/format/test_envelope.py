@@ -30,7 +30,7 @@ def test_the_layout_is_that_of_the_page() -> None:
     expected = b"".join(
         [
             b"\x89LSR\r\n\x1a\n",
-            b"\x00\x01",
+            b"\x00\x02",
             bytes.fromhex(STORE),
             b"\x00\x0f",
             b"commits/sft/4.0",
@@ -94,17 +94,17 @@ def test_a_newer_schema_is_not_called_damage() -> None:
     """A whole envelope of another schema asks for a newer layerstore, and names both schemas."""
     body = seal(SMALL)[:-16]
 
-    with pytest.raises(Unsupported, match="has record schema 2, this layerstore knows 1"):
-        unseal(resealed(body[:8] + b"\x00\x02" + body[10:]), name=NAME, store_id=STORE)
+    with pytest.raises(Unsupported, match="has record schema 3, this layerstore knows 2"):
+        unseal(resealed(body[:8] + b"\x00\x03" + body[10:]), name=NAME, store_id=STORE)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        MAGIC + b"\x00\x01" + bytes(16) + b"\xff\xff" + bytes(20),
-        MAGIC + b"\x00\x01" + bytes(16) + b"\x00\x01\xff" + bytes(8),
-        MAGIC + b"\x00\x01" + bytes(16) + b"\x00\x00" + b"\xff" * 8,
-        MAGIC + b"\x00\x01" + bytes(16) + b"\x00\x00" + bytes(8) + b"more",
+        MAGIC + b"\x00\x02" + bytes(16) + b"\xff\xff" + bytes(20),
+        MAGIC + b"\x00\x02" + bytes(16) + b"\x00\x01\xff" + bytes(8),
+        MAGIC + b"\x00\x02" + bytes(16) + b"\x00\x00" + b"\xff" * 8,
+        MAGIC + b"\x00\x02" + bytes(16) + b"\x00\x00" + bytes(8) + b"more",
     ],
     ids=["a name beyond the end", "a name that is no text", "a payload beyond the end", "bytes behind the payload"],
 )

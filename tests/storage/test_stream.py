@@ -13,7 +13,7 @@ import pytest
 from layerstore.errors import StorageIO
 from layerstore.format.blobs import ref_of
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
-from layerstore.storage import kernel, stream
+from layerstore.storage import handles, stream
 from layerstore.storage.files import Files
 from layerstore.storage.handles import NewFile
 from layerstore.storage.objects import ObjectWriter
@@ -101,9 +101,9 @@ def test_a_filesystem_without_direct_writes_gets_all_of_it_the_usual_way(tmp_pat
             raise OSError(errno.EINVAL, "made up")
         return fcntl.fcntl(fd, command, value)
 
-    with Files().create(tmp_path / "file") as file, patch(f"{kernel.__name__}.fcntl") as made_up:
+    with Files().create(tmp_path / "file") as file, patch(f"{handles.__name__}.fcntl") as made_up:
         made_up.fcntl, made_up.F_GETFL, made_up.F_SETFL = refuse, fcntl.F_GETFL, fcntl.F_SETFL
-        assert not kernel.bypass_cache(file.fd, True)
+        assert not handles.bypass_cache(file.fd, True)
         written(file, data)
 
     assert (tmp_path / "file").read_bytes() == data
@@ -160,7 +160,7 @@ def test_drafts_that_nobody_reads_soon_go_past_the_cache(
                 raise ValueError("made up")
             return made.keep_as(ref)
 
-    with patch.object(stream, "bypass_cache", side_effect=kernel.bypass_cache) as bypass:
+    with patch.object(stream, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
         with ObjectWriter(rooms.layout, rooms.files, rooms.objects, past_cache=True) as objects:
             with pytest.raises(ValueError, match="made up"):
                 draft(objects, fails=True)

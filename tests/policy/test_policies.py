@@ -263,17 +263,13 @@ def slow(policy: Policy, history: list[Past]) -> dict[str, int]:
     """Return what *replay* should, by keeping a store of layers in mind and saving into it."""
     stored: dict[str, int] = {}
     numbers: dict[str, int] = {}
-    last = -1
     oldest_first = list(reversed(list(enumerate(history))))
     for position, past in oldest_first:
         ages = {layer: past.save_number - number for layer, number in numbers.items()}
         due = set(policy.due(Save(number=past.save_number, layers=past.layer_names, ages=ages)))
-        for number in range(last + 1, past.save_number) if stored else ():
-            due |= set(policy.due(Save(number=number, layers=past.layer_names, ages=ages)))
         for layer in past.layer_names:
             if layer not in stored or layer in due:
                 stored[layer], numbers[layer] = position, past.save_number
-        last = past.save_number
     return stored
 
 
@@ -321,16 +317,6 @@ def test_a_replay_by_number_looks_no_further_than_needed() -> None:
     replay(Parity(), history())
 
     assert len(looked_at) <= 3
-
-
-def test_a_step_that_was_filled_in_later_is_no_gap() -> None:
-    """Its number is larger than those above it."""
-    history = [Past(1), Past(2), Past(0)]  # steps 300, 200, 100; 200 came last
-    found = replay(Parity(), history)
-    below = replay(Parity(), history[1:], above=lambda position: {1})
-
-    assert (found["model.layers.1"], found["model.layers.0"]) == (0, 1)
-    assert (below["model.layers.1"], below["model.layers.0"]) == (1, 0)
 
 
 # -- drift ---------------------------------------------------------------------------------------------------------

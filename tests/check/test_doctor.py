@@ -94,7 +94,7 @@ def test_a_store_is_named_and_left_as_it_is(tmp_path: Path) -> None:
 
     diagnosis = layerstore.doctor(tmp_path / "store")
 
-    assert found(diagnosis, "store").text == f"format 1, id {store_id}"
+    assert found(diagnosis, "store").text == f"format 2, id {store_id}"
     assert tree(tmp_path) == before
 
 

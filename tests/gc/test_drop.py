@@ -1,0 +1,218 @@
+"""Promises of ``drop`` and ``undrop``: one record moves to the trash and back, and nobody else is hurt."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from layerstore import Store
+from layerstore.errors import Conflict, InvalidInput, NotFound, StorageIO
+from tests.gc.test_gc import collect, masters, steps
+from tests.unit.checkpoints import Checkpoints, snapshot
+
+
+@pytest.fixture
+def three(store: Store, saved: Checkpoints) -> Store:
+    """Return a store with r@2, r@4 and r@6."""
+    for step in (2, 4, 6):
+        store.ingest(saved(step), run="r")
+    return store
+
+
+def in_trash(store: Store) -> list[int]:
+    """Return the steps that lie in the trash."""
+    return [each.commit.record.step for each in store.dropped("r")]
+
+
+def test_a_dropped_commit_moves_to_the_trash_and_back(three: Store) -> None:
+    """The log leaves it out, its step is not found, no other file changes; and all is as before once it is back."""
+    before, commit = snapshot(three), three.show("r@4").commit
+
+    dropped = three.drop("r@4")
+    after = snapshot(three)
+    with pytest.raises(NotFound):
+        three.show("r@4")
+    shown = steps(three)
+    back = three.undrop("r@4")
+
+    assert (dropped.commit, dropped.tip, dropped.size_bytes > 0) == (commit, "r@6", True)
+    assert before.keys() - after.keys() == {f"commits/r/4.{commit}"}
+    assert after.items() <= before.items()
+    assert shown == [6, 2]
+    assert (back.id, steps(three), in_trash(three)) == (commit, [6, 4, 2], [])
+    assert snapshot(three) == before
+    assert three.verify(read_data=True).ok
+
+
+def test_dropping_twice_is_not_found(three: Store) -> None:
+    """No file is changed by the attempt."""
+    three.drop("r@4")
+    before = snapshot(three)
+
+    for dry_run in (True, False):
+        with pytest.raises(NotFound, match="r"):
+            three.drop("r@4", dry_run=dry_run)
+    three.undrop("r@4")
+    with pytest.raises(NotFound, match="r@4 is not in the trash"):
+        three.undrop("r@4")
+
+    assert before.items() <= snapshot(three).items()
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(three: Store) -> None:
+    """Also how many bytes a collection frees, and what the run means then."""
+    before = snapshot(three)
+
+    planned = three.drop("r", dry_run=True)
+
+    assert before == snapshot(three)
+    assert (planned.step, planned.tip, planned.is_tip) == (6, "r@4", True)
+    assert planned == three.drop("r")
+    freed = collect(three).bytes_freed
+    assert freed == planned.size_bytes
+
+
+def test_a_dropped_commit_is_composed_by_its_id(three: Store, tmp_path: Path) -> None:
+    """As long as it is in the trash nothing of it is collected."""
+    kept, commit = masters(three, "r@4"), three.drop("r@4").commit
+    collect(three, empty_trash=False)
+
+    assert three.show(commit[:12]).step == 4
+    assert masters(three, commit) == kept
+    three.compose(commit).write(tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
+def test_a_disk_that_fails_leaves_it_where_it_is_found(three: Store) -> None:
+    """If the move cannot be confirmed, the commit is in the log or in the trash."""
+    trash = three.path / "trash" / "commits" / "r"
+
+    def refuse(operation: str, path: Path) -> None:
+        if operation == "fsync" and path == trash:
+            raise StorageIO("the disk is ill", errno=errno.EIO, filename=str(path))
+
+    with Store(three.path, hook=refuse) as unlucky, pytest.raises(StorageIO):
+        unlucky.drop("r@4")
+
+    assert sorted([*steps(three), *in_trash(three)]) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("without_index", [False, True])
+def test_the_same_checkpoint_again_shows_it_again(three: Store, saved: Checkpoints, without_index: bool) -> None:
+    """It is the very same commit, and this can go on for ever."""
+    commit = three.show("r@4").commit
+    for _ in range(3):
+        three.drop("r@4")
+        if without_index:
+            three.reindex()
+        ingested = three.ingest(saved(4), run="r")
+        assert (ingested.is_new, ingested.objects_new, ingested.commit) == (True, 0, commit)
+        assert not three.ingest(saved(4), run="r").is_new
+
+    assert [three.show(f"r@{step}").save_number for step in (2, 4, 6)] == [0, 1, 2]
+    assert three.verify(read_data=True).ok
+
+
+def test_its_place_may_be_taken_and_then_it_stays_in_the_trash(three: Store, saved: Checkpoints) -> None:
+    """Other content needs no --replace, has the place's number, and has to make room before the old one is back."""
+    old = three.drop("r@4").commit
+    new = three.ingest(saved(4, seed=1), run="r").commit
+
+    assert three.show("r@4").save_number == 1
+    with pytest.raises(Conflict, match=r"r@4 is commit .* by now"):
+        three.undrop("r@4")
+    three.drop("r@4")
+    with pytest.raises(Conflict, match="2 commits of r@4 are in the trash"):
+        three.undrop("r@4")
+    assert three.undrop(old[:12]).id == old != new
+
+
+def test_it_does_not_come_back_into_another_attempt(store: Store, saved: Checkpoints) -> None:
+    """Once all of an attempt was dropped its number may be given again, to one that forked elsewhere."""
+    for step in (2, 4):
+        store.ingest(saved(step), run="r")
+    store.ingest(saved(3), run="r", rollback=True)
+    store.drop("r@3")
+    assert store.ingest(saved(1, seed=9), run="r", rollback=True).attempt == 2
+
+    with pytest.raises(Conflict, match="attempt 2 of 'r' is another one by now"):
+        store.undrop("r@3")
+
+    assert in_trash(store) == [3]
+
+
+def test_a_number_of_a_dropped_save_is_given_to_the_next(three: Store, saved: Checkpoints) -> None:
+    """The place of a save is one more than that of the save before it."""
+    three.drop("r@6")
+    three.ingest(saved(8), run="r")
+
+    assert three.show("r@8").save_number == 2
+
+
+def test_a_run_may_be_dropped_to_the_last(three: Store, saved: Checkpoints) -> None:
+    """Every question says that there is nothing; it is no run that could be meant, and begins again with any save."""
+    three.ingest(saved(2), run="other")
+    for step in (2, 4, 6):
+        tip = three.drop(f"r@{step}").tip
+
+    assert tip is None
+    for ref in ("r", "r@6", "r~1"):
+        with pytest.raises(NotFound):
+            three.show(ref)
+    assert three.show().run == "other"
+    assert three.ingest(saved(6), run="r").is_new
+    assert steps(three, "r") == [6]
+
+
+def test_the_last_of_a_newer_attempt_gives_the_name_back_to_the_older(three: Store, saved: Checkpoints) -> None:
+    """An attempt without visible commits is none."""
+    three.ingest(saved(5, seed=9), run="r", rollback=True)
+    assert three.show("r").step == 5
+
+    assert three.drop("r@5").tip == "r@6"
+
+    assert three.show("r").step == 6
+
+
+def test_pins_are_not_dropped_but_keep_what_is(three: Store) -> None:
+    """A pin is refused with the command that deletes it; a pinned commit may go, the pin stays readable."""
+    three.pin("best", "r@4")
+    with pytest.raises(InvalidInput, match="'best' is a pin") as caught:
+        three.drop("best")
+    assert "pin --delete best" in (caught.value.hint or "")
+
+    dropped = three.drop("r@4")
+    collect(three)
+
+    assert (dropped.pins, dropped.size_bytes) == (("best",), 0)
+    assert three.show("best").step == 4
+    assert three.verify(read_data=True).ok
+
+
+def test_later_commits_keep_the_layers_that_came_from_it(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
+    """They are named, and still compose to the same versions when the trash is empty."""
+    for step in (2, 4, 6):
+        store.ingest(saved(step), run="r", policy="parity")
+    kept = masters(store, "r@6")
+
+    dropped = store.drop("r@4")
+    collect(store)
+
+    assert dropped.inherited_by == ("r@6",)
+    assert masters(store, "r@6") == kept
+    assert store.compose("r@6").write(tmp_path / "out").step == 6
+
+
+def test_a_record_that_cannot_be_read_is_given_up(three: Store) -> None:
+    """By its step; a collection has stopped at it until then."""
+    [record] = (three.path / "commits" / "r").glob("4.*")
+    record.chmod(0o644)
+    record.write_bytes(b"damaged")
+    three.reindex()
+
+    assert len(three.give_up("r@4", dry_run=True)) == len(three.give_up("r@4")) == 1
+
+    assert not record.exists()
+    assert len(list((three.path / "trash" / "damaged").rglob("4.*"))) == 1
+    assert collect(three).trash.count == 1
+    assert three.verify(read_data=True).ok
