@@ -12,7 +12,7 @@ from layerstore.history.needs import (
     objects_of_state,
     objects_of_version,
 )
-from layerstore.history.past import Past, asked_again, saved_at, saves_below
+from layerstore.history.past import Past, asked_again, saved_at, saves_below, with_records_read
 from layerstore.history.place import (
     Place,
     entries_of,
@@ -30,11 +30,11 @@ from layerstore.history.references import Resolved, is_mixture, locate, only_run
 from layerstore.history.staleness import LayerAge, Staleness, check_staleness, staleness_of
 
 __all__ = [
+    "PARTS",
     "GraphLine",
     "LayerAge",
     "Needs",
     "NumberedIds",
-    "PARTS",
     "PackedList",
     "PackedRefs",
     "Past",
@@ -43,8 +43,8 @@ __all__ = [
     "Staleness",
     "asked_again",
     "check_staleness",
-    "entries_of",
     "draw_graph",
+    "entries_of",
     "is_mixture",
     "locate",
     "named_by",
@@ -68,4 +68,5 @@ __all__ = [
     "saved_now",
     "saves_below",
     "staleness_of",
+    "with_records_read",
 ]
