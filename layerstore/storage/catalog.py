@@ -134,7 +134,7 @@ class Catalog:
         rows = self.indexed(run) if before is None else before.rows
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
-        if before is not None and names - before.strangers == rows.keys():
+        if before is not None and not before.view.damaged and names - before.strangers == rows.keys():
             return replace(before, stamp=stamp)
         self._drop_rows(rows[name].name for name in rows.keys() - names)
         found = {name: name_in(run, name) for name in names - rows.keys()}
