@@ -1,4 +1,4 @@
-"""Promises of ``repair``: what another store has sound is fetched as it was, the rest is told, and nothing is guessed."""
+"""Promises of ``repair``: what another store has sound is fetched as it was, the rest is told, nothing is guessed."""
 
 import dataclasses
 import errno
@@ -21,6 +21,7 @@ from layerstore.format.records import make_commit
 from layerstore.history.references import resolve
 from layerstore.model import CommitRecord, Observed, Part
 from layerstore.progress import Silent
+from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
 from layerstore.storage.setup import open_rooms
@@ -124,7 +125,7 @@ def assert_held_back(store: Store, *ways: str) -> None:
 def test_an_object_is_fetched_from_a_copy_of_the_store(
     store: Store, folder: Path, harm: Callable[[Path], None], what: Callable[..., Path]
 ) -> None:
-    """Whatever became of it: verify names commit and layers, repair moves it to the trash and takes the copy's bytes."""
+    """Whatever became of it: verify names commit and layers, repair moves it to the trash and takes the copy's."""
     shutil.copytree(store.path, folder / "copy")
     sound = masters(store, "r@20")
     path = what(store, "r@20") if what is state_of else what(store, "r@20", "model.layers.0")
@@ -464,11 +465,12 @@ def test_nothing_is_saved_above_a_record_that_cannot_be_read(store: Store, folde
 
 @pytest.mark.fault(93)
 def test_a_record_that_vanished_is_simply_not_there(store: Store, folder: Path) -> None:
-    """Nothing else changes: its objects go with a collection, and its checkpoint can be saved once more."""
+    """It is told once, and nothing else changes: its objects may go, and its checkpoint can be saved once more."""
     others = {name: masters(store, name) for name in ("r@10",)}
     record_of(store, "r@20").unlink()
     with layerstore.open(store.path) as fresh:
-        assert [entry.step for entry in fresh.log()] == [10]
+        with pytest.warns(IndexNotice, match="r@20 .* is no longer there"):
+            assert [entry.step for entry in fresh.log()] == [10]
         assert fresh.verify(read_data=True).ok
         assert not fresh.repair(read_data=True).has_lost
         assert fresh.gc(grace_seconds=0).orphans.count
