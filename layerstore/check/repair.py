@@ -235,6 +235,9 @@ class _Repair:
     def _take_away(self, path: Path, damage: Damage) -> None:
         if not self._dry_run and self._rooms.trash.take_damaged(path) is None:
             return  # gone meanwhile
+        self._note_moved(path, damage)
+
+    def _note_moved(self, path: Path, damage: Damage) -> None:
         name = self._rooms.layout.name(path)
         self._moved[name] = Moved(path=name, kind=damage.kind, reason=damage.reason)
 
@@ -287,7 +290,11 @@ class _Repair:
     def _put_back(self, name: RecordName, commit: Commit, source: Rooms, damage: Damage) -> None:
         rooms = self._rooms
         path = rooms.layout.record(name.run, name.step, name.id)
-        self._take_away(path, damage)
+        # It keeps its place until it is replaced: whoever repeats a killed repair would not know of one that is gone.
+        if self._dry_run or not self._rooms.trash.keep_damaged(path):
+            self._take_away(path, damage)
+        else:
+            self._note_moved(path, damage)
         if not self._dry_run:
             try:
                 republish(rooms, commit)
