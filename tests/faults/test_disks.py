@@ -247,7 +247,7 @@ def test_a_store_of_a_group_is_for_its_members(scene: Path, fast_path: Path, is_
             path.chmod(0o2770 if path.is_dir() else 0o660)
     fast_path.chmod(0o777)
     for path in [scene.parent, scene, *(path for path in scene.rglob("*") if not path.is_symlink())]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
+        path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
 
     failures = in_child(_as_somebody, fast_path, [_GROUP] if is_member else []).needed()
 
