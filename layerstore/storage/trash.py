@@ -97,10 +97,17 @@ class Trash:
         """Yield the damaged files that lie here."""
         yield from self._leaves(self._layout.trash / "damaged")
 
+    def size_of_damaged(self, path: Path) -> int:
+        """Return the bytes of *path*, which lies here; 0 where it is a link or a pipe."""
+        return (self._files.size(path) or 0) if self._files.is_file(path) else 0
+
     def remove_damaged(self, path: Path) -> None:
         """Remove *path*, which lies here, for good."""
         self._files.unlink(path)
-        self._files.remove_empty(path.parent)
+        folder = path.parent
+        while folder != self._layout.trash / "damaged":
+            self._files.remove_empty(folder)
+            folder = folder.parent
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -130,7 +137,7 @@ class Trash:
     def _leaves(self, folder: Path) -> Iterator[Path]:
         for name in self._files.names(folder) if self._files.is_directory(folder) else ():
             path = folder / name
-            if self._files.is_directory(path) and self._files.names(path):
+            if self._files.is_directory(path):
                 yield from self._leaves(path)
             else:
                 yield path
