@@ -54,7 +54,7 @@ STEPS = (1, 2, 3, 4, 5, 6)
 HURT = "hurt"
 """The run of what is harmed and repaired."""
 PROCESSES = 4
-SECONDS = 4.0
+SECONDS = 6.0
 """How long processes are at it in a usual run."""
 PAIRS = 3
 """At so many pairs of steps two verbs meet in a usual run."""
@@ -299,6 +299,7 @@ def _survives(folder: Path, arena: Arena, seconds: float) -> None:
     assert count
 
 
+@pytest.mark.full
 @pytest.mark.fault(47, 48, 49, 50)
 def test_killed_processes_lose_nothing(fast_path: Path, arena: Arena) -> None:
     """Ingesting, composing, collecting, dropping, verifying, harming and repairing for some seconds."""

@@ -120,7 +120,7 @@ def _crash_some(
     _crash_everywhere(scene, path, name, points, around=around)
 
 
-@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 44, 103)
+@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44, 103)
 @pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.sample(4, always=("gc",))
@@ -130,14 +130,14 @@ def test_a_kill_at_any_step_loses_nothing(fast_path: Path, scene: Path, name: st
 
 
 @pytest.mark.full
-@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 44, 103)
+@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44, 103)
 @pytest.mark.parametrize("name", WRITES)
 def test_a_kill_at_some_steps_loses_nothing(fast_path: Path, scene: Path, name: str) -> None:
     """The same for each verb, at the ends of what it does and between."""
     _crash_some(scene, fast_path, name, share=2)
 
 
-@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 44, 103)
+@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44, 103)
 @pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)

@@ -35,6 +35,8 @@ from tests.faults.harness import (
 )
 from tests.faults.verbs import VERBS, do_gc, facts_of, fresh, make_scene, wrong
 
+pytestmark = pytest.mark.full
+
 ROOMS = (0, 4096, 16_384, 65_536, 131_072, 262_144, 400_000)
 """What is free on a disk that is all but full: a commit takes a third of a megabyte."""
 

@@ -179,11 +179,7 @@ def _flip_all(path: Path, name: str, cases: list[tuple[Path, int, int]]) -> list
 
 def _cases(path: Path, name: str, chance: random.Random) -> list[tuple[Path, int, int]]:
     files = sorted(KINDS[name].files(path))
-    return [
-        (file, place, 1 << chance.randrange(8))
-        for file in files
-        for place in range(file.stat().st_size)
-    ]
+    return [(file, place, 1 << chance.randrange(8)) for file in files for place in range(file.stat().st_size)]
 
 
 def _sweep(full: Path, fast_path: Path, name: str, size: int | None) -> None:

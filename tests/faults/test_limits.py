@@ -152,6 +152,7 @@ def large(fast_module_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.fault(26)
 def test_large_tensors_take_little_memory(large: Path, fast_path: Path) -> None:
     """A checkpoint of 150 MB is ingested, verified and composed within a few chunks and the stacks of threads."""
@@ -167,6 +168,7 @@ def test_large_tensors_take_little_memory(large: Path, fast_path: Path) -> None:
         assert composed(store, "large", fast_path) == fingerprint(folder / "out")
 
 
+@pytest.mark.full
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("more_bytes", [2 * MIB, 10 * MIB, 30 * MIB])
 def test_without_memory_nothing_is_committed_and_nothing_left(large: Path, fast_path: Path, more_bytes: int) -> None:

@@ -19,7 +19,7 @@ import pytest
 from layerstore import store as store_module
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, NewFile
-from tests.faults import verbs
+from tests.faults import older, verbs
 from tests.faults.harness import in_child, seeded
 from tests.faults.simulated_disk import Choice, Disk, Trace, TracedFiles, Tree, digest, samples, written
 from tests.faults.test_crash import with_one_worker
@@ -29,7 +29,7 @@ IMAGES = 2
 """How many of a verb's images are looked at in a usual run."""
 AT_EACH_MOMENT = 5
 """How many of each moment in an exhaustive one."""
-CLEARS_AWAY = {"gc", "trim", "empty", "unpin"}
+CLEARS_AWAY = {"gc", "trim", "empty", "unpin", "migrate"}
 """Verbs that end by removing things: what was removed last may be back, and nothing names it."""
 
 
@@ -69,7 +69,7 @@ def trace(folder: Path, name: str, files: type[TracedFiles] = TracedFiles) -> Tr
     """Run the verb *name* in *folder*, all of whose operations are noted."""
     with_one_worker()
     noted = Trace(folder)
-    users, plain = (store_module, verbs), Files
+    users, plain = (store_module, verbs, older), Files
 
     def seam(hook: Hook = noted) -> Files:
         return files(noted) if hook is noted else Files(hook)

@@ -22,7 +22,9 @@ from layerstore.storage.handles import Hook, no_hook
 from layerstore.storage.setup import make_store
 from layerstore.store import Store, init
 from tests.bench.generate import Layout
+from tests.compat.format1 import as_format_1
 from tests.faults.harness import composed, copied, fingerprint, flip, problems, snapshot, truth
+from tests.faults.older import migrate_hooked, unmigrated_problems
 from tests.faults.saving import begun_after
 from tests.generated import generate
 
@@ -45,7 +47,7 @@ def make_scene(folder: Path, *, layout: Layout = "raw") -> Path:
 
     ``plain`` has ``run@2`` and the pin ``kept``. In ``rich`` that was replaced, ``run@4`` was added, and ``run@6`` is
     in the trash with the replaced one. ``rotten`` has lost its record; ``harmed`` has damage of every kind that its
-    ``copy`` can heal, and a pin that nobody can.
+    ``copy`` can heal, and a pin that nobody can. ``older`` is ``plain`` in the format before this one.
     """
     for name, step, seed in (("first", 2, 0), ("second", 4, 0), ("third", 6, 0), ("other", 2, 1)):
         generate(folder / name, layers=1, hidden=8, vocab=8, step=step, seed=seed, layout=layout)
@@ -69,6 +71,7 @@ def make_scene(folder: Path, *, layout: Layout = "raw") -> Path:
     with Store(copied(folder / "plain", folder / "rotten")) as store:
         flip(store.rooms.layout.record("run", 2, store.log()[0].commit))
     _make_harmed(folder)
+    as_format_1(copied(folder / "plain", folder / "older"))
     (folder / "facts.json").write_text(json.dumps(facts))
     return folder
 
@@ -177,7 +180,10 @@ def do_drop(folder: Path, hook: Hook) -> object:
 def do_undrop(folder: Path, hook: Hook) -> object:
     """Bring a dropped commit back, unless it is there."""
     with Store(folder / "store", hook=hook) as store:
-        return store.undrop("run@6") if any(each.commit.record.step == 6 for each in store.dropped()) else None
+        try:
+            return store.undrop("run@6")
+        except NotFound:
+            return None  # it is there, and perhaps still in the trash, too
 
 
 def do_gc(folder: Path, hook: Hook) -> object:
@@ -205,6 +211,11 @@ def do_repair(folder: Path, hook: Hook) -> object:
     """Put right what is wrong, from a copy."""
     with Store(folder / "store", hook=hook) as store:
         return store.repair(read_data=True, sources=[_source(folder, "copy")])
+
+
+def do_migrate(folder: Path, hook: Hook) -> object:
+    """Take a store of an older format to today's."""
+    return migrate_hooked(folder / "store", hook)
 
 
 def do_reindex(folder: Path, hook: Hook) -> object:
@@ -264,6 +275,7 @@ VERBS: dict[str, Verb] = {
         do_trim,
         do_empty,
         do_repair,
+        do_migrate,
         do_reindex,
         do_verify,
         do_compose,
@@ -276,6 +288,7 @@ WRITES = [name for name in VERBS if name not in {"verify", "export"}]
 BEGINS_AT = dict.fromkeys(("drop", "undrop", "gc", "trim", "empty", "reindex", "verify"), "rich") | {
     "heal": "rotten",
     "repair": "harmed",
+    "migrate": "older",
 }
 _ADDS = {
     "ingest": {"run@4": "second"},
@@ -286,7 +299,7 @@ _ADDS = {
     "undrop": {"run@6": "third"},
 }
 _REMOVES = {"unpin": "kept", "drop": "run@4", "gc": "run@2"}
-_REMOVES_BYTES = {"unpin", "gc", "trim", "empty", "heal"}
+_REMOVES_BYTES = {"unpin", "gc", "trim", "empty", "heal", "migrate"}
 """Verbs after which bytes may be gone that were there before; all others at most move them."""
 
 
@@ -300,6 +313,10 @@ def wrong(folder: Path, name: str, *, is_done: bool) -> list[str]:
         return _wrong_in_new(folder / "new", is_done=is_done)
     if name == "repair":
         return _wrong_after_repair(folder, facts, is_done=is_done)
+    if name == "migrate":
+        unfinished = unmigrated_problems(folder / "store", _source(folder, "older"), is_done=is_done)
+        if unfinished is not None:
+            return unfinished
     if name == "heal" and not is_done and _is_rotten(folder / "store"):
         return []
     found = _wrong_commits(folder, name, facts, is_done=is_done)

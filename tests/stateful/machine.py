@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from layerstore import Keep
 from layerstore.composite import Composite
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.ingest.execute import Ingested
 from layerstore.store import Store, init
 from tests.faults.harness import fingerprint, flip
@@ -217,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
         commit = model.trash[sorted(model.trash)[which % len(model.trash)]]
         try:
             done = self._do(lambda store: store.undrop(commit.id), crash)
-        except Conflict:
+        except (Conflict, NotFound):  # the second where it was saved again
             assert not model.may_come_back(commit)
             return
         if done is not None or commit.id in {entry.commit for entry in self.store.log()}:
