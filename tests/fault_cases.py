@@ -148,7 +148,7 @@ DAMAGE = Group(
         43: ("`store.json` is missing, empty or another store's", "refused; repair restores it on request only"),
         44: (
             "repair meets damage, and is interrupted",
-            "it moves aside and tells, deletes nothing, and can be repeated",
+            "it moves to the trash, fetches from copies and tells the rest; nothing is lost, and it can be repeated",
         ),
         45: ("an old copy of the index is restored", "it catches up; a collection asks the records, not the index"),
         46: ("a store is copied while it is written to", "the copy is whole, or names what its newest commits lack"),
@@ -237,7 +237,7 @@ RECORDS = Group(
     {
         91: (
             "a record is damaged",
-            "only that commit is; repair writes it back from its copy; else gc stops until it is dropped by name",
+            "only that commit is; repair fetches it from another store; else gc stops until it is dropped by name",
         ),
         92: ("the index is behind, or lacks a row", "the listing tells; answers are those of a fresh index"),
         93: ("the index has a row of a record that is gone", "the row goes, and whoever asks is told once, by name"),
