@@ -148,7 +148,7 @@ DAMAGE = Group(
         43: ("`store.json` is missing, empty or another store's", "refused; repair restores it on request only"),
         44: (
             "repair meets damage, and is interrupted",
-            "it moves aside and tells, deletes nothing, and can be repeated",
+            "it moves to the trash, fetches from copies and tells the rest; nothing is lost, and it can be repeated",
         ),
         45: ("an old copy of the index is restored", "it catches up; a collection asks the records, not the index"),
         46: ("a store is copied while it is written to", "the copy is whole, or names what its newest commits lack"),

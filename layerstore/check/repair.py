@@ -12,9 +12,18 @@ from pathlib import Path
 
 from layerstore.check.damage import Cost, Costs, Damage, holders_of
 from layerstore.check.verify import verify_store
-from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, Unsupported
+from layerstore.errors import (
+    PROCESS_ERRNOS,
+    IntegrityError,
+    InvalidInput,
+    LayerstoreError,
+    NotFound,
+    Overtaken,
+    StorageIO,
+    Unsupported,
+)
 from layerstore.history import objects_of_state, objects_of_version, references_to
-from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId
+from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Part
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
 from layerstore.storage.commits import RecordName
@@ -175,7 +184,7 @@ class _Repair:
                 pins += self._pins_elsewhere(damage.id)
             elif damage.kind == "index":
                 reindexed = True
-            else:
+            elif not self._is_readable_part(damage):
                 self._take_away(self._rooms.layout.root / damage.path, damage)
         if reindexed and not self._dry_run:
             with self._rooms.lock_index():
@@ -201,6 +210,8 @@ class _Repair:
         try:
             if damage.kind == "pin":
                 rooms.records.read_pin(damage.id)
+            elif damage.kind == "part":
+                return isinstance(dict(rooms.parts.all()).get(rooms.layout.root / damage.path), Unsupported)
             elif damage.kind == "record" and (name := rooms.records.name_at(rooms.layout.root / damage.path)):
                 rooms.records.read(name)
         except Unsupported:
@@ -209,9 +220,24 @@ class _Repair:
             return False
         return False
 
+    def _is_readable_part(self, damage: Damage) -> bool:
+        """
+        Whether *damage* is of a part that can be read by now: its save goes on.
+
+        Raises:
+            StorageIO: There are too few descriptors, say, which says nothing of the part.
+        """
+        found = dict(self._rooms.parts.all()).get(self._rooms.layout.root / damage.path)
+        if isinstance(found, StorageIO) and found.errno in PROCESS_ERRNOS:
+            raise found
+        return isinstance(found, Part)
+
     def _take_away(self, path: Path, damage: Damage) -> None:
         if not self._dry_run and self._rooms.trash.take_damaged(path) is None:
             return  # gone meanwhile
+        self._note_moved(path, damage)
+
+    def _note_moved(self, path: Path, damage: Damage) -> None:
         name = self._rooms.layout.name(path)
         self._moved[name] = Moved(path=name, kind=damage.kind, reason=damage.reason)
 
@@ -230,7 +256,7 @@ class _Repair:
             self._take_away(home, damage)
         if source is not None:
             self._fetch(ref, source, kind=damage.kind)
-        return source is not None
+        return source is not None or self._rooms.objects.is_sound(self._rooms.layout.aside / ref.id, ref)
 
     def _source_of(self, ref: BlobRef) -> Rooms | None:
         found = (each for each in self._sources if each.objects.is_sound(each.layout.object(ref.id), ref))
@@ -264,7 +290,11 @@ class _Repair:
     def _put_back(self, name: RecordName, commit: Commit, source: Rooms, damage: Damage) -> None:
         rooms = self._rooms
         path = rooms.layout.record(name.run, name.step, name.id)
-        self._take_away(path, damage)
+        # It keeps its place until it is replaced: whoever repeats a killed repair would not know of one that is gone.
+        if self._dry_run or not self._rooms.trash.keep_damaged(path):
+            self._take_away(path, damage)
+        else:
+            self._note_moved(path, damage)
         if not self._dry_run:
             try:
                 republish(rooms, commit)

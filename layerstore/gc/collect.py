@@ -192,7 +192,7 @@ def _plan(rooms: Rooms, request: GcRequest, progress: Progress) -> GcPlan:
         orphans=tally.old[None] + tally.aside[None],
         young=_sum(tally.young),
         unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
-        trash=Gone(len(old_records) + len(old_files), sum(rooms.files.size(path) or 0 for path in old_files)),
+        trash=Gone(len(old_records) + len(old_files), sum(map(rooms.trash.size_of_damaged, old_files))),
         unserved=unserved(rooms, runs, needs=marks.needs),
         pins=tuple(rooms.records.pin_names()),
     )

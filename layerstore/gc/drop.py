@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Overtaken
 from layerstore.gc.mark import bytes_of_only
-from layerstore.history import Resolved, reference_to, references_to, resolve
+from layerstore.history import Resolved, reference_to, references_to, resolve, with_records_read
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
@@ -101,7 +101,11 @@ def damaged_records(rooms: Rooms, ref: str) -> list[RecordName]:
     """Return the records at the step of *ref* that cannot be read; none where *ref* names no step of a run."""
     reference = parse_reference(ref)
     view = rooms.catalog.find(reference.name) if rooms.records.names(reference.name) else None
-    return [] if view is None else sorted(name for name in view.damaged if name.step == reference.step)
+    if view is None or reference.step is None:
+        return []
+    return sorted(
+        name for name in with_records_read(rooms, view, reference.step).damaged if name.step == reference.step
+    )
 
 
 def give_up(rooms: Rooms, names: list[RecordName]) -> None:

@@ -222,8 +222,10 @@ def pinned_commits(rooms: Rooms) -> dict[CommitId, str]:
     found = {}
     for pin in readable_pins(rooms):
         name = RecordName(pin.record.run, pin.record.step, pin.base)
-        if name in rooms.records.names(name.run) and rooms.records.read(name).record.layers == pin.record.layers:
-            found[pin.base] = pin.name
+        called = f"{name.run}@{name.step}"
+        with named(called, gives_up=f"layerstore drop {typed(called)}"):
+            if name in rooms.records.names(name.run) and rooms.records.read(name).record.layers == pin.record.layers:
+                found[pin.base] = pin.name
     return found
 
 

@@ -80,7 +80,7 @@ def _fates(
             kept_by = (blind,)
         # What a job saves next inherits whole versions from its last commit.
         is_aged = bool(kept_by) and row.id in aged and not (row.id in pinned or row.id in busy or blind in kept_by)
-        with named(f"{row.run}@{row.step}"):
+        with named(f"{row.run}@{row.step}", gives_up=f"layerstore drop {typed(f'{row.run}@{row.step}')}"):
             loses_moments = is_aged and has_moments(rooms, rooms.catalog.commit(row.name).record)
         if row.id in pinned:
             kept_by = (*kept_by, f"pin {pinned[row.id]}")
@@ -113,14 +113,16 @@ def _being_saved(rooms: Rooms, view: RunView) -> set[CommitId]:
 
 
 def _candidate(rooms: Rooms, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
-    commit = rooms.catalog.commit(row.name)
-    return Candidate(
-        id=row.id,
-        step=row.step,
-        time_ns=saved_ns(rooms, commit),
-        is_in_history=is_in_history,
-        metrics=_metrics(rooms, commit.record) if needs_metrics else {},
-    )
+    called = f"{row.run}@{row.step}"
+    with named(called, gives_up=f"layerstore drop {typed(called)}"):
+        commit = rooms.catalog.commit(row.name)
+        return Candidate(
+            id=row.id,
+            step=row.step,
+            time_ns=saved_ns(rooms, commit),
+            is_in_history=is_in_history,
+            metrics=_metrics(rooms, commit.record) if needs_metrics else {},
+        )
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:

@@ -12,7 +12,7 @@ from layerstore.history.needs import (
     objects_of_state,
     objects_of_version,
 )
-from layerstore.history.past import Past, asked_again, saved_at, saves_below
+from layerstore.history.past import Past, asked_again, saved_at, saves_below, with_records_read
 from layerstore.history.place import (
     Place,
     entries_of,
@@ -68,4 +68,5 @@ __all__ = [
     "saved_now",
     "saves_below",
     "staleness_of",
+    "with_records_read",
 ]

@@ -1,9 +1,10 @@
 """A run's saves as policies look at them: newest first, below a fork those of the attempt it left."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
-from layerstore.errors import Conflict, NotFound
+from layerstore.errors import Conflict, IntegrityError, LayerstoreError, NotFound
 from layerstore.history.references import Resolved
 from layerstore.model import Commit, CommitId, LayerEntry, Observed, Saving
 from layerstore.policy import Policy
@@ -36,6 +37,22 @@ def asked_again(rooms: Rooms, run: str, ask: Callable[[RunView | None], Answer])
             now = rooms.catalog.find(run)
             if view is None or (now is not None and now.rows.keys() >= view.rows.keys()):
                 raise
+
+
+def with_records_read(rooms: Rooms, view: RunView, step: int) -> RunView:
+    """Return *view* with the records at *step* read: one that has rotted since the index read it counts as damaged."""
+    damaged: dict[RecordName, LayerstoreError] = {}
+    for row in view.rows.values():
+        if row.step == step:
+            try:
+                rooms.records.read(row.name)
+            except IntegrityError as exc:
+                if rooms.records.is_there(row.name):  # else collected meanwhile
+                    damaged[row.name] = exc
+    if not damaged:
+        return view
+    rows = {key: row for key, row in view.rows.items() if row.name not in damaged}
+    return replace(view, rows=rows, damaged=view.damaged | damaged)
 
 
 def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow]:

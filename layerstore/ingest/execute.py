@@ -26,6 +26,7 @@ from layerstore.history import (
     place_of,
     reserve,
     rows_at,
+    with_records_read,
 )
 from layerstore.ingest.due import layers_due
 from layerstore.ingest.plan import IngestPlan
@@ -96,7 +97,12 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
 
 
 def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float) -> Ingested:
+<<<<<<< HEAD
     view = _with_rot_told(rooms, view, plan.step)
+=======
+    if view is not None:
+        view = with_records_read(rooms, view, plan.step)
+>>>>>>> faults
     rival = _rival(view, plan)
     outcome = None
     if rival is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from layerstore.errors import AlreadyExists, Conflict, InvalidInput, LayerstoreError, NotFound
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.history import Resolved, is_mixture, reference_to
 from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
@@ -51,7 +51,10 @@ def make_pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = Fal
         observed=Observed(time_ns=resolved.time_ns, bytes_new=0, bytes_reused=0),
     )
     if name in rooms.records.pin_names() and not replace:
-        old = rooms.records.read_pin(name)
+        try:
+            old = rooms.records.read_pin(name)
+        except IntegrityError as exc:
+            raise IntegrityError(str(exc), hint=f"layerstore pin --delete {typed(name)} gives it up") from exc
         if (old.record, old.base) == (new.record, new.base):
             return old
         raise _taken(rooms, name, old.record)

@@ -125,6 +125,11 @@ class Layout:
         """Return the folder of a run's records; a checked name is a safe path component as it stands."""
         return self.commits / run
 
+    @property
+    def gc_lock(self) -> Path:
+        """What keeps two collections apart."""
+        return self.locks / "gc.lock"
+
     def attempt_lock(self, run: str, attempt: int) -> Path:
         """Return what is locked by the job that saves *attempt* of *run*."""
         return self.locks / f"saver-{run}-{attempt}.lock"

@@ -84,7 +84,7 @@ class Rooms:
 
     def lock_gc(self) -> AbstractContextManager[Hold]:
         """Hold the lock that keeps two collections apart."""
-        return lock(self.layout.locks / "gc.lock", what="the collection", deadline_seconds=deadline_seconds())
+        return lock(self.layout.gc_lock, what="the collection", deadline_seconds=deadline_seconds())
 
     def lock_index(self) -> AbstractContextManager[Hold]:
         """Hold the courtesy lock of the index."""

@@ -13,6 +13,7 @@ from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.identity import hinted, lost_identity, read_identity, sign_of_a_store
 from layerstore.storage.layout import Layout, layout_at
+from layerstore.storage.locks import open_lock_file
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.placement import manifest_directory
@@ -48,6 +49,8 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     files.make_directories(layout.root.parent)
     for folder in (layout.root, *layout.folders):
         files.make_directory(folder)
+    # A collection that is to make room finds none for this file.
+    os.close(open_lock_file(layout.gc_lock))
     identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     with files.temporary(layout.tmp) as file:
         file.write_at(0, encode_identity(identity))

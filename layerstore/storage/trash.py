@@ -9,7 +9,7 @@ import errno as errnos
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerstore.errors import NotFound, StorageIO
+from layerstore.errors import IntegrityError, NotFound, StorageIO
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit
 from layerstore.storage.commits import RecordName, RecordStore, name_in
@@ -70,21 +70,44 @@ class Trash:
 
     def take_damaged(self, path: Path) -> Path | None:
         """Move *path*, whatever it is, here, durably; return where it lies now, None where it had gone."""
+        target = self._free(path)
+        return target if self._move(path, target) else None
+
+    def keep_damaged(self, path: Path) -> bool:
+        """Keep the file *path* here, too, since it is about to be replaced; return whether it is one."""
+        target = self._free(path)
+        self._make(target.parent)
+        try:
+            self._files.keep_exclusive(path, target, scratch=self._layout.tmp)
+        except (IntegrityError, StorageIO):
+            return False
+        self._files.touch(target)
+        self._files.sync_directory(target.parent)
+        return True
+
+    def _free(self, path: Path) -> Path:
         target = self._layout.trash / "damaged" / self._layout.name(path)
         number = 1
         while self._files.exists(target):
             number += 1
             target = target.with_name(f"{path.name}.{number}")
-        return target if self._move(path, target) else None
+        return target
 
     def damaged(self) -> Iterator[Path]:
         """Yield the damaged files that lie here."""
         yield from self._leaves(self._layout.trash / "damaged")
 
+    def size_of_damaged(self, path: Path) -> int:
+        """Return the bytes of *path*, which lies here; 0 where it is a link or a pipe."""
+        return (self._files.size(path) or 0) if self._files.is_file(path) else 0
+
     def remove_damaged(self, path: Path) -> None:
         """Remove *path*, which lies here, for good."""
         self._files.unlink(path)
-        self._files.remove_empty(path.parent)
+        folder = path.parent
+        while folder != self._layout.trash / "damaged":
+            self._files.remove_empty(folder)
+            folder = folder.parent
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -114,7 +137,7 @@ class Trash:
     def _leaves(self, folder: Path) -> Iterator[Path]:
         for name in self._files.names(folder) if self._files.is_directory(folder) else ():
             path = folder / name
-            if self._files.is_directory(path) and self._files.names(path):
+            if self._files.is_directory(path):
                 yield from self._leaves(path)
             else:
                 yield path

@@ -11,12 +11,11 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.history.place import Place, place_after, place_begun
+from layerstore.history.place import Place, place_after
 from layerstore.history.references import resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
 from layerstore.publish.rank_parts import Joint, ShareWork, join, parts_of, write_share
 from layerstore.publish.staging import SourceReader
-from layerstore.storage.handles import Hook
 from layerstore.store import Store
 from layerstore.zero3 import discover, share_of
 from layerstore.zero3.rank_files import read_ranks
@@ -102,13 +101,3 @@ def begun_after(store: Store, checkpoint: Path, *, half: bool = False, session: 
     place = place_after(view, base.record, of_commit=base.commit, is_as_it_stands=True)
     session = session or secrets.token_hex(16)
     return begun(store, checkpoint, session=session, place=place, step=base.record.step + 2, half=half)
-
-
-def commit_live(path: Path, checkpoint: Path, hook: Hook, *, step: int) -> Commit:
-    """Save *checkpoint* as ``live@step`` in the store at *path*; what another call had begun is begun afresh."""
-    with Store(path, hook=hook) as store:
-        save = begun(store, checkpoint, session="5" * 32, place=place_begun(None), run="live", step=step)
-        for rank, work in enumerate(save.works):
-            store.rooms.parts.withdraw(work.session, work.save, rank)
-            save.write(rank)
-        return save.finish()

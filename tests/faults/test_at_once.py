@@ -26,9 +26,10 @@ from pathlib import Path
 import pytest
 
 from layerstore import Keep
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, NotFound
+from layerstore.errors import Conflict, IntegrityError, Locked, NotFound
 from layerstore.history.references import resolve
 from layerstore.ingest import transfer
+from layerstore.storage.catalog import IndexNotice
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,
@@ -55,7 +56,7 @@ HURT = "hurt"
 PROCESSES = 4
 SECONDS = 6.0
 """How long processes are at it in a usual run."""
-PAIRS = 5
+PAIRS = 3
 """At so many pairs of steps two verbs meet in a usual run."""
 QUIET_SECONDS_MAX = 90.0
 """After so long without a word a process hangs."""
@@ -123,6 +124,7 @@ class _Worker:
             self.collect,
             self.verify,
             self.drop,
+            self.undrop,
             self.harm,
             self.repair,
         ]
@@ -155,8 +157,14 @@ class _Worker:
         store.ingest(self._arena.source(self._chance.choice(STEPS)), run="thrown", policy=policy)
 
     def drop(self, store: Store) -> None:
-        """Hide one of these."""
-        store.drop("thrown", last=True)
+        """Drop one of these."""
+        store.drop("thrown")
+
+    def undrop(self, store: Store) -> None:
+        """Bring one of these back."""
+        dropped = store.dropped("thrown")
+        if dropped:
+            store.undrop(self._chance.choice(dropped).commit.id)
 
     def compose(self, store: Store) -> None:
         """Compose what anybody has been told is saved."""
@@ -169,9 +177,10 @@ class _Worker:
                 self.say("wrong", f"{ref} composes to other bytes")
 
     def collect(self, store: Store) -> None:
-        """Collect what may go; while an object is in quarantine no commit does."""
+        """Collect what may go; while an object is lost no commit does."""
+        empty_trash = self._chance.random() < 0.5
         try:
-            store.gc(Keep(last=1), runs=["thrown"], grace_seconds=GRACE_SECONDS)
+            store.gc(Keep(last=1), runs=["thrown"], grace_seconds=GRACE_SECONDS, empty_trash=empty_trash)
         except IntegrityError as error:
             if self._arena.hurt_object not in str(error):
                 raise
@@ -187,25 +196,26 @@ class _Worker:
         """Save what nobody else has, and damage it: whatever a repair has taken away is written again here."""
         store.ingest(self._arena.hurt, run=HURT)
         path = store.path / "objects" / self._arena.hurt_object[:2] / self._arena.hurt_object
-        with contextlib.suppress(FileNotFoundError):  # to quarantine it goes, and comes back
+        with contextlib.suppress(FileNotFoundError):  # to the trash it goes, and comes back
             flip(path)
 
     def repair(self, store: Store) -> None:
-        """Repair: what was harmed goes to quarantine, or is healed, and nothing else is touched."""
-        read_data, heals, falls = (self._chance.random() < 0.5 for _ in range(3))
+        """Repair: what was harmed goes to the trash, or is healed, and nothing else is touched."""
+        read_data, heals = (self._chance.random() < 0.5 for _ in range(2))
         sources = [self._arena.folder / "alone"] if heals else []
-        done = store.repair(read_data=read_data, sources=sources, fall_back=falls)
-        self.say("repaired", len(done.quarantined), len(done.healed))
-        paths = [*(each.path for each in done.quarantined), *(each.path for each in done.healed)]
-        moved = {Path(path).name for path in paths}
+        done = store.repair(read_data=read_data, sources=sources)
+        self.say("repaired", len(done.moved), len(done.fetched))
+        moved = {Path(each.path).name for each in (*done.moved, *done.fetched)}
         costs = {cost.holder for cost in done.lost if not cost.holder.startswith(("thrown", HURT))}
-        if moved - {self._arena.hurt_object} or costs or done.held_back or done.fell_back:
+        if moved - {self._arena.hurt_object} or costs or done.unreadable:
             self.say("wrong", f"a repair did {done}")
 
 
 def _live(path: Path, arena: Arena, life: int, seed: int) -> None:
     os.environ["LAYERSTORE_LOCK_TIMEOUT"] = "20"
     warnings.simplefilter("error")
+    # Who is killed between a record and the index leaves that to the next one.
+    warnings.filterwarnings("ignore", ".* no longer there", IndexNotice)
     worker = _Worker(path, arena, life, seed)
     try:
         worker.live()
@@ -289,6 +299,7 @@ def _survives(folder: Path, arena: Arena, seconds: float) -> None:
     assert count
 
 
+@pytest.mark.full
 @pytest.mark.fault(47, 48, 49, 50)
 def test_killed_processes_lose_nothing(fast_path: Path, arena: Arena) -> None:
     """Ingesting, composing, collecting, dropping, verifying, harming and repairing for some seconds."""
@@ -425,7 +436,32 @@ def _drops(store: Store, arena: Arena) -> object:
     return store.drop("run@3")
 
 
-MEETING: list[Deed] = [_saves_again, _saves_the_same, _saves_half, _pins, _composes, _drops]
+def _undrops(store: Store, arena: Arena) -> object:
+    return store.undrop("run@2")
+
+
+def _collects_without_a_lock(store: Store, arena: Arena) -> object:
+    vars(store.rooms)["lock_gc"] = lambda: contextlib.nullcontext(_NoHold())
+    return _collects(store, arena)
+
+
+class _NoHold:
+    """What a collection holds that believes it has a lock."""
+
+    def check(self) -> None:
+        """Find it held."""
+
+
+MEETING: list[Deed] = [
+    _saves_again,
+    _saves_the_same,
+    _saves_half,
+    _pins,
+    _composes,
+    _drops,
+    _undrops,
+    _collects_without_a_lock,
+]
 
 
 def _run_with(path: Path, arena: Arena, deed: Deed, gate: Gate, failures: list[BaseException]) -> None:
@@ -463,10 +499,15 @@ def _meeting_problems(
     found = [f"the collection failed: {error!r}" for error in gc_failed]
     # Only who needs the very commit that is collected may be told so, and to repeat the command.
     allowed: list[type[Exception]] = [] if deed is _saves_again else [Conflict, NotFound]
-    if deed is _drops:
-        allowed.append(InvalidInput)  # nothing else is left by then
     found += [f"{deed.__name__} failed: {error!r}" for error in failed if not isinstance(error, tuple(allowed))]
-    composites = {"run@1": arena.digests[1]} if deed is _drops and not failed else {"run@3": arena.digests[3]}
+    composites = {"run@3": arena.digests[3]}
+    if deed is _drops and not failed:
+        with Store(path) as store:
+            store.undrop("run@3")  # whatever was collected meanwhile, what was dropped is in the trash
+    if deed is _undrops and not failed:
+        with Store(path) as store:
+            shown = {f"{entry.run}@{entry.step}" for entry in store.log()}
+        composites |= {"run@2": arena.digests[2]} if "run@2" in shown else {}
     if deed is _saves_again and not failed:
         composites["again@1"] = arena.digests[1]
     if deed is _pins and not failed:
@@ -495,8 +536,9 @@ def _meetings(folder: Path, arena: Arena, deed: Deed, count: int | None, seed: i
     vars(transfer)["WORKERS_MAX"] = 1
     chance = random.Random(seed)
     with init(folder / "before") as store:
-        for step in (1, 3):
+        for step in (1, 2, 3):
             store.ingest(arena.source(step), run="run")
+        store.drop("run@2")
 
     def fresh() -> Path:
         copied(folder / "before", folder / "store")
@@ -516,7 +558,7 @@ def _meetings(folder: Path, arena: Arena, deed: Deed, count: int | None, seed: i
 
 @pytest.mark.fault(49, 50, 51)
 @pytest.mark.parametrize("deed", MEETING, ids=lambda deed: deed.__name__[1:])
-@pytest.mark.sample(3, always=("drops",))
+@pytest.mark.sample(1, always=("drops",))
 def test_whatever_meets_a_collection_is_whole_or_refused(fast_path: Path, arena: Arena, deed: Deed) -> None:
     """A sample of pairs of steps: an ingest of what goes, one that inherits from it, a pin and a composite of it."""
     seed = seeded(deed.__name__).randrange(10**9)

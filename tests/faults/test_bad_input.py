@@ -336,6 +336,7 @@ QUICK_PICKLES = {what: make for what, make in HOSTILE_PICKLES.items() if make no
 
 @pytest.mark.fault(57)
 @pytest.mark.parametrize("what", list(QUICK_PICKLES)[::6])
+@pytest.mark.sample(3)
 def test_a_hostile_pickle_is_refused_and_never_run(place: Path, what: str) -> None:
     """The canary stays dead, in a model and in an optimizer file."""
     for path in (shards(place, "model")[0], shards(place, "optim")[1]):
@@ -358,6 +359,7 @@ def hostile(place: Path, path: Path) -> Iterator[None]:
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("what", list(HOSTILE_ARCHIVES)[::3])
+@pytest.mark.sample(2)
 def test_a_crooked_archive_is_refused(place: Path, what: str) -> None:
     """Bombs, odd names, overlaps: named, and not believed."""
     path = shards(place, "model")[1]
@@ -747,7 +749,7 @@ def _with_format(place: Path, number: int) -> None:
 
 
 @pytest.mark.fault(80)
-@pytest.mark.parametrize("number", [0, 2, 999, 10**30])
+@pytest.mark.parametrize("number", [0, 1, 999, 10**30])
 def test_a_store_of_another_format_is_left_alone(place: Path, number: int) -> None:
     """Nothing is written to it, not even a lock or an index; the message says what would help."""
     shutil.rmtree(place / "store" / "manifest")

@@ -104,6 +104,7 @@ def test_the_same_checkpoint_twice_at_once_is_one_commit(
             assert sorted(entry.run for entry in store.log()) == ["run", "twin"]
 
 
+@pytest.mark.full
 @pytest.mark.fault(47, 102)
 def test_two_contents_for_one_step_are_one_commit_and_one_refusal(
     sources: Path, digests: dict[str, str], fast_path: Path
@@ -162,6 +163,7 @@ def _read_all_the_time(path: Path, source: Path, digest: str, scratch: Path) -> 
     return found
 
 
+@pytest.mark.full
 @pytest.mark.fault(48)
 def test_readers_see_whole_commits_only(sources: Path, digests: dict[str, str], fast_path: Path) -> None:
     """Whatever a log shows while another process writes, composes at once; and the index does not grow with readers."""

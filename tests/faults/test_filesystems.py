@@ -23,6 +23,8 @@ from layerstore.storage.files import WeakDurability
 from layerstore.store import Store
 from tests.faults.harness import composed, problems, tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 IMAGE_BYTES = 320 << 20  # XFS wants 300
 MAKERS = {"ext4": ["mkfs.ext4", "-q"], "xfs": ["mkfs.xfs", "-q"], "btrfs": ["mkfs.btrfs", "-q"], "vfat": ["mkfs.vfat"]}
 EVERYWHERE = {"exclusive create", "hard links", "rename", "race", "fsync", "clock"}

@@ -133,6 +133,7 @@ def _flip_together(path: Path, files: list[Path], places: list[tuple[int, int]])
     return silent
 
 
+@pytest.mark.full
 @pytest.mark.fault(34, 91)
 def test_a_cut_or_grown_file_is_never_silent(sound: Path, fast_path: Path) -> None:
     """Every file, shortened anywhere or lengthened; sizes are seen even without reading the data."""

@@ -10,6 +10,8 @@ import pytest
 from layerstore.store import Store, init
 from tests.faults.harness import in_child, snapshot, tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 DESCRIPTORS = 128
 
 

@@ -20,6 +20,7 @@ def _told(folder: Path, *options: str) -> list[str]:
 
 
 @pytest.mark.fault(89)
+@pytest.mark.full
 def test_assertions_are_no_checks(fast_path: Path) -> None:
     """The same errors in the same words, over dozens of bad checkpoints and damaged files."""
     on, off = _told(fast_path / "on"), _told(fast_path / "off", "-O")

@@ -25,6 +25,8 @@ from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.placement import manifest_directory
 from tests.faults.harness import Failure, attempt, composed, in_child, problems, tiny_checkpoint
 
+pytestmark = pytest.mark.full
+
 NOBODY, OTHER, GROUP = 65534, 65533, 65533
 
 

@@ -3,8 +3,7 @@ The power goes at any step that writes: what was saved stays, whatever the disk 
 
 A verb runs once, with a trace of all that it does. From that come the folders that a disk may hold when the power is
 back: for every moment, with all unsynced things lost, kept, or some of them (`simulated_disk`). Each is opened,
-verified to the last byte, and asked for its composites; then the verb is repeated. All verbs of ``test_crash`` are
-looked at, and some more: who adds a verb there has it here.
+verified to the last byte, and asked for its composites; then the verb is repeated.
 """
 
 from __future__ import annotations
@@ -18,154 +17,38 @@ from pathlib import Path
 import pytest
 
 from layerstore import store as store_module
-from layerstore.history.references import resolve
 from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook, NewFile, no_hook
-from layerstore.store import Store, init
-from tests.bench.generate import Layout
-from tests.faults import older, test_crash
-from tests.faults.harness import composed, copied, in_child, problems, seeded
-from tests.faults.saving import begun_after
+from layerstore.storage.handles import Hook, NewFile
+from tests.faults import older, verbs
+from tests.faults.harness import in_child, seeded
 from tests.faults.simulated_disk import Choice, Disk, Trace, TracedFiles, Tree, digest, samples, written
-from tests.faults.test_crash import VERBS, Scene, Verb, do_ingest, do_reindex
-from tests.generated import generate
+from tests.faults.test_crash import with_one_worker
+from tests.faults.verbs import VERBS, WRITES, fresh, make_scene, repeated, wrong
 
-IMAGES = 4
+IMAGES = 2
 """How many of a verb's images are looked at in a usual run."""
-
 AT_EACH_MOMENT = 5
 """How many of each moment in an exhaustive one."""
-
-# -- verbs that test_crash has not ---------------------------------------------------------------------------------
-
-
-def do_new_run(folder: Path, scene: Scene, hook: Hook) -> None:
-    """Begin another run."""
-    with Store(folder / "store", hook=hook) as store:
-        store.ingest(scene.second, run="new")
-
-
-def do_delete_pin(folder: Path, scene: Scene, hook: Hook) -> None:
-    """Take a name away."""
-    with Store(folder / "store", hook=hook) as store:
-        if "kept" in {pin.name for pin in store.pins()}:
-            store.delete_pin("kept")
-
-
-def do_selective(folder: Path, scene: Scene, hook: Hook) -> None:
-    """Add a step that inherits half of its layers, and pin it."""
-    with Store(folder / "store", hook=hook) as store:
-        store.ingest(scene.second, run="run", policy="parity", pin="half")
-
-
-def do_save(folder: Path, scene: Scene, hook: Hook) -> None:
-    """Let two ranks save half of a step while they train, and join their parts; unless it is there."""
-    with Store(folder / "store", hook=hook) as store:
-        if resolve(store.rooms, "run").record.step < 4:
-            save = begun_after(store, scene.second, half=True)
-            save.write_all()
-            save.finish()
-
-
-SIMULATED: list[Verb] = [*VERBS, do_reindex, do_new_run, do_delete_pin, do_selective, do_save]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The scene, and what the verbs of this module add to it."""
-
-    scene: Scene
-    selective: str
-    """The composite of ``run@4`` where it inherits half."""
-    saved: str
-    """The same where it was saved while training."""
+CLEARS_AWAY = {"gc", "trim", "empty", "unpin", "migrate"}
+"""Verbs that end by removing things: what was removed last may be back, and nothing names it."""
 
 
 @pytest.fixture(scope="module")
-def setting(fast_module_path: Path) -> Setting:
+def scene(fast_module_path: Path) -> Path:
     """Return the scene that a power cut starts from in a usual run; it is copied, never changed."""
-    return _setting(fast_module_path / "raw", "raw")
+    return make_scene(fast_module_path / "scene")
 
 
 @pytest.fixture(scope="module")
-def setting_with_files(fast_module_path: Path) -> Setting:
+def scene_with_files(fast_module_path: Path) -> Path:
     """Return one with gathered weights, and files that are kept as they are."""
-    return _setting(fast_module_path / "hf", "hf")
+    return make_scene(fast_module_path / "hf" / "scene", layout="hf")
 
 
-def _setting(folder: Path, layout: Layout) -> Setting:
-    for name, step, seed in (("first", 2, 0), ("second", 4, 0), ("other", 2, 1)):
-        generate(folder / name, layers=1, hidden=8, vocab=8, step=step, seed=seed, layout=layout)
-    first = folder / "first"
-    with init(folder / "store") as store:
-        store.ingest(first, run="run", pin="kept")
-        earlier = composed(store, "run@2", folder)
-    found = {}
-    for name, verb in (
-        ("whole", do_ingest),
-        ("other", test_crash.do_replace),
-        ("half", do_selective),
-        ("saved", do_save),
-        ("live", test_crash.do_commit),
-    ):
-        after = folder / f"after-{name}"
-        after.mkdir()
-        copied(folder / "store", after / "store")
-        verb(after, Scene(folder, folder / "store", {}, {}), no_hook)
-        with Store(after / "store") as store:
-            found[name] = composed(store, "live" if name == "live" else "run", folder)
-    scene = Scene(
-        folder,
-        folder / "store",
-        {"run@2": earlier, "kept": earlier},
-        {"run@4": found["whole"], "other": found["other"], "live@4": found["live"]},
-    )
-    return Setting(scene, selective=found["half"], saved=found["saved"])
-
-
-# -- what is wrong after a power cut -------------------------------------------------------------------------------
-
-
-def outcome_problems(folder: Path, setting: Setting, verb: Verb, *, is_done: bool) -> list[str]:
-    """Return what is wrong after *verb* was cut short, or *is_done*."""
-    if verb in VERBS or verb is do_reindex:
-        return test_crash.outcome_problems(folder, setting.scene, verb, is_done=is_done)
-    return _own_problems(folder, setting, verb, is_done=is_done)
-
-
-def _own_problems(folder: Path, setting: Setting, verb: Verb, *, is_done: bool) -> list[str]:
-    composites = dict(setting.scene.earlier)
-    with Store(folder / "store") as opened:
-        known = {f"{entry.run}@{entry.step}" for entry in opened.log()} | {pin.name for pin in opened.pins()}
-    if verb is do_delete_pin:
-        if is_done and "kept" in known:
-            return ["the pin is still there"]
-        if "kept" not in known:
-            del composites["kept"]
-    if verb is do_new_run and (is_done or "new@4" in known):
-        composites["new@4"] = setting.scene.later["run@4"]
-    if verb in (do_selective, do_save) and (is_done or "run@4" in known):
-        composites["run@4"] = setting.selective if verb is do_selective else setting.saved
-    if verb is do_selective and (is_done or "half" in known):
-        composites["half"] = setting.selective
-    return problems(folder / "store", folder / "scratch", composites)
-
-
-def aftermath(folder: Path, setting: Setting, verb: Verb, *, is_done: bool) -> list[str]:
-    """Return what is wrong after a power cut, by which *verb* is done or not, and after it was repeated."""
-    # What was cleared away in the end may be back: nothing names it. What was promised is looked for by itself.
-    clears_away = verb in (test_crash.do_gc, test_crash.do_trim, test_crash.do_migrate)
-    found = outcome_problems(folder, setting, verb, is_done=is_done and not clears_away)
-    if is_done and verb is test_crash.do_gc:
-        with Store(folder / "store") as opened:
-            found += [f"{entry.run}@{entry.step} is back" for entry in opened.log() if entry.step == 2]
-    if is_done and verb is test_crash.do_migrate:
-        is_old = older.unmigrated_problems(folder / "store", folder / "old", is_done=False) is not None
-        found += ["the store is of its old format again"] if is_old else []
-    if verb in VERBS or verb is do_reindex:
-        return found + test_crash._aftermath(folder, setting.scene, verb)
-    verb(folder, setting.scene, no_hook)
-    return found + outcome_problems(folder, setting, verb, is_done=True)
+def aftermath(folder: Path, name: str, *, is_done: bool) -> list[str]:
+    """Return what is wrong after a power cut, by which the verb *name* is done or not, and after it was repeated."""
+    found = wrong(folder, name, is_done=is_done and name not in CLEARS_AWAY)
+    return found + repeated(folder, name)
 
 
 # -- images --------------------------------------------------------------------------------------------------------
@@ -182,11 +65,11 @@ class Image:
     tree: Tree
 
 
-def trace(folder: Path, setting: Setting, verb: Verb, files: type[TracedFiles] = TracedFiles) -> Trace:
-    """Run *verb* in *folder*, all of whose operations are noted."""
-    test_crash._with_one_worker()
+def trace(folder: Path, name: str, files: type[TracedFiles] = TracedFiles) -> Trace:
+    """Run the verb *name* in *folder*, all of whose operations are noted."""
+    with_one_worker()
     noted = Trace(folder)
-    users, plain = (store_module, test_crash, older), Files
+    users, plain = (store_module, verbs, older), Files
 
     def seam(hook: Hook = noted) -> Files:
         return files(noted) if hook is noted else Files(hook)
@@ -194,7 +77,7 @@ def trace(folder: Path, setting: Setting, verb: Verb, files: type[TracedFiles] =
     for module in users:
         vars(module)["Files"] = seam
     try:
-        verb(folder, setting.scene, noted)
+        VERBS[name](folder, noted)
     finally:
         for module in users:
             vars(module)["Files"] = plain
@@ -226,22 +109,20 @@ Look = Callable[..., list[str]]
 """What looks at the outcome of a verb, and perhaps repeats it."""
 
 
-def image_problems(tree: Tree, folder: Path, setting: Setting, verb: Verb, *, is_done: bool, look: Look) -> list[str]:
+def image_problems(tree: Tree, folder: Path, name: str, *, is_done: bool, look: Look) -> list[str]:
     """Return what is wrong with the image *tree*, which *folder* is to hold."""
     shutil.rmtree(folder, ignore_errors=True)
     written(tree, folder)
     try:
-        return look(folder, setting, verb, is_done=is_done)
+        return look(folder, name, is_done=is_done)
     except Exception as error:  # noqa: BLE001  # whatever it is, it should not be
         return [repr(error)]
 
 
-def _looked_at(
-    folder: Path, setting: Setting, verb: Verb, seed: int, most: int | None
-) -> tuple[int, int, list[tuple[str, ...]]]:
-    """Return how many operations *verb* has, how many images were looked at, and what was wrong with any."""
+def _looked_at(folder: Path, name: str, seed: int, most: int | None) -> tuple[int, int, list[tuple[str, ...]]]:
+    """Return how many operations the verb has, how many images were looked at, and what was wrong with any."""
     chance = random.Random(seed)
-    noted = trace(folder, setting, verb)
+    noted = trace(folder, name)
     last = len(noted.operations)
     if most is None:
         chosen = images(noted, chance, most=AT_EACH_MOMENT, moments=lambda moment: True)
@@ -252,7 +133,7 @@ def _looked_at(
     bad = []
     for image in found:
         target = folder.with_name(f"{folder.name}-image")
-        wrong = image_problems(image.tree, target, setting, verb, is_done=image.is_done, look=aftermath)
+        wrong = image_problems(image.tree, target, name, is_done=image.is_done, look=aftermath)
         if wrong:
             done = "at the end" if image.is_done else f"before {noted.operations[image.moment]}"
             bad.append((done, f"lost: {', '.join(image.lost)}", *wrong))
@@ -266,42 +147,42 @@ def _some(found: list[Image], most: int, chance: random.Random) -> list[Image]:
     return done + chance.sample(others, min(len(others), most - len(done)))
 
 
-def _fresh(folder: Path, setting: Setting, name: str) -> Path:
-    (folder / name).mkdir()
-    copied(setting.scene.store, folder / name / "store")
-    return folder / name
-
-
 # -- the promises --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(8, 9, 103)
-@pytest.mark.parametrize("verb", SIMULATED, ids=lambda verb: verb.__name__[3:])
-@pytest.mark.sample(4, always=("init", "ingest", "gc"))
-def test_a_power_cut_loses_nothing(fast_path: Path, setting: Setting, verb: Verb) -> None:
-    """A sample of what may be lost: what was reported is there, what is there is whole, and the verb repeats."""
-    seed = seeded(verb.__name__).randrange(10**9)
-    outcome = in_child(_looked_at, _fresh(fast_path, setting, "cut"), setting, verb, seed, IMAGES)
+def _survives(scene: Path, path: Path, name: str, most: int | None) -> None:
+    seed = seeded(name).randrange(10**9)
+    outcome = in_child(_looked_at, fresh(scene, path / "cut", name), name, seed, most, timeout_seconds=7000.0)
 
     operations, count, bad = outcome.needed()
-    print(f"{verb.__name__}: {count} images of {operations} operations")
+    print(f"{name}: {count} images of {operations} operations")
     assert bad == []
     assert count
 
 
 @pytest.mark.fault(8, 9, 103)
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.sample(2, always=("ingest", "gc"))
+def test_a_power_cut_loses_nothing(fast_path: Path, scene: Path, name: str) -> None:
+    """A sample of what may be lost: what was reported is there, what is there is whole, and the verb repeats."""
+    _survives(scene, fast_path, name, IMAGES)
+
+
+@pytest.mark.full
+@pytest.mark.fault(8, 9, 103)
+@pytest.mark.parametrize("name", WRITES)
+def test_more_power_cuts_lose_nothing(fast_path: Path, scene: Path, name: str) -> None:
+    """The same for each verb."""
+    _survives(scene, fast_path, name, 4)
+
+
+@pytest.mark.fault(8, 9, 103)
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("verb", SIMULATED, ids=lambda verb: verb.__name__[3:])
-def test_a_power_cut_at_any_moment_loses_nothing(fast_path: Path, setting_with_files: Setting, verb: Verb) -> None:
+@pytest.mark.parametrize("name", WRITES)
+def test_a_power_cut_at_any_moment_loses_nothing(fast_path: Path, scene_with_files: Path, name: str) -> None:
     """The same for every moment, and with every kind of object."""
-    seed = seeded(verb.__name__).randrange(10**9)
-    folder = _fresh(fast_path, setting_with_files, "cut")
-    outcome = in_child(_looked_at, folder, setting_with_files, verb, seed, None, timeout_seconds=7000.0)
-
-    operations, count, bad = outcome.needed()
-    print(f"{verb.__name__}: {count} images of {operations} operations")
-    assert bad == []
+    _survives(scene_with_files, fast_path, name, None)
 
 
 # -- that it can fail ----------------------------------------------------------------------------------------------
@@ -337,10 +218,10 @@ def _is_called(what: str, root: Path, directory: Path) -> bool:
     }.get(what, False)
 
 
-def _blamed(folder: Path, setting: Setting, verb: Verb, forgets: str) -> list[str]:
-    """Return the things that alone make an image bad where they are lost, once *verb* has reported success."""
+def _blamed(folder: Path, name: str, forgets: str) -> list[str]:
+    """Return the things that alone make an image bad where they are lost, once the verb has reported success."""
     forgetful = type("Forgetful", (_Forgetful,), {"forgets": forgets})
-    noted = trace(folder, setting, verb, forgetful)
+    noted = trace(folder, name, forgetful)
     disk = Disk(noted.before)
     for operation in noted.operations:
         disk.apply(operation)
@@ -348,30 +229,28 @@ def _blamed(folder: Path, setting: Setting, verb: Verb, forgets: str) -> list[st
     # Nothing ever reads a name in tmp/: each of them would only cost time.
     for choice in (choice for choice in disk.choices() if choice.node.label != "store/tmp"):
         tree = disk.image({choice: 0}, random.Random(0)) | noted.indexes[-1]
-        if image_problems(tree, folder, setting, verb, is_done=True, look=outcome_problems):
+        if image_problems(tree, folder, name, is_done=True, look=wrong):
             blamed.append(str(choice))
     return blamed
 
 
 @pytest.mark.fault(8)
 @pytest.mark.parametrize(
-    ("verb", "forgets", "named"),
+    ("name", "forgets", "named"),
     [
-        (do_ingest, "an object", "the bytes of store/objects/"),
-        (do_ingest, "a record", "the bytes of store/commits/run/4."),
-        (do_ingest, "the folder of an object", "the name store/objects/"),
-        (do_ingest, "the folder of objects", "the name store/objects/"),
-        (do_ingest, "the folder of a run", "the name store/commits/run/4."),
-        (do_new_run, "the folder of runs", "the name store/commits/new"),
-        (test_crash.do_pin, "the folder of pins", "the name store/pins/named"),
+        ("ingest", "an object", "the bytes of store/objects/"),
+        ("ingest", "a record", "the bytes of store/commits/run/4."),
+        ("ingest", "the folder of an object", "the name store/objects/"),
+        ("ingest", "the folder of objects", "the name store/objects/"),
+        ("ingest", "the folder of a run", "the name store/commits/run/4."),
+        ("begin", "the folder of runs", "the name store/commits/new"),
+        ("pin", "the folder of pins", "the name store/pins/named"),
     ],
 )
-@pytest.mark.sample(3)
-def test_a_sync_that_is_left_out_is_named(
-    fast_path: Path, setting: Setting, verb: Verb, forgets: str, named: str
-) -> None:
+@pytest.mark.sample(2)
+def test_a_sync_that_is_left_out_is_named(fast_path: Path, scene: Path, name: str, forgets: str, named: str) -> None:
     """The simulation can fail: without any one of the syncs of a commit it shows what the power cut took."""
-    blamed = in_child(_blamed, _fresh(fast_path, setting, "cut"), setting, verb, forgets).needed()
+    blamed = in_child(_blamed, fresh(scene, fast_path / "cut", name), name, forgets).needed()
 
     assert blamed
-    assert all(name.startswith(named) for name in blamed), blamed
+    assert all(each.startswith(named) for each in blamed), blamed

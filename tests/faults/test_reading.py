@@ -131,7 +131,7 @@ class LateFiles(Files):
 def _late(path: Path, hidden: Callable[[Path], bool]) -> tuple[Store, LateFiles]:
     """Open the store at *path* on a node that does not see everything yet."""
     late, store = LateFiles(hidden), Store(path)
-    for room in (store.rooms, store.rooms.objects, store.rooms.records, store.rooms.garbage):
+    for room in (store.rooms, store.rooms.objects, store.rooms.records, store.rooms.aside):
         name = "files" if hasattr(room, "files") else "_files"
         object.__setattr__(room, name, late)
     return store, late

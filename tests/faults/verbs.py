@@ -1,84 +1,175 @@
 """
-Every verb that writes, and verify, on a store with a history: what disks, limits and the kernel's errors are tried on.
+The verbs that every kind of fault is tried on, the stores that they begin at, and what has to be there afterwards.
 
-Each takes the folder of the scene and a hook for the seam, can be called again after it failed, and then succeeds.
-Most are at ``store``; repair and migrate have stores of their own, which need them.
+A verb takes a folder made by `fresh` and a hook for the seam; called again after it failed it succeeds. Checkpoints
+and facts are at ``sources`` beside the folder: what is copied, cut or mounted is only what verbs change.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from layerstore import Keep
 from layerstore.errors import AlreadyExists, NotFound
-from layerstore.storage.handles import Hook
+from layerstore.history.references import resolve
+from layerstore.storage.files import Files
+from layerstore.storage.handles import Hook, no_hook
+from layerstore.storage.setup import make_store
 from layerstore.store import Store, init
+from tests.bench.generate import Layout
 from tests.compat.format1 import as_format_1
-from tests.faults import harmed
-from tests.faults.harness import composed, copied, problems, tiny_checkpoint
+from tests.faults.harness import composed, copied, fingerprint, flip, problems, snapshot, truth
 from tests.faults.older import migrate_hooked, unmigrated_problems
-from tests.faults.saving import commit_live
+from tests.faults.saving import begun_after
+from tests.generated import generate
 
 Verb = Callable[[Path, Hook], object]
 
 
-def make_scene(folder: Path) -> dict[str, str]:
-    """
-    Make a store with three steps, of which one is hidden, and a pin; return what has to stay, and its bytes.
+def _source(folder: Path, name: str) -> Path:
+    return folder.parent / "sources" / name
 
-    Beside it are ``older``, its twin of format 0, and ``harmed``, a store that needs a repair.
+
+def facts_of(folder: Path) -> dict[str, str]:
+    """Return what the checkpoints compose to, and the commits that inherit half, by name."""
+    found: dict[str, str] = json.loads(_source(folder, "facts.json").read_text())
+    return found
+
+
+def make_scene(folder: Path, *, layout: Layout = "raw") -> Path:
     """
-    for step in (2, 4, 6, 8):
-        tiny_checkpoint(folder / f"step{step}", step=step, layout="hf")
-    tiny_checkpoint(folder / "other2", step=2, seed=1, layout="hf")
-    tiny_checkpoint(folder / "other4", step=4, seed=1, layout="hf")
-    with init(folder / "store") as store:
-        for step in (2, 4, 6):
-            store.ingest(folder / f"step{step}", run="run")
-        store.pin("kept", "run@4")
-        store.drop("run@2")
-        earlier = {ref: composed(store, ref, folder) for ref in ("run@6", "kept")}
-    as_format_1(copied(folder / "store", folder / "older"))
-    with init(folder / "first") as store:
-        store.ingest(folder / "step2", run="run", pin="kept")
-    harmed.make_harmed(
-        folder / "harmed",
-        folder / "first",
-        first=folder / "step2",
-        second=folder / "step4",
-        other=folder / "other2",
-    )
-    return earlier
+    Make the stores that verbs begin at, with the checkpoints and facts that they need, in *folder*; return it.
+
+    ``plain`` has ``run@2`` and the pin ``kept``. In ``rich`` that was replaced, ``run@4`` was added, and ``run@6`` is
+    in the trash with the replaced one. ``rotten`` has lost its record; ``harmed`` has damage of every kind that its
+    ``copy`` can heal, and a pin that nobody can. ``older`` is ``plain`` in the format before this one.
+    """
+    for name, step, seed in (("first", 2, 0), ("second", 4, 0), ("third", 6, 0), ("other", 2, 1)):
+        generate(folder / name, layers=1, hidden=8, vocab=8, step=step, seed=seed, layout=layout)
+    facts = {}
+    with init(folder / "plain") as store:
+        store.ingest(folder / "first", run="run", pin="kept")
+        facts["first"] = composed(store, "run", folder)
+    with Store(copied(folder / "plain", folder / "rich")) as store:
+        for name, replace in (("second", False), ("third", False), ("other", True)):
+            store.ingest(folder / name, run="run", replace=replace)
+            facts[name] = composed(store, "run@2" if replace else "run", folder)
+        store.drop("run@6")
+    for name, verb in (("half", do_inherit), ("saved", do_save)):
+        work = folder / "work" / name
+        work.mkdir(parents=True)
+        _link(folder, work)
+        copied(folder / "plain", work / "store")
+        verb(work, no_hook)
+        with Store(work / "store") as store:
+            facts[name] = composed(store, "run", folder)
+    with Store(copied(folder / "plain", folder / "rotten")) as store:
+        flip(store.rooms.layout.record("run", 2, store.log()[0].commit))
+    _make_harmed(folder)
+    as_format_1(copied(folder / "plain", folder / "older"))
+    (folder / "facts.json").write_text(json.dumps(facts))
+    return folder
+
+
+def _make_harmed(folder: Path) -> None:
+    """Damage an object of each kind, a record and a pin, and put a stranger among the records."""
+    with Store(copied(folder / "plain", folder / "harmed")) as store:
+        store.ingest(folder / "second", run="run")
+        store.ingest(folder / "other", run="whole")
+        store.pin("torn", "run@2")
+        first, second = (resolve(store.rooms, ref).record for ref in ("run@2", "run@4"))
+        place, version = store.rooms.layout, store.rooms.version_of(first.layers[0])
+        hurt = [place.object(ref.id) for ref in (version.objects[0], first.layers[1].version, second.states[0])]
+        hurt += [place.pin("torn"), *place.run("run").glob("2.*")]
+        copied(store.path, folder / "copy")
+        for path in hurt:
+            flip(path)
+        (place.run("run") / "notes.txt").write_text("?")
+
+
+def _link(scene: Path, folder: Path) -> None:
+    link = folder.parent / "sources"
+    if not link.is_symlink():
+        link.symlink_to(scene)
+
+
+def fresh(scene: Path, folder: Path, name: str) -> Path:
+    """Make *folder* with all that the verb *name* begins at; return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _link(scene, folder)
+    copied(scene / BEGINS_AT.get(name, "plain"), folder / "store")
+    if name == "overwrite":
+        shutil.copytree(scene / "other", folder / "out")
+    return folder
+
+
+# -- the verbs -----------------------------------------------------------------------------------------------------
+
+
+def do_init(folder: Path, hook: Hook) -> object:
+    """Make a store where there is none."""
+    return make_store(folder / "new", Files(hook))
 
 
 def do_ingest(folder: Path, hook: Hook) -> object:
     """Add a step."""
     with Store(folder / "store", hook=hook) as store:
-        return store.ingest(folder / "step8", run="run")
+        return store.ingest(_source(folder, "second"), run="run")
+
+
+def do_inherit(folder: Path, hook: Hook) -> object:
+    """Add a step that inherits half of its layers, and pin it."""
+    with Store(folder / "store", hook=hook) as store:
+        return store.ingest(_source(folder, "second"), run="run", policy="parity", pin="half")
+
+
+def do_begin(folder: Path, hook: Hook) -> object:
+    """Begin another run."""
+    with Store(folder / "store", hook=hook) as store:
+        return store.ingest(_source(folder, "second"), run="new")
 
 
 def do_replace(folder: Path, hook: Hook) -> object:
-    """Put another commit in the place of one that a pin keeps."""
+    """Put another commit in the place of one that is there."""
     with Store(folder / "store", hook=hook) as store:
-        return store.ingest(folder / "other4", run="run", replace=True)
+        return store.ingest(_source(folder, "other"), run="run", replace=True)
 
 
-def do_commit(folder: Path, hook: Hook) -> object:
-    """Add a step as ranks do that save while they train."""
-    return commit_live(folder / "store", folder / "step8", hook, step=8)
+def do_heal(folder: Path, hook: Hook) -> object:
+    """Ingest what is there, and whose record is damaged."""
+    with Store(folder / "store", hook=hook) as store:
+        return store.ingest(_source(folder, "first"), run="run")
+
+
+def do_save(folder: Path, hook: Hook) -> object:
+    """Let two ranks save half of a step while they train, and join their parts; unless it is there."""
+    with Store(folder / "store", hook=hook) as store:
+        if resolve(store.rooms, "run").record.step >= 4:
+            return None
+        save = begun_after(store, _source(folder, "second"), half=True)
+        save.write_all()
+        return save.finish()
 
 
 def do_pin(folder: Path, hook: Hook) -> object:
-    """Name a commit."""
+    """Give a commit a name."""
     with Store(folder / "store", hook=hook) as store:
-        return store.pin("named", "run@6")
+        return store.pin("named", "run@2")
+
+
+def do_unpin(folder: Path, hook: Hook) -> object:
+    """Take a name away, unless it is gone."""
+    with Store(folder / "store", hook=hook) as store:
+        return store.delete_pin("kept") if store.rooms.records.pin_names() else None
 
 
 def do_drop(folder: Path, hook: Hook) -> object:
-    """Hide a commit; what is hidden already is confirmed first."""
+    """Drop a commit, unless it is in the trash."""
     with Store(folder / "store", hook=hook) as store:
         try:
             return store.drop("run@4")
@@ -86,36 +177,45 @@ def do_drop(folder: Path, hook: Hook) -> object:
             return None
 
 
-def do_compose(folder: Path, hook: Hook) -> object:
-    """Write a checkpoint."""
+def do_undrop(folder: Path, hook: Hook) -> object:
+    """Bring a dropped commit back, unless it is there."""
     with Store(folder / "store", hook=hook) as store:
-        return _written(lambda: store.compose("run@6").write(folder / "out"))
-
-
-def do_export(folder: Path, hook: Hook) -> object:
-    """Write a folder for Transformers."""
-    with Store(folder / "store", hook=hook) as store:
-        return _written(lambda: store.compose("run@6").export(folder / "exported"))
-
-
-def _written(write: Callable[[], object]) -> object:
-    try:
-        return write()
-    except AlreadyExists:
-        return None  # it failed behind the last rename
-
-
-def do_overwrite(folder: Path, hook: Hook) -> object:
-    """Write a checkpoint in the place of another one."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.compose("run@6").write(folder / "over", force=True)
+        try:
+            return store.undrop("run@6")
+        except NotFound:
+            return None  # it is there, and perhaps still in the trash, too
 
 
 def do_gc(folder: Path, hook: Hook) -> object:
-    """Keep the newest commit and what is pinned; the hidden one goes."""
+    """Keep the newest of two commits; what the other one needs is pinned in part, or in the trash."""
+    return _collected(folder, hook, Keep(last=1))
+
+
+def do_trim(folder: Path, hook: Hook) -> object:
+    """Drop the moments of the older of two commits."""
+    return _collected(folder, hook, Keep(drop_optimizer_older_than=1))
+
+
+def do_empty(folder: Path, hook: Hook) -> object:
+    """Empty the trash."""
+    return _collected(folder, hook, None, empty_trash=True)
+
+
+def _collected(folder: Path, hook: Hook, keep: Keep | None, *, empty_trash: bool = False) -> object:
     time.sleep(0.02)  # nothing that goes has the time of this very tick
     with Store(folder / "store", hook=hook) as store:
-        return store.gc(Keep(last=1), grace_seconds=0)
+        return store.gc(keep, grace_seconds=0, empty_trash=empty_trash)
+
+
+def do_repair(folder: Path, hook: Hook) -> object:
+    """Put right what is wrong, from a copy."""
+    with Store(folder / "store", hook=hook) as store:
+        return store.repair(read_data=True, sources=[_source(folder, "copy")])
+
+
+def do_migrate(folder: Path, hook: Hook) -> object:
+    """Take a store of an older format to today's."""
+    return migrate_hooked(folder / "store", hook)
 
 
 def do_reindex(folder: Path, hook: Hook) -> object:
@@ -132,65 +232,201 @@ def do_verify(folder: Path, hook: Hook) -> object:
         return verdict
 
 
-def do_repair(folder: Path, hook: Hook) -> object:
-    """Put right what is wrong with everything that a store has; one commit falls back."""
-    return harmed.do_repair(folder / "repaired" / "store", folder / "repaired" / "copy", hook)
+def do_compose(folder: Path, hook: Hook) -> object:
+    """Write a checkpoint where nothing is."""
+    with Store(folder / "store", hook=hook) as store:
+        return _written(lambda: store.compose("run@2").write(folder / "out"))
 
 
-def do_migrate(folder: Path, hook: Hook) -> object:
-    """Take a store of an older format to today's."""
-    return migrate_hooked(folder / "migrated", hook)
+def do_export(folder: Path, hook: Hook) -> object:
+    """Write a folder for Transformers."""
+    with Store(folder / "store", hook=hook) as store:
+        return _written(lambda: store.compose("run@2").export(folder / "exported"))
+
+
+def do_overwrite(folder: Path, hook: Hook) -> object:
+    """Write a checkpoint in the place of another one."""
+    with Store(folder / "store", hook=hook) as store:
+        return store.compose("run@2").write(folder / "out", force=True)
+
+
+def _written(write: Callable[[], object]) -> object:
+    try:
+        return write()
+    except AlreadyExists:
+        return None  # it failed behind the last rename
 
 
 VERBS: dict[str, Verb] = {
     verb.__name__[3:]: verb
     for verb in (
+        do_init,
         do_ingest,
+        do_inherit,
+        do_begin,
         do_replace,
-        do_commit,
+        do_heal,
+        do_save,
         do_pin,
+        do_unpin,
         do_drop,
+        do_undrop,
+        do_gc,
+        do_trim,
+        do_empty,
+        do_repair,
+        do_migrate,
+        do_reindex,
+        do_verify,
         do_compose,
         do_export,
         do_overwrite,
-        do_gc,
-        do_reindex,
-        do_verify,
-        do_repair,
-        do_migrate,
     )
 }
+WRITES = [name for name in VERBS if name not in {"verify", "export"}]
+"""Those whose calls are killed, cut and refused one by one."""
+BEGINS_AT = dict.fromkeys(("drop", "undrop", "gc", "trim", "empty", "reindex", "verify"), "rich") | {
+    "heal": "rotten",
+    "repair": "harmed",
+    "migrate": "older",
+}
+_ADDS = {
+    "ingest": {"run@4": "second"},
+    "inherit": {"run@4": "half", "half": "half"},
+    "begin": {"new@4": "second"},
+    "save": {"run@4": "saved"},
+    "pin": {"named": "first"},
+    "undrop": {"run@6": "third"},
+}
+_REMOVES = {"unpin": "kept", "drop": "run@4", "gc": "run@2"}
+_REMOVES_BYTES = {"unpin", "gc", "trim", "empty", "heal", "migrate"}
+"""Verbs after which bytes may be gone that were there before; all others at most move them."""
 
 
-def scene_on(source: Path, folder: Path, *names: str) -> Path:
-    """Copy the scene *source* to *folder*, with what the verbs *names* work on; checkpoints are linked to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    copied(source / "store", folder / "store")
-    for path in source.iterdir():
-        if path.name not in {"store", "first", "scratch"}:
-            (folder / path.name).symlink_to(path)
-    if "overwrite" in names:
-        shutil.copytree(source / "other2", folder / "over")
-    if "repair" in names:
-        copied(source / "harmed", folder / "repaired")
-    if "migrate" in names:
-        copied(source / "older", folder / "migrated")
-    return folder
+# -- what is there afterwards --------------------------------------------------------------------------------------
 
 
-def store_of(folder: Path, name: str) -> Path:
-    """Return the store that the verb *name* is at."""
-    return {"repair": folder / "repaired" / "store", "migrate": folder / "migrated"}.get(name, folder / "store")
-
-
-def wrong(folder: Path, name: str, earlier: dict[str, str], *, scratch: Path, is_done: bool) -> list[str]:
-    """
-    Return what is wrong with the store that the verb *name* was at, which it has done, or has failed at.
-
-    What has to be there is *earlier*, with the bytes that it composes to; a repair's store has facts of its own.
-    """
-    store = store_of(folder, name)
+def wrong(folder: Path, name: str, *, is_done: bool) -> list[str]:
+    """Return what is wrong in *folder* after the verb *name* was interrupted, has failed, or *is_done*."""
+    facts = facts_of(folder)
+    if name == "init":
+        return _wrong_in_new(folder / "new", is_done=is_done)
     if name == "repair":
-        return harmed.harmed_problems(store, folder / "harmed", scratch, is_done=is_done)
-    found = unmigrated_problems(store, folder / "older", is_done=is_done) if name == "migrate" else None
-    return problems(store, scratch, earlier) if found is None else found
+        return _wrong_after_repair(folder, facts, is_done=is_done)
+    if name == "migrate":
+        unfinished = unmigrated_problems(folder / "store", _source(folder, "older"), is_done=is_done)
+        if unfinished is not None:
+            return unfinished
+    if name == "heal" and not is_done and _is_rotten(folder / "store"):
+        return []
+    found = _wrong_commits(folder, name, facts, is_done=is_done)
+    if name in {"compose", "overwrite"}:
+        found += _wrong_target(folder, name, facts, is_done=is_done)
+    if name in {"gc", "trim", "empty"} and is_done:
+        with Store(folder / "store") as opened:
+            found += [f"{opened.verify().orphans} orphans"] if opened.verify().orphans else []
+            found += ["the trash is not empty"] if name == "empty" and opened.dropped() else []
+    return found
+
+
+def _wrong_commits(folder: Path, name: str, facts: dict[str, str], *, is_done: bool) -> list[str]:
+    """Return which commits and pins are not there, or have other bytes, of those that have to be there."""
+    store, scratch = folder / "store", folder.parent / f"{folder.name}-scratch"
+    found: list[str] = []
+    known, trash, trimmed = _known(store)
+    expected = {"run@2": "first", "kept": "first"}
+    if BEGINS_AT.get(name) == "rich":
+        expected |= {"run@2": "other", "run@4": "second"}
+    expected |= {ref: each for ref, each in _ADDS.get(name, {}).items() if is_done or ref in known}
+    going = _REMOVES.get(name)
+    if going is not None and going not in known:
+        del expected[going]
+    elif going is not None and is_done:
+        found.append(f"{going} is there still")
+    if name == "replace":
+        del expected["run@2"]
+        with Store(store) as opened:
+            now = composed(opened, "run@2", scratch)
+        allowed = ["other"] if is_done else ["other", "first"]
+        found += [] if now in {facts[each] for each in allowed} else ["run@2 is neither the old commit nor the new one"]
+    if name == "trim":
+        found += _wrong_after_trim(store, is_done=is_done)
+        if trimmed:
+            del expected["run@2"]
+    if name == "drop" and "run@4" not in known | trash:
+        found.append("run@4 is lost")
+    if BEGINS_AT.get(name) == "rich" and name != "empty" and "run@6" not in known | trash:
+        found.append("run@6, which was in the trash, is lost")
+    return found + problems(store, scratch, {ref: facts[each] for ref, each in expected.items()})
+
+
+def _is_rotten(path: Path) -> bool:
+    with Store(path) as store:
+        return [damage.kind for damage in store.verify(read_data=True).damaged] == ["record"]
+
+
+def _known(store: Path) -> tuple[set[str], set[str], bool]:
+    """Return what can be seen, what is in the trash, and whether ``run@2`` has lost its moments."""
+    with Store(store) as opened:
+        log = opened.log()
+        known = {f"{entry.run}@{entry.step}" for entry in log} | {pin.name for pin in opened.pins()}
+        trash = {f"{each.commit.record.run}@{each.commit.record.step}" for each in opened.dropped()}
+        return known, trash, any(entry.step == 2 and not entry.has_moments for entry in log)
+
+
+def _wrong_in_new(path: Path, *, is_done: bool) -> list[str]:
+    if not is_done and not (path / "store.json").exists():
+        return []
+    with Store(path) as store:
+        return [] if store.verify(read_data=True).ok and store.log() == [] else ["the new store is not sound"]
+
+
+def _wrong_after_trim(path: Path, *, is_done: bool) -> list[str]:
+    with Store(path) as store:
+        shown = [entry.has_moments for entry in store.log("run") if entry.step == 2]
+        found = [] if store.compose("run@2").tensors() else ["run@2 has no weights"]
+    found += [f"run@2 is there {len(shown)} times"] if len(shown) != 1 else []
+    return found + (["run@2 has its moments still"] if is_done and shown == [True] else [])
+
+
+def _wrong_after_repair(folder: Path, facts: dict[str, str], *, is_done: bool) -> list[str]:
+    """Nothing sound is hurt at any moment, and not a byte is gone; in the end all is whole but one pin."""
+    scratch, harmed = folder.parent / f"{folder.name}-scratch", _source(folder, "harmed")
+    there = set(truth(folder / "store").values())
+    found = [f"{name} is gone" for name, content in truth(harmed).items() if content not in there]
+    sound = snapshot(_source(folder, "copy"))
+    hurt = {name for name, content in snapshot(harmed).items() if sound.get(name) != content}
+    with Store(folder / "store") as store:
+        damaged = {damage.path for damage in store.verify(read_data=True).damaged}
+        if composed(store, "whole@2", scratch) != facts["other"]:
+            found.append("whole@2, which was sound, composes to other bytes")
+        if not is_done:
+            return found + [f"{path} was not damaged before" for path in damaged - hurt]
+        found += [f"{path} is damaged" for path in damaged - {"pins/torn"}]
+        for ref, name in (("run@2", "first"), ("kept", "first"), ("run@4", "second")):
+            found += [] if composed(store, ref, scratch) == facts[name] else [f"{ref} composes to other bytes"]
+    return found
+
+
+def _wrong_target(folder: Path, name: str, facts: dict[str, str], *, is_done: bool) -> list[str]:
+    older = fingerprint(_source(folder, "other"))
+    if not (folder / "out").exists():
+        # Between the two renames of a replacement there is no target, but both folders are whole.
+        is_lost = name == "overwrite" and older not in [fingerprint(path) for path in folder.glob("out.*")]
+        return ["the target is gone"] if is_done or is_lost else []
+    allowed = [facts["first"], *([older] if name == "overwrite" and not is_done else [])]
+    return [] if fingerprint(folder / "out") in allowed else ["the target is torn"]
+
+
+def repeated(folder: Path, name: str) -> list[str]:
+    """Return what is wrong once the verb *name*, which was interrupted, was called again."""
+    if name == "init":
+        with contextlib.suppress(AlreadyExists):  # killed after its last step, before it could say so
+            VERBS[name](folder, no_hook)
+        return wrong(folder, name, is_done=True)
+    before = truth(folder / "store")
+    VERBS[name](folder, no_hook)
+    now = set(truth(folder / "store").values())
+    lost: Iterable[str] = () if name in _REMOVES_BYTES else before
+    found = [f"{path} is gone" for path in lost if before[path] not in now and not path.startswith(("tmp/", "parts/"))]
+    return found + wrong(folder, name, is_done=True)

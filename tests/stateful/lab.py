@@ -158,8 +158,6 @@ class Anatomy:
 
     records: dict[str, Needed] = field(default_factory=dict)
     """By the commit's id, hidden ones too."""
-    hiders: dict[str, set[str]] = field(default_factory=dict)
-    """The commits that hide each that is hidden."""
     pins: dict[str, Needed] = field(default_factory=dict)
     objects: dict[str, frozenset[str]] = field(default_factory=dict)
     """The objects that each blob names."""
@@ -193,8 +191,6 @@ def anatomy(store: Store) -> Anatomy:
         for name in rooms.records.names(run):
             record = rooms.records.read(name).record
             found.records[name.id] = needed(record)
-            for hidden in record.supersedes:
-                found.hiders.setdefault(hidden, set()).add(name.id)
     for pin in store.pins():
         found.pins[pin.name] = needed(pin.record)
     return found

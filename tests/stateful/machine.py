@@ -11,26 +11,21 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from layerstore.check.repaired import Repaired
 
 from layerstore import Keep
 from layerstore.composite import Composite
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch
-from layerstore.format.blobs import decode_version, ref_of
-from layerstore.history.references import resolve
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.ingest.execute import Ingested
-from layerstore.layers import parse_reference
 from layerstore.store import Store, init
 from tests.faults.harness import fingerprint, flip
-from tests.stateful.harm import Harm, Owed
 from tests.stateful.lab import Died, Dying, Lab, anatomy, expected, held
-from tests.stateful.model import LAYERS, POLICIES, Commit, Content, IsLost, Layer, Layers, Model, Pin, Saving
+from tests.stateful.model import LAYERS, POLICIES, Commit, Content, Layers, Model, Pin, Saving
 
 Done = TypeVar("Done")
 
@@ -53,9 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = self.lab.new_folder()
         self.path = self.folder / "store"
-        self.model = Model(has=self._has)
-        self.versions: dict[tuple[str, Layer], str] = {}
-        """Ids of the versions of layers, as commits have named them."""
+        self.model = Model()
         self.made_from: dict[str, Content] = {}
         """Which checkpoint brought each object first."""
         self.seed = 0
@@ -164,32 +157,16 @@ class StoreMachine(RuleBasedStateMachine):
             assert done is None or (isinstance(known, Commit) and not done.is_new and done.commit == known.id)
             return
         assert known is None
+        planned = model.planned(run, content, policy, how)
         view = self.store.show(new[0].commit)
-        saved = model.saved_layers(run, content, policy, number=view.save_number, how=how)
-        if done is not None:
-            assert done.is_new
-            assert set(done.layers_saved) == saved, (sorted(done.layers_saved), sorted(saved))
-        model.save(run, content, saved=saved, number=view.save_number, commit=new[0].commit, how=how)
-        self._note_versions(new[0].commit)
+        assert (view.attempt, view.save_number) == (planned.attempt, planned.number)
+        assert done is None or (done.is_new and set(done.layers_saved) == planned.own), done
+        replaced = model.save(planned, new[0].commit)
+        if replaced is not None:
+            (model.trash if done is not None else model.hidden)[replaced.id] = replaced
 
     def _objects(self) -> set[str]:
         return {path.name for path in (self.path / "objects").glob("*/*")}
-
-    def _note_versions(self, commit_id: str) -> None:
-        layers = next(commit for commit in self.model.commits() if commit.id == commit_id).layers
-        for line in self.store.show(commit_id).layers:
-            self.versions[line.layer, layers[line.layer]] = line.version
-
-    def _has(self, name: str, layer: Layer) -> bool:
-        """Whether the store still has all of a layer, though nothing but a pin may keep it."""
-        rooms = self.store.rooms
-        places = [rooms.layout.objects, *(rooms.layout.aside(each) for each in rooms.garbage.asides())]
-        there = {path.name: path for place in places for path in place.rglob("*") if path.is_file()}
-        blob = there.get(self.versions[name, layer])
-        if blob is None:
-            return False
-        version = decode_version(blob.read_bytes(), ref=ref_of(blob.read_bytes()))
-        return all(stored.id in there for stored in version.objects)
 
     def _content(self, step: int, world_size: int, layout: str) -> Content:
         self.seed += 1
@@ -219,26 +196,54 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH, crash=CRASH)
     def drop(self, which: int, crash: int | None) -> None:
-        """Hide a commit."""
+        """Move a commit to the trash."""
         commit = self._commit(which)
         if commit is not None:
             self._drop(commit, crash)
 
     def _drop(self, commit: Commit, crash: int | None) -> None:
         reference = self.model.reference(commit)
-        done = self._do(lambda store: store.drop(reference, last=True), crash)
+        done = self._do(lambda store: store.drop(reference), crash)
         if done is not None or commit.id not in {entry.commit for entry in self.store.log()}:
-            self.model.hide(commit)
+            self.model.forget(commit)
+            self.model.trash[commit.id] = commit
+
+    @rule(which=WHICH, crash=CRASH)
+    def undrop(self, which: int, crash: int | None) -> None:
+        """Bring a commit back, if its place is free and its attempt is the one that it was."""
+        model = self.model
+        if not model.trash:
+            return
+        commit = model.trash[sorted(model.trash)[which % len(model.trash)]]
+        try:
+            done = self._do(lambda store: store.undrop(commit.id), crash)
+        except (Conflict, NotFound):  # the second where it was saved again
+            assert not model.may_come_back(commit)
+            return
+        if done is not None or commit.id in {entry.commit for entry in self.store.log()}:
+            assert model.may_come_back(commit)
+            model.run(commit.run).commits.append(commit)
+            del model.trash[commit.id]
+            if done is None:
+                model.hidden[commit.id] = commit  # it may be in the trash still
+            self.lab.counts["back from the trash"] += 1
 
     @rule(
         last=st.one_of(st.none(), st.integers(1, 4)),
         every=st.one_of(st.none(), st.integers(2, 4)),
         trim=st.one_of(st.none(), st.none(), st.integers(1, 6)),
         runs=st.one_of(st.none(), st.none(), st.lists(RUNS, unique=True)),
+        empty_trash=st.booleans(),
         crash=CRASH,
     )
     def gc(
-        self, last: int | None, every: int | None, trim: int | None, runs: list[str] | None, crash: int | None
+        self,
+        last: int | None,
+        every: int | None,
+        trim: int | None,
+        runs: list[str] | None,
+        empty_trash: bool,
+        crash: int | None,
     ) -> None:
         """Remove what is not to be kept."""
         if runs is not None:
@@ -246,18 +251,24 @@ class StoreMachine(RuleBasedStateMachine):
         keep = Keep(last=last, every=every, drop_optimizer_older_than=trim)
         gone, trimmed = self.model.collected(keep, runs)
         time.sleep(0.01)  # what was written in this very tick of the clock is not older than it
-        done = self._do(lambda store: store.gc(keep, runs=runs, grace_seconds=0.0), crash)
+        done = self._do(lambda store: store.gc(keep, runs=runs, grace_seconds=0.0, empty_trash=empty_trash), crash)
         there = {(entry.run, entry.attempt, entry.step): entry.commit for entry in self.store.log()}
         for commit in gone:
             if done is not None or there.get((commit.run, commit.attempt, commit.step)) != commit.id:
-                self.model.hide(commit)
+                self.model.forget(commit)
         for commit in trimmed:
             new_id = there[commit.run, commit.attempt, commit.step]
             if done is not None or new_id != commit.id:
                 self.model.trim(commit, new_id)
-                self._note_versions(new_id)
+                if done is None:
+                    self.model.hidden[commit.id] = commit
+        if empty_trash:
+            left = {each.commit.id for each in self.store.dropped()}
+            assert done is None or not left
+            self.model.trash = {name: each for name, each in self.model.trash.items() if name in left}
+            self.model.hidden = {} if done is not None else self.model.hidden
         if done is not None:
-            assert {fate.commit for fate in done.removed if fate.is_visible} == {commit.id for commit in gone}
+            assert {fate.commit for fate in done.removed} == {commit.id for commit in gone}
             assert {fate.commit for fate in done.trimmed} == {commit.id for commit in trimmed}
             assert self.store.verify().orphans == 0
 
@@ -381,7 +392,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- damage --------------------------------------------------------------------------------------------------
 
-    @rule(which=WHICH, place=WHICH, bit=st.integers(0, 7), heal=st.sampled_from(["back", "again", "drop"]))
+    @rule(which=WHICH, place=WHICH, bit=st.integers(0, 7), heal=st.sampled_from(["back", "again"]))
     def flip(self, which: int, place: int, bit: int, heal: str) -> None:
         """Damage what something needs: verify finds it, and nobody is handed a wrong byte."""
         needed = anatomy(self.store).users
@@ -393,18 +404,12 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             with Store(self.path) as store:
                 verdict = store.verify(read_data=True)
-                assert not verdict.ok or verdict.hidden  # the second where only hidden commits need it
+                assert not verdict.ok
                 self._look_at_damaged(store, random.Random(place))
         except IntegrityError:
             assert file.name == "store.json"
-        users = needed.get(file.name, set())
-        if file.parent.name == "pins" and heal == "drop":
-            self.store.delete_pin(file.name)
-            del self.model.pins[file.name]
-        elif heal == "again" and users and file.name in self.made_from:
+        if heal == "again" and file.name in needed and file.name in self.made_from:
             self._heal(file)
-        elif heal == "drop" and users and len(users) <= 2:
-            self._drop_users(users)
         else:
             flip(file, place, bit)
         assert self.store.verify(read_data=True).ok, (file, heal)
@@ -421,241 +426,84 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _heal(self, file: Path) -> None:
         """Do as the error says: have the object taken out of the way, and ingest what it came from."""
-        assert self.store.repair(read_data=True).quarantined
+        assert self.store.repair(read_data=True).moved
         assert not file.exists()
         self.runs_made += 1
         self._save(f"healed{self.runs_made}", self.made_from[file.name], "full", Saving(), None)
         assert file.exists()
 
-    def _drop_users(self, users: set[str]) -> None:
-        """Drop all that needs the damaged object, and have it collected."""
-        for commit in list(self.model.commits()):
-            if commit.id in users:
-                self._drop(commit, None)
-        for name in users & self.model.pins.keys():
-            self.store.delete_pin(name)
-            del self.model.pins[name]
-        time.sleep(0.01)
-        self.store.gc(grace_seconds=0.0)
-
     # -- repair --------------------------------------------------------------------------------------------------
 
-    @rule(read_data=st.booleans(), fall_back=st.booleans(), crash=CRASH)
-    def repair_what_is_sound(self, read_data: bool, fall_back: bool, crash: int | None) -> None:
+    @rule(read_data=st.booleans(), crash=CRASH)
+    def repair_what_is_sound(self, read_data: bool, crash: int | None) -> None:
         """Repair where nothing is damaged, whatever a crash has left: nothing is moved, nothing changes."""
-        done = self._do(lambda store: store.repair(read_data=read_data, fall_back=fall_back), crash)
-        if done is not None:
-            found = (done.quarantined, done.healed, done.fell_back, done.lost, done.lost_records, done.held_back)
-            assert not any(found), done
+        done = self._do(lambda store: store.repair(read_data=read_data), crash)
+        assert done is None or not (done.moved or done.fetched or done.has_lost), done
 
     @rule(
-        files=st.lists(st.tuples(WHICH, WHICH, st.booleans()), min_size=1, max_size=4),
-        read_data=st.booleans(),
-        source=st.sampled_from(["none", "whole", "harmed too"]),
-        fall_back=st.booleans(),
-        without_index=st.sampled_from([False, False, False, True]),
+        harms=st.lists(st.tuples(WHICH, WHICH, st.booleans()), min_size=1, max_size=4),
+        without_index=st.booleans(),
         crash=CRASH,
-        again=st.booleans(),
     )
-    def harm_and_repair(
-        self,
-        files: list[tuple[int, int, bool]],
-        read_data: bool,
-        source: str,
-        fall_back: bool,
-        without_index: bool,
-        crash: int | None,
-        again: bool,
-    ) -> None:
-        """Flip and lose files, perhaps with the copies of records; repair; then heal what was not to be had."""
-        self.store.log()  # the index knows all
-        sound = self._copied("sound")
-        older = {commit.id: self.model.older(commit) for commit in self.model.commits()}
-        harm = self._harmed(files, without_index=without_index)
-        copy = None if source == "none" else sound if source == "whole" else self._copied("copy", sound)
-        if source == "harmed too" and harm.objects:
-            assert copy is not None
-            name = min(harm.objects)
-            flip(copy / "objects" / name[:2] / name, files[0][1], 0)
-        owed = harm.owed(read_data=read_data, source=copy)
-        fall_back = fall_back and not owed.records  # what a lost record had hidden would count as an older save
-        sources = [] if copy is None else [copy]
-
-        def repair(store: Store) -> Repaired:
-            return store.repair(read_data=read_data, sources=sources, fall_back=fall_back)
-
-        if crash is not None:
-            self._do(repair, crash)
-        with Store(self.path) as store:
-            done = repair(store)
-            falls = self._fallen_back(store, harm, owed, older) if fall_back else set()
-            self._look_at_repaired(store, harm, owed, random.Random(files[0][1]))
-            if crash is None:
-                self._check_told(done, harm, owed, falls)
-        self._heal_all(harm, owed, sound, again=again)
-        self._hide_again(harm, owed, done.shown_again if crash is None else None)
-        for left in ("sound", "copy"):
-            shutil.rmtree(self.folder / left, ignore_errors=True)
-
-    def _copied(self, name: str, source: Path | None = None) -> Path:
-        target = self.folder / name
+    def harm_and_repair(self, harms: list[tuple[int, int, bool]], without_index: bool, crash: int | None) -> None:
+        """Flip and lose files: without a copy that is told and refused; from a copy all comes back but pins."""
+        users = anatomy(self.store).users
+        if not users:
+            return
         self.store.close()
-        shutil.copytree(source or self.path, target)
-        self.store = Store(self.path)
-        return target
-
-    def _harmed(self, files: list[tuple[int, int, bool]], *, without_index: bool) -> Harm:
-        harm = Harm(self.path, anatomy(self.store))
-        self.store.close()
-        for which, place, removes in files:
-            # A record that is gone, and that no index remembers, nobody can miss.
-            harm.do(which, place, removes=removes and which % 4 != 2)
+        sound = Path(shutil.copytree(self.path, self.folder / "sound"))
+        harmed = self._harmed(users, harms)
         if without_index:
             shutil.rmtree(self.path / "manifest")
         self.store = Store(self.path)
-        self.lab.counts["files harmed"] += len(files)
-        return harm
+        pins = {path.name for path in harmed if path.parent.name == "pins"}
+        told = self.store.repair(read_data=True)
+        assert told.has_lost
+        assert pins <= set(told.unreadable)
+        assert not told.fetched
+        self._look_at_damaged(self.store, random.Random(harms[0][1]))
+        if any(path.parent.parent.name != "objects" for path in harmed):
+            self._assert_gc_refuses()
+        if crash is not None:
+            self._do(lambda store: store.repair(read_data=True, sources=[sound]), crash)
+        done = self.store.repair(read_data=True, sources=[sound])
+        assert (done.lost, set(done.unreadable)) == ((), pins), done
+        for path, data in harmed.items():
+            if path.name not in pins:
+                assert path.read_bytes() == data
+        for name in pins:
+            self.store.delete_pin(name)
+            del self.model.pins[name]
+        assert self.store.verify(read_data=True).ok
+        self.lab.counts["files healed"] += len(harmed) - len(pins)
+        shutil.rmtree(sound)
 
-    def _misses(self, harm: Harm, ids: frozenset[str]) -> IsLost:
-        """Return what tells whether a layer needs any of *ids*."""
+    def _harmed(self, users: dict[str, set[str]], harms: list[tuple[int, int, bool]]) -> dict[Path, bytes]:
+        """Harm as many files, as a rule objects, now and then a record or a pin; return them as they were."""
+        aside = {path.name for path in (self.path / "gc" / "aside").glob("*")}
+        found: dict[Path, bytes] = {}
+        for which, place, removes in harms:
+            folder = ("objects", "objects", "commits", "pins")[which % 4]
+            files = sorted(path for path in (self.path / folder).rglob("*") if path.is_file() and path not in found)
+            if folder == "objects" or not files:
+                files = [self.path / "objects" / name[:2] / name for name in sorted(users.keys() - aside)]
+            file = files[which % len(files)]
+            if file in found or not file.exists():
+                continue
+            found[file] = file.read_bytes()
+            if removes and file.parent.parent.name == "objects":
+                file.unlink()
+            else:
+                flip(file, place, place % 8)
+        self.lab.counts["files harmed"] += len(found)
+        return found
 
-        def misses(name: str, layer: Layer) -> bool:
-            version = self.versions[name, layer]
-            return bool(ids & {version, *harm.parts.objects.get(version, ())})
-
-        return misses
-
-    def _fallen_back(self, store: Store, harm: Harm, owed: Owed, older: dict[str, list[Layers]]) -> set[str]:
-        """Let the model fall back as the store has to; return the commits that are hidden by it."""
-        told, lost = self._misses(harm, owed.told), self._misses(harm, owed.lost)
-        hidden = set()
-        planned = [
-            (commit, self.model.fallen_back(commit, older[commit.id], told=told, lost=lost))
-            for commit in self.model.commits()
-            if not self._states(harm, commit.id) & owed.told
-            and any(told(name, layer) for name, layer in commit.layers.items())
-        ]
-        there = {(entry.run, entry.attempt, entry.step): entry.commit for entry in store.log()}
-        for commit, layers in planned:
-            now = there[commit.run, commit.attempt, commit.step]
-            assert (now == commit.id) == (layers is None), commit
-            if layers is not None:
-                hidden.add(commit.id)
-                harm.parts.records[now] = harm.parts.records[commit.id]  # its states are the other's
-                self.model.fall_back(commit, layers, now)
-                self.lab.counts["fallen back"] += 1
-        return hidden
-
-    def _states(self, harm: Harm, user: str) -> set[str]:
-        needed = harm.parts.pins.get(user) or harm.parts.records[user]
-        return {name for state in needed.states for name in (state, *harm.parts.objects[state])}
-
-    def _look_at_repaired(self, store: Store, harm: Harm, owed: Owed, chance: random.Random) -> None:
-        """What is owed is whole; what is lost is refused; all else composes to the model's bytes."""
-        for name in harm.objects:
-            assert harm.is_as_it_was(name) == (name in owed.healed), name
-        harmed, lost = len(harm.records) + len(harm.pins), len(owed.records) + len(owed.pins)
-        self.lab.counts["healed"] += len(owed.healed) + harmed - lost
-        self.lab.counts["lost"] += len(owed.lost) + lost
-        verdict = store.verify(read_data=True)
-        found = [*verdict.damaged, *verdict.hidden]
-        assert {damage.id for damage in found} == owed.seen, (found, owed)
-        misses = self._misses(harm, owed.lost)
-        for commit in self.model.commits():
-            if commit.id not in owed.records:
-                is_lost = bool(self._states(harm, commit.id) & owed.lost)
-                self._whole_or_refused(partial(store.compose, commit.id), commit, commit.layers, misses, is_lost)
-        if owed.records or owed.pins:
-            return  # what a lost record hid shows again, and so histories are others
-        for name, pin in self.model.pins.items():
-            is_lost = bool(self._states(harm, name) & owed.lost)
-            self._whole_or_refused(partial(store.compose, name), pin.base, pin.layers, misses, is_lost)
-        commits = [commit for commit in self.model.commits() if commit.has_moments]
-        for commit in chance.sample(commits, min(2, len(commits))):
-            reference, policy = self.model.reference(commit), chance.choice(["parity", "filter"])
-            layers = self.model.composed(commit, policy)
-            is_lost = bool(self._states(harm, commit.id) & owed.lost)
-            by_policy = partial(store.compose, reference, policy=POLICIES[policy])
-            self._whole_or_refused(by_policy, commit, layers, misses, is_lost)
-
-    def _whole_or_refused(
-        self,
-        make: Callable[[], Composite],
-        base: Commit,
-        layers: Layers,
-        misses: IsLost,
-        is_lost: bool,
-    ) -> None:
-        is_hurt = is_lost or any(misses(name, layer) for name, layer in layers.items())
-        is_trimmed = not all(layer.has_moments for layer in layers.values())
-        try:
-            self._check(make(), base, layers, None)
-        except IntegrityError:
-            self.lab.counts["refused"] += 1
-            assert is_hurt, base
-            assert not (self.folder / "out").exists()
-        else:
-            assert is_trimmed or not is_hurt, base  # of what is trimmed only the masters can be asked for
-
-    def _check_told(self, done: Repaired, harm: Harm, owed: Owed, fallen: set[str]) -> None:
-        """Compare what a repair says it did, and what it says is lost, with what it owes."""
-        assert {Path(each.path).name for each in done.healed if each.kind == "object"} == owed.healed
-        written_back = {Path(each.path).name.partition(".")[2] for each in done.healed if each.kind == "record"}
-        assert written_back == harm.records.keys() - owed.records
-        assert {Path(each.path).name for each in done.healed if each.kind == "pin"} == harm.pins.keys() - owed.pins
-        assert {each.hurt for each in done.fell_back} == fallen
-        # One that a sound one hides is given up already.
-        waited_for = [commit for commit in owed.records if harm.parts.hiders.get(commit, set()) <= owed.records]
-        paths = [harm.records[commit] for commit in waited_for]
-        lost_records = {f"{path.parent.name}@{path.name.partition('.')[0]}" for path in paths}
-        assert set(done.held_back) == lost_records | owed.held_back
-        if owed.records:
-            return  # what these had hidden may show again, and be hurt too
-        misses = self._misses(harm, owed.told)
-        users = {commit.id: commit.layers for commit in self.model.commits()}
-        users |= {name: pin.layers for name, pin in self.model.pins.items() if name not in owed.pins}
-        expected = {}
-        for user, layers in users.items():
-            lost = {name for name, layer in layers.items() if misses(name, layer)}
-            everything = bool(self._states(harm, user) & owed.told)
-            if lost or everything:
-                expected[user] = lost, everything
-        meant = {cost.holder: resolve(self.store.rooms, cost.holder) for cost in done.lost}
-        costs = {
-            meant[cost.holder].pin or meant[cost.holder].commit: (set(cost.layers), cost.everything)
-            for cost in done.lost
-        }
-        assert costs == expected, (costs, expected)
-
-    def _heal_all(self, harm: Harm, owed: Owed, sound: Path, *, again: bool) -> None:
-        """Ingest again what is lost, or some of it; take the rest from the sound copy, but for pins nobody misses."""
-        if again and not owed.records:
-            for name in sorted(owed.told & self.made_from.keys()):
-                self.runs_made += 1
-                self._save(f"healed{self.runs_made}", self.made_from[name], "full", Saving(), None)
-                assert harm.is_as_it_was(name)
-        with Store(self.path) as store:
-            done = store.repair(read_data=True, sources=[sound])
-            left = harm.owed(read_data=True, source=sound)
-            assert (done.lost, done.lost_records, frozenset(done.held_back)) == ((), (), left.held_back), done
-            for name in left.held_back:
-                store.delete_pin(name)
-            for name in left.pins:
-                del self.model.pins[name]
-            verdict = store.verify(read_data=True)
-        assert verdict.ok, verdict.damaged
-        assert verdict.quarantined == ()
-        self.lab.counts["repairs"] += 1
-
-    def _hide_again(self, harm: Harm, owed: Owed, told: tuple[str, ...] | None) -> None:
-        """What a lost record alone had hidden shows where that one is hidden itself, since nobody needs it back."""
-        seen = {commit.id for commit in self.model.commits()}
-        for entry in [entry for entry in self.store.log() if entry.commit not in seen]:
-            assert harm.parts.hiders[entry.commit] <= owed.records, entry
-            names = None if told is None else {(each.name, each.step) for each in map(parse_reference, told)}
-            assert names is None or (entry.run, entry.step) in names, (entry, told)
-            self.store.drop(entry.commit, last=True)
-            self.lab.counts["shown again"] += 1
+    def _assert_gc_refuses(self) -> None:
+        before = {entry.commit for entry in self.store.log()}
+        with pytest.raises(IntegrityError) as caught:
+            self.store.gc(Keep(last=1), grace_seconds=0.0)
+        assert "layerstore repair --from COPY may heal it" in (caught.value.hint or "")
+        assert before == {entry.commit for entry in self.store.log()}
 
     # -- what is always so ---------------------------------------------------------------------------------------
 
@@ -667,9 +515,16 @@ class StoreMachine(RuleBasedStateMachine):
         assert [entry.damage for entry in entries if entry.damage] == []
         shown, seen = {(entry.run, entry.attempt, entry.step, entry.commit) for entry in entries}, self.model.seen()
         assert shown == seen, (shown - seen, seen - shown)
+        self._trash_is_the_models()
         assert {pin.name: pin.base for pin in self.store.pins()} == {
             name: pin.base.id for name, pin in self.model.pins.items()
         }
+
+    def _trash_is_the_models(self) -> None:
+        model, there = self.model, {each.commit.id for each in self.store.dropped()}
+        shown = {commit.id for commit in model.commits()}
+        model.trash |= {name: commit for name, commit in model.hidden.items() if name in there - shown}
+        assert there - model.hidden.keys() == model.trash.keys() - model.hidden.keys()
 
     @rule()
     def verify(self) -> None:
