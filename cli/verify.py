@@ -147,4 +147,8 @@ def _stands(hurt: "Hurt") -> str:
         return lost
     policies = [f"--policy {name}" for name in hurt.stands if name != "weights"]
     stands = [*policies, *(["--format hf"] if "weights" in hurt.stands else [])]
-    return f"{lost}; {', '.join(stands)} stands" if stands else f"{lost}; no policy avoids that, compose --without-damaged may"
+    return (
+        f"{lost}; {', '.join(stands)} stands"
+        if stands
+        else f"{lost}; no policy avoids that, compose --without-damaged may"
+    )

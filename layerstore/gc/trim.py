@@ -6,11 +6,7 @@ Weights and masters stay; what only a resume needs goes. Each trim is one transa
 
 from dataclasses import dataclass, replace
 
-<<<<<<< HEAD
 from layerstore.errors import Overtaken
-=======
-from layerstore.errors import LayoutMismatch, Overtaken
->>>>>>> faults
 from layerstore.format.blobs import encode_version, ref_of
 from layerstore.format.records import WITHOUT_MOMENTS, make_commit
 from layerstore.history import Needs, objects_of_version
@@ -96,20 +92,11 @@ def trim(rooms: Rooms, row: RecordRow) -> CommitId:
     commit = rooms.catalog.commit(row.name)
     plan = plan_trim(rooms, commit)
     with Transaction(rooms) as tx:
-<<<<<<< HEAD
         # Not the versions: a blob that was just touched keeps the moments that it names until the next collection.
         tx.keep(replace(commit.record, layers=()))
         for ref in plan.objects:
             if not tx.objects.reuse(ref):
                 raise Overtaken(f"object {ref.id} of {row.run}@{row.step} is gone", hint="repeat the command")
-=======
-        # Not the old versions: a touched one would spare the moments until the next collection.
-        if not all(map(tx.objects.reuse, plan.objects)):
-            raise Overtaken(
-                f"an object of {row.run}@{row.step} is gone; it keeps its moments", hint="repeat the command"
-            )
-        tx.keep(replace(commit.record, layers=()))
->>>>>>> faults
         for ref, data in plan.versions.items():
             tx.objects.put(data, ref)
         trimmed = tx.commit(plan.commit.record, observed=plan.commit.observed).commit

@@ -97,12 +97,8 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
 
 
 def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float) -> Ingested:
-<<<<<<< HEAD
-    view = _with_rot_told(rooms, view, plan.step)
-=======
     if view is not None:
         view = with_records_read(rooms, view, plan.step)
->>>>>>> faults
     rival = _rival(view, plan)
     outcome = None
     if rival is not None:
@@ -325,21 +321,6 @@ def _check_may_differ(view: RunView | None, plan: IngestPlan, rival: RecordRow) 
             "nothing was changed",
             hint=_HOW_TO_SAVE_IT,
         )
-
-
-def _with_rot_told(rooms: Rooms, view: RunView | None, step: int) -> RunView | None:
-    """Return *view* with the records of *step* that rotted after they were indexed among the damaged ones."""
-    if view is None:
-        return None
-    damaged = dict(view.damaged)
-    for row in view.visible:
-        if row.step == step:
-            try:
-                rooms.catalog.commit(row.name)
-            except IntegrityError as exc:
-                damaged[row.name] = exc
-    rows = {key: row for key, row in view.rows.items() if row.name not in damaged}
-    return replaced(view, rows=rows, damaged=damaged) if len(damaged) > len(view.damaged) else view
 
 
 def _damaged_at(view: RunView | None, step: int) -> list[tuple[RecordName, LayerstoreError]]:

@@ -87,10 +87,11 @@ def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
         record = CommitRecord(
             run=RUN,
             attempt=place.attempt,
-            fork=place.fork,
+            lineage=() if place.fork is None else (place.fork,),
             step=place.step,
             save_number=place.save_number,
             world_size=8,
+            stage=3,
             layers=tuple(
                 LayerEntry(
                     layer=name,
@@ -133,6 +134,7 @@ def _version(layout: Layout, name: str, number: int) -> BlobRef:
             parameters=(Parameter(name=parameter, dtype="BF16", shape=(8, _ELEMENTS), frozen=False, aliases=()),),
             buffers=(),
             world_size=8,
+            stage=3,
             objects=objects,
         )
     )

@@ -94,10 +94,11 @@ def build(path: Path, *, commits: int, layers: int = 80, seed: int = 0) -> None:
         record = CommitRecord(
             run=RUN,
             attempt=1,
-            fork=None,
+            lineage=(),
             step=step,
             save_number=number,
             world_size=RANKS,
+            stage=3,
             layers=tuple(entries[name] for name in names),
             states=(_state(rooms, number),),
             layout=SourceLayout(flavour="hf", tag=f"global_step{step}", layer_pattern=None),

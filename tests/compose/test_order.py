@@ -49,7 +49,7 @@ def answers(store: Store, step: int) -> list[object]:
 
 @pytest.mark.parametrize("order", NUMBERS, ids=str)
 def test_the_order_of_arrival_changes_no_composite(
-    source: Path, in_order: Store, tmp_path: Path, order: tuple[int, ...]
+    source: Path, in_order: Store, tmp_path: Path, order: tuple[int, int, int, int]
 ) -> None:
     """Nor which layers the next save stores; and no layer of a composite is newer than its base."""
     with ingested(source, tmp_path / "store", order) as store:

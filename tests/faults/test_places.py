@@ -20,7 +20,8 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import InvalidInput
-from layerstore.storage import lease, placement
+from layerstore.storage import locks as lease
+from layerstore.storage import placement
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.placement import manifest_directory
 from tests.faults.harness import Failure, attempt, composed, in_child, problems, tiny_checkpoint

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
-from layerstore.format.collections import collection_name, seal_collection, unseal_collection
+from layerstore.export.hf import config_with_dtype
+from layerstore.storage.copies import Copies
 
-from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.format.blobs import (
     STATE_MAGIC,
@@ -35,11 +35,11 @@ from layerstore.format.parts import part_name, seal_part, unseal_part
 from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
-from layerstore.model import CollectedRecord, Collection, CommitId, LayerPart, Part
+from layerstore.model import LayerPart, Part
 from layerstore.policy.recipe import parse_recipe
 from layerstore.policy.recipe.document import read_text
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.manifest import Manifest, row_of
+from layerstore.storage.manifest import Manifest
 from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
@@ -51,8 +51,8 @@ from layerstore.zero3.pt.unpickle import read_pickle
 from tests.fuzz.harness import Parser, changed, changed_values
 from tests.unit import samples
 from tests.unit.recipes import FILE, llama
-from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, torch_like
-from tests.zero3.hostile.pickles import HOSTILE_PICKLES
+from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, SLOW_ARCHIVES, torch_like
+from tests.zero3.hostile.pickles import HOSTILE_PICKLES, SLOW_PICKLES, repeated_parts
 
 _SOURCE = (SourceCheckpoint, Unsupported)
 _STORED = (IntegrityError, Unsupported)
@@ -69,7 +69,7 @@ def _either(*inputs: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 
 def _hostile_pickles() -> list[bytes]:
-    quick = [make for make in HOSTILE_PICKLES if not make.__name__.startswith(("too_many", "repeated", "deep"))]
+    quick = [make for make in HOSTILE_PICKLES.values() if make not in {repeated_parts, *SLOW_PICKLES}]
     return [made for make in quick if len(made := make(Path(CANARY))) < 64 * KIB]
 
 
@@ -106,7 +106,7 @@ def _pickle() -> Parser:
 
 
 def _crooked_archives() -> list[bytes]:
-    quick = [make for make in HOSTILE_ARCHIVES if make.__name__ not in {"deflate_bomb", "million_entries"}]
+    quick = [make for make in HOSTILE_ARCHIVES.values() if make not in SLOW_ARCHIVES]
     return [made for make in quick if len(made := make()) < 64 * KIB]
 
 
@@ -241,7 +241,7 @@ def _config() -> Parser:
 
     def parse(data: bytes, folder: Path) -> object:
         try:
-            return config_with_dtype(parse_config(data), "BF16")
+            return json.loads(config_with_dtype(data, "BF16"))
         except ValueError as exc:
             raise InvalidInput("no config") from exc
 
@@ -377,22 +377,6 @@ def _part() -> Parser:
     )
 
 
-def collection() -> Collection:
-    """Return what a collection has decided."""
-    record = CollectedRecord(run="sft", step=4, id=CommitId("a" * 32), reason="dropped")
-    return Collection(id="00000001-aaaaaaaa", records=(record,), objects=3, size_bytes=4)
-
-
-def _collection() -> Parser:
-    name = collection_name(collection().id)
-    return _in_an_envelope(
-        name,
-        [seal_collection(collection(), store_id=samples.STORE_ID)],
-        lambda data: unseal_collection(data, name=name, store_id=samples.STORE_ID),
-        lambda found: seal_collection(found, store_id=samples.STORE_ID),
-    )
-
-
 def _version() -> Parser:
     return _blob(samples.version(), encode_version, decode_version, magic=VERSION_MAGIC)
 
@@ -414,23 +398,39 @@ def _blob(sample: Blob, encode: Callable[[Blob], bytes], decode: Callable[..., B
 
 
 def _index() -> Parser:
-    """Return the parser of an index's values: a row under its key."""
+    """Return the parser of an index's values: a block of rows under its key."""
     import tempfile
 
     manifest = Manifest(Path(tempfile.mkdtemp(prefix="index-")), store_id=samples.STORE_ID)
-    hidden = samples.commit(samples.record(step=2))
-    sound = row_of(samples.commit(samples.record(step=4, supersedes=[hidden.id])))
-    manifest.add([sound])
+    commits = [samples.commit(samples.record(step=step)) for step in (2, 4)]
+    commits.append(samples.commit(samples.record(step=4, save_number=1, supersedes=[commits[1].id])))
+    manifest.update(add=[(commit, b"") for commit in commits])
     with manifest._environment.reading() as transaction:
-        ((key, data),) = list(transaction.scan(b"step/"))
+        ((key, data),) = list(transaction.scan(b"r"))
 
-    def parse(value: bytes, folder: Path) -> object:
+    def read(value: bytes) -> Any:
         manifest._environment.change(lambda transaction: transaction.put(key, value))
-        found = manifest.rows("sft")
-        assert found == {sound.file_name: sound}, "another row"
+        return manifest.rows("sft")
+
+    parser = _in_an_envelope(f"index/{key.hex()}", [data], read, None)
+    return dataclasses.replace(parser, right=(ManifestUnusable,))
+
+
+def _copies() -> Parser:
+    name = _STEP
+    record = seal_commit(samples.commit(), name=name, store_id=samples.STORE_ID)
+    other = seal_pin(samples.pin(), name="pins/best", store_id=samples.STORE_ID)
+
+    def parse(data: bytes, folder: Path) -> object:
+        path = folder / "copies"
+        path.write_bytes(data)
+        found = Copies(path, store_id=samples.STORE_ID).find(name)
+        if found is None:
+            raise IntegrityError("no copy")
+        assert found == record, "a copy that is none"
         return found
 
-    return Parser(inputs=changed([data]), parse=parse, right=(ManifestUnusable,))
+    return Parser(inputs=changed([record, other + record, record + b"x" + record]), parse=parse, right=_STORED)
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
@@ -465,10 +465,10 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "entries": _entries,
     "pin": _pin,
     "part": _part,
-    "collection": _collection,
     "version": _version,
     "state": _state,
     "index": _index,
+    "copies": _copies,
     "recipe": _recipe,
     "timings": _timings,
 }
