@@ -134,7 +134,6 @@ def _version(layout: Layout, name: str, number: int) -> BlobRef:
             parameters=(Parameter(name=parameter, dtype="BF16", shape=(8, _ELEMENTS), frozen=False, aliases=()),),
             buffers=(),
             world_size=8,
-            stage=3,
             objects=objects,
         )
     )

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
-from layerstore.export.hf import config_with_dtype
-from layerstore.storage.copies import Copies
 
+from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.format.blobs import (
     STATE_MAGIC,
@@ -35,11 +34,11 @@ from layerstore.format.parts import part_name, seal_part, unseal_part
 from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
-from layerstore.model import LayerPart, Part
+from layerstore.model import CommitId, LayerPart, Part
 from layerstore.policy.recipe import parse_recipe
 from layerstore.policy.recipe.document import read_text
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.manifest import Manifest
+from layerstore.storage.manifest import Manifest, row_of
 from layerstore.storage.timings import SaveTiming, _timing
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
@@ -241,7 +240,7 @@ def _config() -> Parser:
 
     def parse(data: bytes, folder: Path) -> object:
         try:
-            return json.loads(config_with_dtype(data, "BF16"))
+            return config_with_dtype(parse_config(data), "BF16")
         except ValueError as exc:
             raise InvalidInput("no config") from exc
 
@@ -398,39 +397,23 @@ def _blob(sample: Blob, encode: Callable[[Blob], bytes], decode: Callable[..., B
 
 
 def _index() -> Parser:
-    """Return the parser of an index's values: a block of rows under its key."""
+    """Return the parser of an index's values: a row under its key."""
     import tempfile
 
     manifest = Manifest(Path(tempfile.mkdtemp(prefix="index-")), store_id=samples.STORE_ID)
-    commits = [samples.commit(samples.record(step=step)) for step in (2, 4)]
-    commits.append(samples.commit(samples.record(step=4, save_number=1, supersedes=[commits[1].id])))
-    manifest.update(add=[(commit, b"") for commit in commits])
+    hidden = samples.commit(samples.record(step=2))
+    sound = row_of(samples.commit(samples.record(step=4, supersedes=[hidden.id])))
+    manifest.add([sound])
     with manifest._environment.reading() as transaction:
-        ((key, data),) = list(transaction.scan(b"r"))
+        ((key, data),) = list(transaction.scan(b"step/"))
 
-    def read(value: bytes) -> Any:
+    def parse(value: bytes, folder: Path) -> object:
         manifest._environment.change(lambda transaction: transaction.put(key, value))
-        return manifest.rows("sft")
-
-    parser = _in_an_envelope(f"index/{key.hex()}", [data], read, None)
-    return dataclasses.replace(parser, right=(ManifestUnusable,))
-
-
-def _copies() -> Parser:
-    name = _STEP
-    record = seal_commit(samples.commit(), name=name, store_id=samples.STORE_ID)
-    other = seal_pin(samples.pin(), name="pins/best", store_id=samples.STORE_ID)
-
-    def parse(data: bytes, folder: Path) -> object:
-        path = folder / "copies"
-        path.write_bytes(data)
-        found = Copies(path, store_id=samples.STORE_ID).find(name)
-        if found is None:
-            raise IntegrityError("no copy")
-        assert found == record, "a copy that is none"
+        found = manifest.rows("sft")
+        assert found == {sound.file_name: sound}, "another row"
         return found
 
-    return Parser(inputs=changed([record, other + record, record + b"x" + record]), parse=parse, right=_STORED)
+    return Parser(inputs=changed([data]), parse=parse, right=(ManifestUnusable,))
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
@@ -468,7 +451,6 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "version": _version,
     "state": _state,
     "index": _index,
-    "copies": _copies,
     "recipe": _recipe,
     "timings": _timings,
 }
