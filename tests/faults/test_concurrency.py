@@ -68,6 +68,7 @@ def _at_once(*calls: tuple[Path, Path, str, str]) -> list[Failure | None]:
 
 @pytest.mark.fault(47)
 @pytest.mark.parametrize("deadline_seconds", ["60", "0"])
+@pytest.mark.sample(1)
 def test_two_steps_of_one_run_are_stored_side_by_side(
     sources: Path, digests: dict[str, str], fast_path: Path, deadline_seconds: str
 ) -> None:

@@ -20,8 +20,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import InvalidInput
-from layerstore.storage import locks as lease
-from layerstore.storage import placement
+from layerstore.storage import locks, placement
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.placement import manifest_directory
 from tests.faults.harness import Failure, attempt, composed, in_child, problems, tiny_checkpoint
@@ -258,8 +257,8 @@ def test_what_another_user_may_not_write_is_said_with_owner_and_mode(
 
 def test_a_job_that_died_is_followed_on_a_network_too(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease has yet to run out: whoever is started next waits for that, and gets the very attempt."""
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(lease, "LEASE_RENEWED_SECONDS", 60.0)  # what a dead holder does not do
+    monkeypatch.setattr(locks, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(locks, "LEASE_RENEWED_SECONDS", 60.0)  # what a dead holder does not do
     layerstore.init(network / "store").close()
     with Store(network / "store") as dead, Store(network / "store") as store:
         held = dead.rooms.lock_attempt("run", 1)

@@ -42,6 +42,7 @@ def refused(path: Path, *words: object) -> tuple[int, str]:
 
 
 @pytest.mark.fault(22)
+@pytest.mark.full
 @pytest.mark.usefixtures("strace")
 def test_an_object_that_cannot_be_read_is_named_with_who_needs_it(sound: Path, fast_path: Path) -> None:
     """Whoever asks for it is told its file; other commits compose; verify goes on and lists it."""
@@ -64,6 +65,7 @@ def test_an_object_that_cannot_be_read_is_named_with_who_needs_it(sound: Path, f
 
 
 @pytest.mark.fault(22)
+@pytest.mark.full
 @pytest.mark.usefixtures("strace")
 def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(sound: Path, fast_path: Path) -> None:
     """It is shown as damaged, the other run answers, and nothing is collected meanwhile."""
@@ -87,6 +89,7 @@ def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(sound: Path, f
 
 
 @pytest.mark.fault(22, 95)
+@pytest.mark.full
 @pytest.mark.usefixtures("strace")
 def test_a_folder_that_cannot_be_listed_is_never_an_empty_one(sound: Path, fast_path: Path) -> None:
     """Neither the folder of all runs nor one run's."""
@@ -137,6 +140,7 @@ def _late(path: Path, hidden: Callable[[Path], bool]) -> tuple[Store, LateFiles]
     return store, late
 
 
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
 @pytest.mark.fault(106)
 def test_a_late_node_sees_fewer_commits_and_never_a_part(sound: Path, fast_path: Path) -> None:
     """A commit whose record it does not see is not there; one that it sees composes as everywhere."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from layerstore import Keep
 from layerstore.errors import AlreadyExists, NotFound
 from layerstore.history.references import resolve
-from layerstore.model import CommitId
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
 from layerstore.storage.setup import make_store
@@ -70,7 +69,7 @@ def make_scene(folder: Path, *, layout: Layout = "raw") -> Path:
         with Store(work / "store") as store:
             facts[name] = composed(store, "run", folder)
     with Store(copied(folder / "plain", folder / "rotten")) as store:
-        flip(store.rooms.layout.record("run", 2, CommitId(store.log()[0].commit)))
+        flip(next(store.rooms.layout.run("run").iterdir()))
     _make_harmed(folder)
     as_format_1(copied(folder / "plain", folder / "older"))
     (folder / "facts.json").write_text(json.dumps(facts))

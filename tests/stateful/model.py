@@ -107,9 +107,9 @@ class Run:
         forks: dict[int, tuple[int, int] | None] = {}
         for commit in sorted(self.commits, key=lambda commit: (commit.attempt, commit.step)):
             at = commit.attempt
-            for each in commit.lineage:
-                forks.setdefault(at, each)
-                at = each[0]
+            for left in commit.lineage:
+                forks.setdefault(at, left)
+                at = left[0]
             forks.setdefault(at, None)
         found = []
         fork = forks.get(attempt)
