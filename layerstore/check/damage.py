@@ -1,14 +1,13 @@
 """What is wrong with a store, what that costs, and which composites still stand."""
 
-import errno as errnos
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerstore.errors import LayerstoreError, StorageIO, Unsupported
+from layerstore.errors import LayerstoreError
 from layerstore.gc import ASKED_FOR, versions_by
 from layerstore.history import Resolved, references_to
-from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, ObjectId, Observed, Origin, Pin
+from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, ObjectId, Observed, Origin
 from layerstore.policy import Latest
 from layerstore.storage.manifest import RecordRow, row_of
 from layerstore.storage.rooms import Rooms
@@ -85,43 +84,6 @@ class Holder:
         return not all(self.lost.values())
 
 
-def is_of_bytes(exc: LayerstoreError) -> bool:
-    """Whether *exc* speaks of the bytes that were read: too few descriptors, or no permission, says nothing of them."""
-    return not isinstance(exc, StorageIO) or exc.errno == errnos.EIO
-
-
-def problem_of(read: Callable[[], object]) -> LayerstoreError | None:
-    """Return what is wrong with what *read* reads, once more; None where nothing is."""
-    try:
-        read()
-    except LayerstoreError as exc:
-        return exc
-    return None
-
-
-def has_passed(read: Callable[[], object]) -> bool:
-    """
-    Whether *read*, which has failed, succeeds by now.
-
-    Raises:
-        StorageIO: It fails for want of descriptors or of permission: that says nothing of what is read.
-    """
-    return _problem_of_bytes(read) is None
-
-
-def is_readable(read: Callable[[], object]) -> bool:
-    """Whether *read* succeeds by now, or could with a newer layerstore; raises as `has_passed` does."""
-    problem = _problem_of_bytes(read)
-    return problem is None or isinstance(problem, Unsupported)
-
-
-def _problem_of_bytes(read: Callable[[], object]) -> LayerstoreError | None:
-    problem = problem_of(read)
-    if problem is not None and not is_of_bytes(problem):
-        raise problem
-    return problem
-
-
 def holders_of(rooms: Rooms, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
     """
     Return the commits and pins that name one of *blobs*, version or state blobs: all, or *only* one.
@@ -142,13 +104,6 @@ def holders_of(rooms: Rooms, blobs: Collection[BlobRef], *, only: Resolved | Non
         slim = row._replace(layer_names=shared.setdefault(row.layer_names, row.layer_names))
         found.append(Holder(row=slim, pin=pin, is_shown=is_shown, lost=lost, origins=_origins(record, lost)))
     return dict(zip(_called(rooms, found), found, strict=True))
-
-
-def holder_of_pin(pin: Pin, blobs: Collection[BlobRef]) -> Holder:
-    """Return *pin*, which is not in the store, as one that has lost *blobs*."""
-    row, record, name = _as_holder(Resolved.of_pin(pin))
-    lost = _lost(record, blobs)
-    return Holder(row=row, pin=name, is_shown=True, lost=lost, origins=_origins(record, lost))
 
 
 def _all_records(rooms: Rooms) -> Iterator[tuple[RecordRow, CommitRecord, str | None]]:

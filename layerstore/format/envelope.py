@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.hashing import DIGEST_BYTES, digest
-from layerstore.limits import NAME_BYTES_MAX, RECORD_BYTES_MAX
+from layerstore.limits import RECORD_BYTES_MAX
 
 MAGIC = b"\x89LSR\r\n\x1a\n"
 SCHEMA = 2
@@ -26,8 +26,6 @@ STORE_ID_BYTES = 16
 
 _HEAD = struct.Struct(">8sH16sH")
 _LENGTH = struct.Struct(">Q")
-# Up to the length of the payload, for a record's name.
-HEAD_BYTES_MAX = _HEAD.size + 2 * NAME_BYTES_MAX + _LENGTH.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +74,6 @@ def unseal(data: bytes, *, name: str, store_id: str) -> Envelope:
     return Envelope(store_id=store_id, name=name, payload=payload)
 
 
-def was(damaged: bytes, sound: bytes) -> bool:
-    """
-    Whether what was left of an envelope, *damaged*, was *sound* once: it has the checksum of that, or all else of it.
-
-    >>> whole = seal(Envelope(store_id="5" * 32, name="pins/best", payload=b"what it means"))
-    >>> was(whole.replace(b"means", b"moans"), whole), was(whole[:-1], whole), was(whole[:40], whole)
-    (True, True, False)
-    """
-    return damaged[-DIGEST_BYTES:] == sound[-DIGEST_BYTES:] or damaged.startswith(sound[:-DIGEST_BYTES])
-
-
 def stated_store(data: bytes) -> str | None:
     """Return the id of the store that a whole envelope says it belongs to; None where *data* is none."""
     body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
@@ -94,21 +81,6 @@ def stated_store(data: bytes) -> str | None:
         return None
     found: bytes = _HEAD.unpack_from(body)[2]
     return found.hex()
-
-
-def stated_name(head: bytes) -> tuple[str, int] | None:
-    """Return what the envelope that begins with *head* is called, and how long it is; nothing of it is checked."""
-    if len(head) < _HEAD.size:
-        return None
-    end = _HEAD.size + int(_HEAD.unpack_from(head)[3])
-    if len(head) < end + _LENGTH.size:
-        return None
-    try:
-        name = head[_HEAD.size : end].decode()
-    except UnicodeDecodeError:
-        return None
-    (size_bytes,) = _LENGTH.unpack_from(head, end)
-    return name, int(end + _LENGTH.size + size_bytes + DIGEST_BYTES)
 
 
 def _split(body: bytes, name_bytes: int, name: str) -> tuple[str, bytes]:

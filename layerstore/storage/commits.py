@@ -169,10 +169,6 @@ class RecordStore:
         """Return which record belongs at *path*; None where none does."""
         return name_in(path.parent.name, path.name) if path.parent.parent == self._layout.commits else None
 
-    def name_called(self, called: str) -> RecordName | None:
-        """Return which record is called *called* in the store; None where none is."""
-        return self.name_at(self._layout.root / called)
-
     def encode(self, commit: Commit) -> bytes:
         """Return the bytes of the record of *commit*."""
         target = self._layout.record(commit.record.run, commit.record.step, commit.id)
