@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 import layerstore
 from layerstore import Store
-from tests import generated, operators, sampling
+from tests import generated, operators, sampling, tiers
 from tests.environment import memory
 from tests.unit.checkpoints import Checkpoints
 
@@ -36,6 +36,7 @@ MEMORY_BYTES_MIN = 8 << 30
 def pytest_configure(config: pytest.Config) -> None:
     """Sample large matrices, and let all processes share what was compiled or generated, apart from the user's own."""
     config.pluginmanager.register(sampling)
+    config.pluginmanager.register(tiers)
     # Most tests wait for a disk to sync what nobody will read again. What wants a disk makes itself one.
     if (folder := memory()) is not None and shutil.disk_usage(folder).free >= MEMORY_BYTES_MIN:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))

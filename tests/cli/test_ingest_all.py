@@ -43,23 +43,6 @@ def test_all_are_saved_in_step_order(run: Run, job: Path) -> None:
     assert [run("show", f"job@{step}", "--json").fields["save_number"] for step in steps(run)] == [0, 1, 2]
 
 
-def test_steps_that_another_run_has_too_are_said_to_be(run: Run, job: Path) -> None:
-    """Once for the run, not for each; not where the name was given, and not where anything differs."""
-    run("init")
-    run("ingest", "--all", job)
-    generate(job / "checkpoint-100", layout="hf", step=100, seed=1, **SMALL)
-    shutil.copytree(job, "copy")
-
-    copied = run("ingest", "--all", "copy")
-    again = run("ingest", "--all", "copy")
-    quiet = run("ingest", "--all", shutil.copytree(job, "other"), "--quiet")
-    named = run("ingest", "--all", "copy", "--run", "named")
-
-    assert copied.out.splitlines()[-1] == "2 steps of copy are stored already, as run job; to stay with that: --run job"
-    assert "stored already" not in again.out + quiet.out + named.out
-    assert len(steps(run)) == 12
-
-
 def test_programs_always_get_a_list(run: Run, tmp_path: Path) -> None:
     """Also of one: the shape does not depend on what is in a folder."""
     generate(tmp_path / "raw", **SMALL)

@@ -1,0 +1,55 @@
+"""
+Three tiers of tests: ``pytest`` in under four minutes, ``pytest -m full`` for the rest, ``pytest -m exhaustive`` by hand.
+
+The usual run has one real training, saved, composed and resumed, and a sample of everything else. What takes longer is
+marked ``full``: by itself, or here, where whole files do.
+"""
+
+from pathlib import Path
+
+import pytest
+
+# Below tests/: files and folders whose tests are full.
+FULL = (
+    "deepspeed/test_compare.py",
+    "deepspeed/test_export.py",
+    "deepspeed/test_families.py",
+    "deepspeed/test_mixed.py",
+    "deepspeed/test_queries.py",
+    "deepspeed/test_recipes.py",
+    "deepspeed/test_resume.py",
+    "deepspeed/test_world_size.py",
+    "inspect/test_browser.py",
+    "live/demo",
+    "live/ranks/test_attempt.py",
+    "live/saver/test_collector.py",
+    "live/test_adapters.py",
+    "live/test_eight_bit.py",
+    "live/test_examples.py",
+    "live/test_hugging_face.py",
+    "live/test_live_alone.py",
+    "live/test_live_collected.py",
+    "live/test_live_disks.py",
+    "live/test_live_faults.py",
+    "live/test_loads.py",
+    "live/test_matrix.py",
+    "live/test_meta_model.py",
+    "live/test_resume.py",
+    "live/test_saved_names.py",
+    "live/test_saved_twice.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let ``-m full`` leave out what is exhaustive: a file's mark is on all of its tests."""
+    if config.option.markexpr == "full":
+        config.option.markexpr = "full and not exhaustive"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is full as a whole, before pytest deselects by marks."""
+    folders = [Path(__file__).parent / part for part in FULL]
+    for item in items:
+        if any(item.path.is_relative_to(each) for each in folders):
+            item.add_marker("full")
