@@ -6,7 +6,7 @@ Eight bytes of magic that tell what it is, then one canonical value. The name is
 
 from typing import TypeVar
 
-from layerstore.errors import DAMAGED_HINT, IntegrityError
+from layerstore.errors import DAMAGED_HINT, IntegrityError, Unsupported
 from layerstore.format.canonical import pack, unpack
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import object_id
@@ -25,7 +25,13 @@ def encode_version(version: LayerVersion) -> bytes:
 
 def decode_version(data: bytes, *, ref: BlobRef) -> LayerVersion:
     """Read the layer version named *ref*; raises IntegrityError where the bytes are not those."""
-    return _decode(data, ref, VERSION_MAGIC, LayerVersion)
+    version = _decode(data, ref, VERSION_MAGIC, LayerVersion)
+    if version.cut != "even":
+        raise Unsupported(
+            f"version {ref.id} is cut into slices by {version.cut!r}, which this layerstore does not know",
+            hint="use a newer layerstore",
+        )
+    return version
 
 
 def encode_state(state: RankState) -> bytes:

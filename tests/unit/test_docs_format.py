@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FORMAT = (DOCS / "reference" / "format.md").read_text()
 SUPPORT = (DOCS / "reference" / "support.md").read_text()
-ARCHITECTURE = (DOCS / "internals" / "architecture.md").read_text()
 
 ON_DISK = (
     model.Part,
@@ -347,16 +346,3 @@ def test_parameters_on_nvme_are_accepted_where_nothing_is_frozen(tmp_path: Path)
 
 
 # -- the map -------------------------------------------------------------------------------------------------------
-
-
-def test_the_map_names_every_file_of_the_inner_rooms() -> None:
-    """Whoever adds a file to an inner room finds its line missing on the map; no line is stale."""
-    for room in ("format", "storage", "zero3", "policy", "policy/recipe", "ops", "live"):
-        part = ARCHITECTURE.partition(f"**{room}/** ")[2].partition("\n**")[0].partition("\n## ")[0]
-        named = {name for line in part.splitlines() if line.startswith("|") for name in _files(line.split("|")[1])}
-
-        assert {path.name for path in (ROOT / "layerstore" / room).glob("*.py")} - {"__init__.py"} == named
-
-
-def _files(cell: str) -> list[str]:
-    return re.findall(r"`(\w+\.py)`", cell)
