@@ -189,8 +189,8 @@ class Store:
         *policy* is a name, or a policy with its settings: ``layerstore.Parity(fresh="odd")``, or an object of yours.
         A *recipe* is a YAML file, ours or LLMTailor's, that names the base and every layer's step;
         *run* is the run that it leaves open.
-        With *without_damaged* every byte is read first, and a damaged layer's newest sound version is used in its place:
-        ``recipe_notes`` says which.
+        With *without_damaged* every byte is read first, and a damaged layer's newest sound version is used in its
+        place: ``recipe_notes`` says which.
         """
         composite = self._composite(ref, policy=policy, recipe=recipe, run=run)
         if without_damaged and policy == EXACT:

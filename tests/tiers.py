@@ -1,5 +1,5 @@
 """
-Three tiers of tests: ``pytest`` in under four minutes, ``pytest -m full`` for the rest, ``pytest -m exhaustive`` by hand.
+Three tiers of tests: ``pytest`` in under four minutes, ``pytest -m full`` for the rest, and ``pytest -m exhaustive``.
 
 The usual run has one real training, saved, composed and resumed, and a sample of everything else. What takes longer is
 marked ``full``: by itself, or here, where whole files do.

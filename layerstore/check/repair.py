@@ -280,7 +280,7 @@ class _Repair:
         if name is None:
             return False
         for source in self._sources:
-            with contextlib.suppress(LayerstoreError):
+            with contextlib.suppress(IntegrityError, NotFound):  # it lacks it, too, or has it damaged
                 commit = source.records.read(name)
                 self._fetch_needs(commit.record, source)
                 self._put_back(name, commit, source, damage)

@@ -42,7 +42,11 @@ class Composition:
     notes: tuple[str, ...] = ()
     """What a recipe leaves to defaults, and which of its settings have no effect; which layers are older than asked."""
     chosen_from: tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...] = ()
-    """The records whose rows in the index gave layers, and which: read and checked before anything is composed."""
+    """
+    The records that it rests on, and the layers that their rows in the index gave.
+
+    These are read and checked before anything is composed.
+    """
 
     @property
     def staleness(self) -> Staleness:
@@ -123,6 +127,7 @@ def compose_latest(resolved: Resolved) -> Composition:
         policy=record.policy.name if is_chosen else "latest",
         parameters=record.policy.parameters if is_chosen else {},
         layers=record.layers,
+        chosen_from=() if resolved.pin is not None else ((RecordName(record.run, record.step, resolved.commit), ()),),
     )
 
 
@@ -184,7 +189,8 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
         IntegrityError: A record does not say what the index has said of it.
     """
     for name, entries in composition.chosen_from:
-        rooms.catalog.check(name, entries)
+        if entries:
+            rooms.catalog.check(name, entries)
     versions = [rooms.version_of(entry) for entry in composition.layers]
     own = {entry.layer: entry for entry in composition.base.layers}
     for entry, version in zip(composition.layers, versions, strict=True):

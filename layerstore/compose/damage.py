@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from layerstore.compose.choose import Composition, difference
-from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError
+from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, NotFound
 from layerstore.history import named_by, objects_of_state, references_to, saved_at, saves_below
 from layerstore.layers import typed
 from layerstore.model import BlobRef, LayerEntry, LayerVersion
@@ -25,7 +25,7 @@ def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
     """
     try:
         yield
-    except IntegrityError as exc:
+    except (IntegrityError, NotFound) as exc:
         base = composition.base
         if not all(rooms.records.is_there(name) for name, _ in composition.chosen_from):
             raise Conflict(
@@ -33,7 +33,7 @@ def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
                 hint=f"layerstore log {typed(base.run)} lists what is kept; repeat the command if it is there",
             ) from exc
         lost = exc.facts.get("object_id")
-        if isinstance(lost, str):
+        if isinstance(exc, IntegrityError) and isinstance(lost, str):
             _locate(rooms, composition, lost, exc)
         raise
 

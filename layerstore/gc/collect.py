@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
 from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
 from layerstore.gc.mark import Marks, blob_magic, concluding, named, pinned_commits
 from layerstore.gc.retention import Fate, choose, views_of
@@ -20,7 +20,7 @@ from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.gc.unserved import Unserved, unserved
 from layerstore.history import Needs, NumberedIds, named_by, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
-from layerstore.model import BlobRef
+from layerstore.model import BlobRef, ObjectId
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
@@ -317,10 +317,20 @@ def execute_gc(rooms: Rooms, request: GcRequest, *, progress: Progress) -> GcOut
         _remove_records(rooms, plan)
         _check_no_migration(rooms)
         _look_again(plan)
-        listed = _sweep(rooms, plan, progress)
-        _look_again(plan)
-        hold.check()  # whoever has the lock now settles what lies aside
-        freed, waiting = _settle(rooms, plan, listed)
+        rooms.aside.make_folder()
+        progress.start("remove", plan.outcome.objects.size_bytes)
+        freed = Gone()
+        while True:
+            full = _sweep(rooms, plan, progress)
+            listed = _list_aside(rooms)
+            _look_again(plan)
+            hold.check()  # whoever has the lock now settles what lies aside
+            gone, waiting = _settle(rooms, plan, listed)
+            freed += gone
+            if full is None:
+                break
+            if not gone.count:
+                raise full
         _tidy(rooms, plan)
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
@@ -379,18 +389,26 @@ def _look_again(plan: GcPlan) -> None:
         plan.marks.look(Silent())
 
 
-def _sweep(rooms: Rooms, plan: GcPlan, progress: Progress) -> NumberedIds:
+def _sweep(rooms: Rooms, plan: GcPlan, progress: Progress) -> StorageIO | None:
+    """Move aside what is old and nothing needs; on a full disk return the error: what is aside by then makes room."""
+    try:
+        for each in plan.marks.doomed():
+            rooms.aside.take(each.ref.id)
+            progress.advance(each.ref.size_bytes)
+    except StorageIO as exc:
+        if exc.kind != "no_space":
+            raise
+        return exc
+    return None
+
+
+def _list_aside(rooms: Rooms) -> NumberedIds:
     """
-    Move aside what is old and nothing needs; return all that lies aside then.
+    Return all that lies aside.
 
     What comes there after the second look was moved by another collection, which has lost its lock or found this one's
     lost: only that one knows whether it may go.
     """
-    progress.start("remove", plan.outcome.objects.size_bytes)
-    rooms.aside.make_folder()
-    for each in plan.marks.doomed():
-        rooms.aside.take(each.ref.id)
-        progress.advance(each.ref.size_bytes)
     found = NumberedIds()
     for object_id, _ in rooms.aside.objects():
         found.add(object_id, 0)
@@ -408,26 +426,50 @@ def _settle(rooms: Rooms, plan: GcPlan, listed: NumberedIds) -> tuple[Gone, Gone
     for each in marks.aside():
         if each.is_young:
             marks.spare(each.ref)
-    doomed = NumberedIds()
+    blobs: list[BlobRef] = []
+    others = NumberedIds()
     back: list[BlobRef] = []
     for object_id, path in rooms.aside.objects():
+        ref = BlobRef(id=object_id, size_bytes=rooms.files.size(path) or 0)
         if marks.is_needed(object_id, path):
-            back.append(BlobRef(id=object_id, size_bytes=rooms.files.size(path) or 0))
+            back.append(ref)
+        elif object_id in listed and _is_blob(rooms, ref):
+            blobs.append(ref)
         elif object_id in listed:
-            doomed.add(object_id, 0)
+            others.add(object_id, 0)
     _put_back(rooms, back)
-    freed = waiting = Gone()
-    for object_id, path in rooms.aside.objects():
-        if object_id not in doomed or marks.is_needed(object_id, path):
-            continue  # the next collection settles it
-        gone = Gone(1, rooms.files.size(path) or 0)
-        if rooms.aside.is_on_network and rooms.aside.moved_ns(path) >= plan.old_before_ns:
-            waiting += gone
+    sums = {True: Gone(), False: Gone()}
+    for ref in blobs:
+        path = rooms.layout.aside / ref.id
+        if marks.is_needed(ref.id, path):
+            _put_back(rooms, [ref])
         else:
-            rooms.aside.remove([object_id])
-            freed += gone
+            sums[_remove(rooms, plan, ref.id, path)] += Gone(1, ref.size_bytes)
+        if rooms.files.exists(rooms.layout.object(ref.id)):
+            # A writer has put it back: at its place it says that all that it names is there.
+            marks.spare(ref)
+            _put_back(rooms, _named_by(rooms, ref) or ())
+    for object_id, path in rooms.aside.objects():
+        size_bytes = rooms.files.size(path) or 0
+        if object_id in others and not marks.is_needed(object_id, path):
+            sums[_remove(rooms, plan, object_id, path)] += Gone(1, size_bytes)
     rooms.aside.sync()
-    return freed, waiting
+    return sums[True], sums[False]
+
+
+def _remove(rooms: Rooms, plan: GcPlan, object_id: ObjectId, path: Path) -> bool:
+    """Unlink what lies aside, unless it has to wait for the next collection; return whether it is gone."""
+    if rooms.aside.is_on_network and rooms.aside.moved_ns(path) >= plan.old_before_ns:
+        return False
+    rooms.aside.remove([object_id])
+    return True
+
+
+def _is_blob(rooms: Rooms, ref: BlobRef) -> bool:
+    try:
+        return blob_magic(rooms, ref) in {VERSION_MAGIC, STATE_MAGIC}
+    except IntegrityError:
+        return False  # gone meanwhile
 
 
 def _put_back(rooms: Rooms, objects: Iterable[BlobRef]) -> None:
@@ -453,7 +495,6 @@ def _put_back_one(rooms: Rooms, ref: BlobRef) -> bool:
     is_aside = rooms.files.exists(aside)
     is_home = ObjectWriter(rooms.layout, rooms.files, rooms.objects).put_back(ref)
     if is_home and is_aside:
-        # It has both names, so that another collection's rename of one to the other does nothing.
         rooms.files.unlink(aside)
     return is_home
 
@@ -461,7 +502,7 @@ def _put_back_one(rooms: Rooms, ref: BlobRef) -> bool:
 def _named_by(rooms: Rooms, ref: BlobRef) -> list[BlobRef] | None:
     """Return what the blob *ref* names; None where it is none, or damaged."""
     try:
-        return named_by(rooms, ref) if blob_magic(rooms, ref) in {VERSION_MAGIC, STATE_MAGIC} else None
+        return named_by(rooms, ref) if _is_blob(rooms, ref) else None
     except IntegrityError:
         return None
 

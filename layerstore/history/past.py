@@ -114,7 +114,7 @@ class Past:
         return frozenset(entry.layer for entry in record.layers if entry.saved_by(record))
 
     def chosen(self, positions: Mapping[str, int]) -> list[tuple[RecordName | None, tuple[LayerEntry, ...]]]:
-        """Return the version that each layer has at its position, by record; None stands for the base, which is read."""
+        """Return each layer's version at its position, by record; None stands for the base, which is read."""
         layers: dict[int, list[str]] = {}
         for layer, position in positions.items():
             layers.setdefault(position, []).append(layer)

@@ -31,19 +31,14 @@ class Aside:
         self._files.make_directory(self._layout.gc)
         self._files.make_directory(self._layout.aside)
 
-    def take(self, object_id: ObjectId) -> bool:
-        """Move an object aside; return whether it was there."""
-        home, aside = self._layout.object(object_id), self._layout.aside / object_id
+    def take(self, object_id: ObjectId) -> None:
+        """Move an object aside; nothing happens where it lies here, too: then somebody has just linked it back."""
         try:
-            if self._files.is_same_file(home, aside):
-                # Linked back by a writer, or by a collection that was killed then: a rename would do nothing.
-                self._files.unlink(aside)
-            self._files.rename(home, aside)
+            # POSIX renames nothing where both are names of one file.
+            self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)
         except StorageIO as exc:
-            if exc.errno == errnos.ENOENT:
-                return False
-            raise
-        return True
+            if exc.errno != errnos.ENOENT:
+                raise
 
     def objects(self) -> Iterator[tuple[ObjectId, Path]]:
         """Yield what lies aside; some filesystems leave names out if others go meanwhile."""

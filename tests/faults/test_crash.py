@@ -64,6 +64,7 @@ def aftermath(folder: Path, name: str, *, is_done: bool = False) -> list[str]:
 def _aftermaths(folder: Path, name: str) -> list[str]:
     """Look at the crash's end state as it is, and at a copy that has lost its index."""
     twin = folder.with_name(f"{folder.name}-without-index")
+    folder.mkdir(exist_ok=True)  # killed before anything was made
     shutil.copytree(folder, twin, symlinks=True)
     for store in ("store", "new"):
         shutil.rmtree(twin / store / "manifest", ignore_errors=True)

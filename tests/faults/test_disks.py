@@ -151,7 +151,9 @@ def test_a_full_disk_under_the_index_stops_nobody(scene: Path, fast_path: Path, 
 
 def _read_only(scene: Path, mounted: Path) -> list[str]:
     for name in VERBS:
-        problems(fresh(scene, mounted / name, name) / "store", mounted.parent / "scratch", {})  # makes the index
+        store = fresh(scene, mounted / name, name) / "store"
+        if name != "migrate":  # nothing opens that one before
+            problems(store, mounted.parent / "scratch", {})  # makes the index
     if not remounted(mounted, "ro"):
         return ["it cannot be made read-only"]
     before, found = snapshot(mounted), list[str]()

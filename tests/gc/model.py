@@ -184,9 +184,7 @@ def _sweep(disk: Disk, me: Actor) -> Move:
 
 
 def _take(disk: Disk, me: Actor) -> Move:
-    """Rename it; where a killed collection has left it both names, one goes first, or the rename would do nothing."""
-    if me.order[me.index] in disk.home & disk.aside:
-        return replace(disk, aside=disk.aside - {me.order[me.index]}), me
+    """Rename it; where it has both names, that does nothing: the one aside is settled first."""
     return disk.take(me.order[me.index]), replace(me, at="sweep", index=me.index + 1)
 
 
@@ -235,16 +233,29 @@ def _forget(disk: Disk, me: Actor) -> Move:
 
 
 def _settle(disk: Disk, me: Actor) -> Move:
-    if me.index == len(me.order):
+    """Look at the next of what may be unlinked: a blob before what it names."""
+    if me.index == len((BLOB, TENSOR)):
         return disk, me.go("collected")
-    name = me.order[me.index]
-    if name not in disk.aside & me.listed or _is_needed(disk, me, name):
+    name = (BLOB, TENSOR)[me.index]
+    if name not in disk.aside & me.listed:
         return disk, replace(me, index=me.index + 1)
-    return disk, replace(me, at="unlink")
+    if not _is_needed(disk, me, name):
+        return disk, replace(me, at="unlink")
+    if name == TENSOR:
+        return disk, replace(me, index=me.index + 1)
+    return disk, me.go("put back", todo=(TENSOR, BLOB), listed=frozenset[str]())
 
 
 def _unlink(disk: Disk, me: Actor) -> Move:
-    return disk.drop(me.order[me.index]), replace(me, at="settle", index=me.index + 1)
+    name = (BLOB, TENSOR)[me.index]
+    return disk.drop(name), replace(me, at="look home" if name == BLOB else "settle", index=me.index + 1)
+
+
+def _look_home(disk: Disk, me: Actor) -> Move:
+    """Look whether a writer has linked the blob back before it was unlinked: then what it names goes back, too."""
+    if BLOB not in disk.home:
+        return disk, replace(me, at="settle")
+    return disk, me.go("put back", todo=(TENSOR,), listed=me.listed - {TENSOR})
 
 
 _COLLECTION: dict[str, Callable[[Disk, Actor], Move]] = {
@@ -261,6 +272,7 @@ _COLLECTION: dict[str, Callable[[Disk, Actor], Move]] = {
     "forget": _forget,
     "settle": _settle,
     "unlink": _unlink,
+    "look home": _look_home,
 }
 
 

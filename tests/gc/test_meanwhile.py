@@ -451,24 +451,6 @@ def test_a_composite_that_is_collected_while_it_is_read_is_no_damage(
         kept.write(tmp_path / "out")
 
 
-@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
-@pytest.mark.parametrize(("step", "error"), [(30, IntegrityError), (20, Conflict)])
-def test_what_is_lost_is_damage_where_it_is_named(
-    store: Store, saved: Checkpoints, tmp_path: Path, step: int, error: type[Exception]
-) -> None:
-    """Whatever else the composite has, of commits that a stopped collection has removed and whose layers still lie."""
-    for each in (10, 20, 30):
-        store.ingest(saved(each), run="r")
-    mixed = store.compose("r@30", policy="parity")
-    for record in (store.path / "commits" / "r").glob("[12]0.*"):
-        record.unlink()
-    lost = next(choice.version for choice in mixed.layers.values() if choice.step == step)
-    (store.path / "objects" / lost[:2] / lost).unlink()
-
-    with pytest.raises(error):
-        mixed.write(tmp_path / "out")
-
-
 def test_a_commit_that_is_collected_as_soon_as_it_is_saved_was_saved(store: Store, saved: Checkpoints) -> None:
     """No rule keeps what is filled in below the newest: whoever saved it is not told of damage."""
     for step in (10, 30):
