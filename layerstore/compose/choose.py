@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.history import LayerAge, Past, Resolved, Staleness, references_to, staleness_of
-from layerstore.model import CommitRecord, LayerEntry, LayerVersion, PolicyUse
+from layerstore.model import CommitId, CommitRecord, LayerEntry, LayerVersion, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
@@ -28,7 +28,7 @@ class Composition:
 
     base: CommitRecord
     """Supplies everything that is not a layer."""
-    commit: str
+    commit: CommitId
     """The base's id."""
     time_ns: int
     """When the base was written."""

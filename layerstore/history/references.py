@@ -12,7 +12,7 @@ from typing import Self
 from layerstore.errors import Conflict, InvalidInput, NotFound
 from layerstore.format.records import commit_id
 from layerstore.layers import Reference, parse_reference, typed
-from layerstore.model import Commit, CommitRecord, Pin, Saving
+from layerstore.model import Commit, CommitId, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.rooms import Rooms
@@ -28,7 +28,7 @@ class Resolved:
     """What a reference means."""
 
     record: CommitRecord
-    commit: str
+    commit: CommitId
     """The id of the commit, or of a pin's base."""
     pin: str | None
     """The pin's name, if it was one."""

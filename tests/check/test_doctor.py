@@ -455,8 +455,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     program = (
         # Who starts the tests in the background has them ignore SIGINT.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from layerstore.storage import racing; racing.ROUNDS = 10**6; "
-        "racing.race.__kwdefaults__['rounds'] = 10**6; "
+        "from layerstore.storage import probes; "
+        "probes.race.__kwdefaults__['rounds'] = 10**6; "
         "from layerstore.cli.app import main; sys.exit(main(['doctor', sys.argv[1]]))"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True) as process:

@@ -151,9 +151,9 @@ def test_a_full_disk_under_the_index_stops_nobody(scene: Path, fast_path: Path, 
 
 def _read_only(scene: Path, mounted: Path) -> list[str]:
     for name in VERBS:
-        store = fresh(scene, mounted / name, name) / "store"
+        made = fresh(scene, mounted / name, name) / "store"
         if name != "migrate":  # nothing opens that one before
-            problems(store, mounted.parent / "scratch", {})  # makes the index
+            problems(made, mounted.parent / "scratch", {})  # makes the index
     if not remounted(mounted, "ro"):
         return ["it cannot be made read-only"]
     before, found = snapshot(mounted), list[str]()
