@@ -179,7 +179,7 @@ def _stored_model(name: str, store: Path | None) -> "Model":
         )
     with opened(store) as opened_store:
         try:
-            return model_of_commit(opened_store.rooms, name)
+            return model_of_commit(opened_store.repo, name)
         except NotFound as exc:
             raise NotFound(
                 f"{name} is no file or folder, and no commit of {opened_store.path}: {exc}", hint=exc.hint

@@ -32,7 +32,7 @@ from layerstore.inspect import LayerLine, layer_lines
 from layerstore.model import LayerEntry, Pin, Saving
 from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 StrPath = str | os.PathLike[str]
 
@@ -50,8 +50,8 @@ class LayerChoice:
 class Composite:
     """The answer to a query: a version for each layer and a base for all else. Nothing is written yet."""
 
-    def __init__(self, rooms: Rooms, composition: Composition) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository, composition: Composition) -> None:
+        self._repo = repo
         self._composition = composition
 
     @property
@@ -87,11 +87,11 @@ class Composite:
     @property
     def name(self) -> str:
         """The reference that means the base and no other commit: ``RUN~1@STEP`` if its attempt was left."""
-        return reference_to(self._rooms, self._composition.base)
+        return reference_to(self._repo, self._composition.base)
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
         """Return such a reference for each of *saves*."""
-        return references_to(self._rooms, saves)
+        return references_to(self._repo, saves)
 
     @property
     def layers(self) -> dict[str, LayerChoice]:
@@ -127,25 +127,25 @@ class Composite:
         """
         if max_staleness is not None:
             check_staleness(self._composition.base, self.staleness, steps_max=max_staleness)
-        with losses_told(self._rooms, self._composition):
-            check_members(self._rooms, self._composition)
+        with losses_told(self._repo, self._composition):
+            check_members(self._repo, self._composition)
 
     def pin(self, name: str) -> Pin:
         """Keep this composite under *name*: it outlives the commits that it was made from."""
         self.check()
-        with losses_told(self._rooms, self._composition):
-            check_whole(self._rooms, self._composition)
-        return make_pin(self._rooms, name, self._composition.as_resolved())
+        with losses_told(self._repo, self._composition):
+            check_whole(self._repo, self._composition)
+        return make_pin(self._repo, name, self._composition.as_resolved())
 
     def ls(self) -> list[LayerLine]:
         """Return every layer with its sizes."""
-        with losses_told(self._rooms, self._composition):
-            return layer_lines(self._rooms, self._composition.layers)
+        with losses_told(self._repo, self._composition):
+            return layer_lines(self._repo, self._composition.layers)
 
     def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
         """Return, in plain sentences, what would not carry over; raises as ``write`` would."""
-        with losses_told(self._rooms, self._composition):
-            return plan_ranks(self._rooms, self._composition, world_size=world_size, adam_step=adam_step).notes
+        with losses_told(self._repo, self._composition):
+            return plan_ranks(self._repo, self._composition, world_size=world_size, adam_step=adam_step).notes
 
     def write(
         self,
@@ -167,9 +167,9 @@ class Composite:
         Every byte read is verified unless *verify* is False; a power cut cannot tear the folder
         unless *durable* is False; a folder that is there is only replaced with *force*.
         """
-        with losses_told(self._rooms, self._composition):
+        with losses_told(self._repo, self._composition):
             return execute_compose(
-                self._rooms,
+                self._repo,
                 self._composition,
                 Path(out),
                 world_size=world_size,
@@ -188,14 +188,14 @@ class Composite:
         follow from their master. *state* is one of the optimizer's, such as ``exp_avg``; without it all are there,
         as ``exp_avg/NAME``. Nothing of a tensor is read before it is asked for, and then verified first.
         """
-        with losses_told(self._rooms, self._composition):
-            versions = [self._rooms.version_of(entry) for entry in self._composition.layers]
-        return open_tensors(self._rooms.objects, versions, kind=kind, state=state, verify=verify)
+        with losses_told(self._repo, self._composition):
+            versions = [self._repo.version_of(entry) for entry in self._composition.layers]
+        return open_tensors(self._repo.objects, versions, kind=kind, state=state, verify=verify)
 
     def plan_export(self, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE) -> ExportPlan:
         """Return what `export` would write; nothing is written."""
-        with losses_told(self._rooms, self._composition):
-            return plan_export(self._rooms, self._composition, dtype=dtype, max_shard_size=max_shard_size)
+        with losses_told(self._repo, self._composition):
+            return plan_export(self._repo, self._composition, dtype=dtype, max_shard_size=max_shard_size)
 
     def export(
         self,
@@ -216,9 +216,9 @@ class Composite:
         The optimizer's objects are not touched. The rest is as for `write`.
         """
         plan = self.plan_export(dtype=dtype, max_shard_size=max_shard_size)
-        with losses_told(self._rooms, self._composition):
+        with losses_told(self._repo, self._composition):
             return execute_export(
-                self._rooms,
+                self._repo,
                 plan,
                 Path(out),
                 verify=verify,

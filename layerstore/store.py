@@ -1,5 +1,5 @@
 """
-The store: opens the rooms and hands out the verbs.
+The store: opens the repo and hands out the verbs.
 
     store = layerstore.open("runs/store")
     commit = store.ingest("out/checkpoint-200", run="sft")
@@ -73,8 +73,8 @@ from layerstore.storage import timings as timing_verb
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
 from layerstore.storage.layout import layout_at
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import make_store, open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import make_store, open_repository
 from layerstore.storage.timings import SaveTiming
 from layerstore.zero3 import Survey, checkpoints_below
 
@@ -88,31 +88,31 @@ class Store:
     """
 
     def __init__(self, path: StrPath, *, hook: Hook = no_hook) -> None:
-        self._rooms = open_rooms(Path(path), Files(hook))
+        self._repo = open_repository(Path(path), Files(hook))
 
     @property
     def path(self) -> Path:
         """Where the store is, links resolved."""
-        return self._rooms.layout.root
+        return self._repo.layout.root
 
     @property
-    def rooms(self) -> Rooms:
-        """Its open rooms, for `layerstore.live`."""
-        return self._rooms
+    def repo(self) -> Repository:
+        """Its repository, for `layerstore.live`."""
+        return self._repo
 
     @property
     def id(self) -> str:
         """The store's own id."""
-        return self._rooms.identity.store_id
+        return self._repo.identity.store_id
 
     @property
     def runs(self) -> list[str]:
         """The runs that have commits."""
-        return self._rooms.catalog.runs()
+        return self._repo.catalog.runs()
 
     def close(self) -> None:
         """Release what the store holds open; twice is harmless."""
-        self._rooms.catalog.close()
+        self._repo.catalog.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -152,9 +152,9 @@ class Store:
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
         if pin is not None:
-            check_pin_name(self._rooms, pin)
+            check_pin_name(self._repo, pin)
         plan = plan_ingest(
-            self._rooms,
+            self._repo,
             Path(checkpoint),
             run=run,
             tag=tag,
@@ -168,8 +168,8 @@ class Store:
             trust_store=trust_store,
         )
         if pin is not None:
-            check_pin_free(self._rooms, pin, run=plan.run, step=plan.step)
-        ingested = execute_ingest(self._rooms, plan, progress=progress or Silent())
+            check_pin_free(self._repo, pin, run=plan.run, step=plan.step)
+        ingested = execute_ingest(self._repo, plan, progress=progress or Silent())
         if pin is not None:
             self.pin(pin, f"{ingested.run}@{ingested.step}")
         return ingested
@@ -196,7 +196,7 @@ class Store:
         if without_damaged and policy == EXACT:
             raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
         if without_damaged:
-            return Composite(self._rooms, avoid_damage(self._rooms, composite.composition))
+            return Composite(self._repo, avoid_damage(self._repo, composite.composition))
         return composite
 
     def _composite(
@@ -205,14 +205,14 @@ class Store:
         if recipe is not None:
             if ref is not None or policy != "latest":
                 raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")
-            return Composite(self._rooms, compose_by_recipe(self._rooms, Path(recipe), run=run))
+            return Composite(self._repo, compose_by_recipe(self._repo, Path(recipe), run=run))
         if run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
-        resolved = resolve(self._rooms, ref)
+        resolved = resolve(self._repo, ref)
         if policy == EXACT:
-            return Composite(self._rooms, compose_exact(self._rooms, resolved))
+            return Composite(self._repo, compose_exact(self._repo, resolved))
         chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
-        return Composite(self._rooms, compose_by_policy(self._rooms, resolved, chosen))
+        return Composite(self._repo, compose_by_policy(self._repo, resolved, chosen))
 
     def log(self, run: str | None = None, *, limit: int | None = None, before: str | None = None) -> list[LogEntry]:
         """
@@ -231,23 +231,23 @@ class Store:
         graph: bool = False,
     ) -> LogPage:
         """Return what `log` does, how many commits follow, and with *graph* a drawing of all attempts."""
-        return read_log(self._rooms, run=run, limit=limit, before=before, graph=graph)
+        return read_log(self._repo, run=run, limit=limit, before=before, graph=graph)
 
     def timings(self, run: str) -> dict[tuple[int, int], SaveTiming]:
         """Return what the saves of *run* took that were made while training, by attempt and step."""
-        return timing_verb.timings(self._rooms, run)
+        return timing_verb.timings(self._repo, run)
 
     def show(self, ref: str | None = None) -> CommitView:
         """Return everything about one commit."""
-        resolved = resolve(self._rooms, ref)
-        with losses_told(self._rooms, compose_latest(resolved)):
-            return describe_commit(self._rooms, resolved)
+        resolved = resolve(self._repo, ref)
+        with losses_told(self._repo, compose_latest(resolved)):
+            return describe_commit(self._repo, resolved)
 
     def ls(self, ref: str | None = None, *, layer: str | None = None) -> list[LayerLine]:
         """Return the layers of one commit with their sizes, or only *layer*."""
-        resolved = resolve(self._rooms, ref)
-        with losses_told(self._rooms, compose_latest(resolved)):
-            return layer_lines(self._rooms, resolved.record.layers, layer=layer)
+        resolved = resolve(self._repo, ref)
+        with losses_told(self._repo, compose_latest(resolved)):
+            return layer_lines(self._repo, resolved.record.layers, layer=layer)
 
     def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> Diff:
         """
@@ -255,16 +255,16 @@ class Store:
 
         With *stat* also measure how far the masters moved; objects are verified before they are measured.
         """
-        sides = resolve(self._rooms, a), resolve(self._rooms, b)
-        return compare(self._rooms, *sides, stat=stat, progress=progress or Silent())
+        sides = resolve(self._repo, a), resolve(self._repo, b)
+        return compare(self._repo, *sides, stat=stat, progress=progress or Silent())
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
         """Return for each of *saves* the reference that means it and no other: ``RUN~1@STEP`` if it was left."""
-        return references_to(self._rooms, saves)
+        return references_to(self._repo, saves)
 
     def stats(self, run: str | None = None, *, progress: Progress | None = None) -> Stats:
         """Count logical, unique and physical bytes: of the whole store, or of what *run* needs."""
-        return count_bytes(self._rooms, run=run, progress=progress or Silent())
+        return count_bytes(self._repo, run=run, progress=progress or Silent())
 
     def report(
         self,
@@ -285,19 +285,19 @@ class Store:
             NotFound: There is no such run.
         """
         path = None if out is None else Path(out)
-        return make_report(self._rooms, path, run=run, keep=keep, progress=progress or Silent())
+        return make_report(self._repo, path, run=run, keep=keep, progress=progress or Silent())
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""
-        return make_pin(self._rooms, name, resolve(self._rooms, ref))
+        return make_pin(self._repo, name, resolve(self._repo, ref))
 
     def pins(self) -> list[Pin]:
         """Return all readable pins, by name."""
-        return read_pins(self._rooms)[0]
+        return read_pins(self._repo)[0]
 
     def damaged_pins(self) -> dict[str, LayerstoreError]:
         """Return the names of pins that cannot be read, and why."""
-        return read_pins(self._rooms)[1]
+        return read_pins(self._repo)[1]
 
     def delete_pin(self, name: str) -> Unpinned | None:
         """
@@ -305,7 +305,7 @@ class Store:
 
         Returns whether what it meant is visible; None where the pin could not be read.
         """
-        return delete_pin(self._rooms, name)
+        return delete_pin(self._repo, name)
 
     def drop(self, ref: str, *, dry_run: bool = False) -> Dropped:
         """
@@ -313,7 +313,7 @@ class Store:
 
         Commits that inherited its layers keep them. With *dry_run* nothing is written.
         """
-        return plan_drop(self._rooms, ref) if dry_run else execute_drop(self._rooms, ref)
+        return plan_drop(self._repo, ref) if dry_run else execute_drop(self._repo, ref)
 
     def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
         """
@@ -321,9 +321,9 @@ class Store:
 
         What only they need goes with the next collection, which they have held up until then.
         """
-        names = damaged_records(self._rooms, ref)
+        names = damaged_records(self._repo, ref)
         if not dry_run:
-            give_up(self._rooms, names)
+            give_up(self._repo, names)
         return tuple(name.id for name in names)
 
     def undrop(self, ref: str) -> Commit:
@@ -334,11 +334,11 @@ class Store:
             NotFound: It is not in the trash.
             Conflict: Another commit has its place by now.
         """
-        return undrop(self._rooms, ref)
+        return undrop(self._repo, ref)
 
     def dropped(self, run: str | None = None) -> list[DroppedCommit]:
         """Return the commits in the trash, of *run* or of all, newest step first."""
-        return dropped(self._rooms, run)
+        return dropped(self._repo, run)
 
     def gc(
         self,
@@ -374,8 +374,8 @@ class Store:
             confirmed=confirmed,
         )
         if dry_run:
-            return plan_gc(self._rooms, request, progress=progress or Silent()).outcome
-        return execute_gc(self._rooms, request, progress=progress or Silent())
+            return plan_gc(self._repo, request, progress=progress or Silent()).outcome
+        return execute_gc(self._repo, request, progress=progress or Silent())
 
     def verify(
         self,
@@ -393,9 +393,9 @@ class Store:
         """
         if read_data and read_data_subset is not None:
             raise InvalidInput("all of the data and a part of it are to be read", hint="leave one of the two out")
-        only = None if ref is None else resolve(self._rooms, ref)
+        only = None if ref is None else resolve(self._repo, ref)
         return verify_store(
-            self._rooms,
+            self._repo,
             only=only,
             read_data=read_data,
             sample=None if read_data_subset is None else parse_sample(read_data_subset, seed=seed),
@@ -420,15 +420,15 @@ class Store:
             Locked: A collection or another repair is under way.
         """
         repair = plan_repair if dry_run else execute_repair
-        with opened_sources(self._rooms, map(Path, sources)) as others:
-            return repair(self._rooms, others, read_data=read_data, progress=progress or Silent())
+        with opened_sources(self._repo, map(Path, sources)) as others:
+            return repair(self._repo, others, read_data=read_data, progress=progress or Silent())
 
     def reindex(self) -> int:
         """Make the index afresh from the commit records; return how many it covers."""
-        rooms = self._rooms
-        rooms.prepare_writing()
-        with rooms.lock_index():
-            return rooms.catalog.rebuild()
+        repo = self._repo
+        repo.prepare_writing()
+        with repo.lock_index():
+            return repo.catalog.rebuild()
 
 
 def init(path: StrPath) -> Store:

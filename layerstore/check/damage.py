@@ -10,7 +10,7 @@ from layerstore.history import Resolved, references_to
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, ObjectId, Observed, Origin
 from layerstore.policy import Latest
 from layerstore.storage.manifest import RecordRow, row_of
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 _SHORT_ID_DIGITS = 12
@@ -84,7 +84,7 @@ class Holder:
         return not all(self.lost.values())
 
 
-def holders_of(rooms: Rooms, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
+def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
     """
     Return the commits and pins that name one of *blobs*, version or state blobs: all, or *only* one.
 
@@ -93,28 +93,28 @@ def holders_of(rooms: Rooms, blobs: Collection[BlobRef], *, only: Resolved | Non
     found: list[Holder] = []
     views: dict[str, RunView | None] = {}
     shared: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for row, record, pin in [_as_holder(only)] if only else _all_records(rooms):
+    for row, record, pin in [_as_holder(only)] if only else _all_records(repo):
         lost = _lost(record, blobs)
         if not lost:
             continue
         if row.run not in views:
-            views[row.run] = rooms.catalog.find(row.run)
+            views[row.run] = repo.catalog.find(row.run)
         view = views[row.run]
         is_shown = pin is not None or view is None or row.id not in view.hidden
         slim = row._replace(layer_names=shared.setdefault(row.layer_names, row.layer_names))
         found.append(Holder(row=slim, pin=pin, is_shown=is_shown, lost=lost, origins=_origins(record, lost)))
-    return dict(zip(_called(rooms, found), found, strict=True))
+    return dict(zip(_called(repo, found), found, strict=True))
 
 
-def _all_records(rooms: Rooms) -> Iterator[tuple[RecordRow, CommitRecord, str | None]]:
-    for run in rooms.records.runs():
-        for name in rooms.records.names(run):
+def _all_records(repo: Repository) -> Iterator[tuple[RecordRow, CommitRecord, str | None]]:
+    for run in repo.records.runs():
+        for name in repo.records.names(run):
             try:
-                commit = rooms.records.read(name)
+                commit = repo.records.read(name)
             except LayerstoreError:
                 continue  # damaged itself, which is told, or collected meanwhile
             yield _as_holder(Resolved.of_commit(commit))
-    for pin in rooms.records.readable_pins():
+    for pin in repo.records.readable_pins():
         yield _as_holder(Resolved.of_pin(pin))
 
 
@@ -142,10 +142,10 @@ def _origins(record: CommitRecord, lost: Collection[BlobRef]) -> dict[Origin, fr
     return found
 
 
-def _called(rooms: Rooms, holders: Sequence[Holder]) -> list[str]:
+def _called(repo: Repository, holders: Sequence[Holder]) -> list[str]:
     """Return what users call *holders*; commits that no reference tells apart are followed by their ids."""
     names = []
-    for holder, reference in zip(holders, references_to(rooms, [holder.row for holder in holders]), strict=True):
+    for holder, reference in zip(holders, references_to(repo, [holder.row for holder in holders]), strict=True):
         plain = f"{holder.row.run}@{holder.row.step} (commit {holder.row.id[:_SHORT_ID_DIGITS]}, hidden)"
         names.append(holder.pin or (reference if holder.is_shown else plain))
     counts = Counter(names)
@@ -206,7 +206,7 @@ class Standing:
 
 
 def standing(
-    rooms: Rooms,
+    repo: Repository,
     holders: Mapping[str, Holder],
     blobs: Mapping[BlobRef, Collection[ObjectId]],
 ) -> Standing:
@@ -221,55 +221,55 @@ def standing(
         if not holder.is_shown:
             continue
         asked[holder.row.run] = asked.get(holder.row.run, 0) + 1
-        stands = _stands(rooms, holder, blobs) if asked[holder.row.run] <= _COMMITS_MAX else None
+        stands = _stands(repo, holder, blobs) if asked[holder.row.run] <= _COMMITS_MAX else None
         hurt.append(Hurt(reference=name, layers=holder.layers, everything=holder.has_lost_state, stands=stands))
     runs = sorted({holder.row.run for holder in holders.values() if holder.is_shown})
     lost = {holder.row.id for holder in holders.values() if holder.pin is None}
-    return Standing(hurt=tuple(hurt), whole={run: _newest_whole(rooms, run, lost) for run in runs})
+    return Standing(hurt=tuple(hurt), whole={run: _newest_whole(repo, run, lost) for run in runs})
 
 
-def _stands(rooms: Rooms, holder: Holder, blobs: Mapping[BlobRef, Collection[ObjectId]]) -> tuple[str, ...]:
+def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection[ObjectId]]) -> tuple[str, ...]:
     if holder.has_lost_state:
         return ()
     found = []
     try:
         resolved = (
-            Resolved.of_commit(rooms.catalog.commit(holder.row.name))
+            Resolved.of_commit(repo.catalog.commit(holder.row.name))
             if holder.pin is None
-            else Resolved.of_pin(rooms.records.read_pin(holder.pin))
+            else Resolved.of_pin(repo.records.read_pin(holder.pin))
         )
     except LayerstoreError:
         return ()  # removed meanwhile
-    view = rooms.catalog.find(holder.row.run)
+    view = repo.catalog.find(holder.row.run)
     for policy in (Latest(), *ASKED_FOR):
         try:
-            versions = versions_by(rooms, resolved, policy, view)
+            versions = versions_by(repo, resolved, policy, view)
         except LayerstoreError:
             continue  # damaged records below it: what the policy would take is not known
         if not any(version in blobs for version in versions.values()):
             found.append(policy.name)
-    if all(_only_moments(rooms, resolved, blob, blobs[blob]) for blob in holder.lost):
+    if all(_only_moments(repo, resolved, blob, blobs[blob]) for blob in holder.lost):
         found.append(WEIGHTS)
     return tuple(found)
 
 
-def _only_moments(rooms: Rooms, resolved: Resolved, blob: BlobRef, lost: Collection[ObjectId]) -> bool:
+def _only_moments(repo: Repository, resolved: Resolved, blob: BlobRef, lost: Collection[ObjectId]) -> bool:
     """Whether of a version only moments are lost, so that its weights can be exported."""
     entry = next(entry for entry in resolved.record.layers if entry.version == blob)
     try:
-        version = rooms.version_of(entry)
+        version = repo.version_of(entry)
     except LayerstoreError:
         return False
     return all(stored.kind is Kind.OPTIMIZER for stored in version.objects if stored.id in lost)
 
 
-def _newest_whole(rooms: Rooms, run: str, lost: Collection[str]) -> str | None:
-    view: RunView | None = rooms.catalog.find(run)
+def _newest_whole(repo: Repository, run: str, lost: Collection[str]) -> str | None:
+    view: RunView | None = repo.catalog.find(run)
     if view is None or not view.attempts:
         return None
     unreadable = max((name.step for name in view.damaged), default=-1)
     for row in view.history(view.attempts[-1]):
         # At the step of a record that cannot be read nobody knows what is meant.
         if row.id not in lost and row.step != unreadable:
-            return references_to(rooms, [row])[0]
+            return references_to(repo, [row])[0]
     return None

@@ -23,7 +23,7 @@ from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout, layout_at
 from layerstore.storage.placement import MANIFEST_DIR_VARIABLE, Mount, manifest_directory, mount_of
 from layerstore.storage.probes import Race, race
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -116,7 +116,7 @@ def _shown(path: Path) -> str:
 
 def _store(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
     try:
-        rooms = open_rooms(path, files)
+        repo = open_repository(path, files)
     except NoStore:
         if not files.exists(layout.root):
             yield _ok("store", f"none yet; layerstore init {path} makes one")
@@ -133,8 +133,8 @@ def _store(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
     except LayerstoreError as exc:
         yield _problem("store", f"cannot be opened: {exc}", hint=exc.hint)
     else:
-        identity = rooms.identity
-        rooms.catalog.close()
+        identity = repo.identity
+        repo.catalog.close()
         yield _ok("store", f"format {identity.format}, id {identity.store_id}")
         if identity.unknown_flags:
             flags = ", ".join(identity.unknown_flags)

@@ -29,8 +29,8 @@ from layerstore.publish import Transaction, republish
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
 from layerstore.storage.objects import read_chunks
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import open_repository
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
 # A blob that is fetched names objects that nobody could look at before; what they lack is found by the next look.
@@ -97,7 +97,7 @@ class Repaired:
 
 
 @contextlib.contextmanager
-def opened_sources(rooms: Rooms, paths: Iterable[Path]) -> Iterator[tuple[Rooms, ...]]:
+def opened_sources(repo: Repository, paths: Iterable[Path]) -> Iterator[tuple[Repository, ...]]:
     """
     Open the stores at *paths*, which are only read, until the block is left.
 
@@ -108,25 +108,25 @@ def opened_sources(rooms: Rooms, paths: Iterable[Path]) -> Iterator[tuple[Rooms,
         found = []
         for path in paths:
             try:
-                other = open_rooms(path, Files())
+                other = open_repository(path, Files())
             except NotFound as exc:
                 raise InvalidInput(
                     f"{path} is no store, and copies are taken from stores",
                     hint="to heal from a checkpoint, ingest it again",
                 ) from exc
             stack.callback(other.catalog.close)
-            if other.layout.root == rooms.layout.root:
+            if other.layout.root == repo.layout.root:
                 raise InvalidInput(f"{path} is the store that is to be repaired", hint="name another one")
             found.append(other)
         yield tuple(found)
 
 
-def plan_repair(rooms: Rooms, sources: Sequence[Rooms], *, read_data: bool, progress: Progress) -> Repaired:
+def plan_repair(repo: Repository, sources: Sequence[Repository], *, read_data: bool, progress: Progress) -> Repaired:
     """Find out what would be done; nothing is written."""
-    return _Repair(rooms, sources, read_data=read_data, dry_run=True).look(progress)
+    return _Repair(repo, sources, read_data=read_data, dry_run=True).look(progress)
 
 
-def execute_repair(rooms: Rooms, sources: Sequence[Rooms], *, read_data: bool, progress: Progress) -> Repaired:
+def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data: bool, progress: Progress) -> Repaired:
     """
     Do what `plan_repair` finds.
 
@@ -135,12 +135,12 @@ def execute_repair(rooms: Rooms, sources: Sequence[Rooms], *, read_data: bool, p
     Raises:
         Locked: A collection or another repair is under way.
     """
-    rooms.prepare_writing()
-    with rooms.lock_gc() as hold:
+    repo.prepare_writing()
+    with repo.lock_gc() as hold:
         done = Repaired()
         for _ in range(_LOOKS_MAX):
             hold.check()
-            found = _Repair(rooms, sources, read_data=read_data, dry_run=False).look(progress)
+            found = _Repair(repo, sources, read_data=read_data, dry_run=False).look(progress)
             done = replace(
                 found,
                 moved=(*done.moved, *found.moved),
@@ -155,8 +155,8 @@ def execute_repair(rooms: Rooms, sources: Sequence[Rooms], *, read_data: bool, p
 class _Repair:
     """One look at the store, and what follows from it."""
 
-    def __init__(self, rooms: Rooms, sources: Sequence[Rooms], *, read_data: bool, dry_run: bool) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository, sources: Sequence[Repository], *, read_data: bool, dry_run: bool) -> None:
+        self._repo = repo
         self._sources = sources
         self._read_data = read_data
         self._dry_run = dry_run
@@ -164,7 +164,7 @@ class _Repair:
         self._fetched: dict[str, Fetched] = {}
 
     def look(self, progress: Progress) -> Repaired:
-        verdict = verify_store(self._rooms, read_data=self._read_data, progress=progress)
+        verdict = verify_store(self._repo, read_data=self._read_data, progress=progress)
         lost: list[Damage] = []
         unreadable: list[str] = []
         newer: list[str] = []
@@ -185,35 +185,33 @@ class _Repair:
             elif damage.kind == "index":
                 reindexed = True
             elif not self._is_readable_part(damage):
-                self._take_away(self._rooms.layout.root / damage.path, damage)
+                self._take_away(self._repo.layout.root / damage.path, damage)
         if reindexed and not self._dry_run:
-            with self._rooms.lock_index():
-                self._rooms.catalog.rebuild()
+            with self._repo.lock_index():
+                self._repo.catalog.rebuild()
         blobs = {blob for damage in lost for blob in damage.blobs}
-        holders = holders_of(self._rooms, blobs) if blobs else {}
+        holders = holders_of(self._repo, blobs) if blobs else {}
         origins = {origin for holder in holders.values() for origin in holder.origins}
         return Repaired(
             moved=tuple(self._moved.values()),
             fetched=tuple(self._fetched.values()),
             lost=Costs(holders)(blobs),
             unreadable=tuple(dict.fromkeys(unreadable)),
-            reingest=tuple(
-                dict.fromkeys(references_to(self._rooms, sorted(origins, key=lambda of: (of.run, of.step))))
-            ),
+            reingest=tuple(dict.fromkeys(references_to(self._repo, sorted(origins, key=lambda of: (of.run, of.step))))),
             pins_elsewhere=tuple(pins),
             newer=tuple(newer),
             reindexed=reindexed,
         )
 
     def _is_newer(self, damage: Damage) -> bool:
-        rooms = self._rooms
+        repo = self._repo
         try:
             if damage.kind == "pin":
-                rooms.records.read_pin(damage.id)
+                repo.records.read_pin(damage.id)
             elif damage.kind == "part":
-                return isinstance(dict(rooms.parts.all()).get(rooms.layout.root / damage.path), Unsupported)
-            elif damage.kind == "record" and (name := rooms.records.name_at(rooms.layout.root / damage.path)):
-                rooms.records.read(name)
+                return isinstance(dict(repo.parts.all()).get(repo.layout.root / damage.path), Unsupported)
+            elif damage.kind == "record" and (name := repo.records.name_at(repo.layout.root / damage.path)):
+                repo.records.read(name)
         except Unsupported:
             return True
         except LayerstoreError:
@@ -227,18 +225,18 @@ class _Repair:
         Raises:
             StorageIO: There are too few descriptors, say, which says nothing of the part.
         """
-        found = dict(self._rooms.parts.all()).get(self._rooms.layout.root / damage.path)
+        found = dict(self._repo.parts.all()).get(self._repo.layout.root / damage.path)
         if isinstance(found, StorageIO) and found.errno in PROCESS_ERRNOS:
             raise found
         return isinstance(found, Part)
 
     def _take_away(self, path: Path, damage: Damage) -> None:
-        if not self._dry_run and self._rooms.trash.take_damaged(path) is None:
+        if not self._dry_run and self._repo.trash.take_damaged(path) is None:
             return  # gone meanwhile
         self._note_moved(path, damage)
 
     def _note_moved(self, path: Path, damage: Damage) -> None:
-        name = self._rooms.layout.name(path)
+        name = self._repo.layout.name(path)
         self._moved[name] = Moved(path=name, kind=damage.kind, reason=damage.reason)
 
     # -- objects -------------------------------------------------------------------------------------------------
@@ -247,25 +245,25 @@ class _Repair:
         """Move what lies at its place to the trash and fetch it; return whether a source has it."""
         assert damage.size_bytes is not None, "verify says the size of every object"
         ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
-        home = self._rooms.layout.object(ref.id)
-        if self._rooms.objects.is_whole(home, ref.id):
+        home = self._repo.layout.object(ref.id)
+        if self._repo.objects.is_whole(home, ref.id):
             # Whole, and not what a record takes it for: no source has a better one.
             return False
         source = self._source_of(ref)
-        if self._rooms.files.exists(home):
+        if self._repo.files.exists(home):
             self._take_away(home, damage)
         if source is not None:
             self._fetch(ref, source, kind=damage.kind)
-        return source is not None or self._rooms.objects.is_sound(self._rooms.layout.aside / ref.id, ref)
+        return source is not None or self._repo.objects.is_sound(self._repo.layout.aside / ref.id, ref)
 
-    def _source_of(self, ref: BlobRef) -> Rooms | None:
+    def _source_of(self, ref: BlobRef) -> Repository | None:
         found = (each for each in self._sources if each.objects.is_sound(each.layout.object(ref.id), ref))
         return next(found, None)
 
-    def _fetch(self, ref: BlobRef, source: Rooms, *, kind: str) -> None:
-        path = self._rooms.layout.object_name(ref.id)
+    def _fetch(self, ref: BlobRef, source: Repository, *, kind: str) -> None:
+        path = self._repo.layout.object_name(ref.id)
         if not self._dry_run:
-            with Transaction(self._rooms) as tx, source.files.open(source.layout.object(ref.id)) as file:
+            with Transaction(self._repo) as tx, source.files.open(source.layout.object(ref.id)) as file:
                 tx.objects.stage(ref, read_chunks(file))
                 tx.objects.publish()
         self._fetched[path] = Fetched(kind=kind, path=path, source=str(source.layout.root), size_bytes=ref.size_bytes)
@@ -274,9 +272,9 @@ class _Repair:
 
     def _record(self, damage: Damage) -> bool:
         """Put back a record that a source has, with what it needs; return whether one does. Else it stays in place."""
-        rooms = self._rooms
-        path = rooms.layout.root / damage.path
-        name = rooms.records.name_at(path)
+        repo = self._repo
+        path = repo.layout.root / damage.path
+        name = repo.records.name_at(path)
         if name is None:
             return False
         for source in self._sources:
@@ -287,26 +285,26 @@ class _Repair:
                 return True
         return False
 
-    def _put_back(self, name: RecordName, commit: Commit, source: Rooms, damage: Damage) -> None:
-        rooms = self._rooms
-        path = rooms.layout.record(name.run, name.step, name.id)
+    def _put_back(self, name: RecordName, commit: Commit, source: Repository, damage: Damage) -> None:
+        repo = self._repo
+        path = repo.layout.record(name.run, name.step, name.id)
         # It keeps its place until it is replaced: whoever repeats a killed repair would not know of one that is gone.
-        if self._dry_run or not self._rooms.trash.keep_damaged(path):
+        if self._dry_run or not self._repo.trash.keep_damaged(path):
             self._take_away(path, damage)
         else:
             self._note_moved(path, damage)
         if not self._dry_run:
             try:
-                republish(rooms, commit)
+                republish(repo, commit)
             except Overtaken as exc:
                 raise IntegrityError(f"{name.run}@{name.step} cannot be put back: {exc}") from exc
-        called = rooms.layout.name(path)
-        size_bytes = len(rooms.records.encode(commit))
+        called = repo.layout.name(path)
+        size_bytes = len(repo.records.encode(commit))
         self._fetched[called] = Fetched(
             kind="record", path=called, source=str(source.layout.root), size_bytes=size_bytes
         )
 
-    def _fetch_needs(self, record: CommitRecord, source: Rooms) -> None:
+    def _fetch_needs(self, record: CommitRecord, source: Repository) -> None:
         """
         Fetch what *record* needs and is not here.
 
@@ -318,9 +316,9 @@ class _Repair:
         for state in record.states:
             self._fetch_missing(state, source, objects_of_state(source.state(state)))
 
-    def _fetch_missing(self, blob: BlobRef, source: Rooms, named: Iterable[BlobRef]) -> None:
+    def _fetch_missing(self, blob: BlobRef, source: Repository, named: Iterable[BlobRef]) -> None:
         for ref in (*named, blob):
-            if self._rooms.objects.find(ref) is None:
+            if self._repo.objects.find(ref) is None:
                 source.objects.verify(ref)
                 self._fetch(ref, source, kind="object")
 

@@ -29,7 +29,7 @@ from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress
 from layerstore.storage.manifest import row_of
 from layerstore.storage.objects import missing
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 _ALL = 2**32
 _PERCENT = re.compile(r"(?P<percent>[0-9]{1,3}(\.[0-9]{1,6})?)%")
@@ -151,7 +151,7 @@ class _Named:
 
 
 def verify_store(
-    rooms: Rooms,
+    repo: Repository,
     *,
     only: Resolved | None = None,
     read_data: bool = False,
@@ -165,18 +165,18 @@ def verify_store(
     """
     named = _Named()
     if only is None:
-        _read_records(rooms, named, progress)
-        _read_pins(rooms, named)
-        _read_beside(rooms, named)
+        _read_records(repo, named, progress)
+        _read_pins(repo, named)
+        _read_beside(repo, named)
     else:
         _name_all(named, "record", only.record, _called(only), "")
-    _read_blobs(rooms, named, progress)
-    counted = _check_objects(rooms, named, reads=_reader(read_data, sample), whole=only is None, progress=progress)
-    holders = _holders(rooms, named, only)
+    _read_blobs(repo, named, progress)
+    counted = _check_objects(repo, named, reads=_reader(read_data, sample), whole=only is None, progress=progress)
+    holders = _holders(repo, named, only)
     damaged = _judged(named.faults, holders)
     return Verdict(
         damaged=damaged,
-        standing=standing(rooms, holders, _lost_blobs(damaged)),
+        standing=standing(repo, holders, _lost_blobs(damaged)),
         orphans=counted.orphans,
         records=named.records,
         objects=counted.objects,
@@ -199,23 +199,23 @@ def _called(resolved: Resolved) -> str:
 # -- what is named -------------------------------------------------------------------------------------------------
 
 
-def _read_records(rooms: Rooms, named: _Named, progress: Progress) -> None:
+def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
     """Read every record; hold it against the index, and note what it names."""
-    for run in rooms.records.runs():
-        indexed = rooms.catalog.indexed(run)
-        names = rooms.records.names(run)
+    for run in repo.records.runs():
+        indexed = repo.catalog.indexed(run)
+        names = repo.records.names(run)
         progress.start(f"records of {run}", len(names))
         for name in names:
-            path = rooms.layout.record(name.run, name.step, name.id)
+            path = repo.layout.record(name.run, name.step, name.id)
             called = f"{name.run}@{name.step}"
             try:
-                commit = _twice(partial(rooms.records.read, name))
+                commit = _twice(partial(repo.records.read, name))
             except LayerstoreError as exc:
-                if rooms.files.exists(path):  # else removed meanwhile
-                    named.note(_lost_record("record", name.id, rooms.layout.name(path), exc, called))
+                if repo.files.exists(path):  # else removed meanwhile
+                    named.note(_lost_record("record", name.id, repo.layout.name(path), exc, called))
                 continue
             progress.advance(1)
-            _name_all(named, "record", commit.record, called, rooms.layout.name(path))
+            _name_all(named, "record", commit.record, called, repo.layout.name(path))
             row = indexed.get(path.name)
             if row is not None and row != row_of(commit):
                 problem = f"the index tells {called} differently than its record does"
@@ -245,43 +245,43 @@ def _name_all(named: _Named, kind: str, record: CommitRecord, called: str, path:
         named.note(_lost_record(kind, called, path, exc, called))
 
 
-def _read_pins(rooms: Rooms, named: _Named) -> None:
-    for name in rooms.records.pin_names():
-        path = rooms.layout.pin(name)
+def _read_pins(repo: Repository, named: _Named) -> None:
+    for name in repo.records.pin_names():
+        path = repo.layout.pin(name)
         try:
-            pin = _twice(partial(rooms.records.read_pin, name))
+            pin = _twice(partial(repo.records.read_pin, name))
         except LayerstoreError as exc:
-            if rooms.files.exists(path):  # else deleted meanwhile
-                named.note(_lost_record("pin", name, rooms.layout.name(path), exc, name))
+            if repo.files.exists(path):  # else deleted meanwhile
+                named.note(_lost_record("pin", name, repo.layout.name(path), exc, name))
         else:
-            _name_all(named, "pin", pin.record, name, rooms.layout.name(path))
+            _name_all(named, "pin", pin.record, name, repo.layout.name(path))
 
 
-def _read_beside(rooms: Rooms, named: _Named) -> None:
+def _read_beside(repo: Repository, named: _Named) -> None:
     """Look at what is no commit: strangers, parts of saves under way, and the trash."""
-    for stranger in rooms.records.strangers():
+    for stranger in repo.records.strangers():
         problem = IntegrityError("it is not a record or a pin, and nothing reads it")
-        named.note(_Fault(kind="stranger", id=stranger.name, path=rooms.layout.name(stranger), reason=str(problem)))
-    for path, part in rooms.parts.all():
+        named.note(_Fault(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem)))
+    for path, part in repo.parts.all():
         if isinstance(part, LayerstoreError):
             reason = f"{part}; its save will be given up"
-            named.note(_Fault(kind="part", id=path.name, path=rooms.layout.name(path), reason=reason))
+            named.note(_Fault(kind="part", id=path.name, path=repo.layout.name(path), reason=reason))
             continue
         refs = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*refs, *([] if part.state is None else [part.state])):
             named.under_way.add(ref)
-    for name in rooms.trash.records():
+    for name in repo.trash.records():
         with contextlib.suppress(LayerstoreError):  # what rots in the trash costs nobody anything
-            for ref in Needs(rooms).add_record(rooms.trash.read_record(name).record):
+            for ref in Needs(repo).add_record(repo.trash.read_record(name).record):
                 named.under_way.add(ref)
 
 
-def _read_blobs(rooms: Rooms, named: _Named, progress: Progress) -> None:
+def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
     """Read every version and state blob once; note all objects that they name."""
     layers = list(named.layers)
 
     def of_version(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
-        version = rooms.version(ref)
+        version = repo.version(ref)
         for number in numbers:
             if version.layer != layers[number]:
                 raise IntegrityError(
@@ -290,7 +290,7 @@ def _read_blobs(rooms: Rooms, named: _Named, progress: Progress) -> None:
         return objects_of_version(version)
 
     def of_state(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
-        return objects_of_state(rooms.state(ref))
+        return objects_of_state(repo.state(ref))
 
     for kind, blobs, objects_of in (("version", named.versions, of_version), ("state", named.states, of_state)):
         progress.start(f"{kind} blobs", 0)
@@ -301,11 +301,13 @@ def _read_blobs(rooms: Rooms, named: _Named, progress: Progress) -> None:
                 for each in _twice(partial(objects_of, ref, numbers)):
                     named.objects.add(each, number)
             except LayerstoreError as exc:
-                named.note(_lost_object(rooms, kind, ref, exc, (ref,)))
+                named.note(_lost_object(repo, kind, ref, exc, (ref,)))
 
 
-def _lost_object(rooms: Rooms, kind: str, ref: BlobRef, problem: LayerstoreError, blobs: tuple[BlobRef, ...]) -> _Fault:
-    path = rooms.layout.object_name(ref.id)
+def _lost_object(
+    repo: Repository, kind: str, ref: BlobRef, problem: LayerstoreError, blobs: tuple[BlobRef, ...]
+) -> _Fault:
+    path = repo.layout.object_name(ref.id)
     return _Fault(kind=kind, id=ref.id, path=path, reason=_reason(problem), size_bytes=ref.size_bytes, blobs=blobs)
 
 
@@ -321,7 +323,7 @@ class _Counted:
 
 
 def _check_objects(
-    rooms: Rooms, named: _Named, *, reads: Callable[[BlobRef], bool], whole: bool, progress: Progress
+    repo: Repository, named: _Named, *, reads: Callable[[BlobRef], bool], whole: bool, progress: Progress
 ) -> _Counted:
     """Look at every object that is named, and read those that *reads* says; count what nothing names."""
     counted = _Counted()
@@ -333,14 +335,14 @@ def _check_objects(
     def check(refs: Sequence[tuple[BlobRef, list[int] | None]]) -> None:
         for ref, numbers in refs:
             try:
-                if rooms.objects.find(ref) is None:
+                if repo.objects.find(ref) is None:
                     raise missing(ref)
                 if reads(ref):
-                    _twice(partial(rooms.objects.verify, ref))
+                    _twice(partial(repo.objects.verify, ref))
                     progress.advance(ref.size_bytes)
             except LayerstoreError as exc:
                 owners = (ref,) if numbers is None else named.blobs_of(numbers)
-                named.note(_lost_object(rooms, "object", ref, exc, owners))
+                named.note(_lost_object(repo, "object", ref, exc, owners))
 
     waiting: deque[Future[None]] = deque()
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
@@ -357,7 +359,7 @@ def _check_objects(
                 waiting.append(pool.submit(check, sound[start : start + share]))
             if whole:
                 ids = {ref.id for ref in (*refs, *named.under_way.part(at))}
-                counted.orphans += sum(name not in ids for name in rooms.objects.ids_in(f"{at:02x}"))
+                counted.orphans += sum(name not in ids for name in repo.objects.ids_in(f"{at:02x}"))
         for each in waiting:
             each.result()
     return counted
@@ -379,9 +381,9 @@ def _twice(read: Callable[[], Answer]) -> Answer:
 # -- what that costs -----------------------------------------------------------------------------------------------
 
 
-def _holders(rooms: Rooms, named: _Named, only: Resolved | None) -> dict[str, Holder]:
+def _holders(repo: Repository, named: _Named, only: Resolved | None) -> dict[str, Holder]:
     blobs = {blob for fault in named.faults for blob in fault.blobs}
-    return holders_of(rooms, blobs, only=only) if blobs else {}
+    return holders_of(repo, blobs, only=only) if blobs else {}
 
 
 def _judged(faults: Iterable[_Fault], holders: dict[str, Holder]) -> tuple[Damage, ...]:

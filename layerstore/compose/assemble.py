@@ -22,7 +22,7 @@ from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.progress import Progress
 from layerstore.storage.handles import NewFile, OpenFile
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.zero3 import DerivedCheck, OutputFile, Piece, convert, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
@@ -57,7 +57,7 @@ class _Task:
 
 @contextmanager
 def assembling(
-    rooms: Rooms, folder: Path, *, verify: bool, durable: bool, is_export: bool = False, progress: Progress
+    repo: Repository, folder: Path, *, verify: bool, durable: bool, is_export: bool = False, progress: Progress
 ) -> Iterator["Assembly"]:
     """
     Lend what writes files to *folder*; once the body is done they are complete, and with *durable* on the disk.
@@ -72,7 +72,7 @@ def assembling(
         ExitStack() as stack,
     ):
         assembly = Assembly(
-            rooms=rooms,
+            repo=repo,
             folder=folder,
             verify=verify,
             durable=durable,
@@ -86,20 +86,20 @@ def assembling(
         stack.pop_all()  # whoever closes the files has to sync them first
         closing.take(assembly.kept_open)
     for path, data in assembly.last.items():
-        with rooms.files.create(folder / path) as file:
+        with repo.files.create(folder / path) as file:
             file.write_at(0, data)
             if durable:
                 file.sync()
     if durable:
         for directory, _, _ in os.walk(folder):
-            rooms.files.sync_directory(Path(directory))
+            repo.files.sync_directory(Path(directory))
 
 
 @dataclass(slots=True, kw_only=True)
 class Assembly:
     """The files of one folder on their way."""
 
-    rooms: Rooms
+    repo: Repository
     folder: Path
     verify: bool
     durable: bool
@@ -164,8 +164,8 @@ class Assembly:
 
     def _create(self, output: OutputFile, stack: ExitStack) -> NewFile:
         path = self.folder / _inside(output.path)
-        self.rooms.files.make_directories(path.parent)
-        file = stack.enter_context(self.rooms.files.create(path, sync_ahead=self.durable))
+        self.repo.files.make_directories(path.parent)
+        file = stack.enter_context(self.repo.files.create(path, sync_ahead=self.durable))
         file.set_size(output.size_bytes)
         for offset, data in output.literals:
             file.write_at(offset, data)
@@ -197,10 +197,10 @@ class Assembly:
     def _prepare(self, task: _Task) -> None:
         """Verify the object, and convert what is to be converted while its pages are warm."""
         if self.verify and task.object.id not in self._verified:
-            self.rooms.objects.verify(task.object)
+            self.repo.objects.verify(task.object)
             self._verified.add(task.object.id)
         if task.conversions:
-            with self.rooms.objects.open(task.object) as source:
+            with self.repo.objects.open(task.object) as source:
                 for file, piece in task.conversions:
                     self._convert(source, file, piece)
 
@@ -221,7 +221,7 @@ class Assembly:
 
     def _copy(self, task: _Task, prepared: Future[None]) -> None:
         if task.copies:
-            with self.rooms.objects.open(task.object) as source:
+            with self.repo.objects.open(task.object) as source:
                 for file, piece in task.copies:
                     if piece.is_cut:
                         self._copy_cut(source, file, piece)

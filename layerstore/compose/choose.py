@@ -16,7 +16,7 @@ from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
 from layerstore.storage.commits import RecordName
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import undivided
@@ -131,7 +131,7 @@ def compose_latest(resolved: Resolved) -> Composition:
     )
 
 
-def compose_exact(rooms: Rooms, resolved: Resolved) -> Composition:
+def compose_exact(repo: Repository, resolved: Resolved) -> Composition:
     """
     Take every layer from this very step.
 
@@ -141,7 +141,7 @@ def compose_exact(rooms: Rooms, resolved: Resolved) -> Composition:
     composition = compose_latest(resolved)
     older = composition.older_layers
     if older:
-        this, other = references_to(rooms, [resolved.record, older[0].origin])
+        this, other = references_to(repo, [resolved.record, older[0].origin])
         raise LayoutMismatch(
             f"{len(older)} of {len(composition.layers)} layers were not saved at {this}: {older[0].layer} is from "
             f"{other}",
@@ -150,7 +150,9 @@ def compose_exact(rooms: Rooms, resolved: Resolved) -> Composition:
     return replace(composition, policy=EXACT, parameters={})
 
 
-def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view: RunView | None = None) -> Composition:
+def compose_by_policy(
+    repo: Repository, resolved: Resolved, policy: Policy, *, view: RunView | None = None
+) -> Composition:
     """
     Take each layer from its newest save, up to the base, at which it was due under *policy*.
 
@@ -159,7 +161,7 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
     base, latest = resolved.record, compose_latest(resolved)
     if isinstance(policy, Latest):
         return latest
-    past = Past(rooms, resolved, view=rooms.catalog.find(base.run) if view is None else view)
+    past = Past(repo, resolved, view=repo.catalog.find(base.run) if view is None else view)
     saves = past.saves()
     newest = next(saves)
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
@@ -180,7 +182,7 @@ def compose_by_policy(rooms: Rooms, resolved: Resolved, policy: Policy, *, view:
 # -- whether the layers fit together -------------------------------------------------------------------------------
 
 
-def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
+def check_members(repo: Repository, composition: Composition) -> list[LayerVersion]:
     """
     Return the chosen version of every layer.
 
@@ -190,15 +192,15 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
     """
     for name, entries in composition.chosen_from:
         if entries:
-            rooms.catalog.check(name, entries)
-    versions = [rooms.version_of(entry) for entry in composition.layers]
+            repo.catalog.check(name, entries)
+    versions = [repo.version_of(entry) for entry in composition.layers]
     own = {entry.layer: entry for entry in composition.base.layers}
     for entry, version in zip(composition.layers, versions, strict=True):
         if own[entry.layer].version != entry.version:
-            base = _version_of_base(rooms, own[entry.layer], taken=entry)
+            base = _version_of_base(repo, own[entry.layer], taken=entry)
             problem = None if base is None else difference(base, version)
             if problem is not None:
-                theirs, ours = references_to(rooms, [entry.origin, composition.base])
+                theirs, ours = references_to(repo, [entry.origin, composition.base])
                 raise LayoutMismatch(
                     f"{entry.layer} of {theirs} does not fit {ours}: {problem}",
                     hint="take this layer from a save of the same model and optimizer",
@@ -206,7 +208,7 @@ def check_members(rooms: Rooms, composition: Composition) -> list[LayerVersion]:
     return versions
 
 
-def check_whole(rooms: Rooms, composition: Composition, *, world_size: int | None = None) -> None:
+def check_whole(repo: Repository, composition: Composition, *, world_size: int | None = None) -> None:
     """
     Make sure that an optimizer state that cannot be cut into layers does not have to be cut.
 
@@ -217,9 +219,9 @@ def check_whole(rooms: Rooms, composition: Composition, *, world_size: int | Non
     count = base.world_size if world_size is None else world_size
     if count == base.world_size and not older:
         return
-    kept = undivided(rooms.state(base.states[0]))
+    kept = undivided(repo.state(base.states[0]))
     if kept:
-        ours, *others = references_to(rooms, [base, *(entry.origin for entry in older[:1])])
+        ours, *others = references_to(repo, [base, *(entry.origin for entry in older[:1])])
         wish = f"be mixed with layers of {others[0]}" if older else f"be had for {count} ranks"
         raise LayoutMismatch(
             f"{ours} cannot {wish}: its optimizer keeps {kept}, which cannot be cut into layers",
@@ -227,14 +229,14 @@ def check_whole(rooms: Rooms, composition: Composition, *, world_size: int | Non
         )
 
 
-def _version_of_base(rooms: Rooms, own: LayerEntry, *, taken: LayerEntry) -> LayerVersion | None:
+def _version_of_base(repo: Repository, own: LayerEntry, *, taken: LayerEntry) -> LayerVersion | None:
     """
     Return the base's own version of a layer; None where that is lost and an older save of the same run is *taken*.
 
     A run has one model, so the composite is good without it; assembly still finds lengths that do not fit.
     """
     try:
-        return rooms.version_of(own)
+        return repo.version_of(own)
     except IntegrityError:
         if taken.origin.run != own.origin.run:
             raise

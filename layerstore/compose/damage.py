@@ -11,11 +11,11 @@ from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, Layerstore
 from layerstore.history import named_by, objects_of_state, references_to, saved_at, saves_below
 from layerstore.layers import typed
 from layerstore.model import BlobRef, LayerEntry, LayerVersion
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 
 @contextmanager
-def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
+def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
     """
     Read what *composition* consists of in the body.
 
@@ -27,42 +27,42 @@ def losses_told(rooms: Rooms, composition: Composition) -> Iterator[None]:
         yield
     except (IntegrityError, NotFound) as exc:
         base = composition.base
-        if not all(rooms.records.is_there(name) for name, _ in composition.chosen_from):
+        if not all(repo.records.is_there(name) for name, _ in composition.chosen_from):
             raise Conflict(
                 f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
                 hint=f"layerstore log {typed(base.run)} lists what is kept; repeat the command if it is there",
             ) from exc
         lost = exc.facts.get("object_id")
         if isinstance(exc, IntegrityError) and isinstance(lost, str):
-            _locate(rooms, composition, lost, exc)
+            _locate(repo, composition, lost, exc)
         raise
 
 
-def _locate(rooms: Rooms, composition: Composition, lost: str, exc: IntegrityError) -> None:
+def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError) -> None:
     """Let *exc* begin with the layer that has *lost* an object, and name the ways on."""
-    entry = next((each for each in composition.layers if _has(rooms, each.version, lost)), None)
-    of_base = references_to(rooms, [composition.base])[0]
-    called = of_base if entry is None else references_to(rooms, [entry.origin])[0]
+    entry = next((each for each in composition.layers if _has(repo, each.version, lost)), None)
+    of_base = references_to(repo, [composition.base])[0]
+    called = of_base if entry is None else references_to(repo, [entry.origin])[0]
     exc.locate(of_base if entry is None else f"{entry.layer} of {called}")
-    if entry is not None and saved_at(rooms, entry.origin) is None:
+    if entry is not None and saved_at(repo, entry.origin) is None:
         called = of_base  # the layer has outlived the commit that saved it
     option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # what is missing is found without
     # Of a pin the base may be gone: then there is no reference to narrow it by.
-    narrow = f" {typed(called)}" if saved_at(rooms, composition.base) is not None else ""
+    narrow = f" {typed(called)}" if saved_at(repo, composition.base) is not None else ""
     older = "" if entry is None else "compose --without-damaged takes older versions; "
     exc.hint = f"layerstore verify{narrow}{option} says which composites still stand; {older}or {exc.hint}"
 
 
-def _has(rooms: Rooms, version: BlobRef, lost: str) -> bool:
+def _has(repo: Repository, version: BlobRef, lost: str) -> bool:
     if version.id == lost:
         return True
     try:
-        return any(ref.id == lost for ref in named_by(rooms, version))
+        return any(ref.id == lost for ref in named_by(repo, version))
     except IntegrityError:
         return False  # lost itself: nobody has come to its objects
 
 
-def without_damaged(rooms: Rooms, composition: Composition) -> Composition:
+def without_damaged(repo: Repository, composition: Composition) -> Composition:
     """
     Take an older version of each layer that is damaged: the newest sound one in the history below the base.
 
@@ -73,54 +73,54 @@ def without_damaged(rooms: Rooms, composition: Composition) -> Composition:
     """
     base = composition.base
     for state in base.states:
-        for ref in (state, *objects_of_state(rooms.state(state))):
-            rooms.objects.verify(ref)
+        for ref in (state, *objects_of_state(repo.state(state))):
+            repo.objects.verify(ref)
     layers: list[LayerEntry] = []
     notes = []
     for entry in composition.layers:
-        problem = _problem(rooms, entry)
+        problem = _problem(repo, entry)
         if problem is None:
             layers.append(entry)
             continue
-        older = _older(rooms, composition, entry)
+        older = _older(repo, composition, entry)
         if older is None:
             problem.locate(f"{entry.layer} of {base.run}@{base.step} has no older version that is sound and fits")
             raise problem
-        called, instead = references_to(rooms, [entry.origin, older.origin])
+        called, instead = references_to(repo, [entry.origin, older.origin])
         notes.append(f"{entry.layer} of {called} is damaged: its version of {instead} is used")
         layers.append(older)
     return replace(composition, layers=tuple(layers), notes=(*composition.notes, *notes))
 
 
-def _problem(rooms: Rooms, entry: LayerEntry) -> LayerstoreError | None:
+def _problem(repo: Repository, entry: LayerEntry) -> LayerstoreError | None:
     """Return what is wrong with the version of *entry*; None if every byte is as it was written."""
     try:
-        for stored in rooms.version_of(entry).objects:
-            rooms.objects.verify(stored.ref)
+        for stored in repo.version_of(entry).objects:
+            repo.objects.verify(stored.ref)
     except IntegrityError as exc:
         return exc
     return None
 
 
-def _older(rooms: Rooms, composition: Composition, damaged: LayerEntry) -> LayerEntry | None:
+def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> LayerEntry | None:
     """Return the newest other version of a layer in the base's history that is sound, and fits where that is known."""
     base = composition.base
-    view = rooms.catalog.find(base.run)
-    like = _version(rooms, damaged)
+    view = repo.catalog.find(base.run)
+    like = _version(repo, damaged)
     seen = {damaged.version}
     for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
         entry = row.entries([damaged.layer]).get(damaged.layer)
         if entry is None or entry.version in seen:
             continue
         seen.add(entry.version)
-        if _problem(rooms, entry) is None and (like is None or difference(like, rooms.version_of(entry)) is None):
-            rooms.catalog.check(row.name, [entry])
+        if _problem(repo, entry) is None and (like is None or difference(like, repo.version_of(entry)) is None):
+            repo.catalog.check(row.name, [entry])
             return entry
     return None
 
 
-def _version(rooms: Rooms, entry: LayerEntry) -> LayerVersion | None:
+def _version(repo: Repository, entry: LayerEntry) -> LayerVersion | None:
     try:
-        return rooms.version_of(entry)
+        return repo.version_of(entry)
     except IntegrityError:
         return None

@@ -40,7 +40,7 @@ from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.progress import Progress
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.units import size_in_bytes
 from layerstore.zero3 import OutputFile, Slices, TreeView, plan_source_file
 
@@ -103,7 +103,7 @@ class Exported:
 
 
 def plan_export(
-    rooms: Rooms, composition: Composition, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
+    repo: Repository, composition: Composition, *, dtype: str | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
 ) -> ExportPlan:
     """
     Decide which tensors go into which files.
@@ -117,16 +117,16 @@ def plan_export(
     started = time.monotonic()
     wanted, shard_bytes_max = dtype_code(dtype), size_in_bytes(max_shard_size)
     base = composition.base
-    versions = check_members(rooms, composition)
+    versions = check_members(repo, composition)
     slices, own = Slices(versions), composition.own_parameters(versions)
-    state = rooms.state(base.states[0])  # the first rank's, which has all that is not a rank's own
-    config = _read_config(rooms, state.files)
+    state = repo.state(base.states[0])  # the first rank's, which has all that is not a rank's own
+    config = _read_config(repo, state.files)
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
     if configs_of(state.files):
-        weights, files, notes = plan_adapters(rooms, state.files, slices, own=own, dtype=wanted)
+        weights, files, notes = plan_adapters(repo, state.files, slices, own=own, dtype=wanted)
         code, config = _uniform_dtype(weights), None
     else:
-        chosen = _choose(rooms, state, versions, slices, own=own, dtype=wanted, config=config)
+        chosen = _choose(repo, state, versions, slices, own=own, dtype=wanted, config=config)
         weights = [*weights_files(_in_model_order(chosen, state), shard_bytes_max=shard_bytes_max)]
         code = _uniform_dtype(weights)
         files = [file.output(slices) for file in weights]
@@ -148,7 +148,7 @@ def plan_export(
 
 
 def execute_export(
-    rooms: Rooms,
+    repo: Repository,
     plan: ExportPlan,
     out: Path,
     *,
@@ -167,10 +167,10 @@ def execute_export(
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
     """
     started = time.monotonic()
-    target = checked_target(rooms, out, _EXPORT, force=force)
+    target = checked_target(repo, out, _EXPORT, force=force)
     with (
-        appearing(rooms, target, is_older_form=_is_older_form) as folder,
-        assembling(rooms, folder, verify=verify, durable=durable, is_export=True, progress=progress) as assembly,
+        appearing(repo, target, is_older_form=_is_older_form) as folder,
+        assembling(repo, folder, verify=verify, durable=durable, is_export=True, progress=progress) as assembly,
     ):
         progress.start("export", sum(piece.size_bytes for file in plan.files for piece in file.pieces))
         assembly.write(plan.files)
@@ -214,7 +214,7 @@ def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
 
 
 def _choose(
-    rooms: Rooms,
+    repo: Repository,
     state: RankState,
     versions: list[LayerVersion],
     slices: Slices,
@@ -227,7 +227,7 @@ def _choose(
     return choose_tensors(
         parameters=slices.parameters,
         buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
-        saved=[*saved_tensors(state.gathered), *_opaque_tensors(rooms, state.files)],
+        saved=[*saved_tensors(state.gathered), *_opaque_tensors(repo, state.files)],
         dtype=dtype,
         is_own=own.__contains__,
         ask=partial(ask_transformers, fields),
@@ -235,11 +235,11 @@ def _choose(
     )
 
 
-def _opaque_tensors(rooms: Rooms, files: Iterable[SourceFile]) -> Iterator[SavedTensor]:
+def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[SavedTensor]:
     """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
     for file in files:
         if WEIGHTS_FILE.fullmatch(file.path):
-            yield from tensors_in(header_of(rooms, file)[0], file.path)
+            yield from tensors_in(header_of(repo, file)[0], file.path)
 
 
 def _in_model_order(chosen: ExportTensors, state: RankState) -> list[OutputTensor]:
@@ -310,14 +310,14 @@ class _Config:
         return name if isinstance(name, str) and name.isidentifier() else None
 
 
-def _read_config(rooms: Rooms, files: Iterable[SourceFile]) -> _Config | None:
+def _read_config(repo: Repository, files: Iterable[SourceFile]) -> _Config | None:
     file = next((file for file in files if file.path == CONFIG), None)
     if file is None:
         return None
     content = file.content
     if isinstance(content, ObjectContent) and content.size_bytes > BLOB_BYTES_MAX:
         raise Unsupported(f"the base's {CONFIG} has {content.size_bytes} bytes, which no config has")
-    data = content_of(rooms, content)
+    data = content_of(repo, content)
     try:
         return _Config(file=file, data=data, fields=parse_config(data), problem="")
     except ValueError as exc:

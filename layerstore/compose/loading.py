@@ -10,7 +10,7 @@ from layerstore.compose.choose import Composition
 from layerstore.compose.world_size import AdamStep, plan_ranks
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectContent, RankState, SourceFile
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.tree import Storage
 from layerstore.zero3 import StoragePart, TreeView, filling_of, read_header, sub_group_shapes, whole
 
@@ -29,7 +29,7 @@ class RankLoad:
 
 
 def plan_load(
-    rooms: Rooms, composition: Composition, *, rank: int, world_size: int, adam_step: AdamStep = "unify"
+    repo: Repository, composition: Composition, *, rank: int, world_size: int, adam_step: AdamStep = "unify"
 ) -> RankLoad:
     """
     Decide what *rank* of *world_size* loads of *composition*.
@@ -37,7 +37,7 @@ def plan_load(
     Raises:
         LayoutMismatch: Its layers do not fit together, or it cannot be had for so many ranks.
     """
-    ranks = plan_ranks(rooms, composition, world_size=world_size, adam_step=adam_step)
+    ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
     state = ranks.state(rank)
     groups = sub_group_shapes(TreeView(state.model.tree, path=PurePosixPath(state.model.path)))
     verified: set[str] = set()
@@ -55,54 +55,54 @@ def plan_load(
         else:
             path = state.optimizer.path
             parts = filling_of(storage, ranks.slices, groups, rank=rank, world_size=world_size, path=path)
-        _verify(rooms, parts, verified)
-        _read(rooms, parts, target)
+        _verify(repo, parts, verified)
+        _read(repo, parts, target)
 
-    return RankLoad(state=state, notes=ranks.notes, fill=fill, content=partial(content_of, rooms))
+    return RankLoad(state=state, notes=ranks.notes, fill=fill, content=partial(content_of, repo))
 
 
-def content_of(rooms: Rooms, content: bytes | ObjectContent) -> bytes:
+def content_of(repo: Repository, content: bytes | ObjectContent) -> bytes:
     """Return what a file beside the trees holds, verified."""
     if isinstance(content, bytes):
         return content
     data = bytearray(content.size_bytes)
-    rooms.objects.verify(content.object)
-    _read_stretch(rooms, content.object, whole(content, 0).object_offset, memoryview(data))
+    repo.objects.verify(content.object)
+    _read_stretch(repo, content.object, whole(content, 0).object_offset, memoryview(data))
     return bytes(data)
 
 
-def header_of(rooms: Rooms, file: SourceFile) -> tuple[bytes, int]:
+def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
     """Return the header of a safetensors file that is kept byte for byte, not verified, and the size of the file."""
     content, path = file.content, Path(file.path)
     if isinstance(content, bytes):
         return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
     begin = whole(content, 0).object_offset
-    with rooms.objects.open(content.object) as source:
+    with repo.objects.open(content.object) as source:
         header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
     return header, content.size_bytes
 
 
-def _verify(rooms: Rooms, parts: Iterable[StoragePart], verified: set[str]) -> None:
+def _verify(repo: Repository, parts: Iterable[StoragePart], verified: set[str]) -> None:
     objects = dict.fromkeys(part.source[0] for part in parts if part.source is not None)
     new = [ref for ref in objects if ref.id not in verified]
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
-        for _ in pool.map(rooms.objects.verify, new):
+        for _ in pool.map(repo.objects.verify, new):
             pass  # raises where one is damaged
     verified.update(ref.id for ref in new)
 
 
-def _read(rooms: Rooms, parts: Iterable[StoragePart], target: memoryview) -> None:
+def _read(repo: Repository, parts: Iterable[StoragePart], target: memoryview) -> None:
     offset = 0
     for part in parts:
         into = target[offset : offset + part.size_bytes]
         if part.source is None:
             into[:] = bytes(part.size_bytes)
         else:
-            _read_stretch(rooms, *part.source, into)
+            _read_stretch(repo, *part.source, into)
         offset += part.size_bytes
 
 
-def _read_stretch(rooms: Rooms, ref: BlobRef, start: int, into: memoryview) -> None:
-    with rooms.objects.open(ref) as file:
+def _read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
+    with repo.objects.open(ref) as file:
         for at in range(0, len(into), IO_CHUNK_BYTES):
             file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)

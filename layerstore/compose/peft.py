@@ -20,7 +20,7 @@ from layerstore.compose.safetensors import FLOATS, OutputTensor, Run, WeightsFil
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
 from layerstore.model import Parameter, SourceFile, TensorSource
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.zero3 import GatheredSource, OutputFile, Piece, Slices, merged, plan_source_file, tensors_in, whole
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -81,7 +81,7 @@ def _parts(parameter: str) -> list[str]:
     return [part for part in parameter.removeprefix("module.").split(".") if part not in WRAPPER_COMPONENTS]
 
 
-def _names_by_rule(rooms: Rooms, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:
+def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:
     """
     Return the *parameters* that PEFT would save of a LoRA adapter with *config*, by their names in its file.
 
@@ -89,7 +89,7 @@ def _names_by_rule(rooms: Rooms, config: SourceFile, parameters: Iterable[str], 
         Unsupported: It is no LoRA: other methods have rules of their own.
     """
     try:
-        fields = json.loads(content_of(rooms, config.content))
+        fields = json.loads(content_of(repo, config.content))
         method, bias = fields["peft_type"], fields.get("bias", "none")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise SourceCheckpoint(f"the base's {config.path} is no config of an adapter ({exc})") from exc
@@ -124,9 +124,9 @@ class _AdapterFile:
     size_bytes: int
 
 
-def _read(rooms: Rooms, file: SourceFile, slices: Slices, adapter: str) -> _AdapterFile:
+def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _AdapterFile:
     """Read the header of *file*, which holds *adapter*, and find the parameter of each tensor."""
-    header, size_bytes = header_of(rooms, file)
+    header, size_bytes = header_of(repo, file)
     suppliers: dict[str, tuple[str, int]] = {}
     for parameter in slices.parameters.values():
         for name in (parameter.name, *parameter.aliases):
@@ -136,7 +136,7 @@ def _read(rooms: Rooms, file: SourceFile, slices: Slices, adapter: str) -> _Adap
     return _AdapterFile(file=file, header=header, tensors=tensors, size_bytes=size_bytes)
 
 
-def plan_beside(rooms: Rooms, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
+def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
     """
     Return the plan of a file beside the shards: as it is, or an adapter's with the chosen layers' values.
 
@@ -149,7 +149,7 @@ def plan_beside(rooms: Rooms, file: SourceFile, slices: Slices, *, own: Collecti
     adapter = adapter_at(file.path)
     if not older or adapter is None or PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
         return plan_source_file(file)
-    found = _read(rooms, file, slices, adapter)
+    found = _read(repo, file, slices, adapter)
     strange = [tensor.name for tensor in found.tensors if not tensor.supplier]
     of_adapter = {name for name in older if adapter in name.split(".")}
     lost = of_adapter - {tensor.supplier for tensor in found.tensors}
@@ -195,7 +195,7 @@ def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> Out
 
 
 def plan_adapters(
-    rooms: Rooms, files: Sequence[SourceFile], slices: Slices, *, own: Collection[str], dtype: str | None
+    repo: Repository, files: Sequence[SourceFile], slices: Slices, *, own: Collection[str], dtype: str | None
 ) -> tuple[list[WeightsFile], list[OutputFile], list[str]]:
     """
     Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, its files with these, and notes.
@@ -211,11 +211,11 @@ def plan_adapters(
     configs = configs_of(files)
     for adapter, config in configs.items():
         path = str(PurePosixPath(config.path).with_name(ADAPTER_WEIGHTS))
-        stored = _read(rooms, by_path[path], slices, adapter) if path in by_path else None
+        stored = _read(repo, by_path[path], slices, adapter) if path in by_path else None
         if stored is not None and stored.tensors:
             made, output = _as_saved(stored, slices, own=own, dtype=dtype)
         else:
-            names = _names_by_rule(rooms, config, slices.parameters, adapter)
+            names = _names_by_rule(repo, config, slices.parameters, adapter)
             if not names:
                 raise Unsupported(
                     f"the base has {config.path}, but the chosen layers have no parameter of adapter {adapter!r}",

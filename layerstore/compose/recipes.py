@@ -17,23 +17,23 @@ from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
 
 
-def _read_recipe(rooms: Rooms, path: Path) -> "Recipe":
+def _read_recipe(repo: Repository, path: Path) -> "Recipe":
     from layerstore.policy.recipe import parse_recipe, read_text  # imports yaml, which nothing else needs
 
     try:
-        content = rooms.files.read(path.resolve(), size_bytes_max=RECIPE_BYTES_MAX)
+        content = repo.files.read(path.resolve(), size_bytes_max=RECIPE_BYTES_MAX)
     except (IntegrityError, StorageIO) as exc:
         raise InvalidInput(f"the recipe cannot be read: {exc}", hint="name a YAML file with --recipe") from exc
     return parse_recipe(read_text(content, name=str(path)), name=str(path))
 
 
-def compose_by_recipe(rooms: Rooms, path: Path, *, run: str | None) -> Composition:
+def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Composition:
     """
     Take each layer from where the recipe in the file *path* says; *run* is used where the recipe names no run.
 
@@ -43,22 +43,22 @@ def compose_by_recipe(rooms: Rooms, path: Path, *, run: str | None) -> Compositi
     """
     from layerstore.policy.recipe import ModelOutline, outline_of
 
-    recipe = _read_recipe(rooms, path)
-    name = _open_run(rooms, recipe, run)
+    recipe = _read_recipe(repo, path)
+    name = _open_run(repo, recipe, run)
     with _explained(recipe.base, name):
-        base = resolve(rooms, recipe.base.reference(run=name))
+        base = resolve(repo, recipe.base.reference(run=name))
     record = base.record
     outline = ModelOutline(
         names=tuple(entry.layer for entry in record.layers),
-        look=lambda: (outline_of(rooms.version_of(entry)) for entry in record.layers),
+        look=lambda: (outline_of(repo.version_of(entry)) for entry in record.layers),
     )
     plan = recipe.plan(outline)
     taken = {layer: choice for layer, choice in plan.layers.items() if not choice.is_base}
     back = recipe.base.back
     if base.pin is not None and any(choice.run is None for choice in taken.values()):
         with recipe.base.spot.located():
-            back = _back_of(rooms, record)
-    sources = _Sources(rooms, {layer: of.reference(run=record.run, back=back) for layer, of in taken.items()})
+            back = _back_of(repo, record)
+    sources = _Sources(repo, {layer: of.reference(run=record.run, back=back) for layer, of in taken.items()})
     layers = {entry.layer: entry for entry in record.layers}
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
@@ -86,11 +86,11 @@ def compose_by_recipe(rooms: Rooms, path: Path, *, run: str | None) -> Compositi
 class _Sources:
     """The commits that layers are taken from."""
 
-    def __init__(self, rooms: Rooms, references: Mapping[str, str]) -> None:
+    def __init__(self, repo: Repository, references: Mapping[str, str]) -> None:
         self.references = references
         """By layer."""
-        self._rooms = rooms
-        self._pins = frozenset(rooms.records.pin_names())
+        self._repo = repo
+        self._pins = frozenset(repo.records.pin_names())
         self._found: dict[str, tuple[RecordRow | Resolved, dict[str, LayerEntry]]] = {}
 
     def entry(self, layer: str) -> tuple[LayerEntry, bool]:
@@ -112,24 +112,24 @@ class _Sources:
         return tuple((source.name, tuple(entries.values())) for source, entries in rows)
 
     def _look(self, reference: str) -> tuple[RecordRow | Resolved, dict[str, LayerEntry]]:
-        source = locate(self._rooms, reference, pins=self._pins)
+        source = locate(self._repo, reference, pins=self._pins)
         if isinstance(source, Resolved):
             return source, {entry.layer: entry for entry in source.record.layers}
         wanted = [layer for layer, of in self.references.items() if of == reference]
         return source, source.entries(wanted)
 
 
-def _open_run(rooms: Rooms, recipe: "Recipe", run: str | None) -> str:
+def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
     """Return the run of steps without one: the base's, else *run*, else the recipe's own word, else the only run."""
     if recipe.base.run is not None:
         return recipe.base.run
     if run is not None:
         return run
-    if recipe.run_hint is not None and rooms.records.names(recipe.run_hint):
+    if recipe.run_hint is not None and repo.records.names(recipe.run_hint):
         return recipe.run_hint
     with recipe.base.spot.located():
         try:
-            return only_run(rooms)
+            return only_run(repo)
         except InvalidInput as exc:
             _explain_open_run(recipe, exc)
             raise
@@ -147,9 +147,9 @@ def _explain_open_run(recipe: "Recipe", problem: InvalidInput) -> None:
     problem.hint = f"pass --run RUN, or write RUN/checkpoint-{step} and the like wherever the recipe says model:"
 
 
-def _back_of(rooms: Rooms, record: CommitRecord) -> int:
+def _back_of(repo: Repository, record: CommitRecord) -> int:
     """Return how many attempts before the newest the attempt of *record* is."""
-    attempts = rooms.catalog.view(record.run).attempts
+    attempts = repo.catalog.view(record.run).attempts
     if record.attempt not in attempts:
         raise NotFound(
             f"attempt {record.attempt} of {record.run}, which the base is of, has no visible commit",

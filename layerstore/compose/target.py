@@ -14,7 +14,7 @@ from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
 from layerstore.storage.handles import mapped_errors
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Target:
     """Whether that folder has nothing in it."""
 
 
-def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) -> Target:
+def checked_target(repo: Repository, out: Path, product: Product, *, force: bool) -> Target:
     """
     Return where *out* is, if *product* may be written there.
 
@@ -47,10 +47,10 @@ def checked_target(rooms: Rooms, out: Path, product: Product, *, force: bool) ->
         AlreadyExists: Something is there that may not be replaced.
     """
     with _looking_at(out):
-        target = _placed(rooms, out, what="folder")
+        target = _placed(repo, out, what="folder")
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise AlreadyExists(f"{out} is there and is not a folder; nothing was changed", hint="choose another -o")
-        older = rooms.files.identity(target)
+        older = repo.files.identity(target)
         is_empty = older is None or not any(target.iterdir())
         if not is_empty:
             _check_replaceable(target, product, force=force)
@@ -69,9 +69,9 @@ def _looking_at(out: Path) -> Iterator[None]:
         raise InvalidInput(f"{out} is no path: {exc}", hint="choose another -o") from exc  # a NUL
 
 
-def _placed(rooms: Rooms, out: Path, *, what: str) -> Path:
+def _placed(repo: Repository, out: Path, *, what: str) -> Path:
     target = Path.cwd() / out  # not resolved: a link at the target itself must be seen
-    real, store = target.resolve(), rooms.layout.root
+    real, store = target.resolve(), repo.layout.root
     if real == store or store in real.parents:
         raise InvalidInput(f"{out} is inside the store {store}", hint=f"choose a {what} elsewhere with -o")
     if real in store.parents:
@@ -99,7 +99,7 @@ def _check_replaceable(target: Path, product: Product, *, force: bool) -> None:
 
 
 @contextmanager
-def appearing(rooms: Rooms, target: Target, *, is_older_form: Callable[[Path], bool]) -> Iterator[Path]:
+def appearing(repo: Repository, target: Target, *, is_older_form: Callable[[Path], bool]) -> Iterator[Path]:
     """
     Lend a folder that becomes *target* at the end, or is removed if anything fails.
 
@@ -111,11 +111,11 @@ def appearing(rooms: Rooms, target: Target, *, is_older_form: Callable[[Path], b
     """
     partial = _partial(target.path)
     try:
-        rooms.files.make_directories(partial)
+        repo.files.make_directories(partial)
         yield partial
-        _move_into_place(rooms, partial, target, is_older_form)
+        _move_into_place(repo, partial, target, is_older_form)
     except BaseException:
-        rooms.files.remove_tree(partial)
+        repo.files.remove_tree(partial)
         raise
 
 
@@ -123,9 +123,9 @@ def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
 
 
-def _move_into_place(rooms: Rooms, partial: Path, target: Target, is_older_form: Callable[[Path], bool]) -> None:
+def _move_into_place(repo: Repository, partial: Path, target: Target, is_older_form: Callable[[Path], bool]) -> None:
     """Rename *partial*, which is complete, to *target*, and remove what was there if it may be replaced."""
-    files, path = rooms.files, target.path
+    files, path = repo.files, target.path
     aside = None
     if target.older is not None and files.exists(path):
         aside = path.with_name(f"{path.name}.replaced-{secrets.token_hex(4)}")
@@ -140,7 +140,7 @@ def _move_into_place(rooms: Rooms, partial: Path, target: Target, is_older_form:
             raise _came_meanwhile(path)
         files.sync_directory(path.parent)
     except BaseException:
-        _move_back(rooms, partial, path, aside)
+        _move_back(repo, partial, path, aside)
         raise
     if aside is not None:
         files.remove_tree(aside)
@@ -167,14 +167,14 @@ def _came_meanwhile(path: Path) -> AlreadyExists:
     )
 
 
-def _move_back(rooms: Rooms, partial: Path, path: Path, aside: Path | None) -> None:
+def _move_back(repo: Repository, partial: Path, path: Path, aside: Path | None) -> None:
     """Put back what was there; where even that fails, say under which name it still is."""
     with suppress(StorageIO):
         if not partial.exists():
-            rooms.files.rename(path, partial)
-        if aside is not None and not rooms.files.move_folder(aside, path):
-            rooms.files.remove_empty(aside)
-            if rooms.files.exists(aside):
+            repo.files.rename(path, partial)
+        if aside is not None and not repo.files.move_folder(aside, path):
+            repo.files.remove_empty(aside)
+            if repo.files.exists(aside):
                 warnings.warn(f"what was at {path} is whole at {aside}", stacklevel=2)
 
 
@@ -190,7 +190,7 @@ class FileTarget:
     """The identity of the older file of the same kind that is there; None where nothing is."""
 
 
-def checked_file(rooms: Rooms, out: Path, *, what: str, begins: bytes) -> FileTarget:
+def checked_file(repo: Repository, out: Path, *, what: str, begins: bytes) -> FileTarget:
     """
     Return where *out* is, if a file may be written there; an older one is known as *what* by how it *begins*.
 
@@ -199,23 +199,23 @@ def checked_file(rooms: Rooms, out: Path, *, what: str, begins: bytes) -> FileTa
         AlreadyExists: Something else is there, which is never replaced.
     """
     with _looking_at(out):
-        target = _placed(rooms, out, what="place")
+        target = _placed(repo, out, what="place")
         if not target.is_symlink() and not target.exists():
             return FileTarget(path=target, older=None)
-        if target.is_symlink() or not target.is_file() or not _begins(rooms, target, begins):
+        if target.is_symlink() or not target.is_file() or not _begins(repo, target, begins):
             raise AlreadyExists(
                 f"{out} is there and is not {what}; nothing was changed",
                 hint="choose another -o, or remove it by hand",
             )
-        return FileTarget(path=target, older=rooms.files.identity(target))
+        return FileTarget(path=target, older=repo.files.identity(target))
 
 
-def _begins(rooms: Rooms, path: Path, begins: bytes) -> bool:
-    with rooms.files.open(path) as file:
+def _begins(repo: Repository, path: Path, begins: bytes) -> bool:
+    with repo.files.open(path) as file:
         return file.size_bytes >= len(begins) and file.read_at(0, len(begins)) == begins
 
 
-def write_file(rooms: Rooms, target: FileTarget, data: bytes) -> None:
+def write_file(repo: Repository, target: FileTarget, data: bytes) -> None:
     """
     Write *data* to *target*; until the end, readers find the older file whole.
 
@@ -223,7 +223,7 @@ def write_file(rooms: Rooms, target: FileTarget, data: bytes) -> None:
         AlreadyExists: Something was put there since it was checked.
         StorageIO: The disk refused; what was there is as before.
     """
-    files, path = rooms.files, target.path
+    files, path = repo.files, target.path
     files.make_directories(path.parent)
     partial = _partial(path)
     try:

@@ -15,7 +15,7 @@ from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format.records import WITHOUT_MOMENTS
 from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TensorSource, TreeFile
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.tree import Tree
 from layerstore.zero3 import (
     RANDOM_STATE,
@@ -42,7 +42,7 @@ _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", 
 class RankStates:
     """A composite for some number of ranks, before a byte is moved. States are made one at a time, to save memory."""
 
-    rooms: Rooms
+    repo: Repository
     base: CommitRecord
     world_size: int
     versions: list[LayerVersion]
@@ -66,18 +66,18 @@ class RankStates:
 
     def _state(self, rank: int) -> RankState:
         if self.regrouping is None:
-            return self.rooms.state(self.base.states[rank])
+            return self.repo.state(self.base.states[rank])
         # Ranks that the base had keep their own state; new ones are made from the first rank's, which every base has.
         # Files for all ranks, gathered weights among them, stay with the first.
         has_own = rank < self.base.world_size
-        template = self.rooms.state(self.base.states[rank if has_own else 0])
+        template = self.repo.state(self.base.states[rank if has_own else 0])
         files = tuple(file for file in template.files if not RANDOM_STATE.fullmatch(file.path)) if has_own else ()
         state = regrouped(template, self.regrouping, rank=rank)
         return replace(state, files=files, gathered=template.gathered if has_own else ())
 
 
 def plan_ranks(
-    rooms: Rooms, composition: Composition, *, world_size: int | None = None, adam_step: AdamStep = "unify"
+    repo: Repository, composition: Composition, *, world_size: int | None = None, adam_step: AdamStep = "unify"
 ) -> RankStates:
     """
     Decide what *composition* is for *world_size* ranks; by default for as many as its base has.
@@ -89,23 +89,23 @@ def plan_ranks(
     """
     base = composition.base
     _check_has_moments(base)
-    check_whole(rooms, composition, world_size=world_size)
-    versions = check_members(rooms, composition)
+    check_whole(repo, composition, world_size=world_size)
+    versions = check_members(repo, composition)
     slices = Slices(versions)
     count = base.world_size if world_size is None else world_size
     if count < 1:
         raise InvalidInput(f"a checkpoint cannot be of {count} ranks", hint="choose a world size of 1 or more")
     if adam_step not in ADAM_STEPS:
         raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
-    first = rooms.state(base.states[0])
+    first = repo.state(base.states[0])
     notes = [*_buffer_notes(slices, count), *(_gathered_notes(first, slices) if composition.older_layers else ())]
     regrouping = None
     if count != base.world_size:
         regrouping = plan_regrouping(first, world_size=count)
-        notes += _notes_of_states(rooms, base, first, world_size=count)
+        notes += _notes_of_states(repo, base, first, world_size=count)
     layers = zip(composition.layers, versions, strict=True)
     states = RankStates(
-        rooms=rooms,
+        repo=repo,
         base=base,
         world_size=count,
         versions=versions,
@@ -176,12 +176,12 @@ def _gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
             )
 
 
-def _notes_of_states(rooms: Rooms, base: CommitRecord, first: RankState, *, world_size: int) -> Iterator[str]:
+def _notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, world_size: int) -> Iterator[str]:
     random_states = 0
     odd: dict[str, None] = {}
     expected = _own_values(first)
     for number, ref in enumerate(base.states):
-        state = rooms.state(ref) if number else first
+        state = repo.state(ref) if number else first
         random_states += sum(RANDOM_STATE.fullmatch(file.path) is not None for file in state.files)
         found = _own_values(state)
         odd |= dict.fromkeys(key for key in {**expected, **found} if expected.get(key) != found.get(key))

@@ -16,7 +16,7 @@ from layerstore.compose.peft import plan_beside
 from layerstore.compose.target import Product, appearing, checked_target
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.progress import Progress
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.zero3 import (
     LATEST,
     LATEST_BYTES_MAX,
@@ -50,7 +50,7 @@ class Written:
 
 
 def execute_compose(
-    rooms: Rooms,
+    repo: Repository,
     composition: Composition,
     out: Path,
     *,
@@ -76,11 +76,11 @@ def execute_compose(
     """
     started = time.monotonic()
     base, tag = composition.base, composition.base.layout.tag
-    target = checked_target(rooms, out, _CHECKPOINT, force=force)
-    ranks = plan_ranks(rooms, composition, world_size=world_size, adam_step=adam_step)
+    target = checked_target(repo, out, _CHECKPOINT, force=force)
+    ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
     with (
-        appearing(rooms, target, is_older_form=_older_form(rooms, target.path, tag=tag)) as partial,
-        assembling(rooms, partial, verify=verify, durable=durable, progress=progress) as assembly,
+        appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
+        assembling(repo, partial, verify=verify, durable=durable, progress=progress) as assembly,
     ):
         _assemble(assembly, ranks, own=composition.own_parameters(ranks.versions))
         assembly.write_last(SUMMARY, _summary(composition, ranks, adam_step))
@@ -113,7 +113,7 @@ def _assemble(assembly: Assembly, ranks: RankStates, *, own: frozenset[str]) -> 
             state,
             slices,
             world_size=count,
-            plan_file=lambda file: plan_beside(assembly.rooms, file, slices, own=own),
+            plan_file=lambda file: plan_beside(assembly.repo, file, slices, own=own),
         )
         assembly.write(files, shared)
     for of, _ in gathered:
@@ -133,10 +133,10 @@ def _summary(composition: Composition, ranks: RankStates, adam_step: AdamStep) -
     return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _older_form(rooms: Rooms, target: Path, *, tag: str) -> Callable[[Path], bool]:
+def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path], bool]:
     """Return what tells the files of the checkpoint at *target*, which may be of another step or of more ranks."""
     latest = target / LATEST
-    named = rooms.files.read(latest, size_bytes_max=LATEST_BYTES_MAX) if latest.exists() else b""
+    named = repo.files.read(latest, size_bytes_max=LATEST_BYTES_MAX) if latest.exists() else b""
     tags = {tag, named.decode(errors="replace").strip()}
 
     def is_older_form(path: Path) -> bool:

@@ -12,22 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, StorageIO
-from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
-from layerstore.gc.mark import Marks, blob_magic, concluding, named, pinned_commits
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
+from layerstore.gc.mark import Marks, concluding, named, pinned_commits
 from layerstore.gc.retention import Fate, choose, views_of
+from layerstore.gc.sweep import Gone, list_aside, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.gc.unserved import Unserved, unserved
-from layerstore.history import Needs, NumberedIds, named_by, references_to
+from layerstore.history import Needs, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
-from layerstore.model import BlobRef, ObjectId
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import retire
 from layerstore.storage.commits import RecordName
-from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 
@@ -51,18 +49,6 @@ class CommitFate:
     """What goes with it, and with none of those listed before."""
     bytes_freed_later: int
     """Likewise, what is too young to go yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """So many of something, and their bytes."""
-
-    count: int = 0
-    size_bytes: int = 0
-
-    def __add__(self, other: "Gone") -> "Gone":
-        """Return both together."""
-        return Gone(self.count + other.count, self.size_bytes + other.size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,23 +121,23 @@ class GcPlan:
         return [fate for _, fates in self.runs for fate in fates]
 
 
-def has_work(rooms: Rooms, request: GcRequest) -> bool:
+def has_work(repo: Repository, request: GcRequest) -> bool:
     """Whether any record of the runs asked about is to go: only these are looked at, and nothing is marked."""
-    now_ns = rooms.aside.now_ns()
-    pinned = pinned_commits(rooms)
-    views = [rooms.catalog.find(run) for run in request.runs or rooms.catalog.runs()]
+    now_ns = repo.aside.now_ns()
+    pinned = pinned_commits(repo)
+    views = [repo.catalog.find(run) for run in request.runs or repo.catalog.runs()]
     return any(
         fate.goes or fate.loses_moments or fate.is_blind
         for view in views
         if view is not None
-        for fate in choose(rooms, view, request.keep, pinned=pinned, now_ns=now_ns)
+        for fate in choose(repo, view, request.keep, pinned=pinned, now_ns=now_ns)
     )
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def plan_gc(rooms: Rooms, request: GcRequest, *, progress: Progress) -> GcPlan:
+def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPlan:
     """
     Find out what is to go; nothing is written but a probe for the time.
 
@@ -160,41 +146,41 @@ def plan_gc(rooms: Rooms, request: GcRequest, *, progress: Progress) -> GcPlan:
             Or records would go, and what is to stay lacks an object.
     """
     with concluding("nothing was removed"):
-        return _plan(rooms, request, progress)
+        return _plan(repo, request, progress)
 
 
-def _plan(rooms: Rooms, request: GcRequest, progress: Progress) -> GcPlan:
-    now_ns = rooms.aside.now_ns()
+def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
+    now_ns = repo.aside.now_ns()
     old_before_ns = now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS)
     unfinished_before_ns = now_ns - _ns(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
     trash_before_ns = now_ns - _ns(request.trash_seconds, TRASH_SECONDS)
-    runs = _chosen(rooms, request, now_ns)
+    runs = _chosen(repo, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
     _check_metric(request.keep, fates)
     going = {fate.row.name for fate in fates if fate.goes or fate.loses_moments}
     marks = Marks(
-        rooms, old_before_ns=old_before_ns, dead_before_ns=unfinished_before_ns, trash_before_ns=trash_before_ns
+        repo, old_before_ns=old_before_ns, dead_before_ns=unfinished_before_ns, trash_before_ns=trash_before_ns
     )
     progress.start("records", sum(len(view.rows) for view, _ in runs) - len(going))
     for fate in fates:
         if fate.loses_moments:
             with named(f"{fate.row.run}@{fate.row.step}"):
-                planned = plan_trim(rooms, rooms.catalog.commit(fate.row.name))
+                planned = plan_trim(repo, repo.catalog.commit(fate.row.name))
             marks.check_whole(add_needs(marks.needs, planned), of=fate.row)
     # What only sweeps takes nothing that could stand in for what is lost, so it may go on.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
-    tally = _tally(rooms, fates, marks)
-    leftovers = rooms.aside.leftovers(before_ns=unfinished_before_ns)
-    old_records, old_files = _old_trash(rooms, trash_before_ns)
+    tally = _tally(repo, fates, marks)
+    leftovers = repo.aside.leftovers(before_ns=unfinished_before_ns)
+    old_records, old_files = _old_trash(repo, trash_before_ns)
     outcome = GcOutcome(
-        commits=_commit_fates(rooms, fates, tally),
+        commits=_commit_fates(repo, fates, tally),
         objects=_sum(tally.old) + _sum(tally.aside),
         orphans=tally.old[None] + tally.aside[None],
         young=_sum(tally.young),
         unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
-        trash=Gone(len(old_records) + len(old_files), sum(map(rooms.trash.size_of_damaged, old_files))),
-        unserved=unserved(rooms, runs, needs=marks.needs),
-        pins=tuple(rooms.records.pin_names()),
+        trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
+        unserved=unserved(repo, runs, needs=marks.needs),
+        pins=tuple(repo.records.pin_names()),
     )
     return GcPlan(
         outcome=outcome,
@@ -210,9 +196,9 @@ def _ns(given_seconds: float | None, ours_seconds: float) -> int:
     return int((ours_seconds if given_seconds is None else given_seconds) * 1e9)
 
 
-def _old_trash(rooms: Rooms, before_ns: int) -> tuple[list[RecordName], list[Path]]:
-    records = [name for name in rooms.trash.records() if rooms.trash.modified_ns(name) < before_ns]
-    files = [path for path in rooms.trash.damaged() if (rooms.files.modified_ns(path) or before_ns) < before_ns]
+def _old_trash(repo: Repository, before_ns: int) -> tuple[list[RecordName], list[Path]]:
+    records = [name for name in repo.trash.records() if repo.trash.modified_ns(name) < before_ns]
+    files = [path for path in repo.trash.damaged() if (repo.files.modified_ns(path) or before_ns) < before_ns]
     return records, files
 
 
@@ -226,14 +212,14 @@ class _Tally:
     """What an earlier collection has moved aside."""
 
 
-def _tally(rooms: Rooms, fates: Sequence[Fate], marks: Marks) -> _Tally:
+def _tally(repo: Repository, fates: Sequence[Fate], marks: Marks) -> _Tally:
     """Look at every object; one goes with the first of the commits that names it."""
-    taken = Needs(rooms, besides=marks.needs)
+    taken = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:
             # What one names that is damaged counts as orphans as far as it is not known: the commit goes anyway.
             with contextlib.suppress(IntegrityError, NotFound):
-                taken.add_record(rooms.catalog.commit(fate.row.name).record, number=number)
+                taken.add_record(repo.catalog.commit(fate.row.name).record, number=number)
     tally = _Tally(*(defaultdict[int | None, Gone](Gone) for _ in range(3)))
     for each in marks.unneeded():
         (tally.young if each.is_young else tally.old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
@@ -247,17 +233,17 @@ def _sum(parts: Mapping[int | None, Gone]) -> Gone:
     return sum(parts.values(), Gone())
 
 
-def _chosen(rooms: Rooms, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[Fate, ...]], ...]:
-    views = views_of(rooms)
+def _chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[Fate, ...]], ...]:
+    views = views_of(repo)
     wanted = {view.run for view in views} if request.runs is None else set(request.runs)
     missing = wanted - {view.run for view in views}
     if missing:
         run = min(missing)
         hint = did_you_mean(nearest(run, (view.run for view in views)), else_="layerstore log lists the runs")
         raise NotFound(f"there is no run {run!r} in this store", hint=hint)
-    pinned = pinned_commits(rooms)
+    pinned = pinned_commits(repo)
     return tuple(
-        (view, choose(rooms, view, request.keep if view.run in wanted else None, pinned=pinned, now_ns=now_ns))
+        (view, choose(repo, view, request.keep if view.run in wanted else None, pinned=pinned, now_ns=now_ns))
         for view in views
     )
 
@@ -273,9 +259,9 @@ def _check_metric(keep: Keep, fates: Sequence[Fate]) -> None:
     )
 
 
-def _commit_fates(rooms: Rooms, fates: Sequence[Fate], tally: _Tally) -> tuple[CommitFate, ...]:
+def _commit_fates(repo: Repository, fates: Sequence[Fate], tally: _Tally) -> tuple[CommitFate, ...]:
     """Return what becomes of every commit, with the bytes that go with it."""
-    references = references_to(rooms, [fate.row for fate in fates])
+    references = references_to(repo, [fate.row for fate in fates])
     return tuple(
         CommitFate(
             run=fate.row.run,
@@ -297,7 +283,7 @@ def _commit_fates(rooms: Rooms, fates: Sequence[Fate], tally: _Tally) -> tuple[C
 # -- the deed ------------------------------------------------------------------------------------------------------
 
 
-def execute_gc(rooms: Rooms, request: GcRequest, *, progress: Progress) -> GcOutcome:
+def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcOutcome:
     """
     Remove what `plan_gc` finds, and raise as that does.
 
@@ -308,30 +294,30 @@ def execute_gc(rooms: Rooms, request: GcRequest, *, progress: Progress) -> GcOut
         Conflict: More would go than in the plan that was confirmed; nothing was removed. Or a migration is under way,
             or was interrupted.
     """
-    rooms.prepare_writing()
-    with rooms.lock_gc() as hold:
-        _check_no_migration(rooms)
-        plan = plan_gc(rooms, request, progress=progress)
+    repo.prepare_writing()
+    with repo.lock_gc() as hold:
+        _check_no_migration(repo)
+        plan = plan_gc(repo, request, progress=progress)
         _check_confirmed(plan, request)
         hold.check()
-        _remove_records(rooms, plan)
-        _check_no_migration(rooms)
+        _remove_records(repo, plan)
+        _check_no_migration(repo)
         _look_again(plan)
-        rooms.aside.make_folder()
+        repo.aside.make_folder()
         progress.start("remove", plan.outcome.objects.size_bytes)
         freed = Gone()
         while True:
-            full = _sweep(rooms, plan, progress)
-            listed = _list_aside(rooms)
+            full = take_aside(repo, plan.marks, progress)
+            listed = list_aside(repo)
             _look_again(plan)
             hold.check()  # whoever has the lock now settles what lies aside
-            gone, waiting = _settle(rooms, plan, listed)
+            gone, waiting = settle(repo, plan.marks, listed, moved_before_ns=plan.old_before_ns)
             freed += gone
             if full is None:
                 break
             if not gone.count:
                 raise full
-        _tidy(rooms, plan)
+        _tidy(repo, plan)
         return replace(plan.outcome, objects=freed + waiting, waiting=waiting)
 
 
@@ -350,38 +336,38 @@ def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
             )
 
 
-def _check_no_migration(rooms: Rooms) -> None:
+def _check_no_migration(repo: Repository) -> None:
     """
     Make sure that no migration has read the records that this collection removes: it would bring them back.
 
     A migration makes its folder and then reads; a collection removes records and then looks for that folder, before
     any object goes. So one of them sees the other, whoever has lost which lock.
     """
-    rooms.records.check_store()
-    if rooms.files.exists(rooms.layout.migrating):
+    repo.records.check_store()
+    if repo.files.exists(repo.layout.migrating):
         raise Conflict(
             "a migration of this store was begun and is not finished; no object was removed",
             hint="layerstore migrate finishes it, or begins it afresh",
         )
 
 
-def _remove_records(rooms: Rooms, plan: GcPlan) -> None:
+def _remove_records(repo: Repository, plan: GcPlan) -> None:
     """Remove the records that go, and empty the trash; first what they still hide, which would show again."""
     for view, fates in plan.runs:
         if view.hidden:
             for row in view.visible:
-                retire(rooms, rooms.catalog.commit(row.name))
+                retire(repo, repo.catalog.commit(row.name))
         for fate in fates:
             if fate.loses_moments:
-                trim(rooms, fate.row)
+                trim(repo, fate.row)
         going = [fate.row.name for fate in fates if fate.goes]
-        rooms.records.remove(going)
-        rooms.catalog.forget(going)
-    records, files = _old_trash(rooms, plan.trash_before_ns)
+        repo.records.remove(going)
+        repo.catalog.forget(going)
+    records, files = _old_trash(repo, plan.trash_before_ns)
     for name in records:
-        rooms.trash.remove_record(name)
+        repo.trash.remove_record(name)
     for path in files:
-        rooms.trash.remove_damaged(path)
+        repo.trash.remove_damaged(path)
 
 
 def _look_again(plan: GcPlan) -> None:
@@ -389,126 +375,8 @@ def _look_again(plan: GcPlan) -> None:
         plan.marks.look(Silent())
 
 
-def _sweep(rooms: Rooms, plan: GcPlan, progress: Progress) -> StorageIO | None:
-    """Move aside what is old and nothing needs; on a full disk return the error: what is aside by then makes room."""
-    try:
-        for each in plan.marks.doomed():
-            rooms.aside.take(each.ref.id)
-            progress.advance(each.ref.size_bytes)
-    except StorageIO as exc:
-        if exc.kind != "no_space":
-            raise
-        return exc
-    return None
-
-
-def _list_aside(rooms: Rooms) -> NumberedIds:
-    """
-    Return all that lies aside.
-
-    What comes there after the second look was moved by another collection, which has lost its lock or found this one's
-    lost: only that one knows whether it may go.
-    """
-    found = NumberedIds()
-    for object_id, _ in rooms.aside.objects():
-        found.add(object_id, 0)
-    return found
-
-
-def _settle(rooms: Rooms, plan: GcPlan, listed: NumberedIds) -> tuple[Gone, Gone]:
-    """
-    Put back what is needed of what lies aside, and unlink the rest of what is *listed*; return that, and what waits.
-
-    What a killed collection has left is settled by the same rule. On a network filesystem another node's listing may
-    be late: there only what an earlier collection has moved is removed, and the rest waits for the next one.
-    """
-    marks = plan.marks
-    for each in marks.aside():
-        if each.is_young:
-            marks.spare(each.ref)
-    blobs: list[BlobRef] = []
-    others = NumberedIds()
-    back: list[BlobRef] = []
-    for object_id, path in rooms.aside.objects():
-        ref = BlobRef(id=object_id, size_bytes=rooms.files.size(path) or 0)
-        if marks.is_needed(object_id, path):
-            back.append(ref)
-        elif object_id in listed and _is_blob(rooms, ref):
-            blobs.append(ref)
-        elif object_id in listed:
-            others.add(object_id, 0)
-    _put_back(rooms, back)
-    sums = {True: Gone(), False: Gone()}
-    for ref in blobs:
-        path = rooms.layout.aside / ref.id
-        if marks.is_needed(ref.id, path):
-            _put_back(rooms, [ref])
-        else:
-            sums[_remove(rooms, plan, ref.id, path)] += Gone(1, ref.size_bytes)
-        if rooms.files.exists(rooms.layout.object(ref.id)):
-            # A writer has put it back: at its place it says that all that it names is there.
-            marks.spare(ref)
-            _put_back(rooms, _named_by(rooms, ref) or ())
-    for object_id, path in rooms.aside.objects():
-        size_bytes = rooms.files.size(path) or 0
-        if object_id in others and not marks.is_needed(object_id, path):
-            sums[_remove(rooms, plan, object_id, path)] += Gone(1, size_bytes)
-    rooms.aside.sync()
-    return sums[True], sums[False]
-
-
-def _remove(rooms: Rooms, plan: GcPlan, object_id: ObjectId, path: Path) -> bool:
-    """Unlink what lies aside, unless it has to wait for the next collection; return whether it is gone."""
-    if rooms.aside.is_on_network and rooms.aside.moved_ns(path) >= plan.old_before_ns:
-        return False
-    rooms.aside.remove([object_id])
-    return True
-
-
-def _is_blob(rooms: Rooms, ref: BlobRef) -> bool:
-    try:
-        return blob_magic(rooms, ref) in {VERSION_MAGIC, STATE_MAGIC}
-    except IntegrityError:
-        return False  # gone meanwhile
-
-
-def _put_back(rooms: Rooms, objects: Iterable[BlobRef]) -> None:
-    """
-    Give *objects* their names again, blobs last, each after all that it names: at its place it says that this is there.
-
-    All of it is touched, so that no collection beside this one takes it.
-    """
-    blobs = []
-    for ref in objects:
-        named = _named_by(rooms, ref)
-        if named is None:
-            _put_back_one(rooms, ref)
-        else:
-            blobs.append((ref, named))
-    for ref, named in blobs:
-        if all(_put_back_one(rooms, each) for each in named):
-            _put_back_one(rooms, ref)
-
-
-def _put_back_one(rooms: Rooms, ref: BlobRef) -> bool:
-    aside = rooms.layout.aside / ref.id
-    is_aside = rooms.files.exists(aside)
-    is_home = ObjectWriter(rooms.layout, rooms.files, rooms.objects).put_back(ref)
-    if is_home and is_aside:
-        rooms.files.unlink(aside)
-    return is_home
-
-
-def _named_by(rooms: Rooms, ref: BlobRef) -> list[BlobRef] | None:
-    """Return what the blob *ref* names; None where it is none, or damaged."""
-    try:
-        return named_by(rooms, ref) if _is_blob(rooms, ref) else None
-    except IntegrityError:
-        return None
-
-
-def _tidy(rooms: Rooms, plan: GcPlan) -> None:
+def _tidy(repo: Repository, plan: GcPlan) -> None:
     for session in plan.marks.dead_sessions:
-        rooms.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
-    for path, _ in rooms.aside.leftovers(before_ns=plan.unfinished_before_ns):
-        rooms.files.unlink(path)
+        repo.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
+    for path, _ in repo.aside.leftovers(before_ns=plan.unfinished_before_ns):
+        repo.files.unlink(path)

@@ -14,7 +14,7 @@ from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
 from layerstore.storage.commits import RecordName
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 
@@ -49,7 +49,7 @@ class DroppedCommit:
     """When it came there, by the filesystem's clock."""
 
 
-def plan_drop(rooms: Rooms, ref: str) -> Dropped:
+def plan_drop(repo: Repository, ref: str) -> Dropped:
     """
     Find out what dropping the commit *ref* means; nothing is written.
 
@@ -57,79 +57,77 @@ def plan_drop(rooms: Rooms, ref: str) -> Dropped:
         NotFound: There is no such commit.
         InvalidInput: *ref* is a pin.
     """
-    resolved = resolve(rooms, ref)
+    resolved = resolve(repo, ref)
     record = resolved.record
     if resolved.pin is not None:
         raise InvalidInput(
             f"{resolved.pin!r} is a pin, and drop takes commits; nothing was changed",
             hint=f"layerstore pin --delete {typed(resolved.pin)}; layerstore log {typed(record.run)} lists the commits",
         )
-    view = rooms.catalog.view(record.run)
+    view = repo.catalog.view(record.run)
     attempts = {row.attempt for row in view.visible if row.id != resolved.commit}
     tip = next((row for row in view.history(max(attempts)) if row.id != resolved.commit), None) if attempts else None
     return Dropped(
         run=record.run,
         step=record.step,
         attempt=record.attempt,
-        reference=reference_to(rooms, record),
+        reference=reference_to(repo, record),
         commit=resolved.commit,
-        size_bytes=bytes_of_only(rooms, record, commit=resolved.commit),
-        inherited_by=_inheritors(rooms, view, resolved),
-        pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.base == resolved.commit),
+        size_bytes=bytes_of_only(repo, record, commit=resolved.commit),
+        inherited_by=_inheritors(repo, view, resolved),
+        pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.base == resolved.commit),
         tip=None if tip is None else f"{view.run}@{tip.step}",
         is_tip=bool(view.attempts) and next(view.history(view.attempts[-1])).id == resolved.commit,
     )
 
 
-def execute_drop(rooms: Rooms, ref: str) -> Dropped:
+def execute_drop(repo: Repository, ref: str) -> Dropped:
     """
     Move the commit *ref* to the trash; raises as `plan_drop` does.
 
     Once this returns a power cut cannot bring it back.
     """
-    rooms.prepare_writing()
-    with rooms.lock_run(parse_reference(ref).name):
-        plan = plan_drop(rooms, ref)
+    repo.prepare_writing()
+    with repo.lock_run(parse_reference(ref).name):
+        plan = plan_drop(repo, ref)
         name = RecordName(plan.run, plan.step, CommitId(plan.commit))
-        retire(rooms, rooms.catalog.commit(name))  # else what it replaced would show again
-        rooms.trash.take_record(name)
-        rooms.catalog.forget([name])
+        retire(repo, repo.catalog.commit(name))  # else what it replaced would show again
+        repo.trash.take_record(name)
+        repo.catalog.forget([name])
     return plan
 
 
-def damaged_records(rooms: Rooms, ref: str) -> list[RecordName]:
+def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
     """Return the records at the step of *ref* that cannot be read; none where *ref* names no step of a run."""
     reference = parse_reference(ref)
-    view = rooms.catalog.find(reference.name) if rooms.records.names(reference.name) else None
+    view = repo.catalog.find(reference.name) if repo.records.names(reference.name) else None
     if view is None or reference.step is None:
         return []
-    return sorted(
-        name for name in with_records_read(rooms, view, reference.step).damaged if name.step == reference.step
-    )
+    return sorted(name for name in with_records_read(repo, view, reference.step).damaged if name.step == reference.step)
 
 
-def give_up(rooms: Rooms, names: list[RecordName]) -> None:
+def give_up(repo: Repository, names: list[RecordName]) -> None:
     """Move records that cannot be read to the trash: nobody knows what they need, so a collection takes that."""
-    rooms.prepare_writing()
+    repo.prepare_writing()
     for name in names:
-        rooms.trash.take_damaged(rooms.layout.record(name.run, name.step, name.id))
-    rooms.catalog.forget(names)
+        repo.trash.take_damaged(repo.layout.record(name.run, name.step, name.id))
+    repo.catalog.forget(names)
 
 
-def dropped(rooms: Rooms, run: str | None = None) -> list[DroppedCommit]:
+def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
     """Return the commits in the trash that can be read, newest first within each run."""
     found = []
-    for name in rooms.trash.records():
+    for name in repo.trash.records():
         if run is None or name.run == run:
             try:
-                commit = rooms.trash.read_record(name)
+                commit = repo.trash.read_record(name)
             except (NotFound, IntegrityError):
                 continue  # emptied meanwhile; or rotten, and then nobody can have it back
-            found.append(DroppedCommit(commit=commit, dropped_ns=rooms.trash.modified_ns(name)))
+            found.append(DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name)))
     return sorted(found, key=lambda each: (each.commit.record.run, -each.commit.record.step))
 
 
-def find_dropped(rooms: Rooms, ref: str) -> Commit:
+def find_dropped(repo: Repository, ref: str) -> Commit:
     """
     Return the commit in the trash that *ref* means: ``RUN@STEP``, or an id or its first digits.
 
@@ -140,7 +138,7 @@ def find_dropped(rooms: Rooms, ref: str) -> Commit:
     reference = parse_reference(ref)
     found = [
         each.commit
-        for each in dropped(rooms)
+        for each in dropped(repo)
         if each.commit.id.startswith(ref)
         or (each.commit.record.run, each.commit.record.step) == (reference.name, reference.step)
     ]
@@ -152,7 +150,7 @@ def find_dropped(rooms: Rooms, ref: str) -> Commit:
     return found[0]
 
 
-def undrop(rooms: Rooms, ref: str) -> Commit:
+def undrop(repo: Repository, ref: str) -> Commit:
     """
     Make the commit *ref* visible again.
 
@@ -161,11 +159,11 @@ def undrop(rooms: Rooms, ref: str) -> Commit:
         Conflict: Another commit has its place, or its attempt has become another one.
         Overtaken: What it needs is gone; it stays in the trash.
     """
-    rooms.prepare_writing()
-    commit = find_dropped(rooms, ref)
+    repo.prepare_writing()
+    commit = find_dropped(repo, ref)
     record = commit.record
-    with rooms.lock_run(record.run):
-        view = rooms.catalog.find(record.run)
+    with repo.lock_run(record.run):
+        view = repo.catalog.find(record.run)
         own = [] if view is None else view.of_attempt(record.attempt)
         rival = next((row for row in own if row.step == record.step), None)
         if rival is not None and rival.id == commit.id:
@@ -181,14 +179,14 @@ def undrop(rooms: Rooms, ref: str) -> Commit:
                 hint=f"layerstore compose {commit.id[:12]} -o DIR composes it from the trash",
             )
         try:
-            republish(rooms, commit)
+            republish(repo, commit)
         except Overtaken as exc:
             raise Overtaken(f"{ref} cannot come back: {exc}", hint="ingest its checkpoint again") from exc
-        rooms.trash.remove_record(rooms.records.name_of(commit))
+        repo.trash.remove_record(repo.records.name_of(commit))
     return commit
 
 
-def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, ...]:
+def _inheritors(repo: Repository, view: RunView, resolved: Resolved) -> tuple[str, ...]:
     """Return the visible commits that inherited layers from *resolved*, as their users call them."""
     source = resolved.record
     found = []
@@ -196,9 +194,9 @@ def _inheritors(rooms: Rooms, view: RunView, resolved: Resolved) -> tuple[str, .
         if row.id == resolved.commit or row.step < source.step:
             continue
         try:
-            entries = rooms.catalog.commit(row.name).record.layers
+            entries = repo.catalog.commit(row.name).record.layers
         except (NotFound, IntegrityError):
             continue  # collected just now, or damaged, which verify reports
         if any(entry.saved_by(source) for entry in entries):
             found.append(row)
-    return tuple(references_to(rooms, found))
+    return tuple(references_to(repo, found))

@@ -18,7 +18,7 @@ from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Sav
 from layerstore.progress import Progress
 from layerstore.storage.commits import RecordName
 from layerstore.storage.objects import missing
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,13 @@ _NAMED, _SPARED = 0, 1
 class Marks:
     """What is needed, as far as has been looked; looking again finds what has come since."""
 
-    def __init__(self, rooms: Rooms, *, old_before_ns: int, dead_before_ns: int, trash_before_ns: int) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository, *, old_before_ns: int, dead_before_ns: int, trash_before_ns: int) -> None:
+        self._repo = repo
         self._seen: set[RecordName] = set()
         self._old_before_ns = old_before_ns
         self._dead_before_ns = dead_before_ns
         self._trash_before_ns = trash_before_ns
-        self.needs = Needs(rooms)
+        self.needs = Needs(repo)
         self.dead_sessions: list[str] = []
         """Those in which nothing was done for so long that nobody will join their parts."""
 
@@ -62,7 +62,7 @@ class Marks:
         """
         self._mark_parts()
         self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
-        for pin in readable_pins(self._rooms):
+        for pin in readable_pins(self._repo):
             with named(f"pin {pin.name!r}", gives_up=_deletes(pin.name)):
                 new = self.needs.add_record(pin.record)
             if has_to_be_whole:
@@ -81,13 +81,13 @@ class Marks:
         """
         for ref in refs:
             try:
-                if self._rooms.objects.find(ref) is None:
+                if self._repo.objects.find(ref) is None:
                     raise missing(ref)
             except IntegrityError as exc:
                 if isinstance(of, Pin):
                     called, command = f"pin {of.name!r}", _deletes(of.name)
                 else:
-                    called = references_to(self._rooms, [of])[0]
+                    called = references_to(self._repo, [of])[0]
                     command = f"layerstore drop {typed(called)}"
                 raise IntegrityError(
                     f"{called} is to stay and is not whole: {exc}",
@@ -96,22 +96,22 @@ class Marks:
 
     def _mark_parts(self) -> None:
         self.dead_sessions.clear()  # one may have come to life again
-        for session in self._rooms.parts.sessions():
-            if self._rooms.parts.modified_ns(session) < self._dead_before_ns:
+        for session in self._repo.parts.sessions():
+            if self._repo.parts.modified_ns(session) < self._dead_before_ns:
                 self.dead_sessions.append(session)
                 continue
-            for part in self._rooms.parts.of_session(session):
+            for part in self._repo.parts.of_session(session):
                 with named(f"save {part.save} of session {session[:12]}"):
                     self.needs.add_part(part)
 
     def _mark_records(self, progress: Progress, without: Set[RecordName], *, has_to_be_whole: bool) -> None:
-        for run in self._rooms.records.runs():
-            for name in self._rooms.records.names(run):
+        for run in self._repo.records.runs():
+            for name in self._repo.records.names(run):
                 if name in self._seen or name in without:
                     continue
                 called = f"{name.run}@{name.step}"
                 with named(called, gives_up=f"layerstore drop {typed(called)}"):
-                    record = self._rooms.records.read(name).record
+                    record = self._repo.records.read(name).record
                     new = self.needs.add_record(record)
                 if has_to_be_whole:
                     self.check_whole(new, of=record)
@@ -119,12 +119,12 @@ class Marks:
                 progress.advance(1)
 
     def _mark_trash(self, without: Set[RecordName]) -> None:
-        for name in self._rooms.trash.records():
-            if name in self._seen or name in without or self._rooms.trash.modified_ns(name) < self._trash_before_ns:
+        for name in self._repo.trash.records():
+            if name in self._seen or name in without or self._repo.trash.modified_ns(name) < self._trash_before_ns:
                 continue
             # What rotted in the trash, or has lost an object there, holds nobody back: it was dropped.
             with contextlib.suppress(IntegrityError, NotFound):
-                self.needs.add_record(self._rooms.trash.read_record(name).record)
+                self.needs.add_record(self._repo.trash.read_record(name).record)
                 self._seen.add(name)
 
     # -- what is not -----------------------------------------------------------------------------------------------
@@ -145,22 +145,22 @@ class Marks:
                 yield each
 
     def _loose(self) -> Iterator[Unneeded]:
-        for object_id, path in self._rooms.objects.ids():
+        for object_id, path in self._repo.objects.ids():
             if self.needs.number(object_id) != _NAMED and (found := self._look_at(object_id, path)):
                 yield found
 
     def aside(self) -> Iterator[Unneeded]:
         """Yield what lies aside and nothing needs."""
-        for object_id, path in self._rooms.aside.objects():
+        for object_id, path in self._repo.aside.objects():
             if object_id not in self.needs and (found := self._look_at(object_id, path)):
                 yield found
 
     def is_needed(self, object_id: ObjectId, path: Path) -> bool:
         """Whether what lies aside at *path* is to go back to its place: what was touched since is, too."""
-        return object_id in self.needs or (self._rooms.files.modified_ns(path) or 0) >= self._old_before_ns
+        return object_id in self.needs or (self._repo.files.modified_ns(path) or 0) >= self._old_before_ns
 
     def _look_at(self, object_id: ObjectId, path: Path) -> Unneeded | None:
-        state = self._rooms.files.state(path)
+        state = self._repo.files.state(path)
         if state is None:
             return None  # gone meanwhile
         return Unneeded(
@@ -181,7 +181,7 @@ class Marks:
         if ref.id in self.needs:
             return
         try:
-            magic = blob_magic(self._rooms, ref)
+            magic = blob_magic(self._repo, ref)
             if magic == VERSION_MAGIC:
                 self.needs.add_version(ref, number=_SPARED)
             elif magic == STATE_MAGIC:
@@ -190,26 +190,26 @@ class Marks:
             return  # damaged, and named by nothing: nobody can be about to commit it
 
 
-def blob_magic(rooms: Rooms, ref: BlobRef) -> bytes:
+def blob_magic(repo: Repository, ref: BlobRef) -> bytes:
     """Return how the object *ref* begins if it may be a blob."""
     if ref.size_bytes > BLOB_BYTES_MAX:
         return b""
-    with rooms.objects.open(ref) as file:
+    with repo.objects.open(ref) as file:
         return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes))
 
 
-def bytes_of_only(rooms: Rooms, record: CommitRecord, *, commit: str) -> int:
+def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
     """Return at most how many bytes only *record*, that of *commit*, keeps: versions and states of no other commit."""
     others: set[BlobRef] = set()
-    kept = [pin.record for pin in rooms.records.readable_pins()]
-    for name in rooms.records.names(record.run):
+    kept = [pin.record for pin in repo.records.readable_pins()]
+    for name in repo.records.names(record.run):
         if name.id != commit:
             with contextlib.suppress(LayerstoreError):  # damaged: then it counts for nothing here
-                kept.append(rooms.catalog.commit(name).record)
+                kept.append(repo.catalog.commit(name).record)
     for other in kept:
         others.update(entry.version for entry in other.layers)
         others.update(other.states)
-    needs = Needs(rooms)
+    needs = Needs(repo)
     own = [entry for entry in record.layers if entry.version not in others]
     with contextlib.suppress(IntegrityError):  # what it has lost already frees nothing
         needs_of = replace(record, layers=tuple(own), states=tuple(ref for ref in record.states if ref not in others))
@@ -217,23 +217,23 @@ def bytes_of_only(rooms: Rooms, record: CommitRecord, *, commit: str) -> int:
     return 0
 
 
-def pinned_commits(rooms: Rooms) -> dict[CommitId, str]:
+def pinned_commits(repo: Repository) -> dict[CommitId, str]:
     """Return the commits that pins name as they stand; a pinned composite keeps its own layers, not its base."""
     found = {}
-    for pin in readable_pins(rooms):
+    for pin in readable_pins(repo):
         name = RecordName(pin.record.run, pin.record.step, pin.base)
         called = f"{name.run}@{name.step}"
         with named(called, gives_up=f"layerstore drop {typed(called)}"):
-            if name in rooms.records.names(name.run) and rooms.records.read(name).record.layers == pin.record.layers:
+            if name in repo.records.names(name.run) and repo.records.read(name).record.layers == pin.record.layers:
                 found[pin.base] = pin.name
     return found
 
 
-def readable_pins(rooms: Rooms) -> Iterator[Pin]:
+def readable_pins(repo: Repository) -> Iterator[Pin]:
     """Yield every pin; raises IntegrityError at one that is damaged."""
-    for name in rooms.records.pin_names():
+    for name in repo.records.pin_names():
         with contextlib.suppress(NotFound), named(f"pin {name!r}", gives_up=_deletes(name)):
-            yield rooms.records.read_pin(name)
+            yield repo.records.read_pin(name)
 
 
 def _deletes(pin: str) -> str:

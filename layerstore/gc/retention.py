@@ -12,7 +12,7 @@ from layerstore.layers import typed
 from layerstore.model import CommitId, CommitRecord
 from layerstore.policy.keep import Candidate, Keep
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 from layerstore.zero3 import TRAINER_STATE
 
@@ -42,7 +42,7 @@ class Fate:
 
 
 def choose(
-    rooms: Rooms, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int
+    repo: Repository, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int
 ) -> tuple[Fate, ...]:
     """
     Return what *keep* makes of each visible commit of *view*, newest first; without it all stay.
@@ -50,23 +50,23 @@ def choose(
     Raises:
         IntegrityError: A record cannot be read.
     """
-    return tuple(_fates(rooms, view, keep, pinned, now_ns))
+    return tuple(_fates(repo, view, keep, pinned, now_ns))
 
 
 def _fates(
-    rooms: Rooms, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
+    repo: Repository, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
 ) -> Iterable[Fate]:
     goes_on = list(view.history(newest_attempt(view)))
     history = {row.id for row in goes_on}
     rows = [*goes_on, *(row for row in reversed(view.visible) if row.id not in history)]
     best = None if keep is None else keep.best_of
     candidates = [
-        _candidate(rooms, row, is_in_history=row.id in history, needs_metrics=best is not None) for row in rows
+        _candidate(repo, row, is_in_history=row.id in history, needs_metrics=best is not None) for row in rows
     ]
     times = {each.id: each.time_ns for each in candidates}
     aged = _aged(rows, keep)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
-    ahead, busy = _ahead(view, goes_on), _being_saved(rooms, view)
+    ahead, busy = _ahead(view, goes_on), _being_saved(repo, view)
     # Rules are per run: who has measured something else has no best commit, and so no other ones.
     is_blind = best is not None and all(best.reason not in each for each in reasons.values())
     blind = f"no commit has {best.metric}" if best and is_blind and keep and keep.is_best_alone else None
@@ -81,7 +81,7 @@ def _fates(
         # What a job saves next inherits whole versions from its last commit.
         is_aged = bool(kept_by) and row.id in aged and not (row.id in pinned or row.id in busy or blind in kept_by)
         with named(f"{row.run}@{row.step}", gives_up=f"layerstore drop {typed(f'{row.run}@{row.step}')}"):
-            loses_moments = is_aged and has_moments(rooms, rooms.catalog.commit(row.name).record)
+            loses_moments = is_aged and has_moments(repo, repo.catalog.commit(row.name).record)
         if row.id in pinned:
             kept_by = (*kept_by, f"pin {pinned[row.id]}")
         abandoned = "" if row.id in history else ", and training has left its attempt"
@@ -107,21 +107,21 @@ def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
     return {tip.id for tip in tips if tip.step > goes_on[0].step}
 
 
-def _being_saved(rooms: Rooms, view: RunView) -> set[CommitId]:
+def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
     """Return the tips of attempts that jobs are saving now: what these save next rests on them."""
-    return {view.of_attempt(attempt)[-1].id for attempt in saved_now(rooms, view.run, view.attempts)}
+    return {view.of_attempt(attempt)[-1].id for attempt in saved_now(repo, view.run, view.attempts)}
 
 
-def _candidate(rooms: Rooms, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
+def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
     called = f"{row.run}@{row.step}"
     with named(called, gives_up=f"layerstore drop {typed(called)}"):
-        commit = rooms.catalog.commit(row.name)
+        commit = repo.catalog.commit(row.name)
         return Candidate(
             id=row.id,
             step=row.step,
-            time_ns=saved_ns(rooms, commit),
+            time_ns=saved_ns(repo, commit),
             is_in_history=is_in_history,
-            metrics=_metrics(rooms, commit.record) if needs_metrics else {},
+            metrics=_metrics(repo, commit.record) if needs_metrics else {},
         )
 
 
@@ -132,13 +132,13 @@ def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
     return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}
 
 
-def _metrics(rooms: Rooms, record: CommitRecord) -> dict[str, float]:
+def _metrics(repo: Repository, record: CommitRecord) -> dict[str, float]:
     """Return what ``trainer_state.json`` says was measured at the step of *record*."""
     if not record.states:
         return {}
-    for file in rooms.state(record.states[0]).files:
+    for file in repo.state(record.states[0]).files:
         if file.path == TRAINER_STATE:
-            return _logged_at(content_of(rooms, file.content), record.step)
+            return _logged_at(content_of(repo, file.content), record.step)
     return {}
 
 
@@ -156,14 +156,14 @@ def _logged_at(data: bytes, step: int) -> dict[str, float]:
         return {}  # not the Trainer's own: then it names no metric
 
 
-def views_of(rooms: Rooms) -> list[RunView]:
+def views_of(repo: Repository) -> list[RunView]:
     """
     Return what every run holds.
 
     Raises:
         IntegrityError: A record is damaged: nobody knows what it needs, or what it hides.
     """
-    found = [view for view in (rooms.catalog.find(run) for run in rooms.catalog.runs()) if view is not None]
+    found = [view for view in (repo.catalog.find(run) for run in repo.catalog.runs()) if view is not None]
     for view in found:
         for name, problem in view.damaged.items():
             with named(f"{name.run}@{name.step}", gives_up=f"layerstore drop {typed(f'{name.run}@{name.step}')}"):

@@ -13,7 +13,7 @@ from layerstore.history import Needs, objects_of_version
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.publish import Transaction
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,10 @@ class Trim:
     """What these name."""
 
 
-def has_moments(rooms: Rooms, record: CommitRecord) -> bool:
+def has_moments(repo: Repository, record: CommitRecord) -> bool:
     """Whether there is anything of *record* that could be dropped; most tell by their first layer."""
     return WITHOUT_MOMENTS not in record.flags and any(
-        stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in rooms.version_of(entry).objects
+        stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in repo.version_of(entry).objects
     )
 
 
@@ -39,14 +39,14 @@ def without_moments(version: LayerVersion) -> LayerVersion:
     return replace(version, objects=tuple(each for each in version.objects if each.kind is not Kind.OPTIMIZER))
 
 
-def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
+def plan_trim(repo: Repository, commit: Commit) -> Trim:
     """Return what takes the place of *commit*, which has moments."""
     record = commit.record
     entries: list[LayerEntry] = []
     versions: dict[BlobRef, bytes] = {}
     objects: list[BlobRef] = []
     for entry in record.layers:
-        bare = without_moments(rooms.version_of(entry))
+        bare = without_moments(repo.version_of(entry))
         data = encode_version(bare)
         versions[ref_of(data)] = data
         objects += objects_of_version(bare)
@@ -59,7 +59,7 @@ def plan_trim(rooms: Rooms, commit: Commit) -> Trim:
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
 
 
-def saved_ns(rooms: Rooms, commit: Commit) -> int:
+def saved_ns(repo: Repository, commit: Commit) -> int:
     """
     Return when *commit* was saved: the younger of its record's time and its file's.
 
@@ -69,8 +69,8 @@ def saved_ns(rooms: Rooms, commit: Commit) -> int:
     record = commit.record
     if WITHOUT_MOMENTS in record.flags:
         return commit.observed.time_ns
-    path = rooms.layout.record(record.run, record.step, commit.id)
-    return max(commit.observed.time_ns, rooms.files.modified_ns(path) or 0)
+    path = repo.layout.record(record.run, record.step, commit.id)
+    return max(commit.observed.time_ns, repo.files.modified_ns(path) or 0)
 
 
 def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
@@ -82,16 +82,16 @@ def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
     return new
 
 
-def trim(rooms: Rooms, row: RecordRow) -> CommitId:
+def trim(repo: Repository, row: RecordRow) -> CommitId:
     """
     Put a commit without moments in the place of *row*, whose record goes for good; return its id.
 
     Raises:
         Overtaken: What it names is gone.
     """
-    commit = rooms.catalog.commit(row.name)
-    plan = plan_trim(rooms, commit)
-    with Transaction(rooms) as tx:
+    commit = repo.catalog.commit(row.name)
+    plan = plan_trim(repo, commit)
+    with Transaction(repo) as tx:
         # Not the versions: a blob that was just touched keeps the moments that it names until the next collection.
         tx.keep(replace(commit.record, layers=()))
         for ref in plan.objects:
@@ -100,5 +100,5 @@ def trim(rooms: Rooms, row: RecordRow) -> CommitId:
         for ref, data in plan.versions.items():
             tx.objects.put(data, ref)
         trimmed = tx.commit(plan.commit.record, observed=plan.commit.observed).commit
-    rooms.trash.remove_record(row.name)
+    repo.trash.remove_record(row.name)
     return trimmed.id

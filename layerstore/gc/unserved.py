@@ -9,7 +9,7 @@ from layerstore.history import Needs, Resolved, references_to
 from layerstore.model import BlobRef
 from layerstore.policy import Filter, Parity, Policy
 from layerstore.storage.manifest import RecordRow, packed_versions
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 # What people ask of full checkpoints. A commit that was saved selectively is a composite itself, and kept as one.
@@ -31,7 +31,7 @@ class Unserved:
 
 
 def unserved(
-    rooms: Rooms, planned: Iterable[tuple[RunView, tuple[Fate, ...]]], *, needs: Needs
+    repo: Repository, planned: Iterable[tuple[RunView, tuple[Fate, ...]]], *, needs: Needs
 ) -> tuple[Unserved, ...]:
     """Return which composites the newest kept steps of every run would lose with what goes; *needs* is what stays."""
     found: list[Unserved] = []
@@ -44,14 +44,14 @@ def unserved(
         left = replace(view, rows=rows)
         kept = [fate.row for fate in fates if not (fate.goes or fate.loses_moments) and all(fate.row.saved)]
         kept = kept[:_STEPS_MAX]
-        for row, reference in zip(kept, references_to(rooms, kept), strict=True):
-            found += _lost(rooms, row, reference, before=view, after=left, needs=needs)
+        for row, reference in zip(kept, references_to(repo, kept), strict=True):
+            found += _lost(repo, row, reference, before=view, after=left, needs=needs)
     return tuple(found)
 
 
-def versions_by(rooms: Rooms, resolved: Resolved, policy: Policy, view: RunView | None) -> dict[str, BlobRef]:
+def versions_by(repo: Repository, resolved: Resolved, policy: Policy, view: RunView | None) -> dict[str, BlobRef]:
     """Return the version of each layer that *policy* takes on top of *resolved*, if its run stands as in *view*."""
-    return {entry.layer: entry.version for entry in compose_by_policy(rooms, resolved, policy, view=view).layers}
+    return {entry.layer: entry.version for entry in compose_by_policy(repo, resolved, policy, view=view).layers}
 
 
 def _without_moments(row: RecordRow) -> RecordRow:
@@ -60,12 +60,12 @@ def _without_moments(row: RecordRow) -> RecordRow:
 
 
 def _lost(
-    rooms: Rooms, row: RecordRow, reference: str, *, before: RunView, after: RunView, needs: Needs
+    repo: Repository, row: RecordRow, reference: str, *, before: RunView, after: RunView, needs: Needs
 ) -> Iterable[Unserved]:
-    commit = rooms.catalog.commit(row.name)
+    commit = repo.catalog.commit(row.name)
     resolved = Resolved.of_commit(commit)
     for policy in ASKED_FOR:
-        now, then = (versions_by(rooms, resolved, policy, view) for view in (before, after))
+        now, then = (versions_by(repo, resolved, policy, view) for view in (before, after))
         # What an attempt was resumed from may go though the save that says so stays.
         changed = sum(then[layer] != version or version.id not in needs for layer, version in now.items())
         if changed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import Locked, StorageIO
 from layerstore.history.place import Place
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,14 @@ class Reserved:
     """Why nobody is kept from saving it too."""
 
 
-def reserve(rooms: Rooms, run: str, placed: Callable[[Collection[int]], Place], *, held: int = 0) -> Reserved:
+def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Place], *, held: int = 0) -> Reserved:
     """Hold the attempt of what *placed* gives for the attempts that others hold; one that is *held* is ours already."""
     taken: dict[int, Locked] = {}
     while True:
         place, lock, doubt = placed(taken.keys()), ExitStack(), None
         if place.attempt != held:
             try:
-                lock.enter_context(rooms.lock_attempt(run, place.attempt))
+                lock.enter_context(repo.lock_attempt(run, place.attempt))
             except Locked as exc:
                 taken[place.attempt] = exc
                 continue
@@ -43,14 +43,14 @@ def reserve(rooms: Rooms, run: str, placed: Callable[[Collection[int]], Place], 
         return Reserved(place=place, lock=lock, passed=tuple(taken.values()), doubt=doubt)
 
 
-def saved_now(rooms: Rooms, run: str, attempts: Iterable[int]) -> set[int]:
+def saved_now(repo: Repository, run: str, attempts: Iterable[int]) -> set[int]:
     """Return those of *attempts* that a job is saving, as far as can be seen."""
     found = set()
     for attempt in attempts:
-        if not rooms.files.exists(rooms.layout.attempt_lock(run, attempt)):
+        if not repo.files.exists(repo.layout.attempt_lock(run, attempt)):
             continue
         try:
-            with rooms.lock_attempt(run, attempt, at_once=True):
+            with repo.lock_attempt(run, attempt, at_once=True):
                 pass
         except (Locked, StorageIO):
             found.add(attempt)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from layerstore.model import CommitId
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 
-def history(rooms: Rooms, run: str, attempt: int | None = None, *, step: int | None = None) -> Iterator[RecordRow]:
+def history(repo: Repository, run: str, attempt: int | None = None, *, step: int | None = None) -> Iterator[RecordRow]:
     """
     Yield the visible commits of *attempt* of *run*, newest first, and below where it forked those it came from.
 
@@ -20,7 +20,7 @@ def history(rooms: Rooms, run: str, attempt: int | None = None, *, step: int | N
     Raises:
         NotFound: There is no such run.
     """
-    view = rooms.catalog.view(run)
+    view = repo.catalog.view(run)
     if attempt is None:
         attempt = view.attempts[-1] if view.attempts else 0
     return view.history(attempt, step=step)

@@ -7,7 +7,7 @@ from layerstore.errors import IntegrityError
 from layerstore.format.blobs import STATE_MAGIC, decode_state, decode_version
 from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
 from layerstore.storage.layout import OBJECT_ID
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.tree import Tensor
 from layerstore.zero3 import replace_tensors
 
@@ -150,14 +150,14 @@ def objects_of_state(state: RankState) -> list[BlobRef]:
     return [content.object for content in contents if isinstance(content, ObjectContent)]
 
 
-def named_by(rooms: Rooms, blob: BlobRef) -> list[BlobRef]:
+def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
     """
     Return the objects that *blob*, a version or a rank's state, needs.
 
     Raises:
         IntegrityError: It is damaged, gone, or neither.
     """
-    data = rooms.objects.read(blob)
+    data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
         return objects_of_state(decode_state(data, ref=blob))
     return objects_of_version(decode_version(data, ref=blob))
@@ -171,8 +171,8 @@ class Needs:
     out, and not read.
     """
 
-    def __init__(self, rooms: Rooms, *, besides: "Needs | None" = None) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository, *, besides: "Needs | None" = None) -> None:
+        self._repo = repo
         self._besides = besides
         self._ids = NumberedIds()
 
@@ -206,11 +206,11 @@ class Needs:
 
     def add_version(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
         """Note what the version blob *ref* needs, itself included; return what was not needed before."""
-        return self._add_blob(ref, lambda: objects_of_version(self._rooms.version(ref)), number)
+        return self._add_blob(ref, lambda: objects_of_version(self._repo.version(ref)), number)
 
     def add_state(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
         """Note what the state blob *ref* needs, itself included; return what was not needed before."""
-        return self._add_blob(ref, lambda: objects_of_state(self._rooms.state(ref)), number)
+        return self._add_blob(ref, lambda: objects_of_state(self._repo.state(ref)), number)
 
     def add_part(self, part: Part) -> None:
         """Note what *part* has written for a commit that is not complete yet."""

@@ -10,44 +10,44 @@ from layerstore.model import Commit, CommitId, LayerEntry, Observed, Saving
 from layerstore.policy import Policy
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow, row_of
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 Answer = TypeVar("Answer")
 
 
-def saved_at(rooms: Rooms, save: Saving) -> RecordName | None:
+def saved_at(repo: Repository, save: Saving) -> RecordName | None:
     """Return the visible record of *save*; None where it was dropped, replaced or collected."""
-    view = rooms.catalog.find(save.run)
+    view = repo.catalog.find(save.run)
     rows = [] if view is None else view.of_attempt(save.attempt)
     return next((row.name for row in rows if row.step == save.step), None)
 
 
-def asked_again(rooms: Rooms, run: str, ask: Callable[[RunView | None], Answer]) -> Answer:
+def asked_again(repo: Repository, run: str, ask: Callable[[RunView | None], Answer]) -> Answer:
     """
     Return what *ask* makes of *run*, asked once more if a collection has taken a commit that it relied on.
 
     Collections take no lock against writers, so a commit can vanish between two reads.
     """
     while True:
-        view = rooms.catalog.find(run)
+        view = repo.catalog.find(run)
         try:
             return ask(view)
         except NotFound:
-            now = rooms.catalog.find(run)
+            now = repo.catalog.find(run)
             if view is None or (now is not None and now.rows.keys() >= view.rows.keys()):
                 raise
 
 
-def with_records_read(rooms: Rooms, view: RunView, step: int) -> RunView:
+def with_records_read(repo: Repository, view: RunView, step: int) -> RunView:
     """Return *view* with the records at *step* read: one that has rotted since the index read it counts as damaged."""
     damaged: dict[RecordName, LayerstoreError] = {}
     for row in view.rows.values():
         if row.step == step:
             try:
-                rooms.records.read(row.name)
+                repo.records.read(row.name)
             except IntegrityError as exc:
-                if rooms.records.is_there(row.name):  # else collected meanwhile
+                if repo.records.is_there(row.name):  # else collected meanwhile
                     damaged[row.name] = exc
     if not damaged:
         return view
@@ -80,9 +80,9 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
 class Past:
     """The saves up to a base, newest first, as far as somebody has looked back; the base is at position 0."""
 
-    def __init__(self, rooms: Rooms, resolved: Resolved, *, view: RunView | None) -> None:
+    def __init__(self, repo: Repository, resolved: Resolved, *, view: RunView | None) -> None:
         """A pinned base may have outlived its run: then *view* is None."""
-        self._rooms = rooms
+        self._repo = repo
         self._base = resolved
         self._view = view
         self._seen: list[RecordRow] = []
@@ -108,7 +108,7 @@ class Past:
         row = self._seen[position]
         if row.is_full:
             return None
-        record = self._base.record if position == 0 else self._rooms.catalog.commit(row.name).record
+        record = self._base.record if position == 0 else self._repo.catalog.commit(row.name).record
         if record.policy.name != policy.name:
             return None
         return frozenset(entry.layer for entry in record.layers if entry.saved_by(record))

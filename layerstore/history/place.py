@@ -12,7 +12,7 @@ from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
 from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 from layerstore.zero3 import LayerSource
 
@@ -81,9 +81,9 @@ def place_at(view: RunView | None, place: Place, attempt: int) -> Place | None:
     return replace(place, attempt=attempt, lineage=(fork, *place.lineage))
 
 
-def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:
+def place_beside(repo: Repository, rival: RecordRow) -> tuple[Place, PolicyUse]:
     """Return the place of *rival*, for a commit that may turn out to be the same, and the policy it was saved under."""
-    record = rooms.catalog.commit(rival.name).record
+    record = repo.catalog.commit(rival.name).record
     place = Place(
         attempt=record.attempt,
         lineage=record.lineage,
@@ -95,7 +95,13 @@ def place_beside(rooms: Rooms, rival: RecordRow) -> tuple[Place, PolicyUse]:
 
 
 def place_of(
-    rooms: Rooms, view: RunView | None, *, step: int, rivals: list[RecordRow], rollback: bool, resumed_from: str | None
+    repo: Repository,
+    view: RunView | None,
+    *,
+    step: int,
+    rivals: list[RecordRow],
+    rollback: bool,
+    resumed_from: str | None,
 ) -> Place:
     """
     Return where a new commit at *step* goes: into the newest attempt, or into one that it opens.
@@ -104,12 +110,12 @@ def place_of(
         InvalidInput: It says that training went back, and it did not.
     """
     if resumed_from is not None:
-        return _resumed(rooms, view, step=step, ref=resumed_from)
+        return _resumed(repo, view, step=step, ref=resumed_from)
     if view is None or not view.rows:
         return Place(attempt=1, lineage=(), save_number=0, inherited={})
     attempt = newest_attempt(view)
     newest = next(saves_below(view, attempt=attempt, step=step), None)
-    before = None if newest is None else rooms.catalog.commit(newest.name).record
+    before = None if newest is None else repo.catalog.commit(newest.name).record
     if rollback:
         tip = max((row.step for row in view.of_attempt(attempt)), default=step)
         if step > tip:
@@ -137,9 +143,9 @@ def newest_number(view: RunView | None) -> int:
     return 0 if view is None else max((row.attempt for row in view.rows.values()), default=0)
 
 
-def _resumed(rooms: Rooms, view: RunView | None, *, step: int, ref: str) -> Place:
+def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> Place:
     """Open an attempt that inherits what training was resumed from: a composite's own layers, not its base's."""
-    record = resolve(rooms, ref).record
+    record = resolve(repo, ref).record
     is_of_run = view is not None and record.run == view.run
     if view is not None and view.attempts and not is_of_run:
         raise InvalidInput(

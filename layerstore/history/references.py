@@ -15,7 +15,7 @@ from layerstore.layers import Reference, parse_reference, typed
 from layerstore.model import Commit, CommitId, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 # As `log` shows them, or longer. Less of one is never taken for it, but may have been meant.
@@ -57,14 +57,14 @@ def is_mixture(record: CommitRecord, base: str) -> bool:
     return is_composite and len({entry.origin for entry in record.layers}) > 1
 
 
-def only_run(rooms: Rooms) -> str:
+def only_run(repo: Repository) -> str:
     """Return the store's only run; raises InvalidInput listing them where there are several."""
-    runs = rooms.catalog.runs()
+    runs = repo.catalog.runs()
     if not runs:
         raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
     if len(runs) > 1:
         # A run of which everything was dropped is none that could be meant.
-        runs = [run for run in runs if not is_dropped(rooms.catalog.view(run))] or runs[:1]
+        runs = [run for run in runs if not is_dropped(repo.catalog.view(run))] or runs[:1]
     if len(runs) > 1:
         more = ", …" if len(runs) > 10 else ""
         raise InvalidInput(
@@ -78,7 +78,7 @@ def is_dropped(view: RunView) -> bool:
     return not view.visible and not view.damaged
 
 
-def resolve(rooms: Rooms, text: str | None) -> Resolved:
+def resolve(repo: Repository, text: str | None) -> Resolved:
     """
     Return the record that *text* means; None means the tip of the store's only run.
 
@@ -86,43 +86,43 @@ def resolve(rooms: Rooms, text: str | None) -> Resolved:
         NotFound: There is no such run, attempt, step or pin; the message says what there is.
         Conflict: Two commits of that step stand side by side.
     """
-    found = locate(rooms, only_run(rooms) if text is None else text, pins=rooms.records.pin_names())
+    found = locate(repo, only_run(repo) if text is None else text, pins=repo.records.pin_names())
     if isinstance(found, Resolved):
         return found
-    return Resolved.of_commit(rooms.catalog.commit(found.name))
+    return Resolved.of_commit(repo.catalog.commit(found.name))
 
 
-def locate(rooms: Rooms, text: str, *, pins: Collection[str]) -> RecordRow | Resolved:
+def locate(repo: Repository, text: str, *, pins: Collection[str]) -> RecordRow | Resolved:
     """Return the row of the commit that *text* means, or what one of *pins* means; raises as ``resolve`` does."""
     reference = parse_reference(text)
-    if reference.name in pins and not rooms.records.names(reference.name):
+    if reference.name in pins and not repo.records.names(reference.name):
         if reference.back or reference.step is not None:
             raise InvalidInput(f"{reference.name!r} is a pin: it means one commit and takes no ~ or @")
-        return Resolved.of_pin(rooms.records.read_pin(reference.name))
-    if _COMMIT_ID.fullmatch(text) and not rooms.records.names(text):
-        return _by_id(rooms, text)
-    if _PART_OF_ID.fullmatch(text) and not rooms.records.names(text) and (meant := _begins_with(rooms, text)):
+        return Resolved.of_pin(repo.records.read_pin(reference.name))
+    if _COMMIT_ID.fullmatch(text) and not repo.records.names(text):
+        return _by_id(repo, text)
+    if _PART_OF_ID.fullmatch(text) and not repo.records.names(text) and (meant := _begins_with(repo, text)):
         raise NotFound(
             f"there is no run {text!r} in this store; of a commit's id 12 digits are needed",
             hint=did_you_mean(row.id[:12] for row in meant[:3]),
         )
-    return find_row(rooms.catalog.view(reference.name), reference)
+    return find_row(repo.catalog.view(reference.name), reference)
 
 
-def _by_id(rooms: Rooms, text: str) -> RecordRow | Resolved:
+def _by_id(repo: Repository, text: str) -> RecordRow | Resolved:
     """Return the commit whose id begins with *text*, visible or in the trash."""
-    found = _begins_with(rooms, text)
+    found = _begins_with(repo, text)
     if len(found) == 1:
         return found[0]
-    dropped = [name for name in rooms.trash.records() if name.id.startswith(text)]
+    dropped = [name for name in repo.trash.records() if name.id.startswith(text)]
     if not found and len(dropped) == 1:
-        return Resolved.of_commit(rooms.trash.read_record(dropped[0]))
+        return Resolved.of_commit(repo.trash.read_record(dropped[0]))
     raise NotFound(f"there is no run {text!r} in this store, and no commit of that id", hint="layerstore log")
 
 
-def _begins_with(rooms: Rooms, text: str) -> list[RecordRow]:
+def _begins_with(repo: Repository, text: str) -> list[RecordRow]:
     """Return the visible commits whose ids begin with *text*."""
-    views = (rooms.catalog.view(run) for run in rooms.catalog.runs())
+    views = (repo.catalog.view(run) for run in repo.catalog.runs())
     return [row for view in views for row in view.visible if row.id.startswith(text)]
 
 
@@ -200,22 +200,22 @@ def _around(step: int, steps: list[int]) -> list[int]:
     return steps[max(place - 1, 0) : place + 1]
 
 
-def reference_to(rooms: Rooms, save: Saving) -> str:
+def reference_to(repo: Repository, save: Saving) -> str:
     """
     Return what means the commit *save* and no other: ``RUN@STEP``, or ``RUN~1@STEP`` if it is of an attempt before.
 
     Where nothing does, because it is hidden and its step is another's by now, its attempt is named in words.
     """
-    return references_to(rooms, [save])[0]
+    return references_to(repo, [save])[0]
 
 
-def references_to(rooms: Rooms, saves: Iterable[Saving]) -> list[str]:
+def references_to(repo: Repository, saves: Iterable[Saving]) -> list[str]:
     """Return what `reference_to` does for each of *saves*; each run is looked at once."""
     views: dict[str, RunView | None] = {}
     found = []
     for save in saves:
         if save.run not in views:
-            views[save.run] = rooms.catalog.find(save.run)
+            views[save.run] = repo.catalog.find(save.run)
         found.append(_reference(views[save.run], save))
     return found
 

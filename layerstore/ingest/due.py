@@ -11,7 +11,7 @@ from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 from layerstore.publish import SourceReader
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.tree import Tree
 from layerstore.zero3 import Checkpoint, LayerSource, Slices, SliceSource, stretches
 
@@ -20,21 +20,23 @@ RUNS = 32
 RUN_ELEMENTS = 64
 
 
-def movements(rooms: Rooms, layers: tuple[LayerSource, ...], inherited: Mapping[str, LayerEntry]) -> dict[str, float]:
+def movements(
+    repo: Repository, layers: tuple[LayerSource, ...], inherited: Mapping[str, LayerEntry]
+) -> dict[str, float]:
     """Return the relative movement of every layer that has an older version with masters of the same shapes."""
     reader = SourceReader()
     try:
         found = {
-            layer.layer: _movement(rooms, reader, layer, version)
+            layer.layer: _movement(repo, reader, layer, version)
             for layer in layers
-            if layer.layer in inherited and (version := rooms.whole_version_of(inherited[layer.layer]))
+            if layer.layer in inherited and (version := repo.whole_version_of(inherited[layer.layer]))
         }
     finally:
         reader.close()
     return {layer: movement for layer, movement in found.items() if movement is not None}
 
 
-def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, version: LayerVersion) -> float | None:
+def _movement(repo: Repository, reader: SourceReader, layer: LayerSource, version: LayerVersion) -> float | None:
     if version.parameters != layer.parameters:
         return None
     if is_still(layer.parameters):
@@ -50,7 +52,7 @@ def _movement(rooms: Rooms, reader: SourceReader, layer: LayerSource, version: L
     for parameter in layer.parameters:
         if slices.shards(Kind.MASTER, parameter.name) and (parameter.name, 0) in sources:
             for begin, end in sampled(prod(parameter.shape)):
-                old, old_type = _stored(rooms, slices, parameter, begin, end)
+                old, old_type = _stored(repo, slices, parameter, begin, end)
                 new, new_type = _source(reader, sources, layer, parameter, (begin, end))
                 if can_measure(old_type) and can_measure(new_type):
                     meter.add(memoryview(old), memoryview(new), dtype_a=old_type, dtype_b=new_type)
@@ -79,7 +81,7 @@ def sampled(elements: int) -> Iterator[tuple[int, int]]:
         yield begin, begin + RUN_ELEMENTS
 
 
-def _stored(rooms: Rooms, slices: Slices, parameter: Parameter, begin: int, end: int) -> tuple[bytes, str]:
+def _stored(repo: Repository, slices: Slices, parameter: Parameter, begin: int, end: int) -> tuple[bytes, str]:
     shards = slices.shards(Kind.MASTER, parameter.name)
     data, dtype = b"", ""
     for part in stretches(prod(parameter.shape), shards, begin=begin, end=end):
@@ -87,7 +89,7 @@ def _stored(rooms: Rooms, slices: Slices, parameter: Parameter, begin: int, end:
         dtype = place.tensor.dtype
         piece = place.piece(0)
         item_bytes = by_code(dtype).bytes
-        with rooms.objects.open(piece.object) as file:
+        with repo.objects.open(piece.object) as file:
             data += file.read_at(piece.object_offset + part.start * item_bytes, part.elements * item_bytes)
     return data, dtype
 
@@ -111,7 +113,7 @@ def _source(
 
 
 def layers_due(
-    rooms: Rooms, checkpoint: Checkpoint, place: Place, policy: Policy, *, run: str
+    repo: Repository, checkpoint: Checkpoint, place: Place, policy: Policy, *, run: str
 ) -> tuple[frozenset[str], dict[Tree, Tree]]:
     """
     Return the layers to be stored, and what the record is to say of why.
@@ -123,12 +125,12 @@ def layers_due(
     save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=_ages(place, run))
     if getattr(policy, "measures", False):
         sizes = {layer.layer: sum(part.size_bytes for of in layer.objects for part in of.slices) for layer in layers}
-        save = replace(save, movements=movements(rooms, layers, place.inherited), sizes=sizes)
+        save = replace(save, movements=movements(repo, layers, place.inherited), sizes=sizes)
     due = due_layers(anchored(policy, 0), save)
     due |= {
         layer.layer
         for layer in layers
-        if layer.layer not in due and not _can_inherit(rooms, layer, place.inherited.get(layer.layer))
+        if layer.layer not in due and not _can_inherit(repo, layer, place.inherited.get(layer.layer))
     }
     decisions: dict[Tree, Tree] = {"due": [layer for layer in save.layers if layer in due]}
     if save.movements:
@@ -140,10 +142,10 @@ def _ages(place: Place, run: str) -> dict[str, int]:
     return {layer: place.save_number - number for layer, number in own_numbers(place, run).items()}
 
 
-def _can_inherit(rooms: Rooms, layer: LayerSource, entry: LayerEntry | None) -> bool:
+def _can_inherit(repo: Repository, layer: LayerSource, entry: LayerEntry | None) -> bool:
     if entry is None or (layer.optimizer_step is not None and entry.optimizer_step is None):
         return False
-    version = rooms.whole_version_of(entry)  # what the store has lost is stored again, and verify reports it
+    version = repo.whole_version_of(entry)  # what the store has lost is stored again, and verify reports it
     return (
         version is not None
         and version.parameters == layer.parameters

@@ -38,7 +38,7 @@ from layerstore.publish import Published, Transaction
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
 from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import check_unchanged
@@ -80,7 +80,7 @@ class Ingested:
     notes: tuple[str, ...]
 
 
-def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ingested:
+def execute_ingest(repo: Repository, plan: IngestPlan, *, progress: Progress) -> Ingested:
     """
     Store *plan*'s checkpoint.
 
@@ -92,19 +92,21 @@ def execute_ingest(rooms: Rooms, plan: IngestPlan, *, progress: Progress) -> Ing
         Overtaken: A collection took what was to be reused; the same command again succeeds.
     """
     started = time.monotonic()
-    with rooms.lock_run(plan.run), _disk_explained(rooms, plan):
-        return asked_again(rooms, plan.run, lambda view: _stored(rooms, plan, view, progress=progress, started=started))
+    with repo.lock_run(plan.run), _disk_explained(repo, plan):
+        return asked_again(repo, plan.run, lambda view: _stored(repo, plan, view, progress=progress, started=started))
 
 
-def _stored(rooms: Rooms, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float) -> Ingested:
+def _stored(
+    repo: Repository, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float
+) -> Ingested:
     if view is not None:
-        view = with_records_read(rooms, view, plan.step)
+        view = with_records_read(repo, view, plan.step)
     rival = _rival(view, plan)
     outcome = None
     if rival is not None:
-        outcome = _stored_beside(rooms, plan, view, rival, progress)
+        outcome = _stored_beside(repo, plan, view, rival, progress)
     if outcome is None:
-        outcome = _stored_as_new(rooms, plan, view, rival, progress)
+        outcome = _stored_as_new(repo, plan, view, rival, progress)
     record, writer = outcome.published.commit.record, outcome.objects
     return Ingested(
         run=plan.run,
@@ -173,21 +175,21 @@ def _filled_in(plan: IngestPlan, record: CommitRecord, view: RunView | None) -> 
 
 
 @contextlib.contextmanager
-def _disk_explained(rooms: Rooms, plan: IngestPlan) -> Iterator[None]:
+def _disk_explained(repo: Repository, plan: IngestPlan) -> Iterator[None]:
     """Say who removes files of an ingest; add to a full disk's error how much was asked for and how much there is."""
     try:
         yield
     except StorageIO as exc:
-        if exc.errno == errnos.ENOENT and rooms.layout.root in Path(exc.filename).parents:
-            rooms.records.check_store()  # a migration moves folders, and is the better word for that
-            if not all(folder.is_dir() for folder in (rooms.layout.tmp, rooms.layout.objects)):
+        if exc.errno == errnos.ENOENT and repo.layout.root in Path(exc.filename).parents:
+            repo.records.check_store()  # a migration moves folders, and is the better word for that
+            if not all(folder.is_dir() for folder in (repo.layout.tmp, repo.layout.objects)):
                 raise  # no collection removes folders
             raise Overtaken(
                 f"files that this ingest had written were removed from the store: {exc}",
                 hint="repeat the command; gc --grace 0s takes what others are writing: not beside an ingest or a save",
             ) from exc
         if exc.kind == "no_space":
-            free = rooms.files.free_bytes(rooms.layout.root)
+            free = repo.files.free_bytes(repo.layout.root)
             exc.message += (
                 f"; this checkpoint needs up to {plan.checkpoint.size_bytes} bytes, {free} are free; "
                 "earlier commits are not affected"
@@ -218,21 +220,21 @@ def _rival(view: RunView | None, plan: IngestPlan) -> RecordRow | None:
 
 
 def _stored_beside(
-    rooms: Rooms, plan: IngestPlan, view: RunView | None, rival: RecordRow, progress: Progress
+    repo: Repository, plan: IngestPlan, view: RunView | None, rival: RecordRow, progress: Progress
 ) -> _Outcome | None:
     """
     Store what *rival* has saved of the checkpoint, if that is the same; return None if it is other content.
 
     The same content is saved already; what the store has lost of it is put back.
     """
-    place, use = place_beside(rooms, rival)
-    is_trimmed = WITHOUT_MOMENTS in rooms.catalog.commit(rival.name).record.flags
+    place, use = place_beside(repo, rival)
+    is_trimmed = WITHOUT_MOMENTS in repo.catalog.commit(rival.name).record.flags
     if plan.replace and (is_trimmed or use.name != plan.policy.name):
         return None  # that is how its moments are asked for, or more of its layers
-    if plan.opens_attempt and not _opens_the_same(rooms, view, plan, rival):
+    if plan.opens_attempt and not _opens_the_same(repo, view, plan, rival):
         return None
     due = frozenset(rival.layer_names) - place.inherited.keys()
-    with _transaction(rooms, plan) as tx:
+    with _transaction(repo, plan) as tx:
         content = _transfer(plan, tx, progress, due=due, known_before=True, moments=not is_trimmed)
         record = _record(plan, content, place, use, due)
         if commit_id(record) != rival.id:
@@ -240,24 +242,24 @@ def _stored_beside(
             return None
         for entry in place.inherited.values():
             tx.inherit(entry)
-        return _Outcome(tx.commit(record, observed=rooms.catalog.commit(rival.name).observed), content, tx.objects)
+        return _Outcome(tx.commit(record, observed=repo.catalog.commit(rival.name).observed), content, tx.objects)
 
 
 def _stored_as_new(
-    rooms: Rooms, plan: IngestPlan, view: RunView | None, rival: RecordRow | None, progress: Progress
+    repo: Repository, plan: IngestPlan, view: RunView | None, rival: RecordRow | None, progress: Progress
 ) -> _Outcome:
     with contextlib.ExitStack() as opened:
         replaced = [rival] if rival is not None and plan.replace and not plan.opens_attempt else []
         place = place_of(
-            rooms, view, step=plan.step, rivals=replaced, rollback=plan.rollback, resumed_from=plan.resumed_from
+            repo, view, step=plan.step, rivals=replaced, rollback=plan.rollback, resumed_from=plan.resumed_from
         )
         if plan.opens_attempt:
-            found = reserve(rooms, plan.run, lambda taken: place_free(view, place, taken))
+            found = reserve(repo, plan.run, lambda taken: place_free(view, place, taken))
             opened.enter_context(found.lock)
             place = found.place
-        due, decisions = _due(rooms, plan, place)
+        due, decisions = _due(repo, plan, place)
         use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
-        tx = opened.enter_context(_transaction(rooms, plan))
+        tx = opened.enter_context(_transaction(repo, plan))
         content = _transfer(plan, tx, progress, due=due, known_before=rival is not None)
         record = _record(plan, content, place, use, due)
         for name, problem in _damaged_at(view, plan.step):
@@ -273,14 +275,14 @@ def _stored_as_new(
         return _Outcome(tx.commit(record), content, tx.objects)
 
 
-def _due(rooms: Rooms, plan: IngestPlan, place: Place) -> tuple[frozenset[str], dict[Tree, Tree]]:
+def _due(repo: Repository, plan: IngestPlan, place: Place) -> tuple[frozenset[str], dict[Tree, Tree]]:
     if isinstance(plan.policy, Latest):
         return frozenset(layer.layer for layer in plan.checkpoint.layers), {}
-    return layers_due(rooms, plan.checkpoint, place, plan.policy, run=plan.run)
+    return layers_due(repo, plan.checkpoint, place, plan.policy, run=plan.run)
 
 
-def _transaction(rooms: Rooms, plan: IngestPlan) -> Transaction:
-    return Transaction(rooms, reads_reused=not plan.trust_store)
+def _transaction(repo: Repository, plan: IngestPlan) -> Transaction:
+    return Transaction(repo, reads_reused=not plan.trust_store)
 
 
 def _transfer(
@@ -297,14 +299,14 @@ def _transfer(
     return content
 
 
-def _opens_the_same(rooms: Rooms, view: RunView | None, plan: IngestPlan, rival: RecordRow) -> bool:
+def _opens_the_same(repo: Repository, view: RunView | None, plan: IngestPlan, rival: RecordRow) -> bool:
     """Whether the same command, given before *rival*'s attempt was there, would have opened that."""
     before = None
     if view is not None:
         before = replaced(view, rows={key: row for key, row in view.rows.items() if row.attempt < rival.attempt})
     try:
         place = place_of(
-            rooms, before, step=plan.step, rivals=[], rollback=plan.rollback, resumed_from=plan.resumed_from
+            repo, before, step=plan.step, rivals=[], rollback=plan.rollback, resumed_from=plan.resumed_from
         )
     except InvalidInput:
         return False

@@ -6,7 +6,7 @@ from pathlib import Path
 from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.layers import check_name, compile_pattern
 from layerstore.policy import Latest, Policy
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
 
@@ -39,7 +39,7 @@ class IngestPlan:
 
 
 def plan_ingest(
-    rooms: Rooms,
+    repo: Repository,
     path: Path,
     *,
     run: str | None = None,
@@ -56,12 +56,12 @@ def plan_ingest(
     """Read what is at *path* and decide what it is; nothing is written."""
     if rollback and resumed_from is not None:
         raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
-    rooms.prepare_writing()
+    repo.prepare_writing()
     pattern = compile_pattern(layer_pattern)
     found = discover(path, tag=tag, follow=follow)
     refuse_pointer(found.ranks[0].model)
     name = check_name(found.run_name if run is None else run, what="the run's name")
-    if name in rooms.records.pin_names():
+    if name in repo.records.pin_names():
         raise Conflict(
             f"{name!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
         )

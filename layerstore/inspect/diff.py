@@ -21,7 +21,7 @@ from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
 from layerstore.progress import Progress
 from layerstore.storage.handles import OpenFile
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.zero3 import Slices, slice_length, valid_elements
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
@@ -125,7 +125,7 @@ class Diff:
         return sum(layer.bytes_b for layer in self.layers if layer.status == "only in b")
 
 
-def compare(rooms: Rooms, a: Resolved, b: Resolved, *, stat: bool = False, progress: Progress) -> Diff:
+def compare(repo: Repository, a: Resolved, b: Resolved, *, stat: bool = False, progress: Progress) -> Diff:
     """
     Compare *a* with *b*; with *stat* also measure how far B's masters are from A's.
 
@@ -135,22 +135,20 @@ def compare(rooms: Rooms, a: Resolved, b: Resolved, *, stat: bool = False, progr
     ours = {entry.layer: entry for entry in a.record.layers}
     theirs = {entry.layer: entry for entry in b.record.layers}
     pairs = [(ours.get(layer), theirs.get(layer)) for layer in dict.fromkeys([*ours, *theirs])]
-    layers = [_layer(rooms, before, after) for before, after in pairs]
+    layers = [_layer(repo, before, after) for before, after in pairs]
     if stat:
-        layers = list(_measured(rooms, layers, pairs, progress))
-    return Diff(
-        a=_side(rooms, a), b=_side(rooms, b), layers=tuple(layers), same_state=a.record.states == b.record.states
-    )
+        layers = list(_measured(repo, layers, pairs, progress))
+    return Diff(a=_side(repo, a), b=_side(repo, b), layers=tuple(layers), same_state=a.record.states == b.record.states)
 
 
-def _side(rooms: Rooms, resolved: Resolved) -> DiffSide:
+def _side(repo: Repository, resolved: Resolved) -> DiffSide:
     record = resolved.record
     return DiffSide(
         run=record.run,
         step=record.step,
         commit=resolved.commit,
         pin=resolved.pin,
-        reference=reference_to(rooms, record),
+        reference=reference_to(repo, record),
         world_size=record.world_size,
     )
 
@@ -158,7 +156,7 @@ def _side(rooms: Rooms, resolved: Resolved) -> DiffSide:
 # -- by ids --------------------------------------------------------------------------------------------------------
 
 
-def _layer(rooms: Rooms, a: LayerEntry | None, b: LayerEntry | None) -> LayerDiff:
+def _layer(repo: Repository, a: LayerEntry | None, b: LayerEntry | None) -> LayerDiff:
     entry = a or b
     assert entry is not None, "a layer of one of them"
     status: Status = "changed"
@@ -166,8 +164,8 @@ def _layer(rooms: Rooms, a: LayerEntry | None, b: LayerEntry | None) -> LayerDif
         status = "only in b" if a is None else "only in a"
     elif a.version.id == b.version.id:
         status = "same"
-    of_a = () if a is None else rooms.version_of(a).objects
-    of_b = of_a if status == "same" else () if b is None else rooms.version_of(b).objects
+    of_a = () if a is None else repo.version_of(a).objects
+    of_b = of_a if status == "same" else () if b is None else repo.version_of(b).objects
     kinds = {kind.value: _kind(_of_kind(of_a, kind), _of_kind(of_b, kind)) for kind in Kind}
     return LayerDiff(
         layer=entry.layer,
@@ -203,7 +201,7 @@ def _kind(a: list[StoredObject], b: list[StoredObject]) -> KindDiff:
 
 
 def _measured(
-    rooms: Rooms,
+    repo: Repository,
     layers: list[LayerDiff],
     pairs: list[tuple[LayerEntry | None, LayerEntry | None]],
     progress: Progress,
@@ -215,13 +213,13 @@ def _measured(
         if a is None or b is None:
             yield layer
             continue
-        version = rooms.version_of(a)
+        version = repo.version_of(a)
         distance: Distance | None
         if layer.status == "same":
             elements = sum(prod(parameter.shape) for parameter in version.parameters)
             distance = nothing_between(elements) if elements else None
         else:
-            distance = _measure(rooms, version, rooms.version_of(b), verified, progress)
+            distance = _measure(repo, version, repo.version_of(b), verified, progress)
         yield replace(layer, distance=distance)
 
 
@@ -244,7 +242,7 @@ class _Stretch:
 
 
 def _measure(
-    rooms: Rooms, a: LayerVersion, b: LayerVersion, verified: set[BlobRef], progress: Progress
+    repo: Repository, a: LayerVersion, b: LayerVersion, verified: set[BlobRef], progress: Progress
 ) -> Distance | None:
     """
     Return how far *b*'s masters are from *a*'s; None where neither has any.
@@ -266,13 +264,13 @@ def _measure(
     refs = {ref for each in found for ref in (each.ref_a, each.ref_b)} - verified
 
     def check(ref: BlobRef) -> None:
-        rooms.objects.verify(ref)
+        repo.objects.verify(ref)
         progress.advance(ref.size_bytes)
 
     with ThreadPoolExecutor(WORKERS_MAX) as pool:
         list(pool.map(check, refs))
     verified |= refs
-    return _read_in_step(rooms, found).distance(left_out=tuple(left_out))
+    return _read_in_step(repo, found).distance(left_out=tuple(left_out))
 
 
 def _stretches_of(name: str, a: Slices, b: Slices) -> list[_Stretch] | None:
@@ -325,10 +323,10 @@ def _place(slices: Slices, kind: Kind, parameter: Parameter, shard: int, skipped
     return piece.object, piece.object_offset + skipped * by_code(place.tensor.dtype).bytes, place.tensor.dtype
 
 
-def _read_in_step(rooms: Rooms, stretches: list[_Stretch]) -> Meter:
+def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> Meter:
     """Measure all *stretches*, chunk by chunk; sorted, so that each object is opened about once."""
     meter = Meter()
-    with _Reader(rooms) as of_a, _Reader(rooms) as of_b:
+    with _Reader(repo) as of_a, _Reader(repo) as of_b:
         for each in sorted(stretches, key=lambda each: (each.ref_a.id, each.ref_b.id, each.offset_a)):
             bytes_a, bytes_b = by_code(each.dtype_a).bytes, by_code(each.dtype_b).bytes
             step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
@@ -346,8 +344,8 @@ def _read_in_step(rooms: Rooms, stretches: list[_Stretch]) -> Meter:
 class _Reader:
     """Reads ranges of objects into one buffer; keeps the last object open."""
 
-    def __init__(self, rooms: Rooms) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository) -> None:
+        self._repo = repo
         self._buffer = memoryview(bytearray(IO_CHUNK_BYTES))
         self._stack = ExitStack()
         self._ref: BlobRef | None = None
@@ -357,7 +355,7 @@ class _Reader:
         """Return bytes of *ref*, valid until the next call."""
         if self._file is None or self._ref != ref:
             self._stack.close()
-            self._file, self._ref = self._stack.enter_context(self._rooms.objects.open(ref)), ref
+            self._file, self._ref = self._stack.enter_context(self._repo.objects.open(ref)), ref
         data = self._buffer[:size_bytes]
         self._file.read_into(data, offset)
         return data

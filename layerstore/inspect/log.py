@@ -10,7 +10,7 @@ from layerstore.history import draw_graph as draw
 from layerstore.model import Commit
 from layerstore.storage.commits import RecordName
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 
@@ -70,7 +70,12 @@ class LogPage:
 
 
 def read_log(
-    rooms: Rooms, *, run: str | None = None, limit: int | None = None, before: str | None = None, graph: bool = False
+    repo: Repository,
+    *,
+    run: str | None = None,
+    limit: int | None = None,
+    before: str | None = None,
+    graph: bool = False,
 ) -> LogPage:
     """
     Return the visible commits of *run*, or of every run, newest step first within each attempt.
@@ -83,19 +88,19 @@ def read_log(
     """
     if limit is not None and limit < 1:
         raise InvalidInput(f"a page of {limit} commits is none", hint="give a limit of 1 or more, or none")
-    if run is not None and run not in rooms.catalog.runs():
-        rooms.catalog.view(run)  # raises, and lists the runs that there are
-    views = [rooms.catalog.view(name) for name in ([run] if run else rooms.catalog.runs())]
+    if run is not None and run not in repo.catalog.runs():
+        repo.catalog.view(run)  # raises, and lists the runs that there are
+    views = [repo.catalog.view(name) for name in ([run] if run else repo.catalog.runs())]
     start = None if before is None else _commit_named(views, before)
     if start is not None:
         views = [view for view in views if view.run == start.run]
-    pins = names_of_pins(rooms)
+    pins = names_of_pins(repo)
     lines: list[LogLine] = []
     more = []
     for view in views:
         drawn = list(draw(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
         page, left = _page(drawn, start, limit)
-        lines += [_line(rooms, line, pins) for line in page]
+        lines += [_line(repo, line, pins) for line in page]
         if left:
             after = next(line.row.id for line in reversed(page) if line.row is not None)
             more.append(More(run=view.run, commits=left, after=after))
@@ -125,11 +130,11 @@ def _page(lines: list[GraphLine], start: RecordRow | None, limit: int | None) ->
     return lines[: ends[limit - 1]], len(ends) - limit
 
 
-def _line(rooms: Rooms, line: GraphLine, pins: dict[str, list[str]]) -> LogLine:
+def _line(repo: Repository, line: GraphLine, pins: dict[str, list[str]]) -> LogLine:
     if line.row is None:
         return LogLine(drawing=line.drawing, entry=None)
     try:
-        entry = log_entry(rooms.catalog.commit(line.row.name), pins.get(line.row.id, []))
+        entry = log_entry(repo.catalog.commit(line.row.name), pins.get(line.row.id, []))
     except (IntegrityError, NotFound) as exc:  # lost while the index still lists it, or removed a moment ago
         entry = _damaged_entry(line.row.name, exc)
     return LogLine(drawing=line.drawing, entry=entry)
@@ -169,9 +174,9 @@ def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
     )
 
 
-def names_of_pins(rooms: Rooms) -> dict[str, list[str]]:
+def names_of_pins(repo: Repository) -> dict[str, list[str]]:
     """Return the names of all readable pins, by the id of the commit that each pins."""
     pins: dict[str, list[str]] = {}
-    for pin in rooms.records.readable_pins():
+    for pin in repo.records.readable_pins():
         pins.setdefault(pin.base, []).append(pin.name)
     return pins

@@ -19,7 +19,7 @@ from layerstore.history import resolve
 from layerstore.layers import layers_in_order
 from layerstore.limits import MODEL_BLOCKS_MAX, RECORD_BYTES_MAX
 from layerstore.model import Kind, Parameter
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.zero3 import (
     discover,
     holds_zero3,
@@ -154,7 +154,7 @@ def _model_of_checkpoint(folder: Path) -> Model:
     )
 
 
-def model_of_commit(rooms: Rooms, reference: str) -> Model:
+def model_of_commit(repo: Repository, reference: str) -> Model:
     """
     Return the model of the commit or pin that *reference* means.
 
@@ -162,8 +162,8 @@ def model_of_commit(rooms: Rooms, reference: str) -> Model:
         NotFound: There is no such run, step or pin.
         IntegrityError: A version of the commit is damaged or missing.
     """
-    record = resolve(rooms, reference).record
-    versions = [rooms.version_of(entry) for entry in record.layers]
+    record = resolve(repo, reference).record
+    versions = [repo.version_of(entry) for entry in record.layers]
     return _model_seen(
         reference,
         "commit",

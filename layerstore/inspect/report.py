@@ -21,7 +21,7 @@ from layerstore.policy import Filter, Parity
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress
 from layerstore.storage.manifest import RecordRow
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 from layerstore.storage.timings import SaveTiming, timings
 
@@ -134,7 +134,7 @@ class Report:
         return any(len(run.saves) < run.commits for run in self.runs)
 
 
-def collect_report(rooms: Rooms, *, run: str | None, keep: Keep | None, progress: Progress) -> Report:
+def collect_report(repo: Repository, *, run: str | None, keep: Keep | None, progress: Progress) -> Report:
     """
     Return the facts about the whole store, or about *run*; with *keep* also what gc by its rules would do.
 
@@ -144,11 +144,11 @@ def collect_report(rooms: Rooms, *, run: str | None, keep: Keep | None, progress
         NotFound: There is no such run.
         InvalidInput: No commit has the metric that *keep* goes by.
     """
-    views = views_of(rooms, run)
-    retention = _retention(rooms, run, keep, progress=progress)
+    views = views_of(repo, run)
+    retention = _retention(repo, run, keep, progress=progress)
     outcome = None if retention is None else retention.outcome
     fates = {} if outcome is None else {fate.commit: fate for fate in outcome.commits}
-    pins = names_of_pins(rooms)
+    pins = names_of_pins(repo)
     listed = [view for view in views if view.visible or view.damaged]
     shown = listed[:_RUNS_MAX]
     wishes = [_wish(view) for view in shown]
@@ -159,7 +159,7 @@ def collect_report(rooms: Rooms, *, run: str | None, keep: Keep | None, progress
         if view.run not in room:
             yield from commits
             return
-        collecting = _Collecting(rooms, view, fates=fates, pins=pins, room=room[view.run])
+        collecting = _Collecting(repo, view, fates=fates, pins=pins, room=room[view.run])
         for commit in commits:
             collecting.add(commit)
             progress.advance(1)
@@ -168,10 +168,10 @@ def collect_report(rooms: Rooms, *, run: str | None, keep: Keep | None, progress
         problems.extend(collecting.growth.left_out)
 
     progress.start("records", sum(len(view.visible) for view in shown))
-    counted = count(rooms, views, run=run, progress=progress, tap=tap)
+    counted = count(repo, views, run=run, progress=progress, tap=tap)
     return Report(
-        path=str(rooms.layout.root),
-        store_id=rooms.identity.store_id,
+        path=str(repo.layout.root),
+        store_id=repo.identity.store_id,
         time_ns=time.time_ns(),
         stats=counted,
         runs=tuple(runs),
@@ -181,12 +181,12 @@ def collect_report(rooms: Rooms, *, run: str | None, keep: Keep | None, progress
     )
 
 
-def _retention(rooms: Rooms, run: str | None, keep: Keep | None, *, progress: Progress) -> RetentionReport | None:
+def _retention(repo: Repository, run: str | None, keep: Keep | None, *, progress: Progress) -> RetentionReport | None:
     if keep is None or not (keep.has_rules or keep.drop_optimizer_older_than is not None):
         return None
     request = GcRequest(keep=keep, runs=None if run is None else [run])
     try:
-        return RetentionReport(keep=keep, outcome=plan_gc(rooms, request, progress=progress).outcome)
+        return RetentionReport(keep=keep, outcome=plan_gc(repo, request, progress=progress).outcome)
     except IntegrityError as exc:
         return RetentionReport(keep=keep, outcome=None, refusal=str(exc))
 
@@ -247,19 +247,19 @@ class _Collecting:
 
     def __init__(
         self,
-        rooms: Rooms,
+        repo: Repository,
         view: RunView,
         *,
         fates: Mapping[str, CommitFate],
         pins: Mapping[str, list[str]],
         room: int,
     ) -> None:
-        self._rooms = rooms
+        self._repo = repo
         self._view = view
         self._fates = fates
         self._pins = pins
-        self._timings = timings(rooms, view.run)
-        self.growth = Growth(rooms)
+        self._timings = timings(repo, view.run)
+        self.growth = Growth(repo)
         self._shown = self._chosen(view.visible, room)
         self._commits = 0
         self._saves: list[ShownSave] = []
@@ -278,7 +278,7 @@ class _Collecting:
     def done(self) -> RunReport:
         """Return the run, once all of its commits were added."""
         layers, layers_left_out = _rows(self._view.visible)
-        references = references_to(self._rooms, [save.entry for save in self._saves])
+        references = references_to(self._repo, [save.entry for save in self._saves])
         return RunReport(
             run=self._view.run,
             commits=self._commits,
@@ -329,7 +329,7 @@ class _Collecting:
         found: dict[str, dict[str, LayerEntry]] = {}
         for policy in ASKED:
             try:
-                composition = compose_by_policy(self._rooms, Resolved.of_commit(commit), policy, view=self._view)
+                composition = compose_by_policy(self._repo, Resolved.of_commit(commit), policy, view=self._view)
             except LayerstoreError:
                 found[policy.name] = {}  # `compose` would refuse, and say why
                 continue

@@ -22,7 +22,7 @@ from layerstore.json_fields import json_fields
 from layerstore.model import LayerEntry, Origin
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.timings import SaveTiming
 
 # Digits of a version's id that tell two of one layer apart.
@@ -38,7 +38,9 @@ _COUNTED_MAX = 200
 _STATS = ("commits", "pins", "logical_bytes", "unique_bytes", "physical_bytes", "saved_ratio", "unneeded", "missing")
 
 
-def make_report(rooms: Rooms, out: Path | None, *, run: str | None, keep: Keep | None, progress: Progress) -> Report:
+def make_report(
+    repo: Repository, out: Path | None, *, run: str | None, keep: Keep | None, progress: Progress
+) -> Report:
     """
     Return what `collect_report` does, and write it as a page to the file *out*, where an older report is replaced.
 
@@ -46,10 +48,10 @@ def make_report(rooms: Rooms, out: Path | None, *, run: str | None, keep: Keep |
         AlreadyExists: Something else is at *out*.
         Unsupported: The page would be too large.
     """
-    target = None if out is None else checked_file(rooms, out, what="a report", begins=BEGINS)
-    report = collect_report(rooms, run=run, keep=keep, progress=progress)
+    target = None if out is None else checked_file(repo, out, what="a report", begins=BEGINS)
+    report = collect_report(repo, run=run, keep=keep, progress=progress)
     if target is not None:
-        write_file(rooms, target, report_page(report))
+        write_file(repo, target, report_page(report))
     return report
 
 

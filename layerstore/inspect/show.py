@@ -9,7 +9,7 @@ from layerstore.format.records import WITHOUT_MOMENTS
 from layerstore.history import Resolved, objects_of_state
 from layerstore.model import Kind, LayerEntry, RankState
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 # Layers that a hint lists.
 _NAMES_MAX = 10
@@ -78,10 +78,10 @@ class CommitView:
         return sum(sum(line.bytes_by_kind.values()) for line in self.layers)
 
 
-def describe_commit(rooms: Rooms, resolved: Resolved) -> CommitView:
+def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
     """Return everything about one commit."""
     record = resolved.record
-    states = [rooms.state(ref) for ref in record.states]
+    states = [repo.state(ref) for ref in record.states]
     beside = {*record.states, *(ref for state in states for ref in objects_of_state(state))}
     return CommitView(
         run=record.run,
@@ -100,8 +100,8 @@ def describe_commit(rooms: Rooms, resolved: Resolved) -> CommitView:
         policy_parameters={str(name): str(value) for name, value in record.policy.parameters.items()},
         is_mixture=resolved.is_mixture,
         supersedes=record.supersedes,
-        pins=tuple(pin.name for pin in rooms.records.readable_pins() if pin.record == record),
-        layers=tuple(layer_lines(rooms, record.layers)),
+        pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.record == record),
+        layers=tuple(layer_lines(repo, record.layers)),
         files=tuple(sorted(path for state in states for path in _paths(state))),
         beside_bytes=sum(ref.size_bytes for ref in beside),
         has_moments=WITHOUT_MOMENTS not in record.flags,
@@ -112,7 +112,7 @@ def _paths(state: RankState) -> list[str]:
     return [*(file.path for file in state.files), *(file.path for file in state.gathered)]
 
 
-def layer_lines(rooms: Rooms, entries: Sequence[LayerEntry], *, layer: str | None = None) -> list[LayerLine]:
+def layer_lines(repo: Repository, entries: Sequence[LayerEntry], *, layer: str | None = None) -> list[LayerLine]:
     """Return the layers of *entries* with their sizes, or only *layer*; raises NotFound if it is not among them."""
     found = [entry for entry in entries if layer in {None, entry.layer}]
     if layer is not None and not found:
@@ -120,11 +120,11 @@ def layer_lines(rooms: Rooms, entries: Sequence[LayerEntry], *, layer: str | Non
         shown = ", ".join(names if len(names) <= _NAMES_MAX else [*names[:_NAMES_MAX], "…"])
         hint = did_you_mean(nearest(layer, names), else_=f"layers: {shown}")
         raise NotFound(f"there is no layer {layer!r} in this commit", hint=hint)
-    return [_layer_line(rooms, entry) for entry in found]
+    return [_layer_line(repo, entry) for entry in found]
 
 
-def _layer_line(rooms: Rooms, entry: LayerEntry) -> LayerLine:
-    version = rooms.version_of(entry)
+def _layer_line(repo: Repository, entry: LayerEntry) -> LayerLine:
+    version = repo.version_of(entry)
     return LayerLine(
         layer=entry.layer,
         run=entry.origin.run,

@@ -28,7 +28,7 @@ from layerstore.model import (
 )
 from layerstore.progress import Progress
 from layerstore.publish import read_pins
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 VERSION, STATE, RECORD = "version", "state", "record"
@@ -165,22 +165,22 @@ class _Tally:
         self.record_paths.append(path)
 
 
-def count_bytes(rooms: Rooms, *, run: str | None = None, progress: Progress) -> Stats:
+def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress) -> Stats:
     """
     Count what the store holds, or what *run* needs of it.
 
     What is damaged is left out and named. Raises NotFound if there is no such run.
     """
-    return count(rooms, views_of(rooms, run), run=run, progress=progress)
+    return count(repo, views_of(repo, run), run=run, progress=progress)
 
 
-def views_of(rooms: Rooms, run: str | None) -> list[RunView]:
+def views_of(repo: Repository, run: str | None) -> list[RunView]:
     """Return the view of every run, or of *run* alone; raises NotFound if there is no such run."""
-    return [rooms.catalog.view(name) for name in (rooms.catalog.runs() if run is None else [run])]
+    return [repo.catalog.view(name) for name in (repo.catalog.runs() if run is None else [run])]
 
 
 def count(
-    rooms: Rooms, views: Iterable[RunView], *, run: str | None, progress: Progress, tap: Tap | None = None
+    repo: Repository, views: Iterable[RunView], *, run: str | None, progress: Progress, tap: Tap | None = None
 ) -> Stats:
     """
     Count what *views* hold: all runs, or *run* alone.
@@ -191,7 +191,7 @@ def count(
     versions: dict[tuple[BlobRef, int], int] = {}
     states: dict[tuple[BlobRef, int], int] = {}
     pins = 0
-    for index, is_pin, record in _holders(rooms, tally, views, run, tap or (lambda _, commits: commits)):
+    for index, is_pin, record in _holders(repo, tally, views, run, tap or (lambda _, commits: commits)):
         pins += is_pin
         for entry in record.layers:
             tally.layers.setdefault(entry.layer, Amount())
@@ -202,11 +202,11 @@ def count(
     for add, found in ((_add_version, versions), (_add_state, states)):
         for ref, uses in _by_blob(found):
             try:
-                add(tally, rooms, ref, uses)
+                add(tally, repo, ref, uses)
             except LayerstoreError as exc:
                 tally.left_out.append(str(exc))
             progress.advance(ref.size_bytes)
-    physical_bytes, unneeded, missing = _on_disk(rooms, tally, whole=run is None)
+    physical_bytes, unneeded, missing = _on_disk(repo, tally, whole=run is None)
     return Stats(
         run=run,
         commits=sum(of.commits for of in tally.runs),
@@ -227,7 +227,7 @@ def count(
 
 
 def _holders(
-    rooms: Rooms, tally: _Tally, views: Iterable[RunView], only: str | None, tap: Tap
+    repo: Repository, tally: _Tally, views: Iterable[RunView], only: str | None, tap: Tap
 ) -> Iterator[tuple[int, bool, CommitRecord]]:
     """Yield every visible commit, and every pin of something else, with the index of its run."""
     visible: set[CommitId] = set()
@@ -240,30 +240,30 @@ def _holders(
         return indexes[run]
 
     def add_record(index: int, path: Path) -> None:
-        tally.add_record(index, rooms.files.size(path) or 0, path)
+        tally.add_record(index, repo.files.size(path) or 0, path)
 
     for view in views:
         tally.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
         index = index_of(view.run)
-        for commit in tap(view, _commits(rooms, tally, view)):
+        for commit in tap(view, _commits(repo, tally, view)):
             visible.add(commit.id)
             tally.runs[index].commits += 1
-            add_record(index, rooms.layout.record(view.run, commit.record.step, commit.id))
+            add_record(index, repo.layout.record(view.run, commit.record.step, commit.id))
             yield index, False, commit.record
-    pins, damaged = read_pins(rooms)
+    pins, damaged = read_pins(repo)
     tally.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
     for pin in pins:
         if only in {None, pin.record.run}:
             index = index_of(pin.record.run)
-            add_record(index, rooms.layout.pin(pin.name))
+            add_record(index, repo.layout.pin(pin.name))
             if commit_id(pin.record) not in visible:
                 yield index, True, pin.record
 
 
-def _commits(rooms: Rooms, tally: _Tally, view: RunView) -> Iterator[Commit]:
+def _commits(repo: Repository, tally: _Tally, view: RunView) -> Iterator[Commit]:
     for row in view.visible:
         try:
-            yield rooms.catalog.commit(row.name)
+            yield repo.catalog.commit(row.name)
         except NotFound:
             continue  # gc has just removed it
         except IntegrityError as exc:
@@ -277,8 +277,8 @@ def _by_blob(uses: dict[tuple[BlobRef, int], int]) -> Iterator[tuple[BlobRef, di
         yield ref, {index: uses[ref, index] for _, index in group}
 
 
-def _add_version(tally: _Tally, rooms: Rooms, ref: BlobRef, uses: dict[int, int]) -> None:
-    version = rooms.version(ref)
+def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
+    version = repo.version(ref)
     layer = tally.layers.setdefault(version.layer, Amount())
     layer.count += 1
     for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.objects)]:
@@ -288,28 +288,28 @@ def _add_version(tally: _Tally, rooms: Rooms, ref: BlobRef, uses: dict[int, int]
         layer.unique_bytes += of_layer.unique_bytes
 
 
-def _add_state(tally: _Tally, rooms: Rooms, ref: BlobRef, uses: dict[int, int]) -> None:
-    for part in (ref, *objects_of_state(rooms.state(ref))):
+def _add_state(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
+    for part in (ref, *objects_of_state(repo.state(ref))):
         tally.add(part, uses, tally.kinds[STATE])
 
 
 # -- what is on disk -----------------------------------------------------------------------------------------------
 
 
-def _on_disk(rooms: Rooms, tally: _Tally, *, whole: bool) -> tuple[int, Unneeded | None, int]:
+def _on_disk(repo: Repository, tally: _Tally, *, whole: bool) -> tuple[int, Unneeded | None, int]:
     """Return the bytes on disk, what nothing needs, and how many needed objects are missing."""
     seen: set[tuple[int, int]] = set()
     total = unneeded = unneeded_bytes = present = 0
 
     def take(path: Path) -> int:
         """Return what *path* adds: nothing if it is gone, or was counted under another name."""
-        found = rooms.files.occupied(path)
+        found = repo.files.occupied(path)
         if found is None or found.identity in seen:
             return 0
         seen.add(found.identity)
         return found.disk_bytes
 
-    for object_id, path in rooms.objects.ids():
+    for object_id, path in repo.objects.ids():
         is_needed = object_id in tally.users
         present += is_needed
         if is_needed or whole:
@@ -317,18 +317,18 @@ def _on_disk(rooms: Rooms, tally: _Tally, *, whole: bool) -> tuple[int, Unneeded
             total += disk_bytes
             unneeded += not is_needed
             unneeded_bytes += 0 if is_needed else disk_bytes
-    total += sum(take(path) for path in (_all_files(rooms) if whole else tally.record_paths))
+    total += sum(take(path) for path in (_all_files(repo) if whole else tally.record_paths))
     missing = len(tally.users) - present
     return total, Unneeded(objects=unneeded, bytes=unneeded_bytes) if whole else None, missing
 
 
-def _all_files(rooms: Rooms) -> Iterator[Path]:
-    pending = [rooms.layout.root]
+def _all_files(repo: Repository) -> Iterator[Path]:
+    pending = [repo.layout.root]
     while pending:
         folder = pending.pop()
-        for name in rooms.files.names(folder):
+        for name in repo.files.names(folder):
             path = folder / name
-            if rooms.files.is_directory(path):
+            if repo.files.is_directory(path):
                 pending.append(path)
             else:
                 yield path
@@ -360,8 +360,8 @@ class Amounts:
 class Growth:
     """Counts what each commit of a run adds to those before it."""
 
-    def __init__(self, rooms: Rooms) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository) -> None:
+        self._repo = repo
         # As bytes: a million hexadecimal ids would take twice the memory.
         self._seen: set[bytes] = set()
         self._versions: dict[bytes, int] = {}
@@ -405,7 +405,7 @@ class Growth:
         if key in self._versions:
             return 0
         try:
-            version = self._rooms.version_of(entry)
+            version = self._repo.version_of(entry)
         except LayerstoreError as exc:
             self.left_out.append(str(exc))
             self._versions[key] = 0
@@ -420,7 +420,7 @@ class Growth:
 
     def _state(self, ref: BlobRef) -> RankState | None:
         try:
-            return self._rooms.state(ref)
+            return self._repo.state(ref)
         except LayerstoreError as exc:
             problem = str(exc)
             if problem not in self.left_out:

@@ -7,34 +7,34 @@ from layerstore.history import Resolved, is_mixture, reference_to
 from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.publish.transaction import Transaction
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 
-def check_pin_name(rooms: Rooms, name: str) -> None:
+def check_pin_name(repo: Repository, name: str) -> None:
     """Raise InvalidInput or Conflict if *name* can never be a pin's."""
     check_name(name, what="the pin's name")
-    if rooms.records.names(name):
+    if repo.records.names(name):
         raise Conflict(f"{name!r} is the name of a run; runs and pins share their names", hint="choose another name")
 
 
-def check_pin_free(rooms: Rooms, name: str, *, run: str, step: int) -> None:
+def check_pin_free(repo: Repository, name: str, *, run: str, step: int) -> None:
     """Raise if *name* could not become a pin of ``RUN@STEP``, which is about to be saved."""
     if name == run:
         raise InvalidInput(f"{name!r} cannot name both the run and a pin", hint="choose another --pin or --run")
-    if name in rooms.records.pin_names():
-        old = rooms.records.read_pin(name).record
+    if name in repo.records.pin_names():
+        old = repo.records.read_pin(name).record
         if (old.run, old.step) != (run, step):
-            raise _taken(rooms, name, old)
+            raise _taken(repo, name, old)
 
 
-def _taken(rooms: Rooms, name: str, old: CommitRecord) -> AlreadyExists:
+def _taken(repo: Repository, name: str, old: CommitRecord) -> AlreadyExists:
     return AlreadyExists(
-        f"pin {name!r} means {reference_to(rooms, old)} already",
+        f"pin {name!r} means {reference_to(repo, old)} already",
         hint=f"layerstore pin --delete {typed(name)}, or choose another name",
     )
 
 
-def make_pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
+def make_pin(repo: Repository, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
     """
     Give *resolved* the name *name*.
 
@@ -42,23 +42,23 @@ def make_pin(rooms: Rooms, name: str, resolved: Resolved, *, replace: bool = Fal
         AlreadyExists: The pin is there, means something else, and *replace* was not given.
         Conflict: A run has this name.
     """
-    rooms.prepare_writing()
-    check_pin_name(rooms, name)
+    repo.prepare_writing()
+    check_pin_name(repo, name)
     new = Pin(
         name=name,
         record=resolved.record,
         base=CommitId(resolved.commit),
         observed=Observed(time_ns=resolved.time_ns, bytes_new=0, bytes_reused=0),
     )
-    if name in rooms.records.pin_names() and not replace:
+    if name in repo.records.pin_names() and not replace:
         try:
-            old = rooms.records.read_pin(name)
+            old = repo.records.read_pin(name)
         except IntegrityError as exc:
             raise IntegrityError(str(exc), hint=f"layerstore pin --delete {typed(name)} gives it up") from exc
         if (old.record, old.base) == (new.record, new.base):
             return old
-        raise _taken(rooms, name, old.record)
-    with Transaction(rooms) as tx:
+        raise _taken(repo, name, old.record)
+    with Transaction(repo) as tx:
         tx.pin(new)
     return new
 
@@ -73,17 +73,17 @@ class Unpinned:
     """Whether the commit is visible. If not, a collection frees what of it only the pin had kept."""
 
 
-def _without(rooms: Rooms, name: str) -> Unpinned | None:
+def _without(repo: Repository, name: str) -> Unpinned | None:
     try:
-        pin = rooms.records.read_pin(name)
-        view = rooms.catalog.find(pin.record.run)
+        pin = repo.records.read_pin(name)
+        view = repo.catalog.find(pin.record.run)
     except LayerstoreError:
         return None  # it can be deleted all the same
     shows = view is not None and any(row.id == pin.base for row in view.visible)
     return Unpinned(is_mixture=is_mixture(pin.record, pin.base), shows=shows)
 
 
-def delete_pin(rooms: Rooms, name: str) -> Unpinned | None:
+def delete_pin(repo: Repository, name: str) -> Unpinned | None:
     """
     Delete the pin *name*, readable or not.
 
@@ -92,19 +92,19 @@ def delete_pin(rooms: Rooms, name: str) -> Unpinned | None:
     Raises:
         NotFound: There is none.
     """
-    rooms.prepare_writing()
-    found = _without(rooms, name)
-    rooms.records.delete_pin(name)
+    repo.prepare_writing()
+    found = _without(repo, name)
+    repo.records.delete_pin(name)
     return found
 
 
-def read_pins(rooms: Rooms) -> tuple[list[Pin], dict[str, LayerstoreError]]:
+def read_pins(repo: Repository) -> tuple[list[Pin], dict[str, LayerstoreError]]:
     """Return the pins by name, and what is wrong with those that cannot be read."""
     found: list[Pin] = []
     damaged: dict[str, LayerstoreError] = {}
-    for name in rooms.records.pin_names():
+    for name in repo.records.pin_names():
         try:
-            found.append(rooms.records.read_pin(name))
+            found.append(repo.records.read_pin(name))
         except NotFound:
             continue  # deleted meanwhile
         except LayerstoreError as exc:

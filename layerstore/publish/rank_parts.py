@@ -29,7 +29,7 @@ from layerstore.publish.staging import Checksums, Reader, SourceReader, Staging
 from layerstore.publish.transaction import Transaction
 from layerstore.storage.objects import ObjectWriter
 from layerstore.storage.parts import PartName
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
@@ -68,7 +68,7 @@ Frozen = MutableMapping[str, tuple[Hashable, StoredObject]]
 """The mark and the object of each layer's frozen weights."""
 
 
-def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen) -> int:
+def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Frozen) -> int:
     """
     Store what *work* says, and leave the part that says so; return how many bytes the store did not have.
 
@@ -78,7 +78,7 @@ def write_share(rooms: Rooms, work: ShareWork, reader: Reader, *, frozen: Frozen
         Overtaken: An object vanished while the part that names it was written.
     """
     share = work.share
-    with Transaction(rooms, past_cache=True) as tx:
+    with Transaction(repo, past_cache=True) as tx:
         staging = Staging(
             tx.objects,
             lambda: reader,
@@ -133,11 +133,11 @@ def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
     return SourceFile(path=file.name, executable=file.executable, content=content)
 
 
-def fail_share(rooms: Rooms, work: ShareWork, why: str) -> None:
+def fail_share(repo: Repository, work: ShareWork, why: str) -> None:
     """Leave a part that says that this rank has failed, in the place of one that says otherwise."""
     name = PartName(work.session, work.save, work.share.rank)
-    rooms.parts.withdraw(*name)
-    rooms.parts.publish_failure(name, why)
+    repo.parts.withdraw(*name)
+    repo.parts.publish_failure(name, why)
 
 
 _STORED_AGAIN = "the next save stores every layer that is missing"
@@ -169,7 +169,7 @@ class Joint:
     """What it is to be called."""
 
 
-def parts_of(rooms: Rooms, joint: Joint, found: dict[int, Part]) -> list[Part] | None:
+def parts_of(repo: Repository, joint: Joint, found: dict[int, Part]) -> list[Part] | None:
     """
     Return the parts of all ranks, None while some are missing; those in *found*, by rank, are not read again.
 
@@ -178,7 +178,7 @@ def parts_of(rooms: Rooms, joint: Joint, found: dict[int, Part]) -> list[Part] |
     """
     work = joint.work
     for rank in range(work.share.world_size):
-        part = found.get(rank) or rooms.parts.find(work.session, work.save, rank)
+        part = found.get(rank) or repo.parts.find(work.session, work.save, rank)
         if part is not None and part.state is None:
             raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
         if part is not None:
@@ -186,7 +186,7 @@ def parts_of(rooms: Rooms, joint: Joint, found: dict[int, Part]) -> list[Part] |
     return [found[rank] for rank in sorted(found)] if len(found) == work.share.world_size else None
 
 
-def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
+def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
     """
     Publish the commit that *parts* make; what is not due is *inherited*.
 
@@ -208,7 +208,7 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
             f"step {joint.step} is given up: the save that had layer {lost[0]!r} never became visible",
             hint=_STORED_AGAIN,
         )
-    with Transaction(rooms) as tx:
+    with Transaction(repo) as tx:
         reader = SourceReader()
         staging = Staging(
             tx.objects, lambda: reader, source="a save", checksums=Checksums(), advance=lambda count: None
@@ -225,7 +225,7 @@ def join(rooms: Rooms, joint: Joint, parts: Sequence[Part], *, inherited: Mappin
             bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
             bytes_reused=tx.objects.bytes_reused + sum(part.bytes_reused for part in parts),
         )
-        _check_there(rooms, joint, parts)
+        _check_there(repo, joint, parts)
         try:
             return tx.commit(record, observed=observed).commit
         except Overtaken as exc:
@@ -237,13 +237,13 @@ def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
-def _check_there(rooms: Rooms, joint: Joint, parts: Sequence[Part]) -> None:
+def _check_there(repo: Repository, joint: Joint, parts: Sequence[Part]) -> None:
     """Look for every object that *parts* name: a rank may be about to take its part back, or be gone."""
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*named, *([part.state] if part.state is not None else [])):
             try:
-                found = rooms.objects.find(ref)
+                found = repo.objects.find(ref)
             except IntegrityError as exc:
                 raise GivenUp(f"step {joint.step} is given up: {exc}", hint=_STORED_AGAIN) from exc
             if found is None:

@@ -1,7 +1,7 @@
 """
 The one transaction: every record, part and pin becomes visible here, and nowhere else.
 
-    with Transaction(rooms) as tx:
+    with Transaction(repo) as tx:
         tx.objects.put(data, ref)     # staged and synced in tmp/, or found in the store and touched
         tx.inherit(entry)             # a version that an earlier commit names
         tx.commit(record)             # link the objects, sync, link the record, look at all that it names
@@ -19,7 +19,7 @@ from layerstore.format.records import make_commit
 from layerstore.history import named_by
 from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
 from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Transaction:
     `ObjectWriter`.
     """
 
-    def __init__(self, rooms: Rooms, *, past_cache: bool = False, reads_reused: bool = False) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository, *, past_cache: bool = False, reads_reused: bool = False) -> None:
+        self._repo = repo
         self.objects = ObjectWriter(
-            rooms.layout, rooms.files, rooms.objects, past_cache=past_cache, reads_reused=reads_reused
+            repo.layout, repo.files, repo.objects, past_cache=past_cache, reads_reused=reads_reused
         )
         """Stages what is new."""
 
@@ -80,7 +80,7 @@ class Transaction:
         """Reuse each object that *blob* names: it is not at its place, so a collection may be taking them all."""
         try:
             # The blob last: at its place it says that its objects are there.
-            return all(map(self.objects.reuse, named_by(self._rooms, blob))) and self.objects.reuse(blob)
+            return all(map(self.objects.reuse, named_by(self._repo, blob))) and self.objects.reuse(blob)
         except IntegrityError:
             return False
 
@@ -95,19 +95,19 @@ class Transaction:
                 grace, or somebody deleted files. The record was unlinked again.
             Unsupported: The store was migrated since it was opened.
         """
-        rooms = self._rooms
+        repo = self._repo
         self.objects.publish()
         commit = make_commit(record, observed or self._observed())
-        is_new = rooms.records.link(commit)
+        is_new = repo.records.link(commit)
         try:
             self._check_all_there(f"{record.run}@{record.step}")
         except Overtaken:
             if is_new:
-                rooms.records.remove([rooms.records.name_of(commit)])
-                rooms.catalog.forget([rooms.records.name_of(commit)])
+                repo.records.remove([repo.records.name_of(commit)])
+                repo.catalog.forget([repo.records.name_of(commit)])
             raise
-        rooms.catalog.add(commit)
-        retire(rooms, commit)
+        repo.catalog.add(commit)
+        retire(repo, commit)
         return Published(commit=commit, is_new=is_new)
 
     def leave(self, part: Part) -> None:
@@ -117,11 +117,11 @@ class Transaction:
         It is withdrawn again if something is gone.
         """
         self.objects.publish()
-        self._rooms.parts.publish(part)
+        self._repo.parts.publish(part)
         try:
             self._check_all_there(f"the share of rank {part.rank}")
         except Overtaken:
-            self._rooms.parts.withdraw(part.session, part.save, part.rank)
+            self._repo.parts.withdraw(part.session, part.save, part.rank)
             raise
 
     def pin(self, pin: Pin) -> None:
@@ -132,11 +132,11 @@ class Transaction:
         """
         self.keep(pin.record)
         self.objects.publish()
-        self._rooms.records.write_pin(pin)
+        self._repo.records.write_pin(pin)
         try:
             self._check_all_there(f"pin {pin.name!r}")
         except Overtaken:
-            self._rooms.records.delete_pin(pin.name)
+            self._repo.records.delete_pin(pin.name)
             raise
 
     def _observed(self) -> Observed:
@@ -155,15 +155,15 @@ class Transaction:
             )
 
 
-def retire(rooms: Rooms, commit: Commit) -> None:
+def retire(repo: Repository, commit: Commit) -> None:
     """Move the records that *commit* supersedes to the trash; it hides those that are left."""
-    for name in rooms.records.names(commit.record.run) if commit.record.supersedes else ():
-        if name.id in commit.record.supersedes and rooms.trash.take_record(name):
-            rooms.catalog.forget([name])
+    for name in repo.records.names(commit.record.run) if commit.record.supersedes else ():
+        if name.id in commit.record.supersedes and repo.trash.take_record(name):
+            repo.catalog.forget([name])
 
 
-def republish(rooms: Rooms, commit: Commit) -> Published:
+def republish(repo: Repository, commit: Commit) -> Published:
     """Make *commit* visible as it was, if all that it names is there; raises Overtaken where something is gone."""
-    with Transaction(rooms) as tx:
+    with Transaction(repo) as tx:
         tx.keep(commit.record)
         return tx.commit(commit.record, observed=commit.observed)

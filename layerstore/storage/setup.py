@@ -1,4 +1,4 @@
-"""Make a store, and open the rooms of one."""
+"""Make a store, and open the repository of one."""
 
 import os
 import time
@@ -17,7 +17,7 @@ from layerstore.storage.locks import open_lock_file
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.placement import manifest_directory
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.trash import Trash
 
 NO_INDEX_VARIABLE = "LAYERSTORE_NO_INDEX"
@@ -61,7 +61,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     return identity
 
 
-def open_rooms(path: Path, files: Files) -> Rooms:
+def open_repository(path: Path, files: Files) -> Repository:
     """
     Open the store at *path*; nothing is written, not even an index, before a question needs one.
 
@@ -88,7 +88,7 @@ def open_rooms(path: Path, files: Files) -> Rooms:
     )
     if os.environ.get(NO_INDEX_VARIABLE, "0") not in {"", "0"}:
         catalog.index_problem = f"{NO_INDEX_VARIABLE} is set"
-    return Rooms(
+    return Repository(
         identity=identity,
         layout=layout,
         files=files,

@@ -11,7 +11,7 @@ from typing import Any
 
 from layerstore.errors import LayerstoreError
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 _SUFFIX = ".jsonl"
 
@@ -42,27 +42,27 @@ class SaveTiming:
     """Why it was given up, empty where it was not."""
 
 
-def note_timing(rooms: Rooms, session: str, timing: SaveTiming) -> None:
+def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
     """Append *timing* to the file of *session*."""
-    folder = rooms.layout.stats / timing.run
-    rooms.files.make_directory(rooms.layout.stats, durable=False)
-    rooms.files.make_directory(folder, durable=False)
-    rooms.files.append(folder / f"{session}{_SUFFIX}", json.dumps(asdict(timing)).encode() + b"\n")
+    folder = repo.layout.stats / timing.run
+    repo.files.make_directory(repo.layout.stats, durable=False)
+    repo.files.make_directory(folder, durable=False)
+    repo.files.append(folder / f"{session}{_SUFFIX}", json.dumps(asdict(timing)).encode() + b"\n")
 
 
-def timings(rooms: Rooms, run: str) -> dict[tuple[int, int], SaveTiming]:
+def timings(repo: Repository, run: str) -> dict[tuple[int, int], SaveTiming]:
     """Return what is known of the saves of *run*, by attempt and step."""
-    folder = rooms.layout.stats / run
+    folder = repo.layout.stats / run
     found: dict[tuple[int, int], SaveTiming] = {}
-    for name in rooms.files.names(folder) if rooms.files.is_directory(folder) else ():
+    for name in repo.files.names(folder) if repo.files.is_directory(folder) else ():
         if name.endswith(_SUFFIX):
-            found |= {(of.attempt, of.step): of for of in _read(rooms, run, name)}
+            found |= {(of.attempt, of.step): of for of in _read(repo, run, name)}
     return found
 
 
-def _read(rooms: Rooms, run: str, name: str) -> Iterator[SaveTiming]:
+def _read(repo: Repository, run: str, name: str) -> Iterator[SaveTiming]:
     try:
-        data = rooms.files.read(rooms.layout.stats / run / name, size_bytes_max=RECORD_BYTES_MAX)
+        data = repo.files.read(repo.layout.stats / run / name, size_bytes_max=RECORD_BYTES_MAX)
     except LayerstoreError:
         return
     for line in data.splitlines():

@@ -133,7 +133,7 @@ def _records(store: Path, result: Result) -> Iterator[str]:
         if len(steps) != result.saves + 1:
             raise RuntimeError(f"of {result.saves + 1} saves {len(steps)} are visible")
         for step in steps[1:]:
-            record = resolve(opened.rooms, f"{RUN}@{step}").record
+            record = resolve(opened.repo, f"{RUN}@{step}").record
             found = {str(layer): movement for layer, movement in _movements(record).items()}
             new = [layer.layer for layer in record.layers if layer.origin.step == step]
             if record.policy.decisions.get("due") != new or found.keys() != {layer.layer for layer in record.layers}:

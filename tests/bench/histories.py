@@ -31,7 +31,7 @@ from layerstore.model import (
 )
 from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 
 RUN = "long"
 STEP_SIZE = 10
@@ -78,10 +78,10 @@ def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
     """Make a store at *path* whose run ``long`` has so many visible commits, and one in fifty replaced."""
     chance = random.Random(seed)
     layerstore.init(path).close()
-    rooms = open_rooms(path, Files())
+    repo = open_repository(path, Files())
     names = layer_names(layers)
-    versions = {name: [_version(rooms.layout, name, number) for number in range(VERSIONS)] for name in names}
-    rooms.layout.run(RUN).mkdir()
+    versions = {name: [_version(repo.layout, name, number) for number in range(VERSIONS)] for name in names}
+    repo.layout.run(RUN).mkdir()
     for number, place in enumerate(places(commits)):
         origin = Origin(run=RUN, attempt=place.attempt, step=place.step, save_number=place.save_number)
         record = CommitRecord(
@@ -107,10 +107,10 @@ def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
             supersedes=(),
         )
         if chance.random() < 0.02:
-            hidden = _write(rooms.layout, rooms.identity.store_id, replace(record, world_size=4), number)
+            hidden = _write(repo.layout, repo.identity.store_id, replace(record, world_size=4), number)
             record = replace(record, supersedes=(hidden,))
-        _write(rooms.layout, rooms.identity.store_id, record, number)
-    rooms.catalog.close()
+        _write(repo.layout, repo.identity.store_id, record, number)
+    repo.catalog.close()
 
 
 def _version(layout: Layout, name: str, number: int) -> BlobRef:

@@ -23,7 +23,7 @@ from layerstore import Filter, Parity
 from layerstore.format.records import make_commit
 from layerstore.policy import Policy
 from layerstore.storage.files import Files
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from layerstore.store import Store
 from tests.bench.histories import RUN, STEP_SIZE, build, places
 
@@ -159,16 +159,16 @@ class _Saves:
     """Another process that goes on saving."""
 
     def __init__(self, path: Path) -> None:
-        self._rooms = open_rooms(path, Files())
-        newest = max(self._rooms.records.names(RUN), key=lambda name: name.step)
-        self._newest = self._rooms.records.read(newest)
+        self._repo = open_repository(path, Files())
+        newest = max(self._repo.records.names(RUN), key=lambda name: name.step)
+        self._newest = self._repo.records.read(newest)
 
     def publish(self) -> None:
         """Make the next commit visible."""
         record = self._newest.record
         following = replace(record, step=record.step + STEP_SIZE, save_number=record.save_number + 1)
         self._newest = make_commit(following, self._newest.observed)
-        self._rooms.records.link(self._newest)
+        self._repo.records.link(self._newest)
 
     def publish_and_tell(self) -> None:
         """Do both."""
@@ -177,7 +177,7 @@ class _Saves:
 
     def tell(self) -> None:
         """Tell the index of it."""
-        self._rooms.catalog.add(self._newest)
+        self._repo.catalog.add(self._newest)
 
 
 def _write_recipe(path: Path, names: list[str], steps: list[int], sources: int, chance: random.Random) -> Path:

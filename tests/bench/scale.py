@@ -37,8 +37,8 @@ from layerstore.model import (
     TreeFile,
 )
 from layerstore.storage.files import Files
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import open_repository
 from tests.bench.histories import RUN, layer_names
 
 RANKS = 9
@@ -77,10 +77,10 @@ _QUESTIONS = {
 def build(path: Path, *, commits: int, layers: int = 80, seed: int = 0) -> None:
     """Make a store at *path* whose run has so many commits, each with ten layers of its own."""
     layerstore.init(path).close()
-    rooms = open_rooms(path, Files())
+    repo = open_repository(path, Files())
     for prefix in range(256):
-        (rooms.layout.objects / f"{prefix:02x}").mkdir()
-    rooms.layout.run(RUN).mkdir()
+        (repo.layout.objects / f"{prefix:02x}").mkdir()
+    repo.layout.run(RUN).mkdir()
     chance = random.Random(seed)
     names = layer_names(layers)
     entries: dict[str, LayerEntry] = {}
@@ -89,7 +89,7 @@ def build(path: Path, *, commits: int, layers: int = 80, seed: int = 0) -> None:
         origin = Origin(run=RUN, attempt=1, step=step, save_number=number)
         due = names if not number else [names[(number * DUE + at) % len(names)] for at in range(DUE)]
         for name in due:
-            version = _version(rooms, name, chance)
+            version = _version(repo, name, chance)
             entries[name] = LayerEntry(layer=name, version=version, origin=origin, optimizer_step=step)
         record = CommitRecord(
             run=RUN,
@@ -100,23 +100,23 @@ def build(path: Path, *, commits: int, layers: int = 80, seed: int = 0) -> None:
             world_size=RANKS,
             stage=3,
             layers=tuple(entries[name] for name in names),
-            states=(_state(rooms, number),),
+            states=(_state(repo, number),),
             layout=SourceLayout(flavour="hf", tag=f"global_step{step}", layer_pattern=None),
             policy=PolicyUse(name="full", parameters={}, decisions={}),
             supersedes=(),
         )
         commit = make_commit(record, Observed(time_ns=_STARTED_NS + number * 10**9, bytes_new=1, bytes_reused=0))
-        rooms.layout.record(RUN, step, commit.id).write_bytes(rooms.records.encode(commit))
-    rooms.catalog.close()
+        repo.layout.record(RUN, step, commit.id).write_bytes(repo.records.encode(commit))
+    repo.catalog.close()
 
 
-def _version(rooms: Rooms, name: str, chance: random.Random) -> BlobRef:
+def _version(repo: Repository, name: str, chance: random.Random) -> BlobRef:
     parameter = f"{name}.weight"
     objects = []
     for shard in range(RANKS):
         object_id = ObjectId(f"{chance.getrandbits(128):032x}")
         size_bytes = 4096 + 4 * _ELEMENTS
-        fd = os.open(rooms.layout.object(object_id), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        fd = os.open(repo.layout.object(object_id), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         os.ftruncate(fd, size_bytes)
         os.close(fd)
         tensor = StoredTensor(name=parameter, state="", dtype="F32", elements=_ELEMENTS, crc32=0)
@@ -139,10 +139,10 @@ def _version(rooms: Rooms, name: str, chance: random.Random) -> BlobRef:
         world_size=RANKS,
         objects=tuple(objects),
     )
-    return _write(rooms, encode_version(version))
+    return _write(repo, encode_version(version))
 
 
-def _state(rooms: Rooms, number: int) -> BlobRef:
+def _state(repo: Repository, number: int) -> BlobRef:
     state = RankState(
         rank=0,
         model=TreeFile(path="model_states.pt", tree={"global_steps": number}),
@@ -150,12 +150,12 @@ def _state(rooms: Rooms, number: int) -> BlobRef:
         files=(),
         gathered=(),
     )
-    return _write(rooms, encode_state(state))
+    return _write(repo, encode_state(state))
 
 
-def _write(rooms: Rooms, data: bytes) -> BlobRef:
+def _write(repo: Repository, data: bytes) -> BlobRef:
     ref = ref_of(data)
-    rooms.layout.object(ref.id).write_bytes(data)
+    repo.layout.object(ref.id).write_bytes(data)
     return ref
 
 
@@ -185,8 +185,8 @@ def run(folder: Path, *, commits: int, shares: Sequence[int] = (4, 1)) -> None:
 def _hide_one(path: Path) -> Path:
     """Take away an object that a version of the last commit names."""
     with layerstore.open(path) as store:
-        [entry, *_] = store.rooms.records.read(store.rooms.records.names(RUN)[-1]).record.layers
-        target = store.rooms.layout.object(store.rooms.version_of(entry).objects[0].id)
+        [entry, *_] = store.repo.records.read(store.repo.records.names(RUN)[-1]).record.layers
+        target = store.repo.layout.object(store.repo.version_of(entry).objects[0].id)
     target.rename(target.with_name("hidden"))
     return target
 

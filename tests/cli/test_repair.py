@@ -33,9 +33,9 @@ def last_object(store: Path) -> Path:
     import layerstore
 
     with layerstore.open(store) as opened:
-        entries = opened.rooms.records.read(opened.rooms.records.names("sft")[-1]).record.layers
+        entries = opened.repo.records.read(opened.repo.records.names("sft")[-1]).record.layers
         entry = next(entry for entry in entries if entry.layer == "model.layers.1")
-        return opened.rooms.layout.object(opened.rooms.version_of(entry).objects[0].id)
+        return opened.repo.layout.object(opened.repo.version_of(entry).objects[0].id)
 
 
 def test_a_sound_store_needs_no_repair(run: Run, store: Path) -> None:
@@ -164,8 +164,8 @@ def test_no_older_layers_are_offered_for_a_lost_state(run: Run, store: Path, che
     import layerstore
 
     with layerstore.open(store) as opened:
-        state = opened.rooms.records.read(opened.rooms.records.names("sft")[-1]).record.states[0]
-        opened.rooms.layout.object(state.id).unlink()
+        state = opened.repo.records.read(opened.repo.records.names("sft")[-1]).record.states[0]
+        opened.repo.layout.object(state.id).unlink()
 
     done = run("repair", "--store", store)
 

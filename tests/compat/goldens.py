@@ -7,41 +7,41 @@ from pathlib import Path
 from layerstore import Store
 from layerstore.history.references import resolve
 from layerstore.storage.files import Files
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 
 STORES = Path(__file__).parent / "stores"
 
 
 def object_ids(path: Path, ref: str) -> dict[str, str]:
     """Return every object of the layers of *ref* in the store at *path*, by layer, kind and shard."""
-    rooms = open_rooms(path, Files())
+    repo = open_repository(path, Files())
     try:
         return {
             f"{version.layer} {stored.kind} {stored.shard}/{stored.shards}": stored.id
-            for entry in resolve(rooms, ref).record.layers
-            for version in [rooms.version(entry.version)]
+            for entry in resolve(repo, ref).record.layers
+            for version in [repo.version(entry.version)]
             for stored in version.objects
         }
     finally:
-        rooms.catalog.close()
+        repo.catalog.close()
 
 
 def version_ids(path: Path, ref: str) -> dict[str, str]:
     """Return every layer's version."""
-    rooms = open_rooms(path, Files())
+    repo = open_repository(path, Files())
     try:
-        return {entry.layer: entry.version.id for entry in resolve(rooms, ref).record.layers}
+        return {entry.layer: entry.version.id for entry in resolve(repo, ref).record.layers}
     finally:
-        rooms.catalog.close()
+        repo.catalog.close()
 
 
 def state_ids(path: Path, ref: str) -> dict[str, str]:
     """Return every rank's state blob."""
-    rooms = open_rooms(path, Files())
+    repo = open_repository(path, Files())
     try:
-        return {f"rank {rank}": state.id for rank, state in enumerate(resolve(rooms, ref).record.states)}
+        return {f"rank {rank}": state.id for rank, state in enumerate(resolve(repo, ref).record.states)}
     finally:
-        rooms.catalog.close()
+        repo.catalog.close()
 
 
 def composed(store: Store, ref: str, out: Path) -> dict[str, str]:

@@ -22,8 +22,8 @@ from layerstore.limits import PAGE_BYTES
 from layerstore.model import BlobRef, Kind
 from layerstore.storage.files import Files
 from layerstore.storage.objects import ObjectStore
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import open_repository
 from layerstore.tree import Located
 from layerstore.zero3.pt import layout_pt, read_pt
 from tests.compose.test_target import rounded_differently
@@ -58,31 +58,31 @@ def source_weights(folder: Path, dtype: torch.dtype) -> Tensors:
     return {name: tensor.to(dtype) for name, tensor in whole_weights(tag).items()}
 
 
-def rooms_of(store: Store) -> Rooms:
-    """Return the rooms of *store*."""
-    return open_rooms(store.path, Files())
+def rooms_of(store: Store) -> Repository:
+    """Return the repository of *store*."""
+    return open_repository(store.path, Files())
 
 
 def objects_of(store: Store, ref: str, *kinds: Kind) -> list[Path]:
     """Return the files of all objects of some kinds."""
-    rooms = rooms_of(store)
+    repo = rooms_of(store)
     ids = {
         stored.id
-        for entry in resolve(rooms, ref).record.layers
-        for stored in rooms.version_of(entry).objects
+        for entry in resolve(repo, ref).record.layers
+        for stored in repo.version_of(entry).objects
         if stored.kind in kinds
     }
-    return [rooms.layout.object(object_id) for object_id in sorted(ids)]
+    return [repo.layout.object(object_id) for object_id in sorted(ids)]
 
 
 def mixed(store: Store, base: str, other: str) -> tuple[Composite, set[str]]:
     """Return *base* with every second layer of *other*, and the names of those layers."""
-    rooms = rooms_of(store)
-    composition = compose_latest(resolve(rooms, base))
-    entries = {entry.layer: entry for entry in resolve(rooms, other).record.layers}
+    repo = rooms_of(store)
+    composition = compose_latest(resolve(repo, base))
+    entries = {entry.layer: entry for entry in resolve(repo, other).record.layers}
     swapped = {entry.layer for entry in composition.layers[1::2]}
     layers = tuple(entries[entry.layer] if entry.layer in swapped else entry for entry in composition.layers)
-    return Composite(rooms, replace(composition, layers=layers)), swapped
+    return Composite(repo, replace(composition, layers=layers)), swapped
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -354,19 +354,19 @@ def test_layers_of_two_steps_and_of_any_number_of_ranks_make_one_export(
 def test_a_layer_without_weights_is_named(store: Store, tmp_path: Path) -> None:
     """Nothing is invented where neither a master nor weights are stored."""
     store.ingest(checkpoint(tmp_path))
-    rooms = rooms_of(store)
-    composition = compose_latest(resolve(rooms, "sft"))
+    repo = rooms_of(store)
+    composition = compose_latest(resolve(repo, "sft"))
     entry = composition.layers[-1]
-    version = rooms.version_of(entry)
+    version = repo.version_of(entry)
     bare = replace(version, objects=tuple(of for of in version.objects if of.kind is not Kind.MASTER))
     data = encode_version(bare)
-    home = rooms.layout.object(ref_of(data).id)
+    home = repo.layout.object(ref_of(data).id)
     home.parent.mkdir(exist_ok=True)
     home.write_bytes(data)
     layers = (*composition.layers[:-1], replace(entry, version=ref_of(data)))
 
     with pytest.raises(LayoutMismatch, match="neither a master nor weights of"):
-        Composite(rooms, replace(composition, layers=layers)).export(tmp_path / "out")
+        Composite(repo, replace(composition, layers=layers)).export(tmp_path / "out")
 
 
 # -- shards --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from layerstore.format.treecodec import encode
 from layerstore.history.references import resolve
 from layerstore.model import Kind, LayerEntry, ObjectId
 from layerstore.progress import Silent
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import replace_tensors
 from layerstore.zero3.pt import read_pt
@@ -153,7 +153,7 @@ def test_the_bases_own_size_changes_nothing(store: Store, tmp_path: Path) -> Non
 
 def mixed(store: Store, odd: Callable[[LayerEntry], bool]) -> Composition:
     """Return a composite of ``two`` with some layers of ``three``."""
-    base, other = resolve(store._rooms, "two"), resolve(store._rooms, "three")
+    base, other = resolve(store._repo, "two"), resolve(store._repo, "three")
     layers = tuple(
         theirs if odd(own) else own for own, theirs in zip(base.record.layers, other.record.layers, strict=True)
     )
@@ -169,7 +169,7 @@ def test_layers_may_come_from_different_world_sizes(store: Store, tmp_path: Path
     composition = mixed(store, lambda entry: "layers" in entry.layer)
 
     written = execute_compose(
-        store._rooms, composition, tmp_path / "out", world_size=world_size, durable=False, progress=Silent()
+        store._repo, composition, tmp_path / "out", world_size=world_size, durable=False, progress=Silent()
     )
 
     store.ingest(written.out, run="composite")
@@ -192,7 +192,7 @@ def test_a_slice_that_is_not_as_long_as_its_shape_asks_is_named(store: Store, tm
     composition = mixed(store, lambda entry: entry.layer == "model.norm")
 
     with pytest.raises(LayoutMismatch, match=r"model\.norm of three@2 does not fit two@2: .* is BF16 20, .* BF16 18"):
-        execute_compose(store._rooms, composition, tmp_path / "out", progress=Silent())
+        execute_compose(store._repo, composition, tmp_path / "out", progress=Silent())
     assert not (tmp_path / "out").exists()
 
 
@@ -204,7 +204,7 @@ def test_a_layer_of_another_element_type_is_named(store: Store, tmp_path: Path) 
     composition = mixed(store, lambda entry: entry.layer == "model.layers.0")
 
     with pytest.raises(LayoutMismatch, match=r"model\.layers\.0 .* is F16 .*, in the base BF16"):
-        execute_compose(store._rooms, composition, tmp_path / "out", progress=Silent())
+        execute_compose(store._repo, composition, tmp_path / "out", progress=Silent())
 
 
 # -- what is said, and what is refused -----------------------------------------------------------------------------
@@ -212,8 +212,8 @@ def test_a_layer_of_another_element_type_is_named(store: Store, tmp_path: Path) 
 
 def change_states(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
     """Let every rank's state be read as *change* leaves it."""
-    read = Rooms.state
-    monkeypatch.setattr(Rooms, "state", lambda self, ref: change(read(self, ref)))
+    read = Repository.state
+    monkeypatch.setattr(Repository, "state", lambda self, ref: change(read(self, ref)))
 
 
 def test_random_states_are_left_out_and_named(store: Store, tmp_path: Path) -> None:
@@ -331,9 +331,9 @@ def test_what_cannot_be_meant_is_refused(store: Store, tmp_path: Path, options: 
 def test_damage_in_a_cut_slice_is_found(store: Store, tmp_path: Path) -> None:
     """The object is verified as a whole, so a flipped bit anywhere in it stops the composite."""
     store.ingest(odd_checkpoint(tmp_path))
-    version = store._rooms.version_of(resolve(store._rooms, "sft").record.layers[0])
+    version = store._repo.version_of(resolve(store._repo, "sft").record.layers[0])
     victim = next(stored for stored in version.objects if stored.kind is Kind.MASTER)
-    path = store._rooms.layout.object(ObjectId(victim.id))
+    path = store._repo.layout.object(ObjectId(victim.id))
     flip(path)
 
     with pytest.raises(IntegrityError, match="is damaged"):
@@ -357,7 +357,7 @@ def test_each_layer_keeps_its_own_step_where_groups_allow(store: Store, tmp_path
     store.ingest(odd_checkpoint(tmp_path / "a", step=4, groups="layerwise"), run="two")
     store.ingest(odd_checkpoint(tmp_path / "b", step=2, groups="layerwise", world_size=3), run="three")
     composition = mixed(store, lambda entry: entry.layer == "model.layers.1")
-    write = partial(execute_compose, store._rooms, composition, world_size=3, durable=False, progress=Silent())
+    write = partial(execute_compose, store._repo, composition, world_size=3, durable=False, progress=Silent())
 
     write(tmp_path / "unify")
     write(tmp_path / "own", adam_step="per-layer")
@@ -377,6 +377,6 @@ def test_layers_that_share_a_counter_cannot_keep_their_own(store: Store, tmp_pat
 
     both = r"\(optimizer step 4\) and 'model\.layers\.1' \(optimizer step 2\)"
     with pytest.raises(LayoutMismatch, match=both) as caught:
-        execute_compose(store._rooms, composition, tmp_path / "out", adam_step="per-layer", progress=Silent())
+        execute_compose(store._repo, composition, tmp_path / "out", adam_step="per-layer", progress=Silent())
     assert "--adam-step unify" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()

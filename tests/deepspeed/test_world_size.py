@@ -222,13 +222,13 @@ def test_layers_of_another_step_keep_their_count_in_the_engine(
     with layerstore.init(tmp_path / "store") as store:
         for step in SAVE_STEPS:
             store.ingest(scenario.save_dir(trained.root, step=step), run="run", tag=scenario.tag(step=step))
-        base, later = (resolve(store._rooms, f"run@{step}") for step in SAVE_STEPS)
+        base, later = (resolve(store._repo, f"run@{step}") for step in SAVE_STEPS)
         pairs = zip(base.record.layers, later.record.layers, strict=True)
         layers = tuple(new if "layers.1" in old.layer else old for old, new in pairs)
         composition = replace(compose_latest(base), layers=layers)
         out = scenario.save_dir(tmp_path / "out", step=RESUME_STEP)
         out.parent.mkdir(parents=True)
-        execute_compose(store._rooms, composition, out, world_size=3, adam_step="per-layer", progress=Silent())
+        execute_compose(store._repo, composition, out, world_size=3, adam_step="per-layer", progress=Silent())
 
     launch = cached_launch(launch_cache, "resizing", resume_from=tmp_path / "out", names=[scenario.name], world_size=3)
 

@@ -17,10 +17,10 @@ from tests.docs.pages import ROOT
 _LINE_MAX = 100
 # What is public for other rooms of the library or for a framework that calls back, and for nobody else.
 _INTERNAL = {
-    *("rooms", "composition", "names_of", "exchange", "results", "reasons", "anchored", "take", "pointer", "went_to"),
+    *("repo", "composition", "names_of", "exchange", "results", "reasons", "anchored", "take", "pointer", "went_to"),
     *("step_of", "on_train_begin", "on_step_begin", "on_step_end", "on_train_end"),
     *(
-        "Rooms",
+        "Repository",
         "Composition",
         "Resolved",
         "OutputFile",

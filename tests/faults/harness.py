@@ -359,9 +359,9 @@ def masters(store: Store, ref: str, *, policy: str = "latest") -> dict[str, byte
 
 def object_of(store: Store, ref: str, layer: str, kind: str = "master") -> Path:
     """Return the file of the first object of that *kind*."""
-    entry = next(entry for entry in resolve(store.rooms, ref).record.layers if entry.layer == layer)
-    stored = next(each for each in store.rooms.version_of(entry).objects if each.kind == kind)
-    return store.rooms.layout.object(stored.id)
+    entry = next(entry for entry in resolve(store.repo, ref).record.layers if entry.layer == layer)
+    stored = next(each for each in store.repo.version_of(entry).objects if each.kind == kind)
+    return store.repo.layout.object(stored.id)
 
 
 def composed(store: Store, ref: str | None, scratch: Path) -> str:

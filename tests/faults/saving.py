@@ -33,7 +33,7 @@ class Save:
     def write(self, rank: int) -> None:
         """Write the share of *rank*, and leave its part."""
         with contextlib.closing(SourceReader()) as reader:
-            write_share(self.store.rooms, self.works[rank], reader, frozen={})
+            write_share(self.store.repo, self.works[rank], reader, frozen={})
 
     def write_all(self) -> None:
         """Write the shares of all ranks."""
@@ -42,19 +42,19 @@ class Save:
 
     def parts(self) -> list[Part]:
         """Return the parts, which are all there."""
-        found = parts_of(self.store.rooms, self.joint, {})
+        found = parts_of(self.store.repo, self.joint, {})
         assert found is not None, "a rank has left no part"
         return found
 
     def join(self) -> Commit:
         """Make them one commit."""
-        return join(self.store.rooms, self.joint, self.parts(), inherited=self.joint.place.inherited)
+        return join(self.store.repo, self.joint, self.parts(), inherited=self.joint.place.inherited)
 
     def finish(self) -> Commit:
         """Do that, and clear the parts and their session away."""
         commit, work = self.join(), self.joint.work
-        self.store.rooms.parts.remove(work.session, work.save, world_size=len(self.works))
-        self.store.rooms.parts.close_session(work.session, is_over=True)
+        self.store.repo.parts.remove(work.session, work.save, world_size=len(self.works))
+        self.store.repo.parts.close_session(work.session, is_over=True)
         return commit
 
 
@@ -70,9 +70,9 @@ def begun(
     half: bool = False,
 ) -> Save:
     """Begin the save numbered *save* of a *session*: of what *checkpoint* has, or of *half* of its layers."""
-    rooms, found = store.rooms, discover(checkpoint)
-    rooms.prepare_writing()
-    rooms.parts.open_session(session)
+    repo, found = store.repo, discover(checkpoint)
+    repo.prepare_writing()
+    repo.parts.open_session(session)
     held = [share_of(rank, folder=found.folder, pattern=None) for rank in read_ranks(found.ranks, frozenset())]
     layers = [layer.layer for layer in held[0].layers]
     due = layers[::2] if half else layers
@@ -96,8 +96,8 @@ def begun(
 
 def begun_after(store: Store, checkpoint: Path, *, half: bool = False, session: str | None = None) -> Save:
     """Begin a session that goes on from the newest commit of ``run``, two steps later."""
-    base = resolve(store.rooms, "run")
-    view = store.rooms.catalog.find("run")
+    base = resolve(store.repo, "run")
+    view = store.repo.catalog.find("run")
     place = place_after(view, base.record, of_commit=base.commit, is_as_it_stands=True)
     session = session or secrets.token_hex(16)
     return begun(store, checkpoint, session=session, place=place, step=base.record.step + 2, half=half)

@@ -94,7 +94,7 @@ def arena(fast_module_path: Path) -> Arena:
             digests[step] = composed(store, f"alone@{step}", fast_module_path)
         hurt = generate(fast_module_path / "hurt", layers=2, hidden=8, vocab=8, step=1, seed=99)
         store.ingest(hurt, run=HURT)
-        version = store.rooms.version_of(resolve(store.rooms, f"{HURT}@1").record.layers[0])
+        version = store.repo.version_of(resolve(store.repo, f"{HURT}@1").record.layers[0])
     return Arena(fast_module_path, digests, version.objects[0].id)
 
 
@@ -443,7 +443,7 @@ def _undrops(store: Store, arena: Arena) -> object:
 
 
 def _collects_without_a_lock(store: Store, arena: Arena) -> object:
-    vars(store.rooms)["lock_gc"] = lambda: contextlib.nullcontext(_NoHold())
+    vars(store.repo)["lock_gc"] = lambda: contextlib.nullcontext(_NoHold())
     return _collects(store, arena)
 
 

@@ -124,7 +124,7 @@ def test_two_contents_for_one_step_are_one_commit_and_one_refusal(
 
 
 def _hold(path: Path, signal: Path) -> None:
-    with Store(path) as store, store._rooms.lock_run("run"):
+    with Store(path) as store, store._repo.lock_run("run"):
         signal.touch()
         threading.Event().wait(600)
 

@@ -96,7 +96,7 @@ def _on(kind: str, folder: Path, work: Callable[..., list[str]], *cases: tuple[o
 @pytest.mark.sample(1)
 def test_a_full_disk_is_an_error_or_success_and_no_damage(scene: Path, fast_path: Path, kind: str) -> None:
     """Whatever verb runs out of space, and wherever; a collection frees even with not a byte left."""
-    chance = seeded(f"rooms on {kind}")
+    chance = seeded(f"repo on {kind}")
     frees = {"gc", "empty"}
     cases = [(scene, name, 0 if name in frees else chance.choice(ROOMS)) for name in VERBS]
 
@@ -111,10 +111,10 @@ def test_a_disk_that_is_full_anywhere_is_an_error_or_success_and_no_damage(
     scene: Path, fast_path: Path, kind: str, name: str
 ) -> None:
     """The same with any room that is left."""
-    rooms = sorted({*ROOMS, *range(0, 400_000, 24_000)})
+    repo = sorted({*ROOMS, *range(0, 400_000, 24_000)})
 
-    _on(kind, fast_path, _full, *((scene, name, room) for room in rooms))
-    print(f"{name} on {kind}: {len(rooms)} sizes of room")
+    _on(kind, fast_path, _full, *((scene, name, room) for room in repo))
+    print(f"{name} on {kind}: {len(repo)} sizes of room")
 
 
 def _index_on_a_full_disk(scene: Path, mounted: Path) -> list[str]:
@@ -125,7 +125,7 @@ def _index_on_a_full_disk(scene: Path, mounted: Path) -> list[str]:
     os.environ["LAYERSTORE_MANIFEST_DIR"] = str(mounted)
     problems(folder / "store", scratch, earlier)  # makes it
     with Store(folder / "store") as store:
-        (manifest_directory(store.rooms.layout, store_id=store.id) / "lock.mdb").unlink()
+        (manifest_directory(store.repo.layout, store_id=store.id) / "lock.mdb").unlink()
     ballast = fill(mounted, but_bytes=0)
     found = problems(folder / "store", scratch, earlier)
     for name in ("begin", "pin", "compose", "gc"):
@@ -135,7 +135,7 @@ def _index_on_a_full_disk(scene: Path, mounted: Path) -> list[str]:
     with Store(folder / "store") as store:
         steps = [(entry.run, entry.step) for entry in store.log()]
         found += [] if steps == [("new", 4), ("run", 4), ("run", 2)] else [f"{steps}"]
-        found += [store.rooms.catalog.index_problem] if store.rooms.catalog.index_problem else []
+        found += [store.repo.catalog.index_problem] if store.repo.catalog.index_problem else []
     return found + problems(folder / "store", scratch, earlier)
 
 

@@ -96,7 +96,9 @@ def _complaints(folder: Path, hook: Refuser, failure: Failure | None, number: in
     found: list[str] = []
     if failure is None:
         # Only what is done to be helpful may fail unseen.
-        found += [] if _ends_all_the_same(hook.failed, number) else [f"success was reported although {hook.failed} failed"]
+        found += (
+            [] if _ends_all_the_same(hook.failed, number) else [f"success was reported although {hook.failed} failed"]
+        )
     elif failure.kind != "StorageIO" or failure.exit_code != EXIT_CODES[number]:
         found.append(f"it failed otherwise: {failure.trace}")
     beside = folder.glob("out.partial-*" if lasting else "out.*")

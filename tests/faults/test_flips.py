@@ -110,7 +110,7 @@ def test_no_flipped_bit_anywhere_is_silent(sound: Path, fast_path: Path) -> None
 def tensor_objects(path: Path) -> list[Path]:
     """Return the objects that name no others: damage in one of them hides none in another."""
     with Store(path) as store:
-        record = next(store._rooms.records.read(name) for name in store._rooms.records.names("run")).record
+        record = next(store._repo.records.read(name) for name in store._repo.records.names("run")).record
     blobs = {*(entry.version.id for entry in record.layers), *(state.id for state in record.states)}
     return [file for file in objects(path) if file.name not in blobs]
 
@@ -436,5 +436,5 @@ def test_an_odd_object_id_never_becomes_a_path(sound: Path) -> None:
     with Store(sound) as store:
         for odd in ("", "..", "A" * 32, "0" * 31, "0" * 33, "../" + "0" * 29, "0" * 31 + "\n", "g" * 32):
             with pytest.raises(LayerstoreError) as caught:
-                store._rooms.layout.object(ObjectId(odd))
+                store._repo.layout.object(ObjectId(odd))
             assert caught.value.exit_code == 2

@@ -51,10 +51,10 @@ def full(fast_module_path: Path) -> Path:
         for step in (2, 4, 6):
             store.ingest(tiny_checkpoint(folder / f"step{step}", step=step), run="run")
         store.ingest(tiny_checkpoint(folder / "other", step=6, seed=1), run="run", replace=True)
-        rooms = store.rooms
-        rooms.parts.open_session(SESSION)
-        rooms.parts.publish(_part())
-        note_timing(rooms, "0" * 32, _timing())
+        repo = store.repo
+        repo.parts.open_session(SESSION)
+        repo.parts.publish(_part())
+        note_timing(repo, "0" * 32, _timing())
         store.log()
     with Store(path, hook=_stop_aside) as stopped, pytest.raises(_Stop):
         stopped.gc(Keep(last=1), grace_seconds=0)
@@ -88,7 +88,7 @@ def _part_is_refused(path: Path, file: Path) -> str | None:
     """Whoever joins or collects is told: nothing is made of it, nothing that it names goes."""
     with Store(path) as store:
         try:
-            found: list[Part] = store.rooms.parts.of_session(SESSION)
+            found: list[Part] = store.repo.parts.of_session(SESSION)
         except (IntegrityError, Unsupported):
             return None
     return f"{found}"
@@ -106,7 +106,7 @@ def _aside_is_refused(path: Path, file: Path) -> str | None:
     with Store(path) as store:
         ref = BlobRef(id=ObjectId(file.name), size_bytes=file.stat().st_size)
         try:
-            store.rooms.objects.verify(ref)
+            store.repo.objects.verify(ref)
         except IntegrityError:
             return None
     return "it verifies"

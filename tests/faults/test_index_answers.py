@@ -15,7 +15,7 @@ import pytest
 from layerstore import Keep
 from layerstore.errors import NotFound
 from layerstore.storage.files import Files
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from layerstore.store import Store, init
 from tests.faults.harness import composed, in_child, tiny_checkpoint
 from tests.unit import samples
@@ -94,13 +94,13 @@ def test_answers_do_not_depend_on_the_index(fast_path: Path) -> None:
 
 def _rebuilt(path: Path) -> tuple[float, bool]:
     layers = [samples.entry(f"model.layers.{number}") for number in range(32)]
-    rooms = samples.rooms(path)
+    repo = samples.repo(path)
     for step in range(MANY):
-        rooms.records.link(samples.commit(samples.record(step=step, layers=layers)))
-    with contextlib.closing(rooms.catalog):
-        first = rooms.catalog.view("sft").visible
+        repo.records.link(samples.commit(samples.record(step=step, layers=layers)))
+    with contextlib.closing(repo.catalog):
+        first = repo.catalog.view("sft").visible
     shutil.rmtree(path / "manifest")
-    again = open_rooms(path, Files())
+    again = open_repository(path, Files())
     started = time.perf_counter()
     with contextlib.closing(again.catalog):
         assert again.catalog.rebuild() == MANY

@@ -25,7 +25,7 @@ from layerstore.storage.catalog import Catalog
 from layerstore.storage.files import Files
 from layerstore.storage.locks import lock
 from layerstore.storage.preflight import problem_in
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from layerstore.store import Store, init
 from tests.faults.harness import (
     child,
@@ -94,10 +94,10 @@ def ask(path: Path) -> tuple[str, list[str]]:
         warnings.simplefilter("always")
         with Store(path) as store:
             first = answers(store)
-            rooms = store._rooms
-            names = [name for run in store.runs for name in rooms.records.names(run)]
+            repo = store._repo
+            names = [name for run in store.runs for name in repo.records.names(run)]
             for name in names:
-                rooms.catalog.add(rooms.records.read(name))
+                repo.catalog.add(repo.records.read(name))
             second = answers(store)
     assert first == second
     return first, [f"{notice.category.__name__}: {notice.message}" for notice in caught]
@@ -191,14 +191,14 @@ def long_scene(fast_module_path: Path) -> Scene:
     folder = fast_module_path / "long"
     folder.mkdir()
     layers = [samples.entry(f"model.layers.{number}") for number in range(40)]
-    rooms = samples.rooms(folder / "store")
+    repo = samples.repo(folder / "store")
     for step in range(150):
-        rooms.records.link(samples.commit(samples.record(run="long", step=step, layers=layers)))
+        repo.records.link(samples.commit(samples.record(run="long", step=step, layers=layers)))
     for number in range(80):
-        rooms.records.link(samples.commit(samples.record(run=f"run{number}", layers=layers)))
-    with contextlib.closing(rooms.catalog):
-        for run in rooms.catalog.runs():
-            rooms.catalog.view(run)
+        repo.records.link(samples.commit(samples.record(run=f"run{number}", layers=layers)))
+    with contextlib.closing(repo.catalog):
+        for run in repo.catalog.runs():
+            repo.catalog.view(run)
     return Scene(folder, ask_long(folder / "store")[0], {}, ask_long)
 
 
@@ -206,8 +206,8 @@ def ask_long(path: Path) -> tuple[str, list[str]]:
     """Return the rows of some runs in the store at *path*, also after a write to the index."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rooms = open_rooms(path, Files())
-        with contextlib.closing(rooms.catalog) as catalog:
+        repo = open_repository(path, Files())
+        with contextlib.closing(repo.catalog) as catalog:
             first = _rows(catalog)
             (row,) = catalog.view("run7").visible
             catalog.add(catalog.commit(row.name))
@@ -344,7 +344,7 @@ def _asks_again(path: Path, cut: Path) -> None:
         store.log()
         (path.parent / "open").touch()
         wait_for(cut)
-        store._rooms.catalog._known.clear()
+        store._repo.catalog._known.clear()
         store.log()
 
 
@@ -574,7 +574,7 @@ def _ask_in_a_new_interpreter(path: Path) -> tuple[str, list[str]]:
 def _suspended_writer(path: Path) -> None:
     with Store(path) as store:
         store.log()
-        manifest = store._rooms.catalog._manifest
+        manifest = store._repo.catalog._manifest
         assert manifest is not None
         environment = manifest._environment.environment()
         with (

@@ -121,7 +121,7 @@ def test_two_stores_may_be_given_one_folder_for_the_index(
     for name, step in (("a", 2), ("b", 4)):
         with layerstore.init(fast_path / name) as store:
             store.ingest(sources / f"step{step}", run="run")
-            indexes.append(manifest_directory(store.rooms.layout, store_id=store.id))
+            indexes.append(manifest_directory(store.repo.layout, store_id=store.id))
     first, second = indexes
     assert {path.parent for path in indexes} == {fast_path / "index"}
     first.rename(fast_path / "aside")
@@ -261,11 +261,11 @@ def test_a_job_that_died_is_followed_on_a_network_too(network: Path, monkeypatch
     monkeypatch.setattr(locks, "LEASE_RENEWED_SECONDS", 60.0)  # what a dead holder does not do
     layerstore.init(network / "store").close()
     with Store(network / "store") as dead, Store(network / "store") as store:
-        held = dead.rooms.lock_attempt("run", 1)
+        held = dead.repo.lock_attempt("run", 1)
         held.__enter__()
 
         started = time.monotonic()
-        with store.rooms.lock_attempt("run", 1) as hold:
+        with store.repo.lock_attempt("run", 1) as hold:
             hold.check()
             assert 0.3 < time.monotonic() - started < 30
         held.__exit__(None, None, None)

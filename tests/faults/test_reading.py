@@ -48,8 +48,8 @@ def test_an_object_that_cannot_be_read_is_named_with_who_needs_it(sound: Path, f
     """Whoever asks for it is told its file; other commits compose; verify goes on and lists it."""
     path = copied(sound, fast_path / "store")
     with Store(path) as store:
-        version = store.rooms.version(store.compose("one").composition.layers[0].version)
-    file = store.rooms.layout.object(version.objects[0].id)
+        version = store.repo.version(store.compose("one").composition.layers[0].version)
+    file = store.repo.layout.object(version.objects[0].id)
 
     code, said = refused(file, "compose", "one@2", "-o", fast_path / "out", "--store", path)
     assert (code, str(file) in said, "Input/output error" in said) == (1, True, True)
@@ -134,7 +134,7 @@ class LateFiles(Files):
 def _late(path: Path, hidden: Callable[[Path], bool]) -> tuple[Store, LateFiles]:
     """Open the store at *path* on a node that does not see everything yet."""
     late, store = LateFiles(hidden), Store(path)
-    for room in (store.rooms, store.rooms.objects, store.rooms.records, store.rooms.aside):
+    for room in (store.repo, store.repo.objects, store.repo.records, store.repo.aside):
         name = "files" if hasattr(room, "files") else "_files"
         object.__setattr__(room, name, late)
     return store, late

@@ -24,7 +24,7 @@ from layerstore.progress import Silent
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import Files
 from layerstore.storage.handles import OpenFile
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from layerstore.store import restore_identity
 from tests.faults.harness import composed, flip, masters, object_of, snapshot, truth
 from tests.generated import generate
@@ -49,11 +49,11 @@ def version_of(store: Store, ref: str, layer: str) -> Path:
 
 def state_of(store: Store, ref: str) -> Path:
     """Return the file of rank 0's state."""
-    return store.rooms.layout.object(_record(store, ref).states[0].id)
+    return store.repo.layout.object(_record(store, ref).states[0].id)
 
 
 def _record(store: Store, ref: str) -> CommitRecord:
-    return resolve(store.rooms, ref).record
+    return resolve(store.repo, ref).record
 
 
 def record_of(store: Store, ref: str) -> Path:
@@ -675,7 +675,7 @@ def test_a_repair_and_a_collection_take_turns(store: Store, monkeypatch: pytest.
     """What is moved while the other marks would be missing in both."""
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.05")
 
-    with store.rooms.lock_gc(), pytest.raises(Locked), layerstore.open(store.path) as other:
+    with store.repo.lock_gc(), pytest.raises(Locked), layerstore.open(store.path) as other:
         other.repair()
 
 
@@ -811,11 +811,11 @@ class _Failing(Files):
 
 def repaired_failing(store: Store, failing: Files) -> Repaired:
     """Repair *store* with these files."""
-    rooms = open_rooms(store.path, failing)
+    repo = open_repository(store.path, failing)
     try:
-        return execute_repair(rooms, (), read_data=False, progress=Silent())
+        return execute_repair(repo, (), read_data=False, progress=Silent())
     finally:
-        rooms.catalog.close()
+        repo.catalog.close()
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -846,8 +846,8 @@ def part(store: Store) -> Path:
         bytes_reused=0,
         failure="",
     )
-    store.rooms.parts.open_session(made.session)
-    store.rooms.parts.publish(made)
+    store.repo.parts.open_session(made.session)
+    store.repo.parts.publish(made)
     return store.path / "parts" / made.session / "0.0"
 
 
@@ -902,7 +902,7 @@ def test_a_record_that_is_wrong_about_a_size_costs_no_object(store: Store) -> No
         first, version=dataclasses.replace(first.version, size_bytes=first.version.size_bytes + 1)
     )
     odd = dataclasses.replace(record, run="odd", layers=(wrong, *record.layers[1:]))
-    store.rooms.records.link(make_commit(odd, Observed(time_ns=1, bytes_new=0, bytes_reused=0)))
+    store.repo.records.link(make_commit(odd, Observed(time_ns=1, bytes_new=0, bytes_reused=0)))
     sound, objects = masters(store, "r@20"), snapshot(store.path / "objects")
 
     verdict = store.verify(read_data=True)

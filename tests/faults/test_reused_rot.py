@@ -45,12 +45,12 @@ def layer_object(store: Store) -> Path:
 
 def version_blob(store: Store) -> Path:
     """Return the file of a layer's version."""
-    return store.rooms.layout.object(resolve(store.rooms, "r@10").record.layers[0].version.id)
+    return store.repo.layout.object(resolve(store.repo, "r@10").record.layers[0].version.id)
 
 
 def state_blob(store: Store) -> Path:
     """Return the file of a rank's state."""
-    return store.rooms.layout.object(resolve(store.rooms, "r@10").record.states[0].id)
+    return store.repo.layout.object(resolve(store.repo, "r@10").record.states[0].id)
 
 
 def truncate(path: Path) -> None:

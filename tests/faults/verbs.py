@@ -69,7 +69,7 @@ def make_scene(folder: Path, *, layout: Layout = "raw") -> Path:
         with Store(work / "store") as store:
             facts[name] = composed(store, "run", folder)
     with Store(copied(folder / "plain", folder / "rotten")) as store:
-        flip(next(store.rooms.layout.run("run").iterdir()))
+        flip(next(store.repo.layout.run("run").iterdir()))
     _make_harmed(folder)
     as_format_1(copied(folder / "plain", folder / "older"))
     (folder / "facts.json").write_text(json.dumps(facts))
@@ -82,8 +82,8 @@ def _make_harmed(folder: Path) -> None:
         store.ingest(folder / "second", run="run")
         store.ingest(folder / "other", run="whole")
         store.pin("torn", "run@2")
-        first, second = (resolve(store.rooms, ref).record for ref in ("run@2", "run@4"))
-        place, version = store.rooms.layout, store.rooms.version_of(first.layers[0])
+        first, second = (resolve(store.repo, ref).record for ref in ("run@2", "run@4"))
+        place, version = store.repo.layout, store.repo.version_of(first.layers[0])
         hurt = [place.object(ref.id) for ref in (version.objects[0], first.layers[1].version, second.states[0])]
         hurt += [place.pin("torn"), *place.run("run").glob("2.*")]
         copied(store.path, folder / "copy")
@@ -149,7 +149,7 @@ def do_heal(folder: Path, hook: Hook) -> object:
 def do_save(folder: Path, hook: Hook) -> object:
     """Let two ranks save half of a step while they train, and join their parts; unless it is there."""
     with Store(folder / "store", hook=hook) as store:
-        if resolve(store.rooms, "run").record.step >= 4:
+        if resolve(store.repo, "run").record.step >= 4:
             return None
         save = begun_after(store, _source(folder, "second"), half=True)
         save.write_all()
@@ -165,7 +165,7 @@ def do_pin(folder: Path, hook: Hook) -> object:
 def do_unpin(folder: Path, hook: Hook) -> object:
     """Take a name away, unless it is gone."""
     with Store(folder / "store", hook=hook) as store:
-        return store.delete_pin("kept") if store.rooms.records.pin_names() else None
+        return store.delete_pin("kept") if store.repo.records.pin_names() else None
 
 
 def do_drop(folder: Path, hook: Hook) -> object:

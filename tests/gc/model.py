@@ -5,7 +5,7 @@ Fault model: processes run at any relative speed, and never see each other's mem
 longer than the grace. A collection may be killed anywhere, and another one begin; or two run at once, as if a lock had
 been lost: but one that has slept for longer than the grace notices that at its next look at the lock, and stops.
 Every step is one call of the filesystem.
-The steps are those of `publish.transaction`, `storage.objects` and `gc.collect`; docs/internals/durability.md argues
+The steps are those of `publish.transaction`, `storage.objects` and `gc.sweep`; docs/internals/durability.md argues
 from them.
 """
 

@@ -20,7 +20,7 @@ from layerstore.model import Kind
 from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from tests.unit.checkpoints import Checkpoints
 
 
@@ -472,8 +472,8 @@ def test_a_clock_that_jumps_changes_neither_the_order_nor_the_grace(
         monkeypatch.setattr(time, "time", lambda jump=jump: (real_ns() + jump) / 1e9)
         store.ingest(saved(step), run="r")
     assert steps(store) == [40, 30, 20, 10]
-    rooms = open_rooms(store.path, Files())
-    ahead = rooms.version(store.compose("r@10")._composition.layers[0].version).objects[0].id
+    repo = open_repository(store.path, Files())
+    ahead = repo.version(store.compose("r@10")._composition.layers[0].version).objects[0].id
     store.drop("r@10")
     before = objects(store)
 
@@ -481,7 +481,7 @@ def test_a_clock_that_jumps_changes_neither_the_order_nor_the_grace(
     assert (first.bytes_freed, objects(store)) == (0, before)
     for path in (store.path / "objects").rglob("*"):
         os.utime(path, (1, 1))
-    os.utime(rooms.layout.object(ahead), (real_ns() / 1e9 + 10**8,) * 2)
+    os.utime(repo.layout.object(ahead), (real_ns() / 1e9 + 10**8,) * 2)
     second = collect(store, grace_seconds=None)
 
     assert second.bytes_freed == first.young.size_bytes - before[ahead] > 0
@@ -535,8 +535,8 @@ def test_a_young_blob_keeps_what_it_names(store: Store, saved: Checkpoints) -> N
     for path in (store.path / "objects").rglob("*"):
         os.utime(path, (1, 1))
     (store.path / "objects" / version.id[:2] / version.id).touch()
-    rooms = open_rooms(store.path, Files())
-    needed = {version.id, *(stored.id for stored in rooms.version(version).objects)}
+    repo = open_repository(store.path, Files())
+    needed = {version.id, *(stored.id for stored in repo.version(version).objects)}
 
     collect(store, Keep(last=1), grace_seconds=None)
 
@@ -633,8 +633,8 @@ def test_one_collection_at_a_time(store: Store, saved: Checkpoints, monkeypatch:
     """The second says who is at it."""
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
     store.ingest(saved(10), run="r")
-    rooms = open_rooms(store.path, Files())
-    with rooms.lock_gc(), pytest.raises(Locked, match="the collection is locked by pid"):
+    repo = open_repository(store.path, Files())
+    with repo.lock_gc(), pytest.raises(Locked, match="the collection is locked by pid"):
         collect(store)
 
 
@@ -681,10 +681,10 @@ def test_a_damaged_commit_may_go(store: Store, saved: Checkpoints) -> None:
 
 def lose(store: Store, ref: str, how: str, *, kind: Kind = Kind.MASTER) -> str:
     """Take an object of one of *ref*'s layers away, or a byte of it; return its id."""
-    rooms = open_rooms(store.path, Files())
-    version = rooms.version_of(store.compose(ref)._composition.layers[0])
+    repo = open_repository(store.path, Files())
+    version = repo.version_of(store.compose(ref)._composition.layers[0])
     victim = next(stored.ref.id for stored in version.objects if stored.kind is kind)
-    path = rooms.layout.object(victim)
+    path = repo.layout.object(victim)
     if how == "missing":
         path.unlink()
     else:
@@ -809,11 +809,11 @@ def test_what_lies_aside_is_there(store: Store, saved: Checkpoints) -> None:
     for step in (10, 20):
         store.ingest(saved(step), run="r")
     kept = masters(store, "r@20")
-    rooms = open_rooms(store.path, Files())
+    repo = open_repository(store.path, Files())
     aside = store.path / "gc" / "aside"
     aside.mkdir(parents=True, exist_ok=True)
-    for stored in rooms.version_of(store.compose("r@20")._composition.layers[0]).objects:
-        rooms.layout.object(stored.ref.id).rename(aside / stored.ref.id)
+    for stored in repo.version_of(store.compose("r@20")._composition.layers[0]).objects:
+        repo.layout.object(stored.ref.id).rename(aside / stored.ref.id)
 
     assert [fate.step for fate in collect(store, Keep(last=1)).removed] == [10]
 
@@ -977,8 +977,8 @@ def test_a_run_without_the_metric_keeps_what_it_has(store: Store, saved: Checkpo
 
 def test_what_a_trim_cannot_read_is_named(three: Store) -> None:
     """Whose it is, and that nothing was removed."""
-    version = resolve(three.rooms, "r@10").record.layers[0].version
-    three.rooms.layout.object(version.id).unlink()
+    version = resolve(three.repo, "r@10").record.layers[0].version
+    three.repo.layout.object(version.id).unlink()
 
     with pytest.raises(IntegrityError, match=r"what r@10 needs is not known: .*; nothing was removed"):
         collect(three, WEIGHTS)

@@ -22,8 +22,8 @@ from layerstore.storage import aside as aside_folder
 from layerstore.storage.aside import Aside
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import open_repository
 from tests.gc.test_gc import Stopped, collect, grow_old, objects, once, steps, stop
 from tests.unit.checkpoints import Checkpoints
 
@@ -32,13 +32,13 @@ FIRST = Keep(last=1)
 
 def looked_up(store: Store, ref: str) -> Resolved:
     """Return what somebody has looked up who is slow to make something of it."""
-    return resolve(open_rooms(store.path, Files()), ref)
+    return resolve(open_repository(store.path, Files()), ref)
 
 
 def pinned(store: Store, name: str, found: Resolved) -> bool:
     """Pin what was looked up; return whether that was possible."""
     try:
-        make_pin(open_rooms(store.path, Files()), name, found)
+        make_pin(open_repository(store.path, Files()), name, found)
     except Conflict:
         return False
     return True
@@ -230,8 +230,8 @@ def test_who_is_refused_leaves_no_trap(store: Store, saved: Checkpoints) -> None
         store.ingest(saved(step), run="r")
     grow_old(store)
     old = looked_up(store, "r@10")
-    rooms = open_rooms(store.path, Files())
-    held = {stored.id for entry in old.record.layers for stored in rooms.version(entry.version).objects}
+    repo = open_repository(store.path, Files())
+    held = {stored.id for entry in old.record.layers for stored in repo.version(entry.version).objects}
     told: list[bool] = []
 
     def inherit_twice() -> None:
@@ -281,16 +281,16 @@ def test_what_cannot_be_read_just_now_is_not_taken_for_unneeded(
     grow_old(store)
     old = looked_up(store, "r@10")
     failed: list[str] = []
-    read = Rooms.version
+    read = Repository.version
 
-    def once_not(rooms: Rooms, ref: BlobRef) -> LayerVersion:
+    def once_not(repo: Repository, ref: BlobRef) -> LayerVersion:
         if told and not failed and ref.id in blobs_of(old.record):
             failed.append(ref.id)
             raise StorageIO("cannot read it", errno=number, filename="blob")
-        return read(rooms, ref)
+        return read(repo, ref)
 
     told: list[bool] = []
-    monkeypatch.setattr(Rooms, "version", once_not)
+    monkeypatch.setattr(Repository, "version", once_not)
     claim = once("unlink", "commits", lambda: told.append(pinned(store, "kept", old)))
     with Store(store.path, hook=claim) as collecting, contextlib.suppress(StorageIO):
         collect(collecting, FIRST, grace_seconds=None)

@@ -25,9 +25,9 @@ from layerstore.storage.catalog import IndexNotice
 from layerstore.storage.commits import RecordName, RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.manifest import RecordRow, packed_versions, row_of
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from tests.faults.harness import flip
 from tests.unit import samples
 
@@ -35,17 +35,17 @@ RUN = "sft"
 
 
 @pytest.fixture
-def rooms(tmp_path: Path) -> Iterator[Rooms]:
-    """Return the rooms of a new store."""
-    made = samples.rooms(tmp_path / "store")
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    """Return the repository of a new store."""
+    made = samples.repo(tmp_path / "store")
     yield made
     made.catalog.close()
 
 
-def publish(rooms: Rooms, step: int, *, attempt: int = 1, fork: Fork | None = None, tag: str = "t") -> Commit:
+def publish(repo: Repository, step: int, *, attempt: int = 1, fork: Fork | None = None, tag: str = "t") -> Commit:
     """Publish one commit, and do not tell the index."""
     commit = samples.commit(samples.record(run=RUN, step=step, attempt=attempt, fork=fork, tag=tag))
-    rooms.records.link(commit)
+    repo.records.link(commit)
     return commit
 
 
@@ -102,7 +102,7 @@ class Run:
     """A store, and beside it what has been done to it."""
 
     def __init__(self, path: Path) -> None:
-        self.rooms = samples.rooms(path)
+        self.repo = samples.repo(path)
         self.commits: dict[CommitId, Commit] = {}
         self.damaged: set[CommitId] = set()
         self.gone: set[CommitId] = set()
@@ -115,12 +115,12 @@ class Run:
         if what in {"commit", "replace"}:
             self._publish(what, attempt, fork, step, hit, which)
         elif what == "reopen":
-            self.rooms.catalog.close()
-            self.rooms = open_rooms(self.rooms.layout.root, Files())
+            self.repo.catalog.close()
+            self.repo = open_repository(self.repo.layout.root, Files())
         elif what == "lose index":
-            self.rooms.catalog.close()
-            shutil.rmtree(self.rooms.layout.manifest, ignore_errors=True)
-            self.rooms = open_rooms(self.rooms.layout.root, Files())
+            self.repo.catalog.close()
+            shutil.rmtree(self.repo.layout.manifest, ignore_errors=True)
+            self.repo = open_repository(self.repo.layout.root, Files())
             self.remembered.clear()
         elif what == "look":
             self.look()
@@ -138,12 +138,12 @@ class Run:
         )
         commit = samples.commit(record)
         if commit.id not in self.commits:
-            self.rooms.records.link(commit)
+            self.repo.records.link(commit)
             self.commits[commit.id] = commit
 
     def _harm(self, key: CommitId, *, removes: bool) -> None:
         record = self.commits[key].record
-        path = self.rooms.layout.record(record.run, record.step, key)
+        path = self.repo.layout.record(record.run, record.step, key)
         if removes:
             path.unlink()
             self.gone.add(key)
@@ -154,7 +154,7 @@ class Run:
     def look(self) -> RunView | None:
         """Ask for the view; after it the index knows what it could read."""
         try:
-            view = self.rooms.catalog.view(RUN)
+            view = self.repo.catalog.view(RUN)
         except NotFound:
             return None
         self.remembered |= self.commits.keys() - self.damaged - self.gone
@@ -187,7 +187,7 @@ def test_a_view_says_what_the_records_say(done: list[tuple[str, int, int, int, i
                 return
             _check(view, expected)
         finally:
-            run.rooms.catalog.close()
+            run.repo.catalog.close()
 
 
 def _check(view: RunView, expected: Reference) -> None:
@@ -218,7 +218,7 @@ def _meant(view: RunView, back: int, step: int | None) -> str:
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_says_what_was_saved_and_what_is_counted(rooms: Rooms) -> None:
+def test_a_row_says_what_was_saved_and_what_is_counted(repo: Repository) -> None:
     """Inherited from an earlier step, another run or another attempt: only what was saved here counts as saved."""
     entries = [
         samples.entry("here", step=8, attempt=2),
@@ -227,47 +227,47 @@ def test_a_row_says_what_was_saved_and_what_is_counted(rooms: Rooms) -> None:
         samples.entry("another attempt", step=8, attempt=1),
         dataclasses.replace(samples.entry("uncounted", step=8, attempt=2), optimizer_step=None),
     ]
-    rooms.records.link(samples.commit(samples.record(run=RUN, step=8, attempt=2, layers=entries)))
+    repo.records.link(samples.commit(samples.record(run=RUN, step=8, attempt=2, layers=entries)))
     for _ in range(2):
-        (row,) = history(rooms, RUN)
+        (row,) = history(repo, RUN)
 
         assert row.saved == (True, False, False, False, True)
         assert row.counted == (True, True, True, True, False)
         assert row.layer_names == tuple(entry.layer for entry in entries)
-        rooms.catalog.close()
-        rooms = open_rooms(rooms.layout.root, Files())
-    rooms.catalog.close()
+        repo.catalog.close()
+        repo = open_repository(repo.layout.root, Files())
+    repo.catalog.close()
 
 
-def test_rows_share_their_layers_names(rooms: Rooms) -> None:
+def test_rows_share_their_layers_names(repo: Repository) -> None:
     """Ten thousand rows hold the names of eighty layers once, also across blocks."""
     for step in range(65):
-        publish(rooms, step)
-    rooms.catalog.view(RUN)
-    rooms.catalog.close()
-    again = open_rooms(rooms.layout.root, Files())
+        publish(repo, step)
+    repo.catalog.view(RUN)
+    repo.catalog.close()
+    again = open_repository(repo.layout.root, Files())
     with contextlib.closing(again.catalog):
         names = {id(row.layer_names) for row in history(again, RUN)}
 
     assert len(names) == 1
 
 
-def test_a_history_begins_where_it_is_asked_to(rooms: Rooms) -> None:
+def test_a_history_begins_where_it_is_asked_to(repo: Repository) -> None:
     """The newest attempt where none is named; from a step downwards; nothing of a run without visible commits."""
     for step in (100, 800, 1000):
-        publish(rooms, step)
+        publish(repo, step)
     for step in (850, 900):
-        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800))
+        publish(repo, step, attempt=2, fork=Fork(attempt=1, step=800))
 
-    assert [row.step for row in history(rooms, RUN)] == [900, 850, 800, 100]
-    assert [row.step for row in history(rooms, RUN, 1)] == [1000, 800, 100]
-    assert [row.step for row in history(rooms, RUN, 2, step=899)] == [850, 800, 100]
-    assert list(history(rooms, RUN, 3)) == []
+    assert [row.step for row in history(repo, RUN)] == [900, 850, 800, 100]
+    assert [row.step for row in history(repo, RUN, 1)] == [1000, 800, 100]
+    assert [row.step for row in history(repo, RUN, 2, step=899)] == [850, 800, 100]
+    assert list(history(repo, RUN, 3)) == []
     with pytest.raises(NotFound):
-        history(rooms, "nobody")
+        history(repo, "nobody")
 
 
-def test_a_long_chain_of_attempts_ends_in_no_recursion(rooms: Rooms) -> None:
+def test_a_long_chain_of_attempts_ends_in_no_recursion(repo: Repository) -> None:
     """Training that went back a thousand times, each time further, is still followed and drawn."""
     count, versions = 1200, packed_versions([samples.entry("layer")])
     rows = [
@@ -311,85 +311,85 @@ class Listings:
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_folder_at_rest_is_listed_once(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_at_rest_is_listed_once(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing can have changed nothing is looked at again, and every change is seen."""
-    publish(rooms, 2)
+    publish(repo, 2)
     listings = Listings(monkeypatch)
-    first = rooms.catalog.view(RUN)
+    first = repo.catalog.view(RUN)
     a_tick()
-    assert rooms.catalog.view(RUN) is first
+    assert repo.catalog.view(RUN) is first
     assert listings.count == 1
 
-    other = open_rooms(rooms.layout.root, Files())
+    other = open_repository(repo.layout.root, Files())
     commit = publish(other, 4)
-    assert [row.step for row in rooms.catalog.view(RUN).visible] == [2, 4]
+    assert [row.step for row in repo.catalog.view(RUN).visible] == [2, 4]
     a_tick()
     other.layout.record(RUN, 4, commit.id).unlink()
     with pytest.warns(IndexNotice, match="no longer there"):
-        assert [row.step for row in rooms.catalog.view(RUN).visible] == [2]
+        assert [row.step for row in repo.catalog.view(RUN).visible] == [2]
 
 
-def test_a_folder_that_has_just_changed_is_listed_again(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_has_just_changed_is_listed_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its times may be the same after the next change; records that are known are not read again for that."""
-    publish(rooms, 2)
+    publish(repo, 2)
     listings = Listings(monkeypatch)
-    first = rooms.catalog.view(RUN)
+    first = repo.catalog.view(RUN)
     monkeypatch.setattr(RecordStore, "read_bytes", lambda *_: pytest.fail("a known record was read"))
 
-    assert rooms.catalog.view(RUN) is first
+    assert repo.catalog.view(RUN) is first
     assert listings.count == 2
 
 
 @pytest.mark.fault(106)
 @pytest.mark.usefixtures("settled")
-def test_a_network_filesystem_is_always_listed(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_filesystem_is_always_listed(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine's clock, or a cache of attributes, proves nothing."""
-    publish(rooms, 2)
+    publish(repo, 2)
     monkeypatch.setattr(RecordStore, "is_on_network", lambda _: True)
     listings = Listings(monkeypatch)
-    rooms.catalog.view(RUN)
-    rooms.catalog.view(RUN)
+    repo.catalog.view(RUN)
+    repo.catalog.view(RUN)
 
     assert listings.count == 2
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_record_that_is_repaired_in_place_is_seen(rooms: Rooms) -> None:
+def test_a_record_that_is_repaired_in_place_is_seen(repo: Repository) -> None:
     """A folder does not show that a file in it was written to, so what is damaged is looked at every time."""
-    commit = publish(rooms, 2)
-    publish(rooms, 4)
-    path = rooms.layout.record(RUN, 2, commit.id)
+    commit = publish(repo, 2)
+    publish(repo, 4)
+    path = repo.layout.record(RUN, 2, commit.id)
     sound = path.read_bytes()
     path.write_bytes(b"")
-    assert [name.step for name in rooms.catalog.view(RUN).damaged] == [2]
+    assert [name.step for name in repo.catalog.view(RUN).damaged] == [2]
     path.write_bytes(sound)
 
-    assert rooms.catalog.view(RUN).damaged == {}
-    assert resolve(rooms, f"{RUN}@2").commit == commit.id
+    assert repo.catalog.view(RUN).damaged == {}
+    assert resolve(repo, f"{RUN}@2").commit == commit.id
 
 
-def test_strangers_in_the_folder_are_no_news(rooms: Rooms) -> None:
+def test_strangers_in_the_folder_are_no_news(repo: Repository) -> None:
     """What is no record is neither read nor taken for a change of the run."""
-    publish(rooms, 2)
-    first = rooms.catalog.view(RUN)
-    (rooms.layout.run(RUN) / ".swp").write_bytes(b"")
-    second = rooms.catalog.view(RUN)
+    publish(repo, 2)
+    first = repo.catalog.view(RUN)
+    (repo.layout.run(RUN) / ".swp").write_bytes(b"")
+    second = repo.catalog.view(RUN)
 
     assert second == first
-    assert rooms.catalog.view(RUN) is second
+    assert repo.catalog.view(RUN) is second
 
 
 # -- pages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def store(rooms: Rooms) -> Iterator[Store]:
+def store(repo: Repository) -> Iterator[Store]:
     """Return a store in which training went back once: attempt 1 to step 1000, attempt 2 from 800 to 900."""
     for step in (100, 800, 1000):
-        publish(rooms, step)
+        publish(repo, step)
     for step in (850, 900):
-        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800))
-    with layerstore.open(rooms.layout.root) as opened:
+        publish(repo, step, attempt=2, fork=Fork(attempt=1, step=800))
+    with layerstore.open(repo.layout.root) as opened:
         yield opened
 
 
@@ -423,10 +423,10 @@ def test_a_log_is_drawn(store: Store) -> None:
     assert shown(store.log_page(RUN, graph=True)) == ["* 2@900", "* 2@850", "| * 1@1000", "|/", "* 1@800", "* 1@100"]
 
 
-def test_every_run_has_its_page(store: Store, rooms: Rooms) -> None:
+def test_every_run_has_its_page(store: Store, repo: Repository) -> None:
     """The limit is for each run, and a commit names its run for the next page."""
     for step in (1, 2):
-        rooms.records.link(samples.commit(samples.record(run="other", step=step)))
+        repo.records.link(samples.commit(samples.record(run="other", step=step)))
 
     page = store.log_page(limit=1)
     assert [(entry.run, entry.step) for entry in page.entries] == [("other", 2), (RUN, 900)]
@@ -444,22 +444,22 @@ def test_a_page_of_nothing_is_refused(store: Store, limit: int) -> None:
 # -- drawings ------------------------------------------------------------------------------------------------------
 
 
-def drawn(rooms: Rooms) -> list[str]:
+def drawn(repo: Repository) -> list[str]:
     """Return the drawing of the run, with attempt and step of each commit."""
-    lines = graph(rooms.catalog.view(RUN))
+    lines = graph(repo.catalog.view(RUN))
     return [line.drawing + (f" {line.row.attempt}@{line.row.step}" if line.row else "") for line in lines]
 
 
-def test_attempts_are_drawn_beside_what_they_left(rooms: Rooms) -> None:
+def test_attempts_are_drawn_beside_what_they_left(repo: Repository) -> None:
     """The newest history stands on the left; what was abandoned joins it where training went back to."""
     for step in (100, 800, 850, 1000):
-        publish(rooms, step)
+        publish(repo, step)
     for step in (850, 900):
-        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800))
+        publish(repo, step, attempt=2, fork=Fork(attempt=1, step=800))
     for step in (860, 1100):
-        publish(rooms, step, attempt=3, fork=Fork(attempt=2, step=850))
+        publish(repo, step, attempt=3, fork=Fork(attempt=2, step=850))
 
-    assert drawn(rooms) == [
+    assert drawn(repo) == [
         "* 3@1100",
         "* 3@860",
         "| * 2@900",
@@ -473,15 +473,15 @@ def test_attempts_are_drawn_beside_what_they_left(rooms: Rooms) -> None:
     ]
 
 
-def test_what_was_abandoned_may_have_been_left_itself(rooms: Rooms) -> None:
+def test_what_was_abandoned_may_have_been_left_itself(repo: Repository) -> None:
     """An attempt that left another above where the newest one did is drawn inside what that abandoned."""
     for step in (100, 800, 900, 1000):
-        publish(rooms, step)
-    publish(rooms, 950, attempt=2, fork=Fork(attempt=1, step=900))
-    publish(rooms, 850, attempt=3, fork=Fork(attempt=1, step=800))
-    publish(rooms, 810, attempt=4, fork=Fork(attempt=1, step=800))
+        publish(repo, step)
+    publish(repo, 950, attempt=2, fork=Fork(attempt=1, step=900))
+    publish(repo, 850, attempt=3, fork=Fork(attempt=1, step=800))
+    publish(repo, 810, attempt=4, fork=Fork(attempt=1, step=800))
 
-    assert drawn(rooms) == [
+    assert drawn(repo) == [
         "* 4@810",
         "| * 3@850",
         "|/",
@@ -495,10 +495,10 @@ def test_what_was_abandoned_may_have_been_left_itself(rooms: Rooms) -> None:
     ]
 
 
-def test_a_fresh_start_is_a_line_of_its_own(rooms: Rooms) -> None:
+def test_a_fresh_start_is_a_line_of_its_own(repo: Repository) -> None:
     """An attempt that forks nowhere joins nothing: below it the drawing begins anew, under an empty line."""
-    publish(rooms, 100)
-    publish(rooms, 50, attempt=2, tag="new")
-    publish(rooms, 75, attempt=3, fork=Fork(attempt=2, step=50))
+    publish(repo, 100)
+    publish(repo, 50, attempt=2, tag="new")
+    publish(repo, 75, attempt=3, fork=Fork(attempt=2, step=50))
 
-    assert drawn(rooms) == ["* 3@75", "* 2@50", "", "* 1@100"]
+    assert drawn(repo) == ["* 3@75", "* 2@50", "", "* 1@100"]

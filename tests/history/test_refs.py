@@ -10,19 +10,19 @@ from layerstore.errors import Conflict, IntegrityError, InvalidInput, Layerstore
 from layerstore.history.references import reference_to, resolve
 from layerstore.layers import Reference, parse_reference
 from layerstore.model import Commit, CommitId, Fork
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from tests.faults.harness import flip
 from tests.unit import samples
 
 
 @pytest.fixture
-def rooms(tmp_path: Path) -> Rooms:
-    """Return the rooms of a new store."""
-    return samples.rooms(tmp_path / "store")
+def repo(tmp_path: Path) -> Repository:
+    """Return the repository of a new store."""
+    return samples.repo(tmp_path / "store")
 
 
 def publish(
-    rooms: Rooms,
+    repo: Repository,
     step: int,
     *,
     run: str = "sft",
@@ -42,13 +42,13 @@ def publish(
         supersedes=[CommitId(commit) for commit in supersedes],
     )
     commit = samples.commit(record)
-    rooms.records.link(commit)
+    repo.records.link(commit)
     return commit
 
 
-def meant(rooms: Rooms, ref: str | None) -> tuple[int, int]:
+def meant(repo: Repository, ref: str | None) -> tuple[int, int]:
     """Return attempt and step of the commit that *ref* means."""
-    record = resolve(rooms, ref).record
+    record = resolve(repo, ref).record
     return record.attempt, record.step
 
 
@@ -118,72 +118,72 @@ def test_any_text_is_a_reference_or_refused(text: str) -> None:
 # -- one attempt ---------------------------------------------------------------------------------------------------
 
 
-def test_steps_and_the_tip(rooms: Rooms) -> None:
+def test_steps_and_the_tip(repo: Repository) -> None:
     """RUN means its newest step, RUN@STEP that step, and nothing the only run's tip."""
     for step in (2, 10, 4):
-        publish(rooms, step)
+        publish(repo, step)
 
-    assert (1, 10) == meant(rooms, "sft") == meant(rooms, None)
-    assert meant(rooms, "sft@2") == (1, 2)
-    assert meant(rooms, "sft~0@4") == (1, 4)
+    assert (1, 10) == meant(repo, "sft") == meant(repo, None)
+    assert meant(repo, "sft@2") == (1, 2)
+    assert meant(repo, "sft~0@4") == (1, 4)
 
 
-def test_a_step_that_is_not_there_lists_those_that_are(rooms: Rooms) -> None:
+def test_a_step_that_is_not_there_lists_those_that_are(repo: Repository) -> None:
     """A wrong step is not found; the hint lists the steps, shortened where they are many."""
     for step in (2, 4):
-        publish(rooms, step)
+        publish(repo, step)
     with pytest.raises(NotFound, match="run 'sft' has no step 3") as caught:
-        resolve(rooms, "sft@3")
+        resolve(repo, "sft@3")
     assert caught.value.hint == "did you mean sft@2 or sft@4? steps here: 2, 4"
 
     for step in range(10, 30):
-        publish(rooms, step)
+        publish(repo, step)
     with pytest.raises(NotFound) as caught:
-        resolve(rooms, "sft@3")
+        resolve(repo, "sft@3")
     assert caught.value.hint == "did you mean sft@2 or sft@4? steps here: 2, 4, 10, 11, 12, …, 25, 26, 27, 28, 29"
 
 
-def test_an_attempt_that_is_not_there(rooms: Rooms) -> None:
+def test_an_attempt_that_is_not_there(repo: Repository) -> None:
     """Going back further than there are attempts is not found."""
-    publish(rooms, 2)
+    publish(repo, 2)
     with pytest.raises(NotFound, match="has no attempt ~1"):
-        resolve(rooms, "sft~1")
+        resolve(repo, "sft~1")
 
 
-def test_nothing_is_asked_of_an_empty_store(rooms: Rooms) -> None:
+def test_nothing_is_asked_of_an_empty_store(repo: Repository) -> None:
     """An empty store says so, whatever is asked."""
     with pytest.raises(NotFound, match="holds no commit yet"):
-        resolve(rooms, None)
+        resolve(repo, None)
     with pytest.raises(NotFound, match="no run 'sft'") as caught:
-        resolve(rooms, "sft")
+        resolve(repo, "sft")
     assert "layerstore ingest" in (caught.value.hint or "")
 
 
-def test_several_runs_must_be_told_apart(rooms: Rooms) -> None:
+def test_several_runs_must_be_told_apart(repo: Repository) -> None:
     """Where no reference is given and runs are several, they are listed."""
-    publish(rooms, 2, run="one")
-    publish(rooms, 2, run="two")
+    publish(repo, 2, run="one")
+    publish(repo, 2, run="two")
     with pytest.raises(InvalidInput, match="holds 2 runs: one, two"):
-        resolve(rooms, None)
+        resolve(repo, None)
 
 
 # -- attempts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def forked(rooms: Rooms) -> Rooms:
+def forked(repo: Repository) -> Repository:
     """
     Return a store in which training went back twice.
 
     Attempt 1: 100 … 1000. Attempt 2, forked at 800: 850, 900. Attempt 3, forked from 2 at 850: 860, 1100.
     """
     for step in (100, 800, 850, 1000):
-        publish(rooms, step, tag="first")
+        publish(repo, step, tag="first")
     for step in (850, 900):
-        publish(rooms, step, attempt=2, fork=Fork(attempt=1, step=800), tag="second")
+        publish(repo, step, attempt=2, fork=Fork(attempt=1, step=800), tag="second")
     for step in (860, 1100):
-        publish(rooms, step, attempt=3, fork=Fork(attempt=2, step=850), tag="third")
-    return rooms
+        publish(repo, step, attempt=3, fork=Fork(attempt=2, step=850), tag="third")
+    return repo
 
 
 @pytest.mark.parametrize(
@@ -201,13 +201,13 @@ def forked(rooms: Rooms) -> Rooms:
         ("sft~2@850", (1, 850)),
     ],
 )
-def test_history_runs_on_below_the_fork(forked: Rooms, ref: str, expected: tuple[int, int]) -> None:
+def test_history_runs_on_below_the_fork(forked: Repository, ref: str, expected: tuple[int, int]) -> None:
     """A step is looked up along its attempt's history: what was abandoned above a fork never enters it."""
     assert expected == meant(forked, ref)
 
 
 @pytest.mark.parametrize(("step", "hint"), [(900, "sft~1@900 names it"), (1000, "sft~2@1000 names it")])
-def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Rooms, step: int, hint: str) -> None:
+def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Repository, step: int, hint: str) -> None:
     """A step that only an abandoned attempt holds is not found, and the hint names it."""
     with pytest.raises(NotFound, match=f"sft@{step} belongs to an earlier attempt") as caught:
         resolve(forked, f"sft@{step}")
@@ -226,7 +226,7 @@ def test_a_step_of_an_abandoned_attempt_is_told_as_such(forked: Rooms, step: int
         (3, 1100, "sft@1100"),
     ],
 )
-def test_each_commit_has_a_reference_that_means_it(forked: Rooms, attempt: int, step: int, expected: str) -> None:
+def test_each_commit_has_a_reference_that_means_it(forked: Repository, attempt: int, step: int, expected: str) -> None:
     """The plain one where it will do, and else with the attempts counted back."""
     name = reference_to(forked, samples.record(run="sft", attempt=attempt, step=step))
 
@@ -234,87 +234,87 @@ def test_each_commit_has_a_reference_that_means_it(forked: Rooms, attempt: int, 
     assert meant(forked, name) == (attempt, step)
 
 
-def test_what_is_hidden_is_not_called_as_another_is(rooms: Rooms) -> None:
+def test_what_is_hidden_is_not_called_as_another_is(repo: Repository) -> None:
     """Words where its step is another attempt's by now; where its step means nothing, the plain name does no harm."""
     for step in (100, 200, 300):
-        hidden = publish(rooms, step, tag="first")
-    publish(rooms, 300, attempt=2, fork=Fork(attempt=1, step=200), tag="second")
-    publish(rooms, 400, attempt=2, fork=Fork(attempt=1, step=200), tag="second", hides=hidden.id)
+        hidden = publish(repo, step, tag="first")
+    publish(repo, 300, attempt=2, fork=Fork(attempt=1, step=200), tag="second")
+    publish(repo, 400, attempt=2, fork=Fork(attempt=1, step=200), tag="second", hides=hidden.id)
 
-    assert reference_to(rooms, hidden.record) == "sft@300 of attempt 1"
-    assert reference_to(rooms, samples.record(run="sft", attempt=1, step=500)) == "sft@500"
-    assert reference_to(rooms, samples.record(run="gone", attempt=1, step=5)) == "gone@5"
+    assert reference_to(repo, hidden.record) == "sft@300 of attempt 1"
+    assert reference_to(repo, samples.record(run="sft", attempt=1, step=500)) == "sft@500"
+    assert reference_to(repo, samples.record(run="gone", attempt=1, step=5)) == "gone@5"
 
 
-def test_an_attempt_that_forks_nowhere_has_no_history_below(rooms: Rooms) -> None:
+def test_an_attempt_that_forks_nowhere_has_no_history_below(repo: Repository) -> None:
     """A fresh start under an old name does not inherit the old steps."""
-    publish(rooms, 100, tag="old")
-    publish(rooms, 50, attempt=2, tag="new")
+    publish(repo, 100, tag="old")
+    publish(repo, 50, attempt=2, tag="new")
 
-    assert meant(rooms, "sft") == (2, 50)
+    assert meant(repo, "sft") == (2, 50)
     with pytest.raises(NotFound, match="belongs to an earlier attempt"):
-        resolve(rooms, "sft@100")
+        resolve(repo, "sft@100")
 
 
-def test_history_runs_on_through_an_attempt_that_is_hidden(rooms: Rooms) -> None:
+def test_history_runs_on_through_an_attempt_that_is_hidden(repo: Repository) -> None:
     """Where all of the attempt between is hidden, what lies below its own fork still belongs to the history."""
-    publish(rooms, 100, tag="first")
-    between = publish(rooms, 200, attempt=2, fork=Fork(attempt=1, step=100), tag="second")
-    publish(rooms, 300, attempt=3, fork=Fork(attempt=2, step=200), tag="third", hides=between.id)
+    publish(repo, 100, tag="first")
+    between = publish(repo, 200, attempt=2, fork=Fork(attempt=1, step=100), tag="second")
+    publish(repo, 300, attempt=3, fork=Fork(attempt=2, step=200), tag="third", hides=between.id)
 
-    assert meant(rooms, "sft@300") == (3, 300)
-    assert meant(rooms, "sft@100") == (1, 100)
+    assert meant(repo, "sft@300") == (3, 300)
+    assert meant(repo, "sft@100") == (1, 100)
     with pytest.raises(NotFound):
-        resolve(rooms, "sft@200")
+        resolve(repo, "sft@200")
 
 
-def test_a_fork_that_leads_in_a_circle_ends(rooms: Rooms) -> None:
+def test_a_fork_that_leads_in_a_circle_ends(repo: Repository) -> None:
     """An attempt that claims to have left itself, or a later one, is followed no further."""
-    publish(rooms, 100, fork=Fork(attempt=2, step=200))
-    publish(rooms, 200, attempt=2, fork=Fork(attempt=2, step=100))
+    publish(repo, 100, fork=Fork(attempt=2, step=200))
+    publish(repo, 200, attempt=2, fork=Fork(attempt=2, step=100))
 
-    assert meant(rooms, "sft") == (2, 200)
-    assert meant(rooms, "sft~1") == (1, 100)
+    assert meant(repo, "sft") == (2, 200)
+    assert meant(repo, "sft~1") == (1, 100)
 
 
-def test_an_attempt_that_starts_at_its_fork_comes_first(rooms: Rooms) -> None:
+def test_an_attempt_that_starts_at_its_fork_comes_first(repo: Repository) -> None:
     """Where both hold the very step of the fork, the newer attempt's counts."""
-    publish(rooms, 800, tag="old")
-    publish(rooms, 800, attempt=2, fork=Fork(attempt=1, step=800), tag="new")
+    publish(repo, 800, tag="old")
+    publish(repo, 800, attempt=2, fork=Fork(attempt=1, step=800), tag="new")
 
-    assert meant(rooms, "sft@800") == (2, 800)
-    assert meant(rooms, "sft") == (2, 800)
-    assert meant(rooms, "sft~1@800") == (1, 800)
+    assert meant(repo, "sft@800") == (2, 800)
+    assert meant(repo, "sft") == (2, 800)
+    assert meant(repo, "sft~1@800") == (1, 800)
 
 
 # -- hidden, doubled, damaged --------------------------------------------------------------------------------------
 
 
-def test_a_superseded_commit_is_not_meant(rooms: Rooms) -> None:
+def test_a_superseded_commit_is_not_meant(repo: Repository) -> None:
     """The commit that hides another takes its place, also where the hidden one was the tip's only rival."""
-    old = publish(rooms, 4, tag="old")
-    new = publish(rooms, 4, tag="new", hides=old.id)
+    old = publish(repo, 4, tag="old")
+    new = publish(repo, 4, tag="new", hides=old.id)
 
-    assert resolve(rooms, "sft@4").commit == new.id
-    assert resolve(rooms, "sft").commit == new.id
+    assert resolve(repo, "sft@4").commit == new.id
+    assert resolve(repo, "sft").commit == new.id
 
 
-def test_hiding_works_in_chains(rooms: Rooms) -> None:
+def test_hiding_works_in_chains(repo: Repository) -> None:
     """What hides may be hidden itself."""
-    first = publish(rooms, 4, tag="1")
-    second = publish(rooms, 4, tag="2", hides=first.id)
-    third = publish(rooms, 4, tag="3", hides=second.id)
+    first = publish(repo, 4, tag="1")
+    second = publish(repo, 4, tag="2", hides=first.id)
+    third = publish(repo, 4, tag="3", hides=second.id)
 
-    assert resolve(rooms, "sft@4").commit == third.id
+    assert resolve(repo, "sft@4").commit == third.id
 
 
 @pytest.mark.fault(102)
 @pytest.mark.parametrize("ref", ["sft", "sft@4"])
-def test_two_commits_of_one_step_are_ambiguous(rooms: Rooms, ref: str) -> None:
+def test_two_commits_of_one_step_are_ambiguous(repo: Repository, ref: str) -> None:
     """Two that stand side by side are never silently one: the error names both."""
-    first, second = publish(rooms, 4, tag="one"), publish(rooms, 4, tag="two")
+    first, second = publish(repo, 4, tag="one"), publish(repo, 4, tag="two")
     with pytest.raises(Conflict, match="is ambiguous") as caught:
-        resolve(rooms, ref)
+        resolve(repo, ref)
 
     assert first.id[:12] in str(caught.value)
     assert second.id[:12] in str(caught.value)
@@ -322,89 +322,89 @@ def test_two_commits_of_one_step_are_ambiguous(rooms: Rooms, ref: str) -> None:
 
 
 @pytest.mark.fault(102)
-def test_two_that_hide_the_same_third_are_ambiguous(rooms: Rooms) -> None:
+def test_two_that_hide_the_same_third_are_ambiguous(repo: Repository) -> None:
     """Two replacements that raced are both shown."""
-    old = publish(rooms, 4, tag="old")
+    old = publish(repo, 4, tag="old")
     for tag in ("one", "two"):
-        publish(rooms, 4, tag=tag, hides=old.id)
+        publish(repo, 4, tag=tag, hides=old.id)
     with pytest.raises(Conflict, match="is ambiguous"):
-        resolve(rooms, "sft@4")
+        resolve(repo, "sft@4")
 
 
-def damage(rooms: Rooms, commit: Commit) -> None:
+def damage(repo: Repository, commit: Commit) -> None:
     """Flip a bit of the record of *commit*."""
-    path = rooms.layout.record(commit.record.run, commit.record.step, commit.id)
+    path = repo.layout.record(commit.record.run, commit.record.step, commit.id)
     flip(path)
 
 
 @pytest.mark.fault(91)
-def test_a_damaged_tip_is_not_passed_over(rooms: Rooms) -> None:
+def test_a_damaged_tip_is_not_passed_over(repo: Repository) -> None:
     """The newest step comes from the listing: where its record is damaged no older one is given for it."""
-    publish(rooms, 2)
-    damage(rooms, publish(rooms, 4))
+    publish(repo, 2)
+    damage(repo, publish(repo, 4))
 
     with pytest.raises(IntegrityError, match="is damaged"):
-        resolve(rooms, "sft")
+        resolve(repo, "sft")
     with pytest.raises(IntegrityError, match="is damaged"):
-        resolve(rooms, "sft@4")
-    assert meant(rooms, "sft@2") == (1, 2)
+        resolve(repo, "sft@4")
+    assert meant(repo, "sft@2") == (1, 2)
 
 
-def test_a_damaged_earlier_record_hurts_nobody_else(rooms: Rooms) -> None:
+def test_a_damaged_earlier_record_hurts_nobody_else(repo: Repository) -> None:
     """A damaged record below the tip is only in the way of whoever asks for it."""
-    damage(rooms, publish(rooms, 2))
-    publish(rooms, 4)
+    damage(repo, publish(repo, 2))
+    publish(repo, 4)
 
-    assert meant(rooms, "sft") == (1, 4)
+    assert meant(repo, "sft") == (1, 4)
     with pytest.raises(IntegrityError):
-        resolve(rooms, "sft@2")
+        resolve(repo, "sft@2")
 
 
-def test_a_run_of_damaged_records_is_damage(rooms: Rooms) -> None:
+def test_a_run_of_damaged_records_is_damage(repo: Repository) -> None:
     """Where no record can be read the answer is damage, not absence."""
-    damage(rooms, publish(rooms, 2))
+    damage(repo, publish(repo, 2))
 
     for ref in ("sft", "sft@2", None):
         with pytest.raises(IntegrityError):
-            resolve(rooms, ref)
+            resolve(repo, ref)
 
 
-def test_a_record_damaged_after_it_was_indexed_is_found(rooms: Rooms) -> None:
+def test_a_record_damaged_after_it_was_indexed_is_found(repo: Repository) -> None:
     """The index finds the record; the record itself is read and checked all the same."""
-    commit = publish(rooms, 2)
-    rooms.catalog.view("sft")
-    damage(rooms, commit)
+    commit = publish(repo, 2)
+    repo.catalog.view("sft")
+    damage(repo, commit)
 
     with pytest.raises(IntegrityError):
-        resolve(rooms, "sft@2")
+        resolve(repo, "sft@2")
 
 
 # -- pins ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_pin_means_its_record(rooms: Rooms) -> None:
+def test_a_pin_means_its_record(repo: Repository) -> None:
     """A pin is read by itself, whether or not its commit is still there."""
     pin = samples.pin("best")
-    rooms.records.write_pin(pin)
+    repo.records.write_pin(pin)
 
-    found = resolve(rooms, "best")
+    found = resolve(repo, "best")
 
     assert (pin.record, pin.base, "best") == (found.record, found.commit, found.pin)
 
 
 @pytest.mark.parametrize("ref", ["best@4", "best~1"])
-def test_a_pin_takes_no_step(rooms: Rooms, ref: str) -> None:
+def test_a_pin_takes_no_step(repo: Repository, ref: str) -> None:
     """A pin means one commit."""
-    rooms.records.write_pin(samples.pin("best"))
+    repo.records.write_pin(samples.pin("best"))
     with pytest.raises(InvalidInput, match="is a pin"):
-        resolve(rooms, ref)
+        resolve(repo, ref)
 
 
-def test_a_damaged_pin_is_damage(rooms: Rooms) -> None:
+def test_a_damaged_pin_is_damage(repo: Repository) -> None:
     """A pin that cannot be read is not 'not found'."""
-    rooms.records.write_pin(samples.pin("best"))
-    rooms.layout.pin("best").write_bytes(b"")
+    repo.records.write_pin(samples.pin("best"))
+    repo.layout.pin("best").write_bytes(b"")
     with pytest.raises(LayerstoreError) as caught:
-        resolve(rooms, "best")
+        resolve(repo, "best")
 
     assert caught.value.exit_code == 20

@@ -430,7 +430,7 @@ def test_a_lost_object_of_an_inherited_layer_is_stored_again(store: Store, saved
         stored.id
         for entry in entries(store, "r")
         if entry.layer == "model.layers.0"
-        for stored in store._rooms.version_of(entry).objects
+        for stored in store._repo.version_of(entry).objects
         if stored.kind == "master" and stored.shard == 0
     }
     (store.path / "objects" / kept[:2] / kept).unlink()

@@ -36,8 +36,8 @@ from layerstore.model import (
     TreeFile,
 )
 from layerstore.storage.files import Files
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import open_repository
 from layerstore.storage.timings import SaveTiming, note_timing
 from layerstore.tree import Tree
 from tests.bench.histories import layer_names
@@ -72,17 +72,17 @@ class History:
 def build(path: Path, *histories: History) -> None:
     """Make a store at *path* with these runs."""
     layerstore.init(path).close()
-    rooms = open_rooms(path, Files())
+    repo = open_repository(path, Files())
     for history in histories:
-        _Writing(rooms, history).write()
-    rooms.catalog.close()
+        _Writing(repo, history).write()
+    repo.catalog.close()
 
 
 class _Writing:
     """One run on its way into a store."""
 
-    def __init__(self, rooms: Rooms, history: History) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository, history: History) -> None:
+        self._repo = repo
         self._history = history
         self._names = list(history.names) or layer_names(history.layers)
         self._versions: dict[tuple[int, int], BlobRef] = {}
@@ -91,7 +91,7 @@ class _Writing:
     def write(self) -> None:
         """Write every save."""
         history = self._history
-        self._rooms.layout.run(history.run).mkdir()
+        self._repo.layout.run(history.run).mkdir()
         attempt, step, lineage = 1, 0, tuple[Fork, ...]()
         entries: dict[str, LayerEntry] = {}
         past: dict[int, dict[str, LayerEntry]] = {}
@@ -160,8 +160,8 @@ class _Writing:
         )
         time_ns = self._history.started_ns + number * 1_800 * 10**9
         commit = make_commit(record, Observed(time_ns=time_ns, bytes_new=own * LAYER_BYTES, bytes_reused=0))
-        path = self._rooms.layout.record(origin.run, origin.step, commit.id)
-        path.write_bytes(self._rooms.records.encode(commit))
+        path = self._repo.layout.record(origin.run, origin.step, commit.id)
+        path.write_bytes(self._repo.records.encode(commit))
 
     def _version(self, layer: int, number: int) -> BlobRef:
         if (layer, number) not in self._versions:
@@ -186,7 +186,7 @@ class _Writing:
             )
         )
         for stored in objects if self._history.has_objects else ():
-            path = self._rooms.layout.object(stored.id)
+            path = self._repo.layout.object(stored.id)
             path.parent.mkdir(exist_ok=True)
             path.touch()
             os.truncate(path, stored.size_bytes)
@@ -224,14 +224,14 @@ class _Writing:
 
     def _write(self, data: bytes) -> BlobRef:
         ref = ref_of(data)
-        path = self._rooms.layout.object(ref.id)
+        path = self._repo.layout.object(ref.id)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
         return ref
 
     def _note(self, number: int, origin: Origin, due: int) -> None:
         note_timing(
-            self._rooms,
+            self._repo,
             "5e" * 16,
             SaveTiming(
                 run=origin.run,

@@ -13,7 +13,7 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.format.records import make_commit
 from layerstore.storage.files import Files
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from tests.inspect.chromium import Browser, Page, opened, program
 from tests.inspect.made_up import STARTED_NS, History, build
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
@@ -279,12 +279,12 @@ def test_what_was_there_already_is_not_called_written(browser: Browser, tmp_path
     """A run whose writers had nothing to write is told in words, and a part of nothing is no part."""
     path = tmp_path / "store"
     build(path, History(run="full", saves=2, layers=4, has_objects=False))
-    rooms = open_rooms(path, Files())
-    commit = rooms.catalog.commit(rooms.catalog.view("full").visible[0].name)
+    repo = open_repository(path, Files())
+    commit = repo.catalog.commit(repo.catalog.view("full").visible[0].name)
     again = make_commit(replace(commit.record, run="again"), replace(commit.observed, bytes_new=0))
-    rooms.layout.run("again").mkdir()
-    rooms.layout.record("again", again.record.step, again.id).write_bytes(rooms.records.encode(again))
-    rooms.catalog.close()
+    repo.layout.run("again").mkdir()
+    repo.layout.record("again", again.record.step, again.id).write_bytes(repo.records.encode(again))
+    repo.catalog.close()
     with layerstore.open(path) as store:
         store.report(tmp_path / "report.html", run="again")
     with opened(browser, tmp_path / "report.html") as page:
@@ -392,8 +392,8 @@ def test_a_damaged_store_says_so(browser: Browser, tmp_path: Path) -> None:
     """What could not be read is named, and what a collection would refuse, in words."""
     build(tmp_path / "store", History(run="hurt", saves=3, layers=4, has_objects=False))
     with layerstore.open(tmp_path / "store") as store:
-        [*_, name] = store.rooms.records.names("hurt")
-        store.rooms.layout.record(name.run, name.step, name.id).write_bytes(b"x")
+        [*_, name] = store.repo.records.names("hurt")
+        store.repo.layout.record(name.run, name.step, name.id).write_bytes(b"x")
         store.report(tmp_path / "report.html", keep=Keep(last=1))
     with opened(browser, tmp_path / "report.html") as page:
         text = page.text("body")

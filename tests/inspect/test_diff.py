@@ -17,7 +17,7 @@ from layerstore.errors import IntegrityError
 from layerstore.limits import MIB
 from layerstore.model import BlobRef, Kind
 from layerstore.storage.files import Files
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from layerstore.zero3 import Slices
 from tests.unit.checkpoints import checkpoint
 
@@ -34,11 +34,11 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def masters(store: Store, ref: str, layer: str) -> Numbers:
     """Return all masters of one layer as numbers, read in the plainest way."""
-    rooms = open_rooms(store.path, Files())
+    repo = open_repository(store.path, Files())
     store.pin("looked", ref)
     entry = next(entry for pin in store.pins() for entry in pin.record.layers if entry.layer == layer)
     store.delete_pin("looked")
-    version = rooms.version_of(entry)
+    version = repo.version_of(entry)
     slices, found = Slices([version]), []
     for parameter in version.parameters:
         for shard in range(slices.shards(Kind.MASTER, parameter.name)):
@@ -46,9 +46,9 @@ def masters(store: Store, ref: str, layer: str) -> Numbers:
                 piece = slices.find(Kind.MASTER, parameter.name, shard=shard).piece(0)
             except layerstore.errors.LayoutMismatch:
                 continue  # a rank that has only padding
-            with rooms.objects.open(piece.object) as file:
+            with repo.objects.open(piece.object) as file:
                 found.append(np.frombuffer(file.read_at(piece.object_offset, piece.size_bytes), "<f4"))
-    rooms.catalog.close()
+    repo.catalog.close()
     return np.concatenate(found).astype(np.float64)
 
 
@@ -174,9 +174,9 @@ def master_object(store: Store, ref: str, layer: str) -> Path:
     """Return the file of the first shard of a layer's masters."""
     version = next(line.version for line in store.ls(ref) if line.layer == layer)
     path = store.path / "objects" / version[:2] / version
-    rooms = open_rooms(store.path, Files())
-    stored = rooms.version(BlobRef(id=layerstore.model.ObjectId(version), size_bytes=path.stat().st_size)).objects
-    rooms.catalog.close()
+    repo = open_repository(store.path, Files())
+    stored = repo.version(BlobRef(id=layerstore.model.ObjectId(version), size_bytes=path.stat().st_size)).objects
+    repo.catalog.close()
     first = next(found for found in stored if found.kind is Kind.MASTER)
     return store.path / "objects" / first.id[:2] / first.id
 

@@ -112,7 +112,7 @@ def test_a_checkpoint_and_its_commit_tell_what_they_take(frozen: tuple[str, ...]
     with layerstore.init(tmp_path / "store") as store:
         store.ingest(folder)
         kinds = store.stats().kinds
-        stored = model_of_commit(store.rooms, "sft@7")
+        stored = model_of_commit(store.repo, "sft@7")
     seen = seen_at(folder)
     stored_bytes = sum(kinds[kind].unique_bytes for kind in ("master", "optimizer", "weights"))
 
@@ -136,7 +136,7 @@ def test_layers_are_those_that_somebody_has_cut(tmp_path: Path) -> None:
     folder = generate(tmp_path / "sft", step=7, **SHAPE)
     with layerstore.init(tmp_path / "store") as store:
         store.ingest(folder, layer_pattern=r"model\.layers\.\d+\.(self_attn|mlp)")
-        model = model_of_commit(store.rooms, "sft@7")
+        model = model_of_commit(store.repo, "sft@7")
         own = [line.layer for line in store.show("sft@7").layers]
 
     assert list(layer_sizes(model, training())) == own
@@ -148,10 +148,10 @@ def test_what_a_collection_has_dropped_is_estimated_all_the_same(checkpoints: Pa
     with layerstore.init(tmp_path / "store") as store:
         for step in (1, 10):
             store.ingest(checkpoints, run="r", tag=f"global_step{step}")
-        whole = model_of_commit(store.rooms, "r@1")
+        whole = model_of_commit(store.repo, "r@1")
         store.gc(Keep(every=1, drop_optimizer_older_than=5), grace_seconds=0)
         assert not next(entry for entry in store.log("r") if entry.step == 1).has_moments
-        trimmed = model_of_commit(store.rooms, "r@1")
+        trimmed = model_of_commit(store.repo, "r@1")
 
     assert estimate_saves(trimmed, training(), POLICIES).lines == estimate_saves(whole, training(), POLICIES).lines
 

@@ -205,10 +205,10 @@ def test_every_record_is_read_once(drifting: Path, monkeypatch: pytest.MonkeyPat
 def test_where_a_collection_would_refuse_that_is_told(store: Store) -> None:
     """An object is missing: everything else is told all the same."""
     line = store.show("other@8").layers[0]
-    [entry, *_] = store.rooms.records.read(store.rooms.records.names("other")[0]).record.layers
+    [entry, *_] = store.repo.records.read(store.repo.records.names("other")[0]).record.layers
     assert entry.layer == line.layer
-    victim = store.rooms.version_of(entry).objects[0].id
-    store.rooms.layout.object(victim).unlink()
+    victim = store.repo.version_of(entry).objects[0].id
+    store.repo.layout.object(victim).unlink()
 
     report = store.report(keep=Keep(last=1))
 
@@ -221,10 +221,10 @@ def test_where_a_collection_would_refuse_that_is_told(store: Store) -> None:
 
 def test_what_is_damaged_is_left_out_and_named(store: Store) -> None:
     """A version that cannot be read takes its bytes out of the figures, a record its whole save."""
-    version = store.rooms.records.read(store.rooms.records.names("other")[0]).record.layers[0].version
-    store.rooms.layout.object(version.id).write_bytes(b"x" * version.size_bytes)
-    name = store.rooms.records.names("sft")[0]
-    store.rooms.layout.record(name.run, name.step, name.id).write_bytes(b"x")
+    version = store.repo.records.read(store.repo.records.names("other")[0]).record.layers[0].version
+    store.repo.layout.object(version.id).write_bytes(b"x" * version.size_bytes)
+    name = store.repo.records.names("sft")[0]
+    store.repo.layout.record(name.run, name.step, name.id).write_bytes(b"x")
 
     report = store.report()
 

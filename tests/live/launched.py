@@ -71,7 +71,7 @@ def ingested(launched: Launched, folder: Path, *, run: str, steps: list[int], po
 
 def records(launched: Launched, run: str, steps: list[int]) -> list[CommitRecord]:
     """Return the records of *run* at *steps*."""
-    return [resolve(launched.store.rooms, f"{run}@{step}").record for step in steps]
+    return [resolve(launched.store.repo, f"{run}@{step}").record for step in steps]
 
 
 def facts_of(store: Store, record: CommitRecord) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def plainly(engine: Any) -> Iterator[None]:
 
 def states_of(store: Store, record: CommitRecord) -> list[bytes]:
     """Return all ranks' states of *record*, but for their random states: DeepSpeed's own checkpoints have none."""
-    return [encode_state(_without_random_state(store.rooms.state(ref))) for ref in record.states]
+    return [encode_state(_without_random_state(store.repo.state(ref))) for ref in record.states]
 
 
 def _without_random_state(state: RankState) -> RankState:

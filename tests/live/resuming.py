@@ -214,8 +214,8 @@ def damaged(out: Path, run: str, damage: str) -> Path:
 def flip(path: Path, run: str, damage: str, *, rank: int) -> None:
     """Flip a byte in the middle of an object of *rank*'s in the first commit of *run*."""
     with layerstore.open(path) as store:
-        layers = resolve(store.rooms, f"{run}@1").record.layers
-        kept = [stored for of in layers for stored in store.rooms.version_of(of).objects if stored.kind == damage]
+        layers = resolve(store.repo, f"{run}@1").record.layers
+        kept = [stored for of in layers for stored in store.repo.version_of(of).objects if stored.kind == damage]
     found = next(stored for stored in kept if stored.shard == rank)
     file = next((path / "objects").rglob(found.id))
     data = bytearray(file.read_bytes())

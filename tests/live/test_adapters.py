@@ -18,7 +18,7 @@ from layerstore.compose.peft import name_in_file
 from layerstore.composite import Composite
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.model import BlobRef, RankState, SourceFile
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
 
@@ -77,7 +77,7 @@ def masters(store: Store, ref: str, *, adapter: str = "default") -> Tensors:
     parameters = {
         parameter.name: parameter
         for entry in composite.composition.layers
-        for parameter in store.rooms.version_of(entry).parameters
+        for parameter in store.repo.version_of(entry).parameters
     }
     for name, array in composite.tensors().items():
         in_file = name_in_file(name, adapter)
@@ -222,7 +222,7 @@ def test_what_peft_has_no_place_for_is_refused(trained: Path, store: Store, tmp_
         "stray": ("two@2", {CONFIG: own}, Unsupported, "belongs to no adapter with a config"),
         "garbage": ("raw@2", {CONFIG: b"{"}, SourceCheckpoint, "is no config of an adapter"),
     }[case]
-    composite = Composite(cast(Any, OtherFiles(store.rooms, files)), store.compose(ref).composition)
+    composite = Composite(cast(Any, OtherFiles(store.repo, files)), store.compose(ref).composition)
 
     with pytest.raises(error, match=words):
         composite.export(tmp_path / "out")
@@ -231,15 +231,15 @@ def test_what_peft_has_no_place_for_is_refused(trained: Path, store: Store, tmp_
 
 
 class OtherFiles:
-    """The rooms of a store whose commits have other small files beside their shards."""
+    """The repository of a store whose commits have other small files beside their shards."""
 
-    def __init__(self, rooms: Rooms, files: dict[str, bytes]) -> None:
-        self._rooms = rooms
+    def __init__(self, repo: Repository, files: dict[str, bytes]) -> None:
+        self._repo = repo
         self._files = tuple(SourceFile(path=path, executable=False, content=data) for path, data in files.items())
 
     def state(self, ref: BlobRef) -> RankState:
         """Return a rank's state with these files."""
-        return replace(self._rooms.state(ref), files=self._files)
+        return replace(self._repo.state(ref), files=self._files)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._rooms, name)
+        return getattr(self._repo, name)

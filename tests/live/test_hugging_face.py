@@ -104,18 +104,18 @@ def weights(out: Path, name: str) -> dict[str, bytes]:
 
 def steps(store: Store, run: str) -> list[int]:
     """Return the steps of all commits of *run*, each as often as it was saved."""
-    return sorted(row.step for row in store.rooms.catalog.view(run).visible)
+    return sorted(row.step for row in store.repo.catalog.view(run).visible)
 
 
 def record(store: Store, run: str, step: int) -> CommitRecord:
     """Return the only commit of *run* at *step*."""
-    (row,) = (row for row in store.rooms.catalog.view(run).visible if row.step == step)
-    return store.rooms.catalog.commit(row.name).record
+    (row,) = (row for row in store.repo.catalog.view(run).visible if row.step == step)
+    return store.repo.catalog.commit(row.name).record
 
 
 def states(store: Store, commit: CommitRecord) -> list[RankState]:
     """Return the states of its ranks."""
-    return [store.rooms.state(ref) for ref in commit.states]
+    return [store.repo.state(ref) for ref in commit.states]
 
 
 def files(state: RankState) -> dict[str, object]:
@@ -126,7 +126,7 @@ def files(state: RankState) -> dict[str, object]:
 def kept(store: Store, state: RankState, name: str) -> dict[str, Any]:
     """Return what torch loads of the file *name* beside one rank's state."""
     (content,) = (file.content for file in state.files if file.path == name)
-    loaded: dict[str, Any] = torch.load(BytesIO(content_of(store.rooms, content)), weights_only=False)
+    loaded: dict[str, Any] = torch.load(BytesIO(content_of(store.repo, content)), weights_only=False)
     return loaded
 
 
@@ -193,7 +193,7 @@ def test_a_job_that_was_left_goes_on_from_its_folder(
     assert history(resumed, "left-resumed") == history(resumed, "files-True")
     assert weights(resumed, "left-resumed") == weights(resumed, "files-True")
     assert steps(store, "left") == SAVED
-    assert {row.attempt for row in store.rooms.catalog.view("left").visible} == {1}
+    assert {row.attempt for row in store.repo.catalog.view("left").visible} == {1}
 
 
 def test_a_composed_folder_resumes_without_layerstore(resumed: Path) -> None:

@@ -160,7 +160,7 @@ def test_frozen_weights_are_read_once(trained: Launched) -> None:
     layers = {"embed", "layers.0"}
     objects = []
     for commit in commits:
-        versions = [trained.store.rooms.version_of(entry) for entry in commit.layers if entry.layer in layers]
+        versions = [trained.store.repo.version_of(entry) for entry in commit.layers if entry.layer in layers]
         objects.append([stored for version in versions for stored in version.objects if stored.kind is Kind.WEIGHTS])
     assert staged["weights"] == len(layers)
     assert staged["master"] == len(commits) * 4  # layers.1, layers.2, norm, head
@@ -178,7 +178,7 @@ def test_buffers_are_kept_by_rank_only_where_they_differ(trained: Launched) -> N
         {
             stored.shards
             for entry in saved_of(trained, name)[-1].layers
-            for stored in trained.store.rooms.version_of(entry).objects
+            for stored in trained.store.repo.version_of(entry).objects
             if stored.kind is Kind.BUFFERS
         }
         for name in (RANK_BUFFERS, CPU_ADAM)

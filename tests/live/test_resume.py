@@ -279,9 +279,9 @@ def test_nothing_of_the_abandoned_steps_comes_back(both: tuple[Launched, Launche
 
 def resolve_in(launched: Launched, run: str, *, attempt: int, step: int) -> CommitRecord:
     """Return the record of *step* in *attempt*."""
-    rooms = launched.store.rooms
-    (row,) = [row for row in rooms.catalog.view(run).of_attempt(attempt) if row.step == step]
-    return rooms.catalog.commit(row.name).record
+    repo = launched.store.repo
+    (row,) = [row for row in repo.catalog.view(run).of_attempt(attempt) if row.step == step]
+    return repo.catalog.commit(row.name).record
 
 
 # -- what cannot be resumed from -----------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_saves_after_a_resume_go_to_the_right_attempt(both: tuple[Launched, Laun
     """At the tip the attempt goes on; further back the next one begins, from the very layers that were resumed."""
     _, second = both
     (back, *_) = [found["back"] for found in of_all(second, ATTACHED)]
-    log = {(row.attempt, row.step) for row in second.store.rooms.catalog.view(ATTACHED).visible}
+    log = {(row.attempt, row.step) for row in second.store.repo.catalog.view(ATTACHED).visible}
 
     assert log == {(1, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5)}
     third = resolve_in(second, ATTACHED, attempt=2, step=3)
@@ -386,7 +386,7 @@ def test_saves_after_a_resume_go_to_the_right_attempt(both: tuple[Launched, Laun
     origins = {entry.layer: (entry.origin.attempt, entry.origin.step) for entry in third.layers}
     assert {of for of in origins.values() if of[0] == 1}
     assert origins == {layer: of if of == (2, 3) else (1, back["layers"][layer]) for layer, of in origins.items()}
-    assert resolve(second.store.rooms, ATTACHED).record.step == 5
+    assert resolve(second.store.repo, ATTACHED).record.step == 5
 
 
 def test_a_resume_at_the_tip_changes_no_loss(both: tuple[Launched, Launched]) -> None:

@@ -60,7 +60,7 @@ def test_the_engines_own_save_leaves_frozen_weights_out_too(saved: tuple[Store, 
         (entry.layer, entry.version) for entry in ingested.layers
     ]
     assert states_of(store, live) == states_of(store, ingested)
-    kinds = {stored.kind for entry in live.layers for stored in store.rooms.version_of(entry).objects}
+    kinds = {stored.kind for entry in live.layers for stored in store.repo.version_of(entry).objects}
     assert kinds == {Kind.MASTER, Kind.OPTIMIZER, Kind.BUFFERS}
     assert "model.norm" not in {entry.layer for entry in live.layers}
 
@@ -87,5 +87,5 @@ def test_drift_decides_as_over_deepspeeds_own_checkpoints(saved: tuple[Store, Pa
 
 def record(store: Store, run: str, step: int) -> CommitRecord:
     """Return the record of the commit of *run* at *step*."""
-    names = [name for name in store.rooms.records.names(run) if name.step == step]
-    return store.rooms.catalog.commit(names[0]).record
+    names = [name for name in store.repo.records.names(run) if name.step == step]
+    return store.repo.catalog.commit(names[0]).record

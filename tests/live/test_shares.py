@@ -41,7 +41,7 @@ class Saves:
 
     def path(self, object_id: ObjectId) -> Path:
         """Return where an object lies."""
-        return self.store.rooms.layout.object(object_id)
+        return self.store.repo.layout.object(object_id)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_part_that_names_what_vanished_is_replaced_by_a_failed_one(saves: Save
     with pytest.raises(Conflict, match="of the share of rank 1 were removed while it was written") as raised:
         second.write(1)
     saves.hook = None
-    fail_share(saves.store.rooms, second.works[1], str(raised.value))
+    fail_share(saves.store.repo, second.works[1], str(raised.value))
 
     with pytest.raises(GivenUp, match=r"rank 1 could not write its share: 1 objects of .* were removed"):
         second.parts()

@@ -175,21 +175,21 @@ class Anatomy:
 
 def anatomy(store: Store) -> Anatomy:
     """Return what *store*, which is sound, consists of."""
-    rooms, found = store.rooms, Anatomy()
+    repo, found = store.repo, Anatomy()
 
     def needed(record: CommitRecord) -> Needed:
         for entry in record.layers:
             if entry.version.id not in found.objects:
-                refs = objects_of_version(rooms.version_of(entry))
+                refs = objects_of_version(repo.version_of(entry))
                 found.objects[entry.version.id] = frozenset(ref.id for ref in refs)
         for state in record.states:
-            found.objects[state.id] = frozenset(ref.id for ref in objects_of_state(rooms.state(state)))
+            found.objects[state.id] = frozenset(ref.id for ref in objects_of_state(repo.state(state)))
         versions: dict[str, str] = {entry.layer: entry.version.id for entry in record.layers}
         return Needed(versions, frozenset(state.id for state in record.states))
 
-    for run in rooms.records.runs():
-        for name in rooms.records.names(run):
-            record = rooms.records.read(name).record
+    for run in repo.records.runs():
+        for name in repo.records.names(run):
+            record = repo.records.read(name).record
             found.records[name.id] = needed(record)
     for pin in store.pins():
         found.pins[pin.name] = needed(pin.record)

@@ -25,16 +25,16 @@ from layerstore.storage.files import Files
 from layerstore.storage.layout import Layout
 from layerstore.storage.manifest import Manifest, row_of
 from layerstore.storage.placement import manifest_directory, network_filesystem
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from tests.unit import samples
 
 
 @pytest.fixture
-def rooms(tmp_path: Path) -> Iterator[Rooms]:
-    """Return the rooms of a store with three commits, all indexed."""
-    made = samples.rooms(tmp_path / "store")
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    """Return the repository of a store with three commits, all indexed."""
+    made = samples.repo(tmp_path / "store")
     for step in (2, 4, 6):
         publish(made, samples.commit(samples.record(step=step)))
     made.catalog.view("sft")
@@ -42,24 +42,24 @@ def rooms(tmp_path: Path) -> Iterator[Rooms]:
     made.catalog.close()
 
 
-def differences(rooms: Rooms) -> list[str]:
+def differences(repo: Repository) -> list[str]:
     """Return the records that the index tells differently than they do."""
-    rows = rooms.catalog.indexed("sft")
-    return [name for name, row in rows.items() if row_of(rooms.records.read(row.name)) != row]
+    rows = repo.catalog.indexed("sft")
+    return [name for name, row in rows.items() if row_of(repo.records.read(row.name)) != row]
 
 
-def publish(rooms: Rooms, commit: Commit) -> Commit:
+def publish(repo: Repository, commit: Commit) -> Commit:
     """Publish *commit* and tell the index."""
-    rooms.records.link(commit)
-    rooms.catalog.add(commit)
+    repo.records.link(commit)
+    repo.catalog.add(commit)
     return commit
 
 
 @contextlib.contextmanager
-def reopened(rooms: Rooms) -> Iterator[Rooms]:
+def reopened(repo: Repository) -> Iterator[Repository]:
     """Open the store afresh, as another process would."""
-    rooms.catalog.close()
-    again = open_rooms(rooms.layout.root, Files())
+    repo.catalog.close()
+    again = open_repository(repo.layout.root, Files())
     try:
         yield again
     finally:
@@ -74,76 +74,76 @@ def steps(view: RunView) -> list[int]:
 # -- answers -------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_says_what_the_records_say(rooms: Rooms) -> None:
+def test_the_index_says_what_the_records_say(repo: Repository) -> None:
     """Every row follows from its record."""
-    view = rooms.catalog.view("sft")
+    view = repo.catalog.view("sft")
 
     assert steps(view) == [2, 4, 6]
-    assert differences(rooms) == []
+    assert differences(repo) == []
     for row in view.rows.values():
-        assert row == row_of(rooms.catalog.commit(row.name))
+        assert row == row_of(repo.catalog.commit(row.name))
 
 
 @pytest.mark.fault(92)
-def test_a_commit_that_the_index_does_not_know_is_found(rooms: Rooms) -> None:
+def test_a_commit_that_the_index_does_not_know_is_found(repo: Repository) -> None:
     """An index that is behind, on another node or after a crash, is caught up from the listing."""
-    rooms.records.link(samples.commit(samples.record(step=8)))
+    repo.records.link(samples.commit(samples.record(step=8)))
 
-    assert steps(rooms.catalog.view("sft")) == [2, 4, 6, 8]
-    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+    assert steps(repo.catalog.view("sft")) == [2, 4, 6, 8]
+    with contextlib.closing(Manifest(repo.layout.manifest, store_id=repo.identity.store_id)) as manifest:
         assert len(manifest.rows("sft")) == 4
 
 
 @pytest.mark.fault(93)
-def test_commits_that_are_no_longer_there_are_told_once(rooms: Rooms) -> None:
+def test_commits_that_are_no_longer_there_are_told_once(repo: Repository) -> None:
     """Whoever finds rows without records names them; their rows go, and the next one finds nothing to tell."""
-    gone = rooms.catalog.view("sft").visible[1:]
+    gone = repo.catalog.view("sft").visible[1:]
     for row in gone:
-        rooms.layout.record(row.run, row.step, row.id).unlink()
+        repo.layout.record(row.run, row.step, row.id).unlink()
 
     named = ", ".join(f"sft@{row.step} ({row.id[:12]})" for row in gone)
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         with pytest.warns(IndexNotice, match=rf"^the commits {re.escape(named)} are no longer there \(a collection"):
             assert steps(again.catalog.view("sft")) == [2]
         assert again.catalog.view("sft").damaged == {}
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2]
 
 
 @pytest.mark.fault(93)
-def test_a_run_that_is_no_longer_there_is_told(rooms: Rooms) -> None:
+def test_a_run_that_is_no_longer_there_is_told(repo: Repository) -> None:
     """Also by whoever asks which runs there are; of many commits the first ones are named."""
     for step in range(10, 20):
-        publish(rooms, samples.commit(samples.record(step=step)))
-    shutil.rmtree(rooms.layout.run("sft"))
+        publish(repo, samples.commit(samples.record(step=step)))
+    shutil.rmtree(repo.layout.run("sft"))
 
     with (
-        reopened(rooms) as again,
+        reopened(repo) as again,
         pytest.warns(IndexNotice, match=r"^the commits sft@2 .* and 3 more are no longer there"),
     ):
         assert again.catalog.runs() == []
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         assert again.catalog.runs() == []
 
 
-def test_what_the_caller_removed_is_not_told(rooms: Rooms) -> None:
+def test_what_the_caller_removed_is_not_told(repo: Repository) -> None:
     """A collection tells the index itself, so neither it nor another look finds a row without a record."""
-    other = open_rooms(rooms.layout.root, Files())
+    other = open_repository(repo.layout.root, Files())
     assert steps(other.catalog.view("sft")) == [2, 4, 6]
-    name = rooms.catalog.view("sft").visible[0].name
-    rooms.records.remove([name])
-    rooms.catalog.forget([name])
+    name = repo.catalog.view("sft").visible[0].name
+    repo.records.remove([name])
+    repo.catalog.forget([name])
 
-    assert steps(rooms.catalog.view("sft")) == [4, 6]
+    assert steps(repo.catalog.view("sft")) == [4, 6]
     assert steps(other.catalog.view("sft")) == [4, 6]
     other.catalog.close()
 
 
-def test_a_commit_of_another_process_is_read_once(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_of_another_process_is_read_once(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is known is completed from the index, and only what that lacks is read."""
-    other = open_rooms(rooms.layout.root, Files())
+    other = open_repository(repo.layout.root, Files())
     other.catalog.view("sft")
-    commit = publish(rooms, samples.commit(samples.record(step=8)))
+    commit = publish(repo, samples.commit(samples.record(step=8)))
 
     with monkeypatch.context() as patched:
         patched.delattr(RecordStore, "read")
@@ -151,16 +151,16 @@ def test_a_commit_of_another_process_is_read_once(rooms: Rooms, monkeypatch: pyt
     other.catalog.close()
 
 
-def test_a_row_says_of_each_layer_what_the_record_says(rooms: Rooms) -> None:
+def test_a_row_says_of_each_layer_what_the_record_says(repo: Repository) -> None:
     """Versions, sizes, origins and counts of updates: a composite is planned from rows alone."""
     layers = [
         samples.entry("inherited", run="other", attempt=2, step=1, save_number=7),
         replace(samples.entry("uncounted", step=8), optimizer_step=None, version=samples.blob_ref("c")),
         samples.entry("own", step=8),
     ]
-    commit = publish(rooms, samples.commit(samples.record(step=8, layers=layers)))
+    commit = publish(repo, samples.commit(samples.record(step=8, layers=layers)))
 
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         row = again.catalog.view("sft").rows[commit.id]
         assert row.entries() == {entry.layer: entry for entry in commit.record.layers}
         assert again.catalog.entries(row.name, ["own", "nobody"]) == {"own": commit.record.layers[2]}
@@ -169,43 +169,43 @@ def test_a_row_says_of_each_layer_what_the_record_says(rooms: Rooms) -> None:
         again.catalog.check(row.name, commit.record.layers)
 
 
-def test_a_row_that_its_record_contradicts_is_found(rooms: Rooms) -> None:
+def test_a_row_that_its_record_contradicts_is_found(repo: Repository) -> None:
     """What an answer rests on is held against the record, which is read and checked for it."""
-    row = rooms.catalog.view("sft").visible[0]
+    row = repo.catalog.view("sft").visible[0]
     [entry, *_] = row.entries().values()
     with pytest.raises(IntegrityError, match="does not say what was read of it before"):
-        rooms.catalog.check(row.name, [replace(entry, optimizer_step=10**6)])
-    path = rooms.layout.record(row.run, row.step, row.id)
+        repo.catalog.check(row.name, [replace(entry, optimizer_step=10**6)])
+    path = repo.layout.record(row.run, row.step, row.id)
     data = path.read_bytes()
     path.write_bytes(data[:-1])
     with pytest.raises(IntegrityError, match="damaged"):
-        rooms.catalog.check(row.name, [entry])
+        repo.catalog.check(row.name, [entry])
     path.unlink()
     with pytest.raises(NotFound, match="removed by a collection meanwhile"):
-        rooms.catalog.check(row.name, [entry])
+        repo.catalog.check(row.name, [entry])
 
 
 @pytest.mark.parametrize("name", ["5", "5" * 31 + "G", "5" * 34, "5" * 30 + " 5"])
-def test_a_record_that_names_no_id_is_damaged(rooms: Rooms, name: str) -> None:
+def test_a_record_that_names_no_id_is_damaged(repo: Repository, name: str) -> None:
     """A whole record may still claim anything; the others are shown beside it."""
     entry = samples.entry("head")
     wrong = replace(entry, version=replace(entry.version, id=ObjectId(name)))
     for record in (samples.record(step=8, layers=[wrong]), samples.record(step=10, supersedes=[CommitId(name)])):
-        rooms.records.link(samples.commit(record))
+        repo.records.link(samples.commit(record))
 
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         view = again.catalog.view("sft")
         assert steps(view) == [2, 4, 6]
         assert [each.step for each in view.damaged] == [8, 10]
         assert all("which is no id" in str(problem) for problem in view.damaged.values())
 
 
-def test_superseded_commits_are_hidden(rooms: Rooms) -> None:
+def test_superseded_commits_are_hidden(repo: Repository) -> None:
     """A commit that another one supersedes is there and not visible."""
-    old = rooms.catalog.view("sft").visible[1]
-    publish(rooms, samples.commit(samples.record(step=4, tag="again", supersedes=[old.name.id])))
+    old = repo.catalog.view("sft").visible[1]
+    publish(repo, samples.commit(samples.record(step=4, tag="again", supersedes=[old.name.id])))
 
-    view = rooms.catalog.view("sft")
+    view = repo.catalog.view("sft")
 
     assert steps(view) == [2, 4, 6]
     assert old.id not in {row.id for row in view.visible}
@@ -213,9 +213,9 @@ def test_superseded_commits_are_hidden(rooms: Rooms) -> None:
 
 
 @pytest.mark.fault(91)
-def test_a_damaged_record_is_told_beside_the_others(rooms: Rooms) -> None:
+def test_a_damaged_record_is_told_beside_the_others(repo: Repository) -> None:
     """One record that cannot be read hides no other, whether or not the index knew it."""
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         commit = samples.commit(samples.record(step=8))
         again.records.link(commit)
         path = again.layout.record("sft", 8, commit.id)
@@ -229,19 +229,19 @@ def test_a_damaged_record_is_told_beside_the_others(rooms: Rooms) -> None:
         assert isinstance(problem, IntegrityError)
 
 
-def test_an_unknown_run_says_which_there_are(rooms: Rooms) -> None:
+def test_an_unknown_run_says_which_there_are(repo: Repository) -> None:
     """A run that is not there is not found, and the hint lists what is."""
     with pytest.raises(NotFound, match="no run 'other'") as caught:
-        rooms.catalog.view("other")
+        repo.catalog.view("other")
 
     assert caught.value.hint == "runs here: sft"
 
 
-def test_runs_without_commits_are_none(rooms: Rooms) -> None:
+def test_runs_without_commits_are_none(repo: Repository) -> None:
     """An empty folder, left by a crash before the link, is no run."""
-    rooms.layout.run("empty").mkdir()
+    repo.layout.run("empty").mkdir()
 
-    assert rooms.catalog.runs() == ["sft"]
+    assert repo.catalog.runs() == ["sft"]
 
 
 # -- damage to the index -------------------------------------------------------------------------------------------
@@ -303,45 +303,45 @@ def noisy_lock(folder: Path) -> None:
     "harm",
     [drop_all, drop_data, drop_lock, empty_data, one_page, two_pages, odd_length, noise, zero_metas, noisy_lock],
 )
-def test_a_damaged_index_changes_no_answer(rooms: Rooms, harm: Callable[[Path], None]) -> None:
+def test_a_damaged_index_changes_no_answer(repo: Repository, harm: Callable[[Path], None]) -> None:
     """Missing, cut, overwritten: the index is replaced, nothing is lost and no process dies."""
-    rooms.catalog.close()
-    harm(rooms.layout.manifest)
-    with reopened(rooms) as again:
+    repo.catalog.close()
+    harm(repo.layout.manifest)
+    with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
         publish(again, samples.commit(samples.record(step=8)))
         assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
         assert differences(again) == []
 
 
 @pytest.mark.fault(40)
-def test_a_rebuild_is_told(rooms: Rooms) -> None:
+def test_a_rebuild_is_told(repo: Repository) -> None:
     """Replacing a damaged index is one line of notice that says nothing is lost."""
-    rooms.catalog.close()
-    noise(rooms.layout.manifest)
+    repo.catalog.close()
+    noise(repo.layout.manifest)
     with (
-        reopened(rooms) as again,
+        reopened(repo) as again,
         pytest.warns(IndexNotice, match="rebuilding it from the commit records; no record is lost"),
     ):
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
 
 
-def test_too_little_memory_says_nothing_of_the_index(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_says_nothing_of_the_index(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays where it is, for whoever can map it; the answer comes without."""
-    rooms.catalog.close()
+    repo.catalog.close()
 
     def refuse(*_: object, **__: object) -> None:
         raise lmdb.MemoryError("Cannot allocate memory") from OSError(errno.ENOMEM, "it says so by its code otherwise")
 
     with monkeypatch.context() as poor:
         poor.setattr(lmdb, "open", refuse)
-        with reopened(rooms) as again, pytest.warns(IndexNotice, match="going on without it, slower"):
+        with reopened(repo) as again, pytest.warns(IndexNotice, match="going on without it, slower"):
             assert steps(again.catalog.view("sft")) == [2, 4, 6]
 
-    assert (rooms.layout.manifest / "data.mdb").exists()
-    assert not [*rooms.layout.root.glob("manifest.*")]
+    assert (repo.layout.manifest / "data.mdb").exists()
+    assert not [*repo.layout.root.glob("manifest.*")]
 
 
 def flipped_answers(root: Path, position: int) -> subprocess.CompletedProcess[str]:
@@ -358,32 +358,32 @@ def flipped_answers(root: Path, position: int) -> subprocess.CompletedProcess[st
 ASK = """
 import sys
 from pathlib import Path
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.setup import open_repository
 from layerstore.storage.files import Files
-rooms = open_rooms(Path(sys.argv[1]), Files())
-print([row.step for row in rooms.catalog.view("sft").visible])
+repo = open_repository(Path(sys.argv[1]), Files())
+print([row.step for row in repo.catalog.view("sft").visible])
 """
 
 
 @pytest.mark.parametrize("page", [0, 1, 2, 3, 4, 5])
-def test_a_flipped_byte_in_a_page_changes_no_answer(rooms: Rooms, page: int, tmp_path: Path) -> None:
+def test_a_flipped_byte_in_a_page_changes_no_answer(repo: Repository, page: int, tmp_path: Path) -> None:
     """The head of every page, where a flip does the most harm: the answer stays, in a process that could die."""
-    rooms.catalog.close()
-    size_bytes = (rooms.layout.manifest / "data.mdb").stat().st_size
+    repo.catalog.close()
+    size_bytes = (repo.layout.manifest / "data.mdb").stat().st_size
     if page * PAGE_BYTES >= size_bytes:
         pytest.skip("the index has fewer pages")
     for offset in (16, 20):
         copy = tmp_path / f"copy-{offset}"
-        shutil.copytree(rooms.layout.root, copy)
+        shutil.copytree(repo.layout.root, copy)
         asked = flipped_answers(copy, page * PAGE_BYTES + offset)
         assert (asked.returncode, asked.stdout) == (0, "[2, 4, 6]\n"), asked.stderr
 
 
 @pytest.mark.fault(39)
-def test_every_flipped_value_is_found(rooms: Rooms) -> None:
+def test_every_flipped_value_is_found(repo: Repository) -> None:
     """Whichever byte of a row's value changes, the row is refused; none is answered from."""
-    directory, store_id = rooms.layout.manifest, rooms.identity.store_id
-    rooms.catalog.close()
+    directory, store_id = repo.layout.manifest, repo.identity.store_id
+    repo.catalog.close()
 
     def rewrite(key: bytes, value: bytes) -> None:
         with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
@@ -400,17 +400,17 @@ def test_every_flipped_value_is_found(rooms: Rooms) -> None:
         assert len(manifest.rows("sft")) == 3
 
 
-def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
+def test_a_row_under_another_key_is_found(repo: Repository) -> None:
     """A whole row that a damaged page shows under another key is refused."""
-    directory = rooms.layout.manifest
-    rooms.catalog.close()
+    directory = repo.layout.manifest
+    repo.catalog.close()
     with lmdb.open(str(directory), lib_version=0) as environment, environment.begin(write=True) as transaction:
         first, second = [bytes(key) for key, _ in transaction.cursor() if key.startswith(b"step/")][:2]
         other = transaction.get(second)
         assert other is not None
         transaction.put(first, other)
     with (
-        contextlib.closing(Manifest(directory, store_id=rooms.identity.store_id)) as manifest,
+        contextlib.closing(Manifest(directory, store_id=repo.identity.store_id)) as manifest,
         pytest.raises(ManifestUnusable),
     ):
         manifest.rows("sft")
@@ -418,39 +418,39 @@ def test_a_row_under_another_key_is_found(rooms: Rooms) -> None:
 
 @pytest.mark.fault(94)
 @pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
-def test_an_index_of_another_store_is_not_used(rooms: Rooms, tmp_path: Path) -> None:
+def test_an_index_of_another_store_is_not_used(repo: Repository, tmp_path: Path) -> None:
     """A foreign index, put in the place of ours, is replaced; its rows are never answered."""
-    other = samples.rooms(tmp_path / "other")
+    other = samples.repo(tmp_path / "other")
     publish(other, samples.commit(samples.record(step=99)))
     other.catalog.close()
-    rooms.catalog.close()
-    shutil.rmtree(rooms.layout.manifest)
-    shutil.copytree(other.layout.manifest, rooms.layout.manifest)
-    with reopened(rooms) as again:
+    repo.catalog.close()
+    shutil.rmtree(repo.layout.manifest)
+    shutil.copytree(other.layout.manifest, repo.layout.manifest)
+    with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
         assert differences(again) == []
 
 
 @pytest.mark.fault(45)
-def test_an_old_copy_of_the_index_catches_up(rooms: Rooms, tmp_path: Path) -> None:
+def test_an_old_copy_of_the_index_catches_up(repo: Repository, tmp_path: Path) -> None:
     """An index that was rolled back answers as a fresh one does."""
-    rooms.catalog.close()
-    shutil.copytree(rooms.layout.manifest, tmp_path / "old")
-    with reopened(rooms) as again:
+    repo.catalog.close()
+    shutil.copytree(repo.layout.manifest, tmp_path / "old")
+    with reopened(repo) as again:
         publish(again, samples.commit(samples.record(step=8)))
-    shutil.rmtree(rooms.layout.manifest)
-    shutil.copytree(tmp_path / "old", rooms.layout.manifest)
-    with reopened(rooms) as again:
+    shutil.rmtree(repo.layout.manifest)
+    shutil.copytree(tmp_path / "old", repo.layout.manifest)
+    with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6, 8]
 
 
 @pytest.mark.fault(100)
 @pytest.mark.filterwarnings("ignore:.*rebuilding:layerstore.storage.catalog.IndexNotice")
-def test_no_index_at_all_is_only_slower(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_index_at_all_is_only_slower(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the index cannot be made every answer comes from the records, with a notice."""
-    rooms.catalog.close()
+    repo.catalog.close()
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/proc/nowhere")
-    again = open_rooms(rooms.layout.root, Files())
+    again = open_repository(repo.layout.root, Files())
     with pytest.warns(IndexNotice, match="slower; no record is lost"):
         view = again.catalog.view("sft")
 
@@ -460,11 +460,11 @@ def test_no_index_at_all_is_only_slower(rooms: Rooms, monkeypatch: pytest.Monkey
 
 @pytest.mark.fault(99, 100)
 @pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
-def test_a_rebuild_that_cannot_be_says_so(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rebuild_that_cannot_be_says_so(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the system's own number and what helps; questions are answered all the same."""
-    rooms.catalog.close()
+    repo.catalog.close()
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", "/proc/nowhere")
-    again = open_rooms(rooms.layout.root, Files())
+    again = open_repository(repo.layout.root, Files())
     with pytest.raises(StorageIO, match="no record is lost, and questions are answered without an index") as caught:
         again.catalog.rebuild()
 
@@ -474,22 +474,22 @@ def test_a_rebuild_that_cannot_be_says_so(rooms: Rooms, monkeypatch: pytest.Monk
 
 
 @pytest.mark.fault(101)
-def test_a_rebuild_equals_the_original(rooms: Rooms) -> None:
+def test_a_rebuild_equals_the_original(repo: Repository) -> None:
     """Reindexing gives the same rows, and tells how many records it covers."""
-    before = rooms.catalog.view("sft")
+    before = repo.catalog.view("sft")
 
-    assert rooms.catalog.rebuild() == 3
-    assert rooms.catalog.view("sft") == before
+    assert repo.catalog.rebuild() == 3
+    assert repo.catalog.view("sft") == before
 
 
 # -- LMDB's own traps ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(53)
-def test_one_process_opens_the_index_once(rooms: Rooms) -> None:
+def test_one_process_opens_the_index_once(repo: Repository) -> None:
     """Two stores of one process share the environment, and closing one does not break the other."""
-    first = open_rooms(rooms.layout.root, Files())
-    second = open_rooms(rooms.layout.root, Files())
+    first = open_repository(repo.layout.root, Files())
+    second = open_repository(repo.layout.root, Files())
     first.catalog.view("sft")
     second.catalog.view("sft")
     first.catalog.close()
@@ -500,9 +500,9 @@ def test_one_process_opens_the_index_once(rooms: Rooms) -> None:
 
 
 @pytest.mark.fault(52)
-def test_a_child_may_not_use_its_parents_index(rooms: Rooms) -> None:
+def test_a_child_may_not_use_its_parents_index(repo: Repository) -> None:
     """After a fork, use in the child raises, names both processes, and leaves the parent unharmed."""
-    manifest = Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)
+    manifest = Manifest(repo.layout.manifest, store_id=repo.identity.store_id)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -523,34 +523,34 @@ def test_a_child_may_not_use_its_parents_index(rooms: Rooms) -> None:
     manifest.close()
 
 
-def test_a_closed_index_is_not_used(rooms: Rooms) -> None:
+def test_a_closed_index_is_not_used(repo: Repository) -> None:
     """Use after close is our own fault and says so."""
-    manifest = Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)
+    manifest = Manifest(repo.layout.manifest, store_id=repo.identity.store_id)
     manifest.close()
     with pytest.raises(Internal, match="used after it was closed"):
         manifest.rows("sft")
 
 
 @pytest.mark.fault(32)
-def test_the_index_grows_when_it_is_full(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_grows_when_it_is_full(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full map is doubled and the write repeated, unseen by whoever asked."""
-    rooms.catalog.close()
-    shutil.rmtree(rooms.layout.manifest)
+    repo.catalog.close()
+    shutil.rmtree(repo.layout.manifest)
     monkeypatch.setattr("layerstore.storage.environment.MANIFEST_MAP_BYTES", 64 * 1024)
     names = [f"layer.{step}".ljust(2000, ".") for step in range(100)]
     commits = [samples.commit(samples.record(step=step, layers=[samples.entry(names[step])])) for step in range(100)]
-    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+    with contextlib.closing(Manifest(repo.layout.manifest, store_id=repo.identity.store_id)) as manifest:
         for commit in commits:
             manifest.add([row_of(commit)])
 
         assert list(manifest.rows("sft").values()) == [row_of(commit) for commit in commits]
 
 
-def test_rows_are_added_and_dropped_by_name(rooms: Rooms) -> None:
+def test_rows_are_added_and_dropped_by_name(repo: Repository) -> None:
     """What is there already stays as it is, and who drops is told what there was."""
     commits = [samples.commit(samples.record(step=step, run="long")) for step in range(30)]
     rows = [row_of(commit) for commit in commits]
-    with contextlib.closing(Manifest(rooms.layout.manifest, store_id=rooms.identity.store_id)) as manifest:
+    with contextlib.closing(Manifest(repo.layout.manifest, store_id=repo.identity.store_id)) as manifest:
         manifest.add(rows[10:])
         manifest.add(rows[:20])
         assert list(manifest.rows("long").values()) == rows
@@ -563,15 +563,17 @@ def test_rows_are_added_and_dropped_by_name(rooms: Rooms) -> None:
 
 @pytest.mark.fault(86)
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_the_engine_does_not_follow_the_environment(rooms: Rooms, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_the_engine_does_not_follow_the_environment(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     """A variable that silently changes LMDB's file format changes nothing here."""
-    rooms.catalog.close()
-    shutil.rmtree(rooms.layout.manifest)
+    repo.catalog.close()
+    shutil.rmtree(repo.layout.manifest)
     monkeypatch.setenv("LMDB_DEFAULT_LIB_VERSION", value)
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
     monkeypatch.delenv("LMDB_DEFAULT_LIB_VERSION")
-    with reopened(rooms) as again:
+    with reopened(repo) as again:
         assert steps(again.catalog.view("sft")) == [2, 4, 6]
 
 
@@ -634,15 +636,15 @@ def test_the_index_is_kept_off_network_filesystems(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.fault(19)
-def test_a_full_disk_does_not_kill_the_process(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_kill_the_process(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the lock file cannot get its blocks the index is left alone, with a notice, and answers stay."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    rooms.catalog.close()
-    shutil.rmtree(rooms.layout.manifest)
+    repo.catalog.close()
+    shutil.rmtree(repo.layout.manifest)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    again = open_rooms(rooms.layout.root, Files())
+    again = open_repository(repo.layout.root, Files())
     with pytest.warns(IndexNotice):
         assert steps(again.catalog.view("sft")) == [2, 4, 6]

@@ -10,181 +10,181 @@ from layerstore.format.records import seal_commit
 from layerstore.model import Commit
 from layerstore.storage.commits import RecordName
 from layerstore.storage.files import Files
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import open_repository
 from tests.unit import samples
 
 
 @pytest.fixture
-def rooms(tmp_path: Path) -> Rooms:
-    """Return the rooms of a new store."""
-    return samples.rooms(tmp_path / "store")
+def repo(tmp_path: Path) -> Repository:
+    """Return the repository of a new store."""
+    return samples.repo(tmp_path / "store")
 
 
-def path_of(rooms: Rooms, commit: Commit) -> Path:
+def path_of(repo: Repository, commit: Commit) -> Path:
     """Return where *commit* is."""
-    return rooms.layout.record(commit.record.run, commit.record.step, commit.id)
+    return repo.layout.record(commit.record.run, commit.record.step, commit.id)
 
 
-def test_a_published_commit_is_read_back(rooms: Rooms) -> None:
+def test_a_published_commit_is_read_back(repo: Repository) -> None:
     """Once published, the record is listed by run and step and reads as it was."""
     commit = samples.commit()
 
-    assert rooms.records.link(commit)
-    (name,) = rooms.records.names("sft")
-    assert rooms.records.runs() == ["sft"]
-    assert rooms.records.read(name) == commit
-    assert rooms.files.names(rooms.layout.tmp) == []
+    assert repo.records.link(commit)
+    (name,) = repo.records.names("sft")
+    assert repo.records.runs() == ["sft"]
+    assert repo.records.read(name) == commit
+    assert repo.files.names(repo.layout.tmp) == []
 
 
-def test_publishing_twice_is_one_commit(rooms: Rooms) -> None:
+def test_publishing_twice_is_one_commit(repo: Repository) -> None:
     """The same content again is told to be there, and its record is written afresh: the first may have rotted."""
     first, again = samples.commit(time_ns=1), samples.commit(time_ns=2)
 
-    assert rooms.records.link(first)
-    assert not rooms.records.link(again)
-    assert rooms.records.read(rooms.records.name_of(first)) == again
+    assert repo.records.link(first)
+    assert not repo.records.link(again)
+    assert repo.records.read(repo.records.name_of(first)) == again
 
 
-def test_records_are_listed_by_step(rooms: Rooms) -> None:
+def test_records_are_listed_by_step(repo: Repository) -> None:
     """The listing is in order of steps as numbers, not as text."""
     for step in (100, 20, 3):
-        rooms.records.link(samples.commit(samples.record(step=step)))
+        repo.records.link(samples.commit(samples.record(step=step)))
 
-    steps = [name.step for name in rooms.records.names("sft")]
+    steps = [name.step for name in repo.records.names("sft")]
 
     assert steps == [3, 20, 100]
 
 
 @pytest.mark.parametrize("run", ["sft", "50%", "a:b", "日本"])
-def test_runs_keep_their_names(rooms: Rooms, run: str) -> None:
+def test_runs_keep_their_names(repo: Repository, run: str) -> None:
     """A run's name survives its way through a folder's name."""
-    rooms.records.link(samples.commit(samples.record(run=run)))
+    repo.records.link(samples.commit(samples.record(run=run)))
 
-    assert [run] == rooms.records.runs()
+    assert [run] == repo.records.runs()
 
 
 @pytest.mark.fault(91)
-def test_every_flipped_byte_of_a_record_is_found(rooms: Rooms) -> None:
+def test_every_flipped_byte_of_a_record_is_found(repo: Repository) -> None:
     """No byte of a record's file changes unseen."""
     commit = samples.commit()
-    rooms.records.link(commit)
-    path, name = path_of(rooms, commit), rooms.records.name_of(commit)
+    repo.records.link(commit)
+    path, name = path_of(repo, commit), repo.records.name_of(commit)
     data = path.read_bytes()
     for position in range(len(data)):
         path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         with pytest.raises(IntegrityError):
-            rooms.records.read(name)
+            repo.records.read(name)
     for end in (0, 1, len(data) - 1):
         path.write_bytes(data[:end])
         with pytest.raises(IntegrityError):
-            rooms.records.read(name)
+            repo.records.read(name)
 
 
-def test_some_entries_of_a_record_are_those_of_the_whole(rooms: Rooms) -> None:
+def test_some_entries_of_a_record_are_those_of_the_whole(repo: Repository) -> None:
     """What is built of a record is what the whole record says; a layer that it lacks is left out."""
     commit = samples.commit()
-    rooms.records.link(commit)
-    name = rooms.records.name_of(commit)
+    repo.records.link(commit)
+    name = repo.records.name_of(commit)
     entries = {entry.layer: entry for entry in commit.record.layers}
 
-    assert rooms.catalog.entries(name, ["head", "nobody"]) == {"head": entries["head"]}
-    assert rooms.catalog.entries(name, entries) == entries
-    assert rooms.catalog.entries(name, []) == {}
+    assert repo.catalog.entries(name, ["head", "nobody"]) == {"head": entries["head"]}
+    assert repo.catalog.entries(name, entries) == entries
+    assert repo.catalog.entries(name, []) == {}
 
 
-def test_entries_are_held_against_the_whole_record(rooms: Rooms) -> None:
+def test_entries_are_held_against_the_whole_record(repo: Repository) -> None:
     """The whole file is checked, whichever layer is asked for; so are its place and its name."""
     commit = samples.commit()
-    rooms.records.link(commit)
-    rooms.catalog.add(commit)
-    path, name, entries = path_of(rooms, commit), rooms.records.name_of(commit), commit.record.layers[:1]
-    rooms.catalog.check(name, entries)
+    repo.records.link(commit)
+    repo.catalog.add(commit)
+    path, name, entries = path_of(repo, commit), repo.records.name_of(commit), commit.record.layers[:1]
+    repo.catalog.check(name, entries)
     data = path.read_bytes()
     for position in range(0, len(data), 5):
         path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         with pytest.raises((IntegrityError, Unsupported)):
-            rooms.catalog.check(name, entries)
-    other = rooms.layout.record("sft", 5, commit.id)
-    other.write_bytes(seal_commit(commit, name=rooms.layout.name(other), store_id=rooms.identity.store_id))
+            repo.catalog.check(name, entries)
+    other = repo.layout.record("sft", 5, commit.id)
+    other.write_bytes(seal_commit(commit, name=repo.layout.name(other), store_id=repo.identity.store_id))
     with pytest.raises(IntegrityError, match="does not hold the commit"):
-        rooms.catalog.check(RecordName("sft", 5, commit.id), entries)
+        repo.catalog.check(RecordName("sft", 5, commit.id), entries)
     path.unlink()
     with pytest.raises(NotFound, match="removed by a collection meanwhile"):
-        rooms.catalog.check(name, entries)
+        repo.catalog.check(name, entries)
 
 
 @pytest.mark.fault(96)
-def test_a_record_under_another_name_is_found(rooms: Rooms) -> None:
+def test_a_record_under_another_name_is_found(repo: Repository) -> None:
     """Copied to another step, run or id, a whole record is damage."""
     commit = samples.commit()
-    rooms.records.link(commit)
-    path = path_of(rooms, commit)
-    (rooms.layout.commits / "other").mkdir()
+    repo.records.link(commit)
+    path = path_of(repo, commit)
+    (repo.layout.commits / "other").mkdir()
     copies = [
         path.with_name(f"5.{commit.id}"),
         path.with_name(f"4.{'0' * 32}"),
-        rooms.layout.commits / "other" / path.name,
+        repo.layout.commits / "other" / path.name,
     ]
     for copy in copies:
         copy.write_bytes(path.read_bytes())
 
     for run in ("sft", "other"):
-        for name in rooms.records.names(run):
-            if rooms.layout.record(name.run, name.step, name.id) != path:
+        for name in repo.records.names(run):
+            if repo.layout.record(name.run, name.step, name.id) != path:
                 with pytest.raises(IntegrityError, match="moved or renamed"):
-                    rooms.records.read(name)
+                    repo.records.read(name)
 
 
 @pytest.mark.fault(96)
-def test_a_record_of_another_store_is_found(rooms: Rooms, tmp_path: Path) -> None:
+def test_a_record_of_another_store_is_found(repo: Repository, tmp_path: Path) -> None:
     """A record that was copied over from another store is damage."""
-    other = samples.rooms(tmp_path / "other")
+    other = samples.repo(tmp_path / "other")
     commit = samples.commit()
     other.records.link(commit)
-    rooms.layout.run("sft").mkdir()
-    path_of(rooms, commit).write_bytes(path_of(other, commit).read_bytes())
+    repo.layout.run("sft").mkdir()
+    path_of(repo, commit).write_bytes(path_of(other, commit).read_bytes())
 
     with pytest.raises(IntegrityError, match="belongs to another store"):
-        rooms.records.read(rooms.records.name_of(commit))
+        repo.records.read(repo.records.name_of(commit))
 
 
-def test_a_record_that_vanished_is_damage(rooms: Rooms) -> None:
+def test_a_record_that_vanished_is_damage(repo: Repository) -> None:
     """A record that was listed and is gone is reported by its place."""
     with pytest.raises(IntegrityError, match=r"commits/sft/4\.[0-9a-f]{32} is gone"):
-        rooms.records.read(rooms.records.name_of(samples.commit()))
+        repo.records.read(repo.records.name_of(samples.commit()))
 
 
 @pytest.mark.fault(95)
-def test_a_missing_folder_of_commits_is_damage_not_emptiness(rooms: Rooms) -> None:
+def test_a_missing_folder_of_commits_is_damage_not_emptiness(repo: Repository) -> None:
     """Where commits/ is gone nobody answers that there are none."""
-    rooms.layout.commits.rmdir()
+    repo.layout.commits.rmdir()
 
     with pytest.raises(IntegrityError, match="is missing although this is a store"):
-        rooms.records.runs()
+        repo.records.runs()
 
 
-def test_strangers_are_told(rooms: Rooms) -> None:
+def test_strangers_are_told(repo: Repository) -> None:
     """Whatever lies among the records and is none is named for verify, and never taken for one."""
-    rooms.records.link(samples.commit())
+    repo.records.link(samples.commit())
     strangers = ["notes.txt", "04." + "a" * 32, "4." + "A" * 32, "-1." + "a" * 32, "4." + "a" * 31]
     for name in strangers:
-        (rooms.layout.run("sft") / name).write_bytes(b"")
-    (rooms.layout.commits / "README").write_bytes(b"")
+        (repo.layout.run("sft") / name).write_bytes(b"")
+    (repo.layout.commits / "README").write_bytes(b"")
     for name in (".best.swp", ".nfs0001", "best"):
-        (rooms.layout.pins / name).write_bytes(b"")
+        (repo.layout.pins / name).write_bytes(b"")
 
-    assert {*strangers, "README", ".best.swp"} == {path.name for path in rooms.records.strangers()}
-    assert len(rooms.records.names("sft")) == 1
+    assert {*strangers, "README", ".best.swp"} == {path.name for path in repo.records.strangers()}
+    assert len(repo.records.names("sft")) == 1
 
 
 def test_the_folder_is_synced_after_the_link(tmp_path: Path) -> None:
     """The record's bytes are synced, then linked, then its folder is synced: the commit point."""
     calls: list[tuple[str, str]] = []
-    rooms = samples.rooms(tmp_path / "store", hook=lambda operation, path: calls.append((operation, path.name)))
+    repo = samples.repo(tmp_path / "store", hook=lambda operation, path: calls.append((operation, path.name)))
     calls.clear()
     commit = samples.commit()
-    rooms.records.link(commit)
+    repo.records.link(commit)
 
     link = calls.index(("link", f"4.{commit.id}"))
     assert [operation for operation, _ in calls[:link]] == ["mkdir", "fsync", "create", "write", "fsync"]
@@ -200,57 +200,57 @@ def test_a_failed_last_sync_is_not_success(tmp_path: Path) -> None:
         if failing and operation == "fsync" and path.name == "sft":
             raise StorageIO("planted", errno=errno.EIO, filename=str(path))
 
-    rooms = samples.rooms(tmp_path / "store", hook=refuse)
+    repo = samples.repo(tmp_path / "store", hook=refuse)
     commit = samples.commit()
     with pytest.raises(StorageIO, match="is published, but its durability is not confirmed") as caught:
-        rooms.records.link(commit)
+        repo.records.link(commit)
 
     assert (caught.value.errno, caught.value.hint) == (errno.EIO, "repeat the command once the disk is well")
-    assert rooms.records.read(rooms.records.name_of(commit)) == commit
+    assert repo.records.read(repo.records.name_of(commit)) == commit
     failing = False
-    assert not rooms.records.link(commit)
+    assert not repo.records.link(commit)
 
 
 # -- pins ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_pin_is_written_read_replaced_and_deleted(rooms: Rooms) -> None:
+def test_a_pin_is_written_read_replaced_and_deleted(repo: Repository) -> None:
     """A pin is whole at any time, and gone once deleted."""
     first, second = samples.pin(), samples.pin(of=samples.record(step=5))
-    rooms.records.write_pin(first)
-    assert rooms.records.read_pin("best") == first
+    repo.records.write_pin(first)
+    assert repo.records.read_pin("best") == first
 
-    rooms.records.write_pin(second)
-    assert rooms.records.read_pin("best") == second
-    assert rooms.records.pin_names() == ["best"]
+    repo.records.write_pin(second)
+    assert repo.records.read_pin("best") == second
+    assert repo.records.pin_names() == ["best"]
 
-    rooms.records.delete_pin("best")
-    assert rooms.records.pin_names() == []
-    for ask in (rooms.records.read_pin, rooms.records.delete_pin):
+    repo.records.delete_pin("best")
+    assert repo.records.pin_names() == []
+    for ask in (repo.records.read_pin, repo.records.delete_pin):
         with pytest.raises(NotFound, match="there is no pin 'best'"):
             ask("best")
 
 
 @pytest.mark.fault(103)
-def test_a_damaged_pin_is_found_and_can_be_deleted(rooms: Rooms) -> None:
+def test_a_damaged_pin_is_found_and_can_be_deleted(repo: Repository) -> None:
     """A torn or renamed pin is damage by name; the others are still read, and it can be deleted unread."""
-    rooms.records.write_pin(samples.pin("best"))
-    rooms.records.write_pin(samples.pin("good"))
-    path = rooms.layout.pin("best")
+    repo.records.write_pin(samples.pin("best"))
+    repo.records.write_pin(samples.pin("good"))
+    path = repo.layout.pin("best")
     data = path.read_bytes()
-    for hurt in (b"", data[:-1], bytes([data[0] ^ 1]) + data[1:], rooms.layout.pin("good").read_bytes()):
+    for hurt in (b"", data[:-1], bytes([data[0] ^ 1]) + data[1:], repo.layout.pin("good").read_bytes()):
         path.write_bytes(hurt)
         with pytest.raises(IntegrityError):
-            rooms.records.read_pin("best")
-        assert [pin.name for pin in rooms.records.readable_pins()] == ["good"]
+            repo.records.read_pin("best")
+        assert [pin.name for pin in repo.records.readable_pins()] == ["good"]
 
-    rooms.records.delete_pin("best")
-    assert rooms.records.pin_names() == ["good"]
+    repo.records.delete_pin("best")
+    assert repo.records.pin_names() == ["good"]
 
 
-def test_a_store_is_opened_without_writing(rooms: Rooms) -> None:
+def test_a_store_is_opened_without_writing(repo: Repository) -> None:
     """Opening makes no file and no index: a read-only store stays as it is."""
-    before = sorted(rooms.layout.root.rglob("*"))
-    open_rooms(rooms.layout.root, Files())
+    before = sorted(repo.layout.root.rglob("*"))
+    open_repository(repo.layout.root, Files())
 
-    assert before == sorted(rooms.layout.root.rglob("*"))
+    assert before == sorted(repo.layout.root.rglob("*"))

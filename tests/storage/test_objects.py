@@ -11,7 +11,7 @@ from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.format.blobs import ref_of
 from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.objects import ObjectStore, ObjectWriter
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from tests.faults.harness import flip
 from tests.unit import samples
 
@@ -20,54 +20,54 @@ REF = ref_of(DATA)
 
 
 @pytest.fixture
-def rooms(tmp_path: Path) -> Rooms:
-    """Return the rooms of a new store."""
-    return samples.rooms(tmp_path / "store")
+def repo(tmp_path: Path) -> Repository:
+    """Return the repository of a new store."""
+    return samples.repo(tmp_path / "store")
 
 
-def writer(rooms: Rooms) -> ObjectWriter:
+def writer(repo: Repository) -> ObjectWriter:
     """Return a writer."""
-    return ObjectWriter(rooms.layout, rooms.files, rooms.objects)
+    return ObjectWriter(repo.layout, repo.files, repo.objects)
 
 
-def publish(rooms: Rooms, data: bytes = DATA) -> BlobRef:
+def publish(repo: Repository, data: bytes = DATA) -> BlobRef:
     """Put *data* into the store."""
     ref = ref_of(data)
-    with writer(rooms) as objects:
+    with writer(repo) as objects:
         objects.put(data, ref)
         objects.publish()
     return ref
 
 
-def leftovers(rooms: Rooms) -> list[str]:
+def leftovers(repo: Repository) -> list[str]:
     """Return what lies in ``tmp/``."""
-    return rooms.files.names(rooms.layout.tmp)
+    return repo.files.names(repo.layout.tmp)
 
 
-def test_what_was_published_is_read(rooms: Rooms) -> None:
+def test_what_was_published_is_read(repo: Repository) -> None:
     """Once published, the bytes are found under their name, whole and verified, and nothing is left in tmp/."""
-    assert publish(rooms) == REF
-    assert rooms.objects.read(REF) == DATA
-    rooms.objects.verify(REF)
-    assert [object_id for object_id, _ in rooms.objects.ids()] == [REF.id]
-    assert leftovers(rooms) == []
+    assert publish(repo) == REF
+    assert repo.objects.read(REF) == DATA
+    repo.objects.verify(REF)
+    assert [object_id for object_id, _ in repo.objects.ids()] == [REF.id]
+    assert leftovers(repo) == []
 
 
-def test_what_was_staged_is_not_visible(rooms: Rooms) -> None:
+def test_what_was_staged_is_not_visible(repo: Repository) -> None:
     """Before publication nothing is found, and a writer that gives up leaves nothing behind."""
-    with writer(rooms) as objects:
+    with writer(repo) as objects:
         objects.put(DATA, REF)
 
-        assert rooms.objects.find(REF) is None
-        assert len(leftovers(rooms)) == 1
-    assert leftovers(rooms) == []
-    assert list(rooms.objects.ids()) == []
+        assert repo.objects.find(REF) is None
+        assert len(leftovers(repo)) == 1
+    assert leftovers(repo) == []
+    assert list(repo.objects.ids()) == []
 
 
-def test_counts_tell_new_from_reused(rooms: Rooms) -> None:
+def test_counts_tell_new_from_reused(repo: Repository) -> None:
     """An object is counted once, as new or as reused, however often it is put."""
-    publish(rooms)
-    with writer(rooms) as objects:
+    publish(repo)
+    with writer(repo) as objects:
         for _ in range(3):
             objects.put(DATA, REF)
             objects.put(b"other", ref_of(b"other"))
@@ -76,35 +76,35 @@ def test_counts_tell_new_from_reused(rooms: Rooms) -> None:
         assert (objects.count_reused, objects.bytes_reused) == (1, len(DATA))
 
 
-def test_one_content_from_many_threads_is_staged_once(rooms: Rooms) -> None:
+def test_one_content_from_many_threads_is_staged_once(repo: Repository) -> None:
     """Equal layers that arrive at once are one object."""
-    with writer(rooms) as objects:
+    with writer(repo) as objects:
         threads = [threading.Thread(target=objects.stage, args=(REF, [DATA])) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-        assert (objects.count_new, objects.bytes_new, len(leftovers(rooms))) == (1, len(DATA), 1)
+        assert (objects.count_new, objects.bytes_new, len(leftovers(repo))) == (1, len(DATA), 1)
         objects.publish()
-    rooms.objects.verify(REF)
+    repo.objects.verify(REF)
 
 
 @pytest.mark.parametrize("chunks", [[b"other"], [DATA, b"more"], [DATA[:-1]], []])
-def test_bytes_that_changed_since_they_were_hashed_are_refused(rooms: Rooms, chunks: list[bytes]) -> None:
+def test_bytes_that_changed_since_they_were_hashed_are_refused(repo: Repository, chunks: list[bytes]) -> None:
     """A source that changes between the two readings is noticed, and leaves nothing."""
-    with writer(rooms) as objects, pytest.raises(IntegrityError, match="is damaged"):
+    with writer(repo) as objects, pytest.raises(IntegrityError, match="is damaged"):
         objects.stage(REF, chunks)
 
-    assert leftovers(rooms) == []
+    assert leftovers(repo) == []
 
 
-def test_a_reused_object_is_young_again(rooms: Rooms) -> None:
+def test_a_reused_object_is_young_again(repo: Repository) -> None:
     """Its time is refreshed, so that a collection running beside sees that it is wanted."""
-    publish(rooms)
-    path = rooms.layout.object(REF.id)
+    publish(repo)
+    path = repo.layout.object(REF.id)
     os.utime(path, (0, 0))
-    with writer(rooms) as objects:
+    with writer(repo) as objects:
         assert objects.reuse(REF)
 
     assert path.stat().st_mtime > 0
@@ -123,13 +123,13 @@ class CountingStore(ObjectStore):
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_what_is_reused_is_read_once(rooms: Rooms, is_damaged: bool) -> None:
+def test_what_is_reused_is_read_once(repo: Repository, is_damaged: bool) -> None:
     """However often it is put; a sound one is counted as reused, a damaged one as new and replaced."""
-    path = rooms.layout.object(publish(rooms).id)
+    path = repo.layout.object(publish(repo).id)
     if is_damaged:
         flip(path)
-    store = CountingStore(rooms.layout, rooms.files)
-    with ObjectWriter(rooms.layout, rooms.files, store, reads_reused=True) as objects:
+    store = CountingStore(repo.layout, repo.files)
+    with ObjectWriter(repo.layout, repo.files, store, reads_reused=True) as objects:
         for _ in range(3):
             objects.put(DATA, REF)
         objects.publish()
@@ -137,14 +137,14 @@ def test_what_is_reused_is_read_once(rooms: Rooms, is_damaged: bool) -> None:
         assert store.reads == 1
         assert (objects.count_new, objects.count_reused) == ((1, 0) if is_damaged else (0, 1))
         assert objects.damaged == ([REF] if is_damaged else [])
-    rooms.objects.verify(REF)
+    repo.objects.verify(REF)
 
 
-def test_a_writer_that_trusts_the_store_reads_nothing(rooms: Rooms) -> None:
+def test_a_writer_that_trusts_the_store_reads_nothing(repo: Repository) -> None:
     """What saves while it trains looks at sizes alone: it has no time to read."""
-    publish(rooms)
-    store = CountingStore(rooms.layout, rooms.files)
-    with ObjectWriter(rooms.layout, rooms.files, store) as objects:
+    publish(repo)
+    store = CountingStore(repo.layout, repo.files)
+    with ObjectWriter(repo.layout, repo.files, store) as objects:
         objects.put(DATA, REF)
 
         assert (store.reads, objects.count_reused) == (0, 1)
@@ -152,15 +152,15 @@ def test_a_writer_that_trusts_the_store_reads_nothing(rooms: Rooms) -> None:
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("size_bytes", [0, 10, len(DATA) + 1])
-def test_an_object_of_another_size_is_damage(rooms: Rooms, size_bytes: int) -> None:
+def test_an_object_of_another_size_is_damage(repo: Repository, size_bytes: int) -> None:
     """A truncated or grown object is neither read nor reused; the error tells both sizes."""
-    publish(rooms)
-    os.truncate(rooms.layout.object(REF.id), size_bytes)
+    publish(repo)
+    os.truncate(repo.layout.object(REF.id), size_bytes)
     attempts: list[Callable[[], object]] = [
-        lambda: rooms.objects.find(REF),
-        lambda: rooms.objects.read(REF),
-        lambda: rooms.objects.verify(REF),
-        lambda: writer(rooms).reuse(REF),
+        lambda: repo.objects.find(REF),
+        lambda: repo.objects.read(REF),
+        lambda: repo.objects.verify(REF),
+        lambda: writer(repo).reuse(REF),
     ]
 
     for attempt in attempts:
@@ -170,137 +170,137 @@ def test_an_object_of_another_size_is_damage(rooms: Rooms, size_bytes: int) -> N
 
 
 @pytest.mark.fault(35)
-def test_every_flipped_byte_is_found_by_verify(rooms: Rooms) -> None:
+def test_every_flipped_byte_is_found_by_verify(repo: Repository) -> None:
     """An object whose size is right and whose bytes are not is found by its hash, first and last byte included."""
-    publish(rooms)
-    path = rooms.layout.object(REF.id)
+    publish(repo)
+    path = repo.layout.object(REF.id)
     for position in [0, 1, len(DATA) // 2, len(DATA) - 1]:
         hurt = bytearray(DATA)
         hurt[position] ^= 0x10
         path.write_bytes(hurt)
         with pytest.raises(IntegrityError, match="its bytes hash to"):
-            rooms.objects.verify(REF)
+            repo.objects.verify(REF)
 
 
 @pytest.mark.fault(36)
-def test_a_missing_object_says_what_to_do(rooms: Rooms) -> None:
+def test_a_missing_object_says_what_to_do(repo: Repository) -> None:
     """An object that is nowhere is damage, with its size and the way to heal it."""
-    assert rooms.objects.find(REF) is None
-    assert not writer(rooms).reuse(REF)
+    assert repo.objects.find(REF) is None
+    assert not writer(repo).reuse(REF)
     with pytest.raises(IntegrityError, match=r"\(5000 bytes\) is missing") as caught:
-        rooms.objects.open(REF)
+        repo.objects.open(REF)
 
     assert "ingest the same checkpoint again" in (caught.value.hint or "")
 
 
-def move_aside(rooms: Rooms) -> Path:
+def move_aside(repo: Repository) -> Path:
     """Do to the object what a running collection does."""
-    rooms.aside.make_folder()
-    rooms.aside.take(REF.id)
-    return rooms.layout.aside / REF.id
+    repo.aside.make_folder()
+    repo.aside.take(REF.id)
+    return repo.layout.aside / REF.id
 
 
 @pytest.mark.fault(12, 36, 50)
-def test_an_object_that_was_moved_aside_is_found(rooms: Rooms) -> None:
+def test_an_object_that_was_moved_aside_is_found(repo: Repository) -> None:
     """A reader finds what a collection has moved aside for a moment."""
-    publish(rooms)
-    aside = move_aside(rooms)
+    publish(repo)
+    aside = move_aside(repo)
 
-    assert rooms.objects.find(REF) == aside
-    assert rooms.objects.read(REF) == DATA
-    rooms.objects.verify(REF)
+    assert repo.objects.find(REF) == aside
+    assert repo.objects.read(REF) == DATA
+    repo.objects.verify(REF)
 
 
 @pytest.mark.fault(12, 51)
-def test_a_writer_links_back_what_was_moved_aside(rooms: Rooms) -> None:
+def test_a_writer_links_back_what_was_moved_aside(repo: Repository) -> None:
     """A committer that needs an object puts it back in its place, even where its folder has gone."""
-    publish(rooms)
-    move_aside(rooms)
-    rooms.layout.object(REF.id).parent.rmdir()
-    with writer(rooms) as objects:
+    publish(repo)
+    move_aside(repo)
+    repo.layout.object(REF.id).parent.rmdir()
+    with writer(repo) as objects:
         assert objects.reuse(REF)
 
-    assert rooms.layout.object(REF.id).read_bytes() == DATA
+    assert repo.layout.object(REF.id).read_bytes() == DATA
 
 
-def test_the_second_look_finds_what_is_gone(rooms: Rooms) -> None:
+def test_the_second_look_finds_what_is_gone(repo: Repository) -> None:
     """After the record is visible, reused objects are looked at again: linked back, or reported as lost."""
-    publish(rooms)
-    with writer(rooms) as objects:
+    publish(repo)
+    with writer(repo) as objects:
         objects.reuse(REF)
         objects.publish()
         assert objects.look_again() == []
 
-        aside = move_aside(rooms)
+        aside = move_aside(repo)
         assert objects.look_again() == []
-        assert rooms.layout.object(REF.id).exists()
+        assert repo.layout.object(REF.id).exists()
 
         aside.unlink()
-        rooms.layout.object(REF.id).unlink()
+        repo.layout.object(REF.id).unlink()
         assert objects.look_again() == [REF]
 
 
-def test_a_faster_writer_is_no_conflict(rooms: Rooms) -> None:
+def test_a_faster_writer_is_no_conflict(repo: Repository) -> None:
     """When another writer publishes the same content first, both succeed and one file remains."""
-    with writer(rooms) as slow:
+    with writer(repo) as slow:
         slow.stage(REF, [DATA])
-        publish(rooms)
+        publish(repo)
         slow.publish()
 
-    rooms.objects.verify(REF)
-    assert rooms.layout.object(REF.id).stat().st_nlink == 1
+    repo.objects.verify(REF)
+    assert repo.layout.object(REF.id).stat().st_nlink == 1
 
 
-def test_damage_under_the_name_is_not_replaced(rooms: Rooms) -> None:
+def test_damage_under_the_name_is_not_replaced(repo: Repository) -> None:
     """Something of another size under the name is reported, never overwritten."""
-    with writer(rooms) as objects:
+    with writer(repo) as objects:
         objects.stage(REF, [DATA])
-        path = rooms.layout.object(REF.id)
+        path = repo.layout.object(REF.id)
         path.parent.mkdir()
         path.write_bytes(b"other")
         with pytest.raises(IntegrityError, match="has 5 bytes"):
             objects.publish()
 
     assert path.read_bytes() == b"other"
-    assert leftovers(rooms) == []
+    assert leftovers(repo) == []
 
 
 def test_publication_syncs_files_before_folders(tmp_path: Path) -> None:
     """Bytes are durable before they are linked, names before publication returns, also those of reused objects."""
     calls: list[tuple[str, Path]] = []
-    rooms = samples.rooms(tmp_path / "store", hook=lambda operation, path: calls.append((operation, path)))
-    reused = publish(rooms, b"reused")
+    repo = samples.repo(tmp_path / "store", hook=lambda operation, path: calls.append((operation, path)))
+    reused = publish(repo, b"reused")
     calls.clear()
-    with writer(rooms) as objects:
+    with writer(repo) as objects:
         objects.put(DATA, REF)
         objects.reuse(reused)
         objects.publish()
 
     operations = [operation for operation, _ in calls]
-    home, folder = rooms.layout.object(REF.id), rooms.layout.object(REF.id).parent
+    home, folder = repo.layout.object(REF.id), repo.layout.object(REF.id).parent
     assert operations.index("fsync") < operations.index("link")
     synced = [path for operation, path in calls[operations.index("link") :] if operation == "fsync"]
-    assert {folder, rooms.layout.object(reused.id).parent} == set(synced)
-    assert calls.index(("fsync", rooms.layout.objects)) < calls.index(("link", home))
+    assert {folder, repo.layout.object(reused.id).parent} == set(synced)
+    assert calls.index(("fsync", repo.layout.objects)) < calls.index(("link", home))
 
 
 @pytest.mark.parametrize("name", ["", "ab", "A" * 32, "g" * 32, "a" * 33, "../" + "a" * 29, "a" * 31 + "\n", "é" * 32])
-def test_what_is_no_id_never_becomes_a_path(rooms: Rooms, name: str) -> None:
+def test_what_is_no_id_never_becomes_a_path(repo: Repository, name: str) -> None:
     """Ids that are too short, too long, in capitals or with other signs are refused before the disk is asked."""
     ref = BlobRef(id=ObjectId(name), size_bytes=1)
     with pytest.raises(InvalidInput, match="is not an object id"):
-        rooms.objects.find(ref)
+        repo.objects.find(ref)
 
 
-def test_strangers_among_the_objects_are_not_listed(rooms: Rooms) -> None:
+def test_strangers_among_the_objects_are_not_listed(repo: Repository) -> None:
     """Files that no object can be called are passed over."""
-    publish(rooms)
-    folder = rooms.layout.object(REF.id).parent
+    publish(repo)
+    folder = repo.layout.object(REF.id).parent
     (folder / "notes.txt").write_bytes(b"")
-    (rooms.layout.objects / "zz").mkdir()
-    (rooms.layout.objects / "zz" / REF.id).write_bytes(b"")
+    (repo.layout.objects / "zz").mkdir()
+    (repo.layout.objects / "zz" / REF.id).write_bytes(b"")
 
-    assert [object_id for object_id, _ in rooms.objects.ids()] == [REF.id]
+    assert [object_id for object_id, _ in repo.objects.ids()] == [REF.id]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
@@ -310,9 +310,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         if operation == "fsync" and path.parent.name == "tmp":
             raise StorageIO("planted", errno=28, filename=str(path))
 
-    rooms = samples.rooms(tmp_path / "store", hook=refuse)
-    with writer(rooms) as objects, pytest.raises(StorageIO) as caught:
+    repo = samples.repo(tmp_path / "store", hook=refuse)
+    with writer(repo) as objects, pytest.raises(StorageIO) as caught:
         objects.put(DATA, REF)
 
     assert caught.value.exit_code == 23
-    assert leftovers(rooms) == []
+    assert leftovers(repo) == []

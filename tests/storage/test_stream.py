@@ -148,7 +148,7 @@ def test_drafts_that_nobody_reads_soon_go_past_the_cache(
 ) -> None:
     """New ones are kept, known ones and those that fail leave nothing; unless the user wants the cache."""
     monkeypatch.setenv("LAYERSTORE_PAGE_CACHE", wanted)
-    rooms = samples.rooms(tmp_path / "store")
+    repo = samples.repo(tmp_path / "store")
     data = random.Random(3).randbytes(STREAM_BYTES + 5)
     ref = ref_of(data)
 
@@ -161,17 +161,17 @@ def test_drafts_that_nobody_reads_soon_go_past_the_cache(
             return made.keep_as(ref)
 
     with patch.object(stream, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
-        with ObjectWriter(rooms.layout, rooms.files, rooms.objects, past_cache=True) as objects:
+        with ObjectWriter(repo.layout, repo.files, repo.objects, past_cache=True) as objects:
             with pytest.raises(ValueError, match="made up"):
                 draft(objects, fails=True)
             assert [draft(objects), draft(objects)] == [True, False]
             objects.publish()
-        with ObjectWriter(rooms.layout, rooms.files, rooms.objects, past_cache=True) as objects:
+        with ObjectWriter(repo.layout, repo.files, repo.objects, past_cache=True) as objects:
             assert not draft(objects)
 
     assert bypass.called == is_streamed
-    rooms.objects.verify(ref)
-    assert rooms.files.names(rooms.layout.tmp) == []
+    repo.objects.verify(ref)
+    assert repo.files.names(repo.layout.tmp) == []
 
 
 def test_buffers_are_used_again_and_not_kept_without_end(tmp_path: Path) -> None:

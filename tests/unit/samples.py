@@ -35,8 +35,8 @@ from layerstore.model import (
 )
 from layerstore.storage.files import Files
 from layerstore.storage.handles import Hook, no_hook
-from layerstore.storage.rooms import Rooms
-from layerstore.storage.setup import make_store, open_rooms
+from layerstore.storage.repository import Repository
+from layerstore.storage.setup import make_store, open_repository
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
 
 STORE_ID = "5e" * 16
@@ -194,7 +194,7 @@ def state(rank: int = 0) -> RankState:
     )
 
 
-def rooms(path: Path, *, hook: Hook = no_hook) -> Rooms:
-    """Make a store at *path* and open its rooms."""
+def repo(path: Path, *, hook: Hook = no_hook) -> Repository:
+    """Make a store at *path* and open its repository."""
     make_store(path, Files())
-    return open_rooms(path, Files(hook))
+    return open_repository(path, Files(hook))

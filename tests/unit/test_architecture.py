@@ -57,7 +57,7 @@ FLOORS = {
     "cli": 13,
     "migrations": 13,
 }
-# Rooms whose files only their own room imports: others come in by ``__init__``. A room is added once that holds.
+# Repository whose files only their own room imports: others come in by ``__init__``. A room is added once that holds.
 DOORS: set[str] = {
     "check",
     "compose",
@@ -70,7 +70,7 @@ DOORS: set[str] = {
     "zero3",
     "zero3.pt",
 }
-# Rooms inside a room, with the same rule.
+# Repository inside a room, with the same rule.
 INNER_DOORS = ("layerstore.live.saver", "layerstore.live.engine", "layerstore.live.ranks", "layerstore.live.demo")
 MAPPED = ("cli", "migrations")
 MIGRATION_ROOMS = {"format", "storage", "migrations"}

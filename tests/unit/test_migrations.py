@@ -147,11 +147,11 @@ def test_a_lineage_leads_through_an_attempt_of_which_nothing_is_left(dropped: Pa
     migrate(dropped)
 
     with layerstore.open(dropped) as store:
-        rooms = store.rooms
-        record = next(rooms.records.read(name).record for name in rooms.records.names("sft") if name.step == 8)
+        repo = store.repo
+        record = next(repo.records.read(name).record for name in repo.records.names("sft") if name.step == 8)
         assert record.lineage == (Fork(attempt=2, step=5), Fork(attempt=1, step=4))
-        assert rooms.records.read_pin("outlived").record.lineage == (Fork(attempt=1, step=4),)
-        assert rooms.records.read_pin("plain").base == rooms.records.names("sft")[-1].id
+        assert repo.records.read_pin("outlived").record.lineage == (Fork(attempt=1, step=4),)
+        assert repo.records.read_pin("plain").base == repo.records.names("sft")[-1].id
 
 
 def test_what_a_collection_had_moved_aside_is_at_its_place_again(dropped: Path) -> None:

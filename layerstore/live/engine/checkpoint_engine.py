@@ -109,7 +109,7 @@ class StoreCheckpointEngine:
             )
             with saver.exchange.together():
                 for path in (model_path, optimizer_path):
-                    write_pointer(saver.store.rooms.files, path, pointer)
+                    write_pointer(saver.store.repo.files, path, pointer)
         return self.real.commit(info)
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class StoreCheckpointEngine:
         try:
             with exchange.together():
                 store = self._store_of(pointer)
-                with losses_told(store.rooms, loaded.composition):
+                with losses_told(store.repo, loaded.composition):
                     return whole_weights(store, loaded.composition)
         finally:
             exchange.close()
@@ -212,7 +212,7 @@ class StoreCheckpointEngine:
             )
         store = self._store_of(pointer)
         composition = composition_of(store, pointer)
-        with losses_told(store.rooms, composition):
+        with losses_told(store.repo, composition):
             loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size)
             notes = loaded.check_fits(engine, is_whole=self._is_whole)
         for note in notes if engine.global_rank == 0 else ():

@@ -48,7 +48,7 @@ class Loaded:
         adam_step: AdamStep = "unify",
     ) -> Self:
         """Plan what *rank* of *world_size* loads."""
-        load = plan_load(store.rooms, composition, rank=rank, world_size=world_size, adam_step=adam_step)
+        load = plan_load(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
         return cls(
             composition=composition,
             load=load,
@@ -129,7 +129,7 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     They are what DeepSpeed's ``zero_to_fp32`` makes of its shards, in the same order: its loader fills an engine from
     these when the optimizer's state is not asked for. Buffers are rank 0's, floating-point ones as float32.
     """
-    composite = Composite(store.rooms, composition)
+    composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
     model = Loaded.of(store, composition, rank=0, world_size=composition.base.world_size).model()
     found = {

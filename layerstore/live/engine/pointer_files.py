@@ -42,7 +42,7 @@ def pointer_to(store: Store, composition: Composition, *, pin: str | None) -> Po
     return Pointer(
         store=str(store.path),
         store_id=store.id,
-        name=pin or reference_to(store.rooms, base),
+        name=pin or reference_to(store.repo, base),
         run=base.run,
         attempt=base.attempt,
         step=base.step,
@@ -70,10 +70,10 @@ def composition_of(store: Store, pointer: Pointer) -> Composition:
 
 
 def _resolved(store: Store, pointer: Pointer) -> Resolved:
-    rooms = store.rooms
+    repo = store.repo
     if pointer.is_pin:
-        return Resolved.of_pin(rooms.records.read_pin(pointer.name))
-    view = rooms.catalog.find(pointer.run)
+        return Resolved.of_pin(repo.records.read_pin(pointer.name))
+    view = repo.catalog.find(pointer.run)
     own = [] if view is None else view.of_attempt(pointer.attempt)
     row = next((row for row in own if row.step == pointer.step), None)
     if row is None:
@@ -81,12 +81,12 @@ def _resolved(store: Store, pointer: Pointer) -> Resolved:
             f"the pointer means {pointer.name} (attempt {pointer.attempt}), which is not in the store",
             hint=_newest_instead(store, view, pointer),
         )
-    return Resolved.of_commit(rooms.catalog.commit(row.name))
+    return Resolved.of_commit(repo.catalog.commit(row.name))
 
 
 def _newest_instead(store: Store, view: RunView | None, pointer: Pointer) -> str:
     """Return the hint for a pointer to nothing: usually the job was killed before the save was complete."""
-    if saved_now(store.rooms, pointer.run, [pointer.attempt]):
+    if saved_now(store.repo, pointer.run, [pointer.attempt]):
         return f"a job still saves attempt {pointer.attempt}: that save is not complete yet, or it failed; try again"
     if view is None or not view.visible:
         return f"its save was not complete when the job ended, or it was removed; {pointer.run} has no other"
@@ -136,11 +136,11 @@ def checkpoint(
 
 def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, Pointer] | None:
     """Return the composite that *ref* means and a pointer to it; None if *ref* is a run that has no commit yet."""
-    rooms = store.rooms
+    repo = store.repo
     reference = parse_reference(ref)
-    is_pin = reference.name in rooms.records.pin_names()
+    is_pin = reference.name in repo.records.pin_names()
     if not is_pin and reference.step is None and not reference.back:
-        view = rooms.catalog.find(reference.name)
+        view = repo.catalog.find(reference.name)
         if view is None or not view.rows:
             LOG.warning("run %s has no commit yet: training begins from nothing", reference.name)
             return None
@@ -150,8 +150,8 @@ def _found(store: Store, ref: str, policy: str | Policy) -> tuple[Composition, P
 
 def _written(store: Store, composition: Composition, pointer: Pointer, folder: StrPath | None) -> str:
     """Write this rank's folder; return its path."""
-    rooms, layout = store.rooms, composition.base.layout
-    ranks = plan_ranks(rooms, composition, world_size=_world_size())
+    repo, layout = store.repo, composition.base.layout
+    ranks = plan_ranks(repo, composition, world_size=_world_size())
     for note in ranks.notes:
         LOG.warning("%s: %s", pointer.name, note)
     target = lasting_scratch() if folder is None else Path(folder)
@@ -164,8 +164,8 @@ def _written(store: Store, composition: Composition, pointer: Pointer, folder: S
     tag = layout.tag if layout.tag.startswith("global_step") else f"global_step{composition.base.step}"
     for state in ranks:
         for path in (state.model.path, state.optimizer.path):
-            write_pointer(rooms.files, target / tag / Path(path).name, pointer)
-    _write(rooms.files, target / LATEST, tag.encode())
+            write_pointer(repo.files, target / tag / Path(path).name, pointer)
+    _write(repo.files, target / LATEST, tag.encode())
     return str(target)
 
 
@@ -175,7 +175,7 @@ def _write_files(store: Store, ranks: RankStates, folder: Path, *, tag: str) -> 
     for state in ranks:
         for file in state.files:
             if not file.path.startswith(f"{tag}/"):
-                _write(store.rooms.files, folder / file.path, content_of(store.rooms, file.content))
+                _write(store.repo.files, folder / file.path, content_of(store.repo, file.content))
                 names.add(file.path)
     return TRAINER_STATE in names
 

@@ -110,7 +110,7 @@ def check_run(store: Store, run: str) -> None:
             hint=f'run="{reference.name}"{step}; layerstore.transformers.checkpoint takes references',
         )
     check_name(run, what="the run's name")
-    if run in store.rooms.records.pin_names() and not store.rooms.records.names(run):
+    if run in store.repo.records.pin_names() and not store.repo.records.names(run):
         raise Conflict(
             f"{run!r} is a pin; runs and pins share their names",
             hint="name the run; layerstore.transformers.checkpoint takes a pin",
@@ -121,7 +121,7 @@ def _composite(
     store: Store, run: str, *, step: int | Literal["latest"], policy: str | Policy, must_exist: bool
 ) -> Composite | None:
     check_run(store, run)
-    view = store.rooms.catalog.find(run)
+    view = store.repo.catalog.find(run)
     if view is None or not view.rows:
         if must_exist:
             raise NotFound(f"run {run!r} has no commit to resume from", hint=f"runs here: {', '.join(store.runs)}")
@@ -134,7 +134,7 @@ def _composite(
 def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
     """Fill *engine* from *composite*. Whatever can fail fails on every rank, before the engine is changed."""
     composition = composite.composition
-    with exchange.together(), losses_told(store.rooms, composition):
+    with exchange.together(), losses_told(store.repo, composition):
         loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
         notes = loaded.check_fits(engine)
         random_state = read_random_state(loaded.load.state, loaded.load.content)
@@ -188,10 +188,10 @@ def filled_with(engine: Any) -> Composition | None:
 
 def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
     """Let the next saver of *run* continue *attempt*, whose saver is closed now."""
-    view = store.rooms.catalog.find(run)
+    view = store.repo.catalog.find(run)
     rows = [] if view is None else view.of_attempt(attempt)
     if rows:
-        tip = Resolved.of_commit(store.rooms.catalog.commit(rows[-1].name))
+        tip = Resolved.of_commit(store.repo.catalog.commit(rows[-1].name))
         _ORIGINS.setdefault(engine, _Origin()).closed[store.id, run] = compose_latest(tip)
 
 

@@ -12,7 +12,7 @@ from layerstore.errors import Conflict, InvalidInput
 from layerstore.format.hashing import object_id
 from layerstore.live.ranks.exchange import Exchange, Message
 from layerstore.policy import Policy, is_ours
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 # The numbers of a message.
 _STEP, _NUMBER, _FLAGS, _FREE, _FAILED_FROM, _FAILED, _UPTO, _VISIBLE = range(8)
@@ -114,15 +114,15 @@ def agreed_layers(exchange: Exchange, policy: Policy, due: Callable[[], frozense
     return found
 
 
-def open_session(exchange: Exchange, rooms: Rooms) -> str:
+def open_session(exchange: Exchange, repo: Repository) -> str:
     """Agree on a session, the name under which the ranks leave their parts; check that all see the same store."""
     session = exchange.first(secrets.token_hex(16) if exchange.rank == 0 else "")
     with exchange.together():
         if exchange.rank == 0:
-            rooms.parts.open_session(session)
+            repo.parts.open_session(session)
     with exchange.together():
-        if not rooms.parts.has_session(session):
-            raise InvalidInput(f"{rooms.layout.root} is not the store that rank 0 has under this path")
+        if not repo.parts.has_session(session):
+            raise InvalidInput(f"{repo.layout.root} is not the store that rank 0 has under this path")
     return session
 
 

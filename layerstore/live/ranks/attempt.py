@@ -12,7 +12,7 @@ from layerstore.errors import Conflict
 from layerstore.history import Place, place_at, place_free, reserve
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.runview import RunView
 
 Wish = Callable[[RunView | None], Place]
@@ -24,9 +24,9 @@ _TRIES = 10
 class AttemptLock:
     """The attempt that a saver saves; rank 0 holds the lock for all ranks."""
 
-    def __init__(self, exchange: Exchange, rooms: Rooms, *, run: str) -> None:
+    def __init__(self, exchange: Exchange, repo: Repository, *, run: str) -> None:
         self._exchange = exchange
-        self._rooms = rooms
+        self._repo = repo
         self._run = run
         self._lock = ExitStack()
         self._held = 0
@@ -49,7 +49,7 @@ class AttemptLock:
                 attempt = int(self._exchange.first(str(attempt)))
                 with self._exchange.together():
                     # Looked up again: the attempt's last holder may have committed just before its lock was released.
-                    view = self._rooms.catalog.find(self._run)
+                    view = self._repo.catalog.find(self._run)
                     place = place_at(view, wish(view), attempt)
                 said = self._exchange.texts("" if place is None else f"{attempt} {place.save_number} {place.fork}")
                 if "" in said or place is None:
@@ -69,7 +69,7 @@ class AttemptLock:
         if self._has_saved:
             return
         self._has_saved = True
-        view = self._rooms.catalog.find(self._run)
+        view = self._repo.catalog.find(self._run)
         if view is not None and view.visible and place.fork is None and not place.inherited:
             LOG.warning(
                 "run %r has commits up to step %d, and this engine was not resumed from them: attempt %d begins anew; "
@@ -93,10 +93,10 @@ class AttemptLock:
         """Lock the attempt wished for, or the next that is free, until *lock* closes; return it."""
 
         def placed(taken: Collection[int]) -> Place:
-            view = self._rooms.catalog.find(self._run)
+            view = self._repo.catalog.find(self._run)
             return place_free(view, wish(view), taken)
 
-        found = reserve(self._rooms, self._run, placed, held=self._held)
+        found = reserve(self._repo, self._run, placed, held=self._held)
         lock.push(found.lock)
         attempt = found.place.attempt
         if found.passed:

@@ -72,7 +72,7 @@ def attach(
     exchange = Exchange()
     try:
         opened, resumed = _agreed(exchange, store, known, run=run, settings=settings, policy=chosen)
-        attempt = AttemptLock(exchange, opened.rooms, run=run)
+        attempt = AttemptLock(exchange, opened.repo, run=run)
         with ExitStack() as unless_made:
             unless_made.callback(attempt.release)
             place = attempt.acquire(partial(place_resumed, composition=resumed))
@@ -95,7 +95,7 @@ def _agreed(
         if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
             raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
         resumed = origin_of(engine.engine, opened, run) or _loaded(engine)
-        opened.rooms.prepare_writing()
+        opened.repo.prepare_writing()
     stores = exchange.texts(f"{opened.id} at {opened.path}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:

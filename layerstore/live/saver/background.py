@@ -18,7 +18,7 @@ from layerstore.live.saver.results import Job
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.model import Commit, LayerEntry, Part
 from layerstore.publish import BaseLost, Frozen, GivenUp, Joint, fail_share, join, make_pin, parts_of, write_share
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 
 POLL_SECONDS = 0.02
 """How often rank 0 looks for the other ranks' parts, which come over a filesystem."""
@@ -68,8 +68,10 @@ class _Worker:
 class Background:
     """One rank's threads."""
 
-    def __init__(self, rooms: Rooms, pool: Pool, copier: Copier, *, commits: bool, collector: Collector | None) -> None:
-        self._rooms = rooms
+    def __init__(
+        self, repo: Repository, pool: Pool, copier: Copier, *, commits: bool, collector: Collector | None
+    ) -> None:
+        self._repo = repo
         self._pool = pool
         self._copier = copier
         self._collector = collector
@@ -121,7 +123,7 @@ class Background:
 
     def _write(self, job: Job) -> None:
         try:
-            job.written_bytes = write_share(self._rooms, job.work, job.snapshot, frozen=self._frozen)
+            job.written_bytes = write_share(self._repo, job.work, job.snapshot, frozen=self._frozen)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = words_of(exc)
             LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
@@ -135,7 +137,7 @@ class Background:
 
     def _report_failure(self, job: Job) -> None:
         try:
-            fail_share(self._rooms, job.work, job.failure)
+            fail_share(self._repo, job.work, job.failure)
         except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says it
             LOG.warning("nor could that be noted in the store: %s", exc)
 
@@ -161,12 +163,12 @@ class Background:
     def _joined(self, job: Job, joint: Joint) -> Commit:
         """Wait for all ranks' parts and publish the commit."""
         found: dict[int, Part] = {}
-        while (parts := parts_of(self._rooms, joint, found)) is None:
+        while (parts := parts_of(self._repo, joint, found)) is None:
             if job.number in self._given_up or (job.failure and job.is_written.is_set()):
                 raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
             if self._stop.wait(POLL_SECONDS):
                 raise GivenUp(f"step {job.step} is given up: the saver was closed before all ranks had written")
-        commit = join(self._rooms, joint, parts, inherited=self._inherited)
+        commit = join(self._repo, joint, parts, inherited=self._inherited)
         self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
 
@@ -174,12 +176,12 @@ class Background:
         if joint.pin is None:
             return
         try:
-            make_pin(self._rooms, joint.pin, Resolved.of_commit(commit))
+            make_pin(self._repo, joint.pin, Resolved.of_commit(commit))
         except LayerstoreError as exc:
             LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
 
     def _remove_parts(self, job: Job) -> None:
         try:
-            self._rooms.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
+            self._repo.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
         except Exception as exc:  # noqa: BLE001  # the thread must live on; a collection removes them
             LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)

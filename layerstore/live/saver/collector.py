@@ -66,7 +66,7 @@ class Collector:
     def _collect(self) -> None:
         try:
             # Cheap, so most commits start no process.
-            if has_work(self._store.rooms, GcRequest(keep=self._keep, runs=(self._run_name,))):
+            if has_work(self._store.repo, GcRequest(keep=self._keep, runs=(self._run_name,))):
                 self._note(_run_process(self._question()))
         except Exception as exc:  # noqa: BLE001  # a collection never stops training
             self._warn(words_of(exc))

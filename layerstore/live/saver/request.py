@@ -9,7 +9,7 @@ from layerstore.errors import InvalidInput
 from layerstore.limits import GIB
 from layerstore.live.engine import ENGINE_KEYS, FOLDER
 from layerstore.publish import check_pin_free, check_pin_name
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.store import StrPath
 from layerstore.zero3 import read_source_file
 
@@ -51,7 +51,7 @@ class SaveRequest:
 
 
 def read_request(
-    rooms: Rooms,
+    repo: Repository,
     *,
     run: str,
     tag: str,
@@ -80,7 +80,7 @@ def read_request(
             problems.append(str(exc))
     else:
         problems.append(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
-    problems += _pin_problems(rooms, pin, run=run, step=number)
+    problems += _pin_problems(repo, pin, run=run, step=number)
     return SaveRequest(
         step=number,
         client_state=kept,
@@ -119,13 +119,13 @@ def _whole(step: object, *, otherwise: int) -> tuple[int, list[str]]:
     return number, []
 
 
-def _pin_problems(rooms: Rooms, name: object, *, run: str, step: int) -> list[str]:
+def _pin_problems(repo: Repository, name: object, *, run: str, step: int) -> list[str]:
     if name is not None and not isinstance(name, str):
         return [f"pin= is {name!r}, no name"]
     try:
         if name is not None:
-            check_pin_name(rooms, name)
-            check_pin_free(rooms, name, run=run, step=step)
+            check_pin_name(repo, name)
+            check_pin_free(repo, name, run=run, step=step)
     except Exception as exc:  # noqa: BLE001  # the other ranks wait to hear of it
         return [str(exc)]
     return []

@@ -15,7 +15,7 @@ from layerstore.live.saver.kept_files import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
 from layerstore.publish import Joint, ShareWork
-from layerstore.storage.rooms import Rooms
+from layerstore.storage.repository import Repository
 from layerstore.storage.timings import SaveTiming, note_timing
 
 RESULTS_MAX = 256
@@ -194,7 +194,7 @@ class LastSave:
         return self._saved or Saved(step=step, number=-1, layers_due=(), skipped=True, blocked_seconds=0.0)
 
 
-def note_job(rooms: Rooms, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:
+def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:
     """Write the timing of *job*, which is finished, to the store, and pass it to *on_saved*. On rank 0 alone."""
     joint = job.joint
     assert joint is not None
@@ -216,7 +216,7 @@ def note_job(rooms: Rooms, session: str, job: Job, on_saved: Callable[[SaveTimin
         failure=job.failure,
     )
     try:
-        note_timing(rooms, session, timing)
+        note_timing(repo, session, timing)
     except LayerstoreError as exc:
         LOG.warning("what step %d took is not noted: %s", job.step, exc)
     try:

@@ -91,7 +91,7 @@ class Saver:
     ) -> None:
         self._engine = engine
         self.store = store
-        self._rooms = store.rooms
+        self._repo = store.repo
         self.run = run
         self._settings = settings
         self._pattern = compile_pattern(settings.layer_pattern)
@@ -103,11 +103,11 @@ class Saver:
         with exchange.together():
             self._pool = Pool(pool_bytes(engine, settings.host_buffer), pinned=is_cuda)
         self._is_closed = False
-        self._session = open_session(exchange, self._rooms)
+        self._session = open_session(exchange, self._repo)
         collects = settings.keep if self._is_first else None
         self._collector = None if collects is None else Collector(store, collects, run=run)
         self._background = Background(
-            self._rooms, self._pool, self._copier, commits=self._is_first, collector=self._collector
+            self._repo, self._pool, self._copier, commits=self._is_first, collector=self._collector
         )
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, policy, run=run)
@@ -152,7 +152,7 @@ class Saver:
             Conflict: *step* is not after the last one, or the ranks do not want the same.
         """
         request = read_request(
-            self._rooms,
+            self._repo,
             run=self.run,
             tag=tag or f"global_step{self._engine.step}",
             step=step,
@@ -339,7 +339,7 @@ class Saver:
             job.failure = job.failure or "another rank could not write its share"
         self._over.add(job.result())
         if job.joint is not None:
-            note_job(self._rooms, self._session, job, self._settings.on_saved)
+            note_job(self._repo, self._session, job, self._settings.on_saved)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -432,7 +432,7 @@ class Saver:
         self.wait()
         with self.exchange.together():
             if job.failure:
-                raise StorageIO(job.failure, errno=None, filename=str(self._rooms.layout.root))
+                raise StorageIO(job.failure, errno=None, filename=str(self._repo.layout.root))
 
     # -- what the checkpoint engine and loads ask for ------------------------------------------------------------
 
@@ -490,7 +490,7 @@ class Saver:
             self._checkpoint_engine.detach(self)
             self._background.close(at_once=at_once)
             if self._is_first:
-                self._rooms.parts.close_session(self._session, is_over=not at_once)
+                self._repo.parts.close_session(self._session, is_over=not at_once)
         finally:
             self._attempt.release()
         if not at_once:

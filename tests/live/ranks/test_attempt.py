@@ -72,7 +72,7 @@ def tip(store: Store) -> Composition:
 
 def attempt_of(store: Store) -> AttemptLock:
     """Return the attempt lock of another job."""
-    return AttemptLock(cast(Exchange, OneRank()), store.rooms, run=RUN)
+    return AttemptLock(cast(Exchange, OneRank()), store.repo, run=RUN)
 
 
 def test_a_job_alone_goes_on_with_its_attempt(store: Store) -> None:
@@ -167,7 +167,7 @@ def test_ranks_that_see_different_commits_are_told(store: Store) -> None:
             return [text, "another"]
 
     with pytest.raises(Conflict, match="the ranks see different commits of run 'sft'"):
-        AttemptLock(cast(Exchange, Torn()), store.rooms, run=RUN).acquire(partial(place_resumed, composition=None))
+        AttemptLock(cast(Exchange, Torn()), store.repo, run=RUN).acquire(partial(place_resumed, composition=None))
 
     assert attempt_of(store).acquire(partial(place_resumed, composition=None)).attempt == 2
 
@@ -185,7 +185,7 @@ def test_what_a_job_is_saving_is_no_attempt_for_an_ingest_to_open(store: Store) 
 
 def test_a_look_at_who_saves_sends_nobody_elsewhere(store: Store) -> None:
     """A collection holds an attempt for a moment, to see whether somebody else does; who wants it waits as long."""
-    looking = store.rooms.lock_attempt(RUN, 1, at_once=True)
+    looking = store.repo.lock_attempt(RUN, 1, at_once=True)
     looking.__enter__()
     threading.Timer(0.2, looking.__exit__, (None, None, None)).start()
 
@@ -246,7 +246,7 @@ def test_a_killed_job_holds_nothing(store: Store) -> None:
 def test_parts_of_a_save_that_was_given_up_go_with_their_session(tmp_path: Path) -> None:
     """A rank may write its part after the first rank has given the save up: it is removed once all have written."""
     with layerstore.init(tmp_path / "store") as store:
-        parts, folder = store.rooms.parts, store.path / "parts" / SESSION
+        parts, folder = store.repo.parts, store.path / "parts" / SESSION
         parts.open_session(SESSION)
         (folder / "1.0").touch()
 

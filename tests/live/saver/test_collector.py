@@ -70,7 +70,7 @@ def test_a_collection_under_way_is_no_trouble(
 ) -> None:
     """The next save tries again."""
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
-    with store.rooms.lock_gc():
+    with store.repo.lock_gc():
         behind = collect(store, Keep(last=1))
 
     assert "another collection is under way" in heard.text

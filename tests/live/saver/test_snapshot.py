@@ -132,7 +132,7 @@ def test_what_was_copied_is_read_once_whatever_the_store_has(tmp_path: Path) -> 
     with layerstore.init(tmp_path / "store") as store:
         for offsets in ([0], [0, SIZE]):
             reads.clear()
-            with Transaction(store.rooms) as tx:
+            with Transaction(store.repo) as tx:
                 staging = Staging(
                     tx.objects,
                     Once,

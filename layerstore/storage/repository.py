@@ -1,4 +1,4 @@
-"""What a verb works with: the open rooms of one store."""
+"""What a verb works with: the open repository of one store."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from layerstore.storage.trash import Trash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rooms:
+class Repository:
     """The storage of one store."""
 
     identity: StoreIdentity

@@ -1,0 +1,147 @@
+"""
+Sweep: what nothing needs is moved aside, looked at again, and unlinked.
+
+Readers and writers need not wait meanwhile (docs/internals/durability.md); `tests/gc/model.py` is a model of this.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerstore.errors import IntegrityError, StorageIO
+from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
+from layerstore.gc.mark import Marks, blob_magic
+from layerstore.history import NumberedIds, named_by
+from layerstore.model import BlobRef, ObjectId
+from layerstore.progress import Progress
+from layerstore.storage.objects import ObjectWriter
+from layerstore.storage.repository import Repository
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """So many of something, and their bytes."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: "Gone") -> "Gone":
+        """Return both together."""
+        return Gone(self.count + other.count, self.size_bytes + other.size_bytes)
+
+
+def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO | None:
+    """Move aside what is old and nothing needs; on a full disk return the error: what is aside by then makes room."""
+    try:
+        for each in marks.doomed():
+            repo.aside.take(each.ref.id)
+            progress.advance(each.ref.size_bytes)
+    except StorageIO as exc:
+        if exc.kind != "no_space":
+            raise
+        return exc
+    return None
+
+
+def list_aside(repo: Repository) -> NumberedIds:
+    """
+    Return all that lies aside.
+
+    What comes there after the second look was moved by another collection, which has lost its lock or found this one's
+    lost: only that one knows whether it may go.
+    """
+    found = NumberedIds()
+    for object_id, _ in repo.aside.objects():
+        found.add(object_id, 0)
+    return found
+
+
+def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_ns: int) -> tuple[Gone, Gone]:
+    """
+    Put back what is needed of what lies aside, and unlink the rest of what is *listed*; return that, and what waits.
+
+    What a killed collection has left is settled by the same rule. On a network filesystem another node's listing may
+    be late: there only what came here before *moved_before_ns* is removed, and the rest waits for the next one.
+    """
+    for each in marks.aside():
+        if each.is_young:
+            marks.spare(each.ref)
+    blobs: list[BlobRef] = []
+    others = NumberedIds()
+    back: list[BlobRef] = []
+    for object_id, path in repo.aside.objects():
+        ref = BlobRef(id=object_id, size_bytes=repo.files.size(path) or 0)
+        if marks.is_needed(object_id, path):
+            back.append(ref)
+        elif object_id in listed and _is_blob(repo, ref):
+            blobs.append(ref)
+        elif object_id in listed:
+            others.add(object_id, 0)
+    _put_back(repo, back)
+    sums = {True: Gone(), False: Gone()}
+    for ref in blobs:
+        path = repo.layout.aside / ref.id
+        if marks.is_needed(ref.id, path):
+            _put_back(repo, [ref])
+        else:
+            sums[_remove(repo, moved_before_ns, ref.id, path)] += Gone(1, ref.size_bytes)
+        if repo.files.exists(repo.layout.object(ref.id)):
+            # A writer has put it back: at its place it says that all that it names is there.
+            marks.spare(ref)
+            _put_back(repo, _named_by(repo, ref) or ())
+    for object_id, path in repo.aside.objects():
+        size_bytes = repo.files.size(path) or 0
+        if object_id in others and not marks.is_needed(object_id, path):
+            sums[_remove(repo, moved_before_ns, object_id, path)] += Gone(1, size_bytes)
+    repo.aside.sync()
+    return sums[True], sums[False]
+
+
+def _remove(repo: Repository, moved_before_ns: int, object_id: ObjectId, path: Path) -> bool:
+    """Unlink what lies aside, unless it has to wait for the next collection; return whether it is gone."""
+    if repo.aside.is_on_network and repo.aside.moved_ns(path) >= moved_before_ns:
+        return False
+    repo.aside.remove([object_id])
+    return True
+
+
+def _is_blob(repo: Repository, ref: BlobRef) -> bool:
+    try:
+        return blob_magic(repo, ref) in {VERSION_MAGIC, STATE_MAGIC}
+    except IntegrityError:
+        return False  # gone meanwhile
+
+
+def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
+    """
+    Give *objects* their names again, blobs last, each after all that it names: at its place it says that this is there.
+
+    All of it is touched, so that no collection beside this one takes it.
+    """
+    blobs = []
+    for ref in objects:
+        named = _named_by(repo, ref)
+        if named is None:
+            _put_back_one(repo, ref)
+        else:
+            blobs.append((ref, named))
+    for ref, named in blobs:
+        if all(_put_back_one(repo, each) for each in named):
+            _put_back_one(repo, ref)
+
+
+def _put_back_one(repo: Repository, ref: BlobRef) -> bool:
+    aside = repo.layout.aside / ref.id
+    is_aside = repo.files.exists(aside)
+    is_home = ObjectWriter(repo.layout, repo.files, repo.objects).put_back(ref)
+    if is_home and is_aside:
+        repo.files.unlink(aside)
+    return is_home
+
+
+def _named_by(repo: Repository, ref: BlobRef) -> list[BlobRef] | None:
+    """Return what the blob *ref* names; None where it is none, or damaged."""
+    try:
+        return named_by(repo, ref) if _is_blob(repo, ref) else None
+    except IntegrityError:
+        return None
