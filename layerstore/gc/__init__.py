@@ -1,6 +1,6 @@
 """Retention, mark, sweep and trim: what nobody wants to keep goes."""
 
-from layerstore.gc.collect import CommitFate, GcOutcome, GcRequest, Gone, execute_gc, has_work, plan_gc
+from layerstore.gc.collect import CommitFate, GcOutcome, GcRequest, execute_gc, has_work, plan_gc
 from layerstore.gc.drop import (
     Dropped,
     DroppedCommit,
@@ -34,3 +34,4 @@ __all__ = [
     "undrop",
     "versions_by",
 ]
+
