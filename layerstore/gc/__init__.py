@@ -12,6 +12,7 @@ from layerstore.gc.drop import (
     undrop,
 )
 from layerstore.gc.retention import NOT_ASKED
+from layerstore.gc.sweep import Gone
 from layerstore.gc.unserved import ASKED_FOR, versions_by
 
 __all__ = [
