@@ -11,6 +11,7 @@ from them.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 TENSOR, BLOB = "tensor", "blob"
 # In the order in which a collection comes upon them: ids are hashes, so both orders happen.
@@ -25,8 +26,8 @@ class Disk:
     aside: frozenset[str] = frozenset()
     young: frozenset[str] = frozenset()
     """What was touched within the grace; all names of a file share its time."""
-    records: frozenset[int] = frozenset()
-    """Writers whose record is linked."""
+    records: int = 0
+    """How many writers' records are linked."""
     naps: int = 0
     """How often everybody's files have grown old."""
 
@@ -59,13 +60,14 @@ class Actor:
     """A process: where it is, and what it remembers."""
 
     at: str
-    number: int = 0
     order: tuple[str, ...] = ORDERS[0]
     needs: frozenset[str] = frozenset()
     """Of a collection: what it knows to be needed. Of a writer: what it has found missing at its place."""
     index: int = 0
     todo: tuple[str, ...] = ()
     has_claimed: bool = False
+    has_linked: bool = False
+    """Of a writer: whether its record is visible."""
     listed: frozenset[str] = frozenset()
     """Of a collection: what lay aside before its second look."""
 
@@ -97,7 +99,7 @@ def _stat_blob(disk: Disk, me: Actor) -> Move:
 def _reuse(disk: Disk, me: Actor) -> Move:
     """Touch each object, and link it back if it lies aside; the blob last."""
     if not me.todo:
-        return disk, me.go("link record" if me.number not in disk.records else "saved")
+        return disk, me.go("link record" if not me.has_linked else "saved")
     return disk.touch(me.todo[0]), me.go("reuse found")
 
 
@@ -107,7 +109,7 @@ def _reuse_found(disk: Disk, me: Actor) -> Move:
         return disk, me.go("reuse", todo=rest)
     if name in disk.aside:
         return disk.link_back(name), me.go("reuse linked")
-    return disk, me.go("withdraw" if me.number in disk.records else "refused")
+    return disk, me.go("withdraw" if me.has_linked else "refused")
 
 
 def _reuse_linked(disk: Disk, me: Actor) -> Move:
@@ -115,8 +117,8 @@ def _reuse_linked(disk: Disk, me: Actor) -> Move:
 
 
 def _link_record(disk: Disk, me: Actor) -> Move:
-    linked = replace(disk, records=disk.records | {me.number})
-    return linked, me.go("look", todo=(BLOB,) if me.has_claimed else (TENSOR, BLOB))
+    linked = replace(disk, records=disk.records + 1)
+    return linked, me.go("look", todo=(BLOB,) if me.has_claimed else (TENSOR, BLOB), has_linked=True)
 
 
 def _look(disk: Disk, me: Actor) -> Move:
@@ -133,7 +135,7 @@ def _look_stat(disk: Disk, me: Actor) -> Move:
 
 
 def _withdraw(disk: Disk, me: Actor) -> Move:
-    return replace(disk, records=disk.records - {me.number}), me.go("withdrawn")
+    return replace(disk, records=disk.records - 1), me.go("withdrawn")
 
 
 _WRITER: dict[str, Callable[[Disk, Actor], Move]] = {
@@ -297,7 +299,7 @@ class Scene:
 def worlds(scene: Scene) -> Iterator[World]:
     """Yield every state that any interleaving comes to."""
     actors = (
-        *(Actor("touch blob", number=number) for number in range(scene.writers)),
+        *(Actor("touch blob") for _ in range(scene.writers)),
         *(Actor("mark", order=scene.order) for _ in range(scene.collections)),
     )
     start: World = (Disk(), actors)
@@ -306,10 +308,19 @@ def worlds(scene: Scene) -> Iterator[World]:
     while pending:
         world = pending.pop()
         yield world
-        for following in _following(world, scene):
+        for following in map(partial(_canonical, scene), _following(world, scene)):
             if following not in seen:
                 seen.add(following)
                 pending.append(following)
+
+
+def _canonical(scene: Scene, world: World) -> World:
+    """Return the one of several worlds that differ only in which of two like processes is which."""
+    disk, actors = world
+    writers, collections = actors[: scene.writers], actors[scene.writers :]
+    if not scene.one_after_another:
+        collections = tuple(sorted(collections, key=repr))
+    return disk, (*sorted(writers, key=repr), *collections)
 
 
 def _following(world: World, scene: Scene) -> Iterator[World]:
