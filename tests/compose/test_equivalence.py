@@ -71,10 +71,11 @@ class Twice:
         self.save(rollback=True)
 
     def check(self) -> None:
-        """Compare the two faces of the policy; parity's with the half fresh that the newest save has by its number."""
+        """Compare the two faces of the policy; parity's with the half fresh that the newest save has by its turn."""
         policy = self.policy
         if isinstance(policy, Parity):
-            policy = Parity(fresh="odd" if self.store.show(FULL).save_number % 2 else "even")
+            first = policy.fresh == "odd"
+            policy = Parity(fresh="odd" if (self.store.show(FULL).save_number + first) % 2 else "even")
         composed, latest = self.store.compose(FULL, policy=policy), self.store.compose(SELECTIVE)
 
         assert composed.step == latest.step
