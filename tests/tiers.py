@@ -11,19 +11,13 @@ import pytest
 
 # Below tests/: files and folders whose tests are full.
 FULL = (
-    "deepspeed/test_compare.py",
-    "deepspeed/test_export.py",
-    "deepspeed/test_families.py",
-    "deepspeed/test_mixed.py",
-    "deepspeed/test_queries.py",
-    "deepspeed/test_recipes.py",
-    "deepspeed/test_resume.py",
-    "deepspeed/test_world_size.py",
+    "deepspeed",
     "inspect/test_browser.py",
     "live/demo",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
     "live/test_adapters.py",
+    "live/test_asynchronous.py",
     "live/test_eight_bit.py",
     "live/test_examples.py",
     "live/test_hugging_face.py",
