@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from layerstore.errors import StorageIO
+from layerstore.layout import OBJECT_ID, Layout
 from layerstore.model import ObjectId
 from layerstore.storage.files import Files
-from layerstore.storage.layout import OBJECT_ID, Layout
 from layerstore.storage.placement import network_filesystem
 
 

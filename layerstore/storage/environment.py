@@ -164,6 +164,20 @@ class Environment:
             raise ManifestUnusable(f"the index failed: {exc}") from exc
 
 
+def index_problem(folder: Path) -> str | None:
+    """Make an index in *folder*, write to it and read it again; return why that is not possible, if it is not."""
+    try:
+        environment = Environment(folder / "index")
+        try:
+            environment.change(lambda transaction: transaction.put(b"key", b"value"))
+            with environment.reading() as transaction:
+                return None if transaction.get(b"key") == b"value" else "what was written is not read again"
+        finally:
+            environment.close()
+    except ManifestUnusable as exc:
+        return str(exc)
+
+
 # LMDB forbids opening one file twice in a process: its locks would be lost with the first close.
 _open_environments: dict[tuple[int, int], "_Shared"] = {}
 _registry_guard = threading.Lock()

@@ -122,11 +122,6 @@ def reserve(fd: int, size_bytes: int) -> bool:
     return size_bytes > 0 and _LIBC.fallocate(fd, 0, _START, ctypes.c_int64(size_bytes)) == 0
 
 
-def clone(source_fd: int, fd: int) -> bool:
-    """Let the empty file *fd* share the blocks of *source_fd*; return whether the filesystem can."""
-    return bool(_LIBC.ioctl(fd, _FICLONE, ctypes.c_int(source_fd)) == 0)
-
-
 Hook = Callable[[str, Path], None]
 """Called with the operation's name and its path before each change of the disk."""
 
@@ -186,6 +181,10 @@ class NewFile:
         if self._sync_ahead and self._waiting_bytes >= SYNC_AHEAD_BYTES:
             self._waiting_bytes = 0
             begin_sync(self.fd)
+
+    def clone(self, source: "OpenFile") -> bool:
+        """Let this file, which is empty, share the blocks of *source*; return whether the filesystem can."""
+        return bool(_LIBC.ioctl(self.fd, _FICLONE, ctypes.c_int(source.fd)) == 0)
 
     def set_size(self, size_bytes: int) -> None:
         """Give the file its length; what is not written reads as zeros."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import InvalidInput
-from layerstore.format.hashing import digest
-from layerstore.storage.layout import Layout
+from layerstore.format import digest
+from layerstore.layout import Layout
 
 MANIFEST_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
 _PLACE_DIGITS = 8

@@ -4,8 +4,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError
-from layerstore.format.blobs import decode_state, decode_version
-from layerstore.format.identity import StoreIdentity
+from layerstore.format import StoreIdentity, decode_state, decode_version
+from layerstore.layout import Layout
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS
 from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
 from layerstore.storage.aside import Aside
@@ -13,7 +13,6 @@ from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.identity import check_still_writable
-from layerstore.storage.layout import Layout
 from layerstore.storage.locks import Hold, deadline_seconds, lock
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore

@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, Unsupported
-from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity, new_identity
+from layerstore.format import StoreIdentity, decode_identity, encode_identity, new_identity
 from layerstore.layers import typed
+from layerstore.layout import Layout, layout_at
 from layerstore.storage.aside import Aside
 from layerstore.storage.catalog import Catalog
 from layerstore.storage.commits import RecordStore
 from layerstore.storage.files import Files
 from layerstore.storage.identity import hinted, lost_identity, read_identity, sign_of_a_store
-from layerstore.storage.layout import Layout, layout_at
 from layerstore.storage.locks import open_lock_file
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore

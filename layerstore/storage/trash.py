@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, NotFound, StorageIO
+from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout
 
 
 class Trash:

@@ -20,9 +20,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import InvalidInput
-from layerstore.storage import locks, placement
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.placement import manifest_directory
+from layerstore.storage import IndexNotice, locks, manifest_directory, placement
 from tests.faults.harness import Failure, attempt, composed, in_child, problems, tiny_checkpoint
 
 pytestmark = pytest.mark.full

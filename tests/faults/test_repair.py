@@ -14,17 +14,12 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.check.repair import Repaired, execute_repair
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, StorageIO, Unsupported
-from layerstore.format.canonical import pack, unpack
+from layerstore.format import digest, make_commit, pack, unpack
 from layerstore.format.envelope import Envelope, seal, unseal
-from layerstore.format.hashing import digest
-from layerstore.format.records import make_commit
 from layerstore.history.references import resolve
 from layerstore.model import CommitRecord, Observed, Part
 from layerstore.progress import Silent
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.files import Files
-from layerstore.storage.handles import OpenFile
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, IndexNotice, OpenFile, open_repository
 from layerstore.store import restore_identity
 from tests.faults.harness import composed, flip, masters, object_of, snapshot, truth
 from tests.generated import generate

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import IntegrityError, InvalidInput
-from layerstore.format.canonical import Plain, pack, unpack
+from layerstore.format import Plain, pack, unpack
 
 PLAIN: st.SearchStrategy[Plain] = st.recursive(
     st.none()

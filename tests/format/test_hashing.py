@@ -7,17 +7,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.format.hashing import (
-    CHUNK_DIGEST_BYTES,
-    DIGEST_BYTES,
-    ObjectHasher,
-    chunk_digest,
-    combine_crc32,
-    crc32,
-    crc32_of_zeros,
-    digest,
-    object_id,
-)
+from layerstore.format import DIGEST_BYTES, ObjectHasher, combine_crc32, crc32, crc32_of_zeros, digest, object_id
+from layerstore.format.hashing import CHUNK_DIGEST_BYTES, chunk_digest
 from layerstore.limits import VERIFY_CHUNK_BYTES
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
-from layerstore.format.identity import (
+from layerstore.format import (
     FORMAT,
     StoreIdentity,
     decode_identity,

@@ -7,11 +7,24 @@ from typing import Any, cast
 import pytest
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.blobs import decode_state, decode_version, encode_state, encode_version, ref_of
-from layerstore.format.canonical import Plain, pack
+from layerstore.format import (
+    Plain,
+    commit_id,
+    decode_state,
+    decode_version,
+    encode_state,
+    encode_version,
+    from_plain,
+    pack,
+    ref_of,
+    seal_commit,
+    seal_pin,
+    to_plain,
+    unseal_commit,
+    unseal_entries,
+    unseal_pin,
+)
 from layerstore.format.envelope import Envelope, seal
-from layerstore.format.fields import from_plain, to_plain
-from layerstore.format.records import commit_id, seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.model import BlobRef, CommitRecord, Fork, LayerVersion, Observed, RankState
 from tests.unit import samples
 from tests.unit.samples import STORE_ID

@@ -18,12 +18,9 @@ from layerstore.history.references import Resolved, resolve
 from layerstore.model import BlobRef, CommitRecord, LayerVersion
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
+from layerstore.storage import Files, RecordName, RecordStore, Repository, open_repository
 from layerstore.storage import aside as aside_folder
 from layerstore.storage.aside import Aside
-from layerstore.storage.commits import RecordName, RecordStore
-from layerstore.storage.files import Files
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import open_repository
 from tests.gc.test_gc import Stopped, collect, grow_old, objects, once, steps, stop
 from tests.unit.checkpoints import Checkpoints
 

@@ -15,7 +15,7 @@ import pytest
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.storage.files import Files, WeakDurability
+from layerstore.storage import Files, WeakDurability
 from tests.faults.harness import refuse_links
 
 

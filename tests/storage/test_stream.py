@@ -11,13 +11,9 @@ from unittest.mock import patch
 import pytest
 
 from layerstore.errors import StorageIO
-from layerstore.format.blobs import ref_of
+from layerstore.format import ref_of
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
-from layerstore.storage import handles, stream
-from layerstore.storage.files import Files
-from layerstore.storage.handles import NewFile
-from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.stream import Stream
+from layerstore.storage import Files, NewFile, ObjectWriter, Stream, handles, stream
 from tests.unit import samples
 
 SIZES = (
