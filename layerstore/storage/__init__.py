@@ -1,20 +1,16 @@
 """The disk: files, objects, records, the index, locks and trash of one store."""
 
-from layerstore.storage.catalog import IndexNotice
+from layerstore.storage.catalog import IndexNotice, RunView
 from layerstore.storage.commits import RecordName, RecordStore
-from layerstore.storage.environment import engine_version, index_problem
-from layerstore.storage.files import Files, WeakDurability
-from layerstore.storage.handles import Hook, NewFile, OpenFile, mapped_errors, no_hook
+from layerstore.storage.environment import MANIFEST_DIR_VARIABLE, engine_version, index_problem, manifest_directory
+from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
+from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook
 from layerstore.storage.identity import hinted, read_identity, stated_ids
 from layerstore.storage.locks import deadline_seconds, lock, open_lock_file, try_flock
 from layerstore.storage.manifest import RecordRow, packed_versions, row_of
 from layerstore.storage.objects import ObjectStore, ObjectWriter, missing, read_chunks
 from layerstore.storage.parts import PartName
-from layerstore.storage.placement import MANIFEST_DIR_VARIABLE, Mount, manifest_directory, mount_of
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
-from layerstore.storage.setup import make_store, open_repository
-from layerstore.storage.stream import Stream
+from layerstore.storage.repository import Repository, make_store, open_repository
 from layerstore.storage.timings import SaveTiming, note_timing, read_timings
 from layerstore.storage.trash import Trash
 

@@ -19,7 +19,7 @@ from layerstore.check import probes
 from layerstore.check.doctor import Diagnosis, Finding
 from layerstore.check.probes import Race, race
 from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
-from layerstore.storage import Files, placement
+from layerstore.storage import Files, files
 from layerstore.storage.files import Room
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # noqa: PLC0414  # a fixture, named again for mypy
@@ -53,7 +53,7 @@ def mounted(
     cache = cache or folder.parent / "cache"
     listing = folder.parent / "mountinfo"
     listing.write_text(MOUNTS.format(scratch=folder, kind=kind, cache=cache, cache_kind=cache_kind).lstrip())
-    monkeypatch.setattr(placement, "_MOUNTS", listing)
+    monkeypatch.setattr(files, "_MOUNTS", listing)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
@@ -204,7 +204,7 @@ def test_what_goes_with_the_power_or_the_container_is_told(
 
 def test_where_nobody_can_tell_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not every system lists its mounts."""
-    monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "none")
 
     assert found(layerstore.doctor(tmp_path), "filesystem").verdict == "note"
 

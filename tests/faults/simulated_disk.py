@@ -140,11 +140,6 @@ class TracedFiles(Files):
         self.trace.coming_from(source)
         return super().link_exclusive(source, target)
 
-    def keep_exclusive(self, source: Path, target: Path, *, scratch: Path) -> bool:
-        """Link."""
-        self.trace.coming_from(source)
-        return super().keep_exclusive(source, target, scratch=scratch)
-
     def rename(self, source: Path, target: Path) -> None:
         """Rename."""
         self.trace.coming_from(source)

@@ -24,14 +24,14 @@ from layerstore.storage import (
     RecordStore,
     Repository,
     RunView,
+    files,
     manifest_directory,
     open_repository,
-    placement,
     row_of,
 )
 from layerstore.storage.environment import ManifestUnusable
+from layerstore.storage.files import network_filesystem
 from layerstore.storage.manifest import Manifest
-from layerstore.storage.placement import network_filesystem
 from tests.unit import samples
 
 
@@ -362,7 +362,7 @@ def flipped_answers(root: Path, position: int) -> subprocess.CompletedProcess[st
 ASK = """
 import sys
 from pathlib import Path
-from layerstore.storage.setup import open_repository
+from layerstore.storage.repository import open_repository
 from layerstore.storage.files import Files
 repo = open_repository(Path(sys.argv[1]), Files())
 print([row.step for row in repo.catalog.view("sft").visible])
@@ -596,7 +596,7 @@ MOUNTS = """
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the system's list of mounts be the one above."""
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mountinfo")
 
 
 @pytest.mark.fault(31)

@@ -136,12 +136,10 @@ WHY_NO_PICKLE = "a pickle can execute anything: .pt files are read by zero3/pt's
 OWN_FILES = {
     "layerstore.storage.files": "it is the seam",
     "layerstore.storage.handles": "its open files",
-    "layerstore.storage.stream": "its buffers are memory of its own; what it writes goes through the seam",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.preflight": "it looks at LMDB's file before LMDB does",
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
     "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
-    "layerstore.storage.placement": "it reads the system's list of mounts",
     "layerstore.live.saver.collector": "it talks with its process by files without a name, nothing of the store",
     "layerstore.live.scratch": "its folders are for libraries to look at, and gone with the process at the latest",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
