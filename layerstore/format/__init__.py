@@ -12,6 +12,7 @@ from layerstore.format.blobs import (
 from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
 from layerstore.format.envelope import stated_store
 from layerstore.format.fields import from_plain, to_plain
+from layerstore.format.framing import canonical_order, frame, slice_bytes
 from layerstore.format.hashing import (
     DIGEST_BYTES,
     Bytes,
@@ -33,16 +34,17 @@ from layerstore.format.identity import (
     new_identity,
     stated_flags,
 )
-from layerstore.format.objects import canonical_order, frame, slice_bytes
-from layerstore.format.parts import part_name, seal_part, unseal_part
 from layerstore.format.records import (
     WITHOUT_MOMENTS,
     commit_id,
     make_commit,
+    part_name,
     seal_commit,
+    seal_part,
     seal_pin,
     unseal_commit,
     unseal_entries,
+    unseal_part,
     unseal_pin,
 )
 from layerstore.format.treecodec import encode_tree

@@ -13,7 +13,7 @@ from safetensors.numpy import load
 
 from layerstore.dtypes import by_code
 from layerstore.format import canonical_order, frame, slice_bytes
-from layerstore.format.objects import Frame
+from layerstore.format.framing import Frame
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import StoredTensor
 

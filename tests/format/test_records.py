@@ -24,7 +24,7 @@ from layerstore.format import (
     unseal_entries,
     unseal_pin,
 )
-from layerstore.format.envelope import Envelope, seal
+from layerstore.format.envelope import seal
 from layerstore.model import BlobRef, CommitRecord, Fork, LayerVersion, Observed, RankState
 from tests.unit import samples
 from tests.unit.samples import STORE_ID
@@ -113,7 +113,7 @@ def test_a_pin_is_no_commit() -> None:
 @pytest.mark.parametrize("payload", [None, [], {}, {"body": None, "observed": None}, {"body": {}, "observed": {}}])
 def test_a_whole_envelope_with_something_else_in_it_is_damage(payload: Plain) -> None:
     """A right checksum does not make a record."""
-    data = seal(Envelope(store_id=STORE_ID, name=NAME, payload=pack(payload)))
+    data = seal(pack(payload), name=NAME, store_id=STORE_ID)
 
     with pytest.raises(IntegrityError):
         unseal_commit(data, name=NAME, store_id=STORE_ID)
@@ -127,7 +127,7 @@ def test_an_entry_without_a_name_is_damage(layer: Plain) -> None:
     plain = cast(dict[str, Any], to_plain(samples.record()))
     plain["layers"][0]["layer"] = layer
     payload = pack({"body": plain, "observed": to_plain(samples.observed())})
-    data = seal(Envelope(store_id=STORE_ID, name=NAME, payload=payload))
+    data = seal(payload, name=NAME, store_id=STORE_ID)
 
     with pytest.raises(IntegrityError, match="should be str"):
         unseal_entries(data, name=NAME, store_id=STORE_ID, layers={"head"})
@@ -137,7 +137,7 @@ def test_a_record_with_more_in_it_than_its_parts_is_damage() -> None:
     """Nothing can ride along in a record's file unseen."""
     commit = samples.commit()
     payload: Plain = {"body": to_plain(commit.record), "observed": to_plain(commit.observed), "more": 1}
-    data = seal(Envelope(store_id=STORE_ID, name=NAME, payload=pack(payload)))
+    data = seal(pack(payload), name=NAME, store_id=STORE_ID)
 
     with pytest.raises(IntegrityError):
         unseal_commit(data, name=NAME, store_id=STORE_ID)

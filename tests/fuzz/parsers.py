@@ -41,7 +41,7 @@ from layerstore.format import (
     unseal_part,
     unseal_pin,
 )
-from layerstore.format.envelope import Envelope, seal, unseal
+from layerstore.format.envelope import seal, unseal
 from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
@@ -304,14 +304,14 @@ def _in_an_envelope(
     """Return the parser of files called *name*: as they are, and with a payload that was changed and sealed again."""
 
     def sealed(payload: bytes) -> bytes:
-        return seal(Envelope(store_id=samples.STORE_ID, name=name, payload=payload))
+        return seal(payload, name=name, store_id=samples.STORE_ID)
 
     def parse(data: bytes, folder: Path) -> object:
         found = read(data)
         assert write is None or write(found) == data, "another spelling was accepted"
         return found
 
-    payloads = [unseal(data, name=name, store_id=samples.STORE_ID).payload for data in sound]
+    payloads = [unseal(data, name=name, store_id=samples.STORE_ID) for data in sound]
     values = [unpack(payload, what="") for payload in payloads]
     inputs = _either(
         changed(sound),
