@@ -42,17 +42,6 @@ def test_the_layout_is_that_of_the_page() -> None:
     assert expected + digest(expected) == SMALL
 
 
-def test_every_flipped_bit_is_found() -> None:
-    """All single bit flips of a small envelope, one after another: each is damage, none passes."""
-    data = SMALL
-    for position in range(len(data)):
-        for bit in range(8):
-            hurt = bytearray(data)
-            hurt[position] ^= 1 << bit
-            with pytest.raises(IntegrityError):
-                unseal(bytes(hurt), name=NAME, store_id=STORE)
-
-
 def test_every_changed_byte_is_found() -> None:
     """Every byte replaced by every other value: each is damage, none passes."""
     data = SMALL

@@ -11,7 +11,6 @@ from layerstore.format import Plain, pack, unpack
 from layerstore.format.treecodec import decode_tree, encode_tree
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
-from tests.unit import samples
 from tests.zero3.ptfiles import fingerprint
 
 
@@ -109,45 +108,12 @@ def test_every_tree_comes_back(tree: Tree) -> None:
     assert fingerprint(tree) == fingerprint(there_and_back(tree))
 
 
-@given(TREES)
-def test_one_tree_has_one_encoding(tree: Tree) -> None:
-    """A tree that went there and back has the same bytes: its state blob keeps its name."""
-    encoded = pack(encode_tree(tree, content_to_plain=held_to_plain))
-
-    assert encoded == pack(encode_tree(there_and_back(tree), content_to_plain=held_to_plain))
-
-
-def test_the_order_of_maps_is_kept() -> None:
-    """Maps are not sorted: a state_dict's order is the model's."""
-    tree: Tree = {"b": 1, "a": 2, 0: OrderedMap({"z": 1, "y": 2})}
-
-    again = there_and_back(tree)
-
-    assert isinstance(again, dict)
-    assert list(again) == ["b", "a", 0]
-    assert list(cast(OrderedMap, again[0])) == ["z", "y"]
-
-
 def test_sets_have_one_encoding() -> None:
     """The order in which a set was filled makes no difference."""
     first: Tree = {"s": set(range(50))}
     second: Tree = {"s": {49 - number for number in range(50)}}
 
     assert encode_tree(first, content_to_plain=held_to_plain) == encode_tree(second, content_to_plain=held_to_plain)
-
-
-def test_shared_memory_is_still_shared() -> None:
-    """Two views of one storage are two views of one storage again, and equal storages stay two."""
-    shared, twin = samples.storage(b"1234"), samples.storage(b"1234")
-    tree: Tree = [
-        Tensor(storage=storage, offset=offset, shape=Size((1,)), stride=(1,))
-        for storage, offset in ((shared, 0), (shared, 1), (twin, 0))
-    ]
-
-    again = cast("list[Tensor]", there_and_back(tree))
-
-    assert again[0].storage is again[1].storage
-    assert again[0].storage is not again[2].storage
 
 
 @pytest.mark.parametrize(
@@ -168,49 +134,34 @@ NO_TREES: list[Plain] = [
     [],
     [[]],
     [[], None, None],
-    [None, None],
     [[], {"a": 1}],
-    [[], []],
     [[], ["?"]],
     [[], [7]],
-    [[], [None]],
     [[], [["l"]]],
     [[], ["l", {}]],
     [[], ["d", "key without a value"]],
     [[], ["d", ["l"], "a list as a key"]],
     [[], ["s", ["l"]]],
     [[], ["o"]],
-    [[], ["o", 7]],
     [[], ["o", ["l"]]],
     [[], ["z", "text"]],
-    [[], ["z", None]],
-    [[], ["g"]],
     [[], ["g", 7]],
     [[], ["u", "text"]],
     [[], ["u", b"\xff"]],
     [[], ["I", "seven"]],
-    [[], ["I", 7]],
-    [[], ["i", "name"]],
     [[], ["i", 7, False, ["t"], None, False, ["l"], ["d"]]],
-    [[], ["i", "name", 1, ["t"], None, False, ["l"], ["d"]]],
-    [[], ["i", "name", False, ["l"], None, False, ["l"], ["d"]]],
     [[], ["i", "name", False, ["t"], None, False, ["t"], ["d"]]],
     [[], ["i", "name", False, ["t"], None, False, ["l"], ["l"]]],
     [[], ["T", 0, 0, [1], [1], False, False, None]],
     [[["U8", 1, "cpu", b"x"]], ["T", 1, 0, [1], [1], False, False, None]],
     [[["U8", 1, "cpu", b"x"]], ["T", -1, 0, [1], [1], False, False, None]],
-    [[["U8", 1, "cpu", b"x"]], ["T", 0, "0", [1], [1], False, False, None]],
-    [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, ["1"], [1], False, False, None]],
     [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], ["1"], False, False, None]],
     [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1, 1], False, False, None]],
     [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1], 0, False, None]],
     [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1], False, False, ["l"]]],
     [[["U8", 1, "cpu", b"x"]], ["T", 0, 0, [1], [1], False, False]],
-    [[["U8", 1, "cpu"]], None],
     [[[8, 1, "cpu", b"x"]], None],
-    [[["U8", "1", "cpu", b"x"]], None],
     [[["U8", True, "cpu", b"x"]], None],
-    [[["U8", 1, None, b"x"]], None],
     [[["U8", 1, "cpu", 7]], None],
     [[7], None],
 ]
