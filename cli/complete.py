@@ -115,13 +115,13 @@ def _references(incomplete: str, store: Path) -> Iterator[str]:
 
 
 def _runs(incomplete: str, store: Path) -> Iterator[str]:
-    from layerstore.storage.layout import layout_at
+    from layerstore.layout import layout_at
 
     yield from (name for name in sorted(_names(layout_at(store).commits)) if name.startswith(incomplete))
 
 
 def _pins(incomplete: str, store: Path) -> Iterator[str]:
-    from layerstore.storage.layout import layout_at
+    from layerstore.layout import layout_at
 
     yield from (name for name in sorted(_names(layout_at(store).pins)) if name.startswith(incomplete))
 
@@ -134,7 +134,7 @@ def _policies(incomplete: str, store: Path) -> Iterator[str]:
 
 def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
     """Return the newest steps of *run* that begin with *first_digits*, the newest first."""
-    from layerstore.storage.layout import RECORD_NAME, layout_at
+    from layerstore.layout import RECORD_NAME, layout_at
 
     found = (RECORD_NAME.fullmatch(name) for name in _names(layout_at(store).run(run)))
     steps = {int(match["step"]) for match in found if match is not None and match["step"].startswith(first_digits)}

@@ -35,8 +35,7 @@ Reference = Annotated[
 def opened(path: Path | None) -> Iterator["Store"]:
     """Yield the store at *path*, or the default one; show its warnings in every command."""
     import layerstore
-    from layerstore.storage.catalog import IndexNotice
-    from layerstore.storage.files import WeakDurability
+    from layerstore.storage import IndexNotice, WeakDurability
 
     warnings.simplefilter("always", IndexNotice)
     warnings.simplefilter("once", WeakDurability)

@@ -32,7 +32,7 @@ from layerstore.inspect import LayerLine, layer_lines
 from layerstore.model import LayerEntry, Pin, Saving
 from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 StrPath = str | os.PathLike[str]
 

@@ -64,18 +64,13 @@ from layerstore.inspect import (
     make_report,
     read_log,
 )
+from layerstore.layout import layout_at
 from layerstore.model import Commit, Pin, Saving
 from layerstore.policy import EXACT, Policy, checked, policy_named
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
-from layerstore.storage import timings as timing_verb
-from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook, no_hook
-from layerstore.storage.layout import layout_at
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import make_store, open_repository
-from layerstore.storage.timings import SaveTiming
+from layerstore.storage import Files, Hook, Repository, SaveTiming, make_store, no_hook, open_repository, read_timings
 from layerstore.zero3 import Survey, checkpoints_below
 
 
@@ -235,7 +230,7 @@ class Store:
 
     def timings(self, run: str) -> dict[tuple[int, int], SaveTiming]:
         """Return what the saves of *run* took that were made while training, by attempt and step."""
-        return timing_verb.timings(self._repo, run)
+        return read_timings(self._repo, run)
 
     def show(self, ref: str | None = None) -> CommitView:
         """Return everything about one commit."""

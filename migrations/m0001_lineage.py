@@ -16,8 +16,7 @@ from graphlib import TopologicalSorter
 from typing import TypeAlias, cast
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.canonical import Plain, pack_again, unpack
-from layerstore.format.hashing import digest
+from layerstore.format import Plain, digest, pack_again, unpack
 from layerstore.migrations.step import NewFile, Older, Step
 
 Body: TypeAlias = dict[str, Plain]

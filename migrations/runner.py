@@ -15,16 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from layerstore.errors import Conflict, IntegrityError, StorageIO, Unsupported
-from layerstore.format.identity import FORMAT, decode_identity, format_of
+from layerstore.format import FORMAT, decode_identity, format_of
+from layerstore.layout import Layout, layout_at
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.migrations import m0001_lineage
 from layerstore.migrations.step import NewFile, Step
-from layerstore.storage.commits import RecordStore
-from layerstore.storage.files import Files
-from layerstore.storage.identity import hinted, read_identity
-from layerstore.storage.layout import Layout, layout_at
-from layerstore.storage.locks import deadline_seconds, lock
-from layerstore.storage.trash import Trash
+from layerstore.storage import Files, RecordStore, Trash, deadline_seconds, hinted, lock, read_identity
 
 STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)
 """Each leads from one format to the next, the last one to the format that this layerstore writes."""

@@ -2,8 +2,8 @@
 What a step from one format to the next is, and all of layerstore that it may know.
 
 A step's module is frozen once it is released: it has to work years later, when the library around it reads another
-format. So it imports this module, `layerstore.errors`, `layerstore.format.canonical` and `layerstore.format.hashing`,
-and no other; envelopes, records and ``store.json`` it spells out itself.
+format. So it imports this module, `layerstore.errors`, and from `layerstore.format` only msgpack's one spelling and
+the checksum. Envelopes, records and ``store.json`` it spells out itself.
 """
 
 import re

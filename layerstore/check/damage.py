@@ -9,9 +9,7 @@ from layerstore.gc import ASKED_FOR, versions_by
 from layerstore.history import Resolved, references_to
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, ObjectId, Observed, Origin
 from layerstore.policy import Latest
-from layerstore.storage.manifest import RecordRow, row_of
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordRow, Repository, RunView, row_of
 
 _SHORT_ID_DIGITS = 12
 

@@ -16,14 +16,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from layerstore.check import probes
+from layerstore.check.probes import Race, race
 from layerstore.errors import LayerstoreError, NoStore
-from layerstore.storage import probes
-from layerstore.storage.environment import engine_version
-from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout, layout_at
-from layerstore.storage.placement import MANIFEST_DIR_VARIABLE, Mount, manifest_directory, mount_of
-from layerstore.storage.probes import Race, race
-from layerstore.storage.setup import open_repository
+from layerstore.layout import Layout, layout_at
+from layerstore.storage import (
+    MANIFEST_DIR_VARIABLE,
+    Files,
+    Mount,
+    engine_version,
+    index_problem,
+    manifest_directory,
+    mount_of,
+    open_repository,
+)
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -204,7 +210,7 @@ def _index_works(layout: Layout, folder: Path, where: str, files: Files) -> Iter
         yield _note("index", f"{where}; it cannot be written there, so answers come without it, slower", hint=hint)
         return
     with probes.scratch(files, nearest) as trial:
-        problem = probes.index_problem(trial)
+        problem = index_problem(trial)
     if problem is None:
         yield _ok("index", where)
     else:

@@ -5,13 +5,10 @@ import time
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError
-from layerstore.format.identity import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
+from layerstore.format import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
+from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.storage.commits import RecordStore
-from layerstore.storage.files import Files
-from layerstore.storage.identity import stated_ids
-from layerstore.storage.layout import Layout
-from layerstore.storage.trash import Trash
+from layerstore.storage import Files, RecordStore, Trash, stated_ids
 
 _STORE_ID = re.compile("[0-9a-f]{32}")
 

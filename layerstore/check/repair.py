@@ -26,11 +26,7 @@ from layerstore.history import objects_of_state, objects_of_version, references_
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Part
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
-from layerstore.storage.commits import RecordName
-from layerstore.storage.files import Files
-from layerstore.storage.objects import read_chunks
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, RecordName, Repository, open_repository, read_chunks
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
 # A blob that is fetched names objects that nobody could look at before; what they lack is found by the next look.

@@ -27,9 +27,7 @@ from layerstore.history import PARTS, Needs, PackedList, PackedRefs, Resolved, o
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress
-from layerstore.storage.manifest import row_of
-from layerstore.storage.objects import missing
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository, missing, row_of
 
 _ALL = 2**32
 _PERCENT = re.compile(r"(?P<percent>[0-9]{1,3}(\.[0-9]{1,6})?)%")

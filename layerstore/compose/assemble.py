@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerstore.errors import IntegrityError
-from layerstore.format.hashing import combine_crc32, crc32
+from layerstore.format import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import BlobRef
 from layerstore.progress import Progress
-from layerstore.storage.handles import NewFile, OpenFile
-from layerstore.storage.repository import Repository
+from layerstore.storage import NewFile, OpenFile, Repository
 from layerstore.zero3 import DerivedCheck, OutputFile, Piece, convert, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.

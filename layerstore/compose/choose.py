@@ -15,9 +15,7 @@ from layerstore.model import CommitId, CommitRecord, LayerEntry, LayerVersion, P
 from layerstore.policy import EXACT, Latest, Policy
 from layerstore.policy.due import anchored
 from layerstore.policy.replay import replay
-from layerstore.storage.commits import RecordName
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import undivided
 

@@ -11,7 +11,7 @@ from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, Layerstore
 from layerstore.history import named_by, objects_of_state, references_to, saved_at, saves_below
 from layerstore.layers import typed
 from layerstore.model import BlobRef, LayerEntry, LayerVersion
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 
 @contextmanager

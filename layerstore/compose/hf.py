@@ -40,7 +40,7 @@ from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, SourceFile, TensorSource
 from layerstore.progress import Progress
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.units import size_in_bytes
 from layerstore.zero3 import OutputFile, Slices, TreeView, plan_source_file
 

@@ -10,7 +10,7 @@ from layerstore.compose.choose import Composition
 from layerstore.compose.world_size import AdamStep, plan_ranks
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, ObjectContent, RankState, SourceFile
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.tree import Storage
 from layerstore.zero3 import StoragePart, TreeView, filling_of, read_header, sub_group_shapes, whole
 

@@ -20,7 +20,7 @@ from layerstore.compose.safetensors import FLOATS, OutputTensor, Run, WeightsFil
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
 from layerstore.model import Parameter, SourceFile, TensorSource
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.zero3 import GatheredSource, OutputFile, Piece, Slices, merged, plan_source_file, tensors_in, whole
 
 ADAPTER_CONFIG = "adapter_config.json"

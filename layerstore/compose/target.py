@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO
-from layerstore.storage.handles import mapped_errors
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository, mapped_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

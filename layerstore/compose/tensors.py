@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
-from layerstore.format.objects import frame
+from layerstore.format import frame
 from layerstore.model import BlobRef, Kind, LayerVersion, StoredObject, StoredTensor
-from layerstore.storage.objects import ObjectStore
+from layerstore.storage import ObjectStore
 from layerstore.zero3 import valid_elements
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import Literal
 from layerstore.compose.choose import Composition, check_members, check_whole
 from layerstore.compose.safetensors import WEIGHTS_FILE
 from layerstore.errors import InvalidInput, LayoutMismatch
-from layerstore.format.records import WITHOUT_MOMENTS
+from layerstore.format import WITHOUT_MOMENTS
 from layerstore.layers import strip_wrappers
 from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TensorSource, TreeFile
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.tree import Tree
 from layerstore.zero3 import (
     RANDOM_STATE,

@@ -16,7 +16,7 @@ from layerstore.compose.peft import plan_beside
 from layerstore.compose.target import Product, appearing, checked_target
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.progress import Progress
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.zero3 import (
     LATEST,
     LATEST_BYTES_MAX,

@@ -1,5 +1,5 @@
 """
-The envelope of records, pins and index rows: who wrote it, what it is called, and a checksum over all of it.
+The envelope of records, pins and parts: whose it is, what it is called, and a checksum over all of it.
 
     bytes  0-7    magic  89 'L' 'S' 'R' 0D 0A 1A 0A
            8-9    schema, big-endian
@@ -10,11 +10,11 @@ The envelope of records, pins and index rows: who wrote it, what it is called, a
            …      payload, m bytes
            last   xxh3_128 of everything before, 16 bytes
 
+The name is the file's path in the store: ``commits/RUN/STEP.ID``, ``pins/NAME``.
 The line-ending bytes in the magic make a transfer in text mode visible, as PNG's do.
 """
 
 import struct
-from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.hashing import DIGEST_BYTES, digest
@@ -22,45 +22,33 @@ from layerstore.limits import RECORD_BYTES_MAX
 
 MAGIC = b"\x89LSR\r\n\x1a\n"
 SCHEMA = 2
-STORE_ID_BYTES = 16
 
 _HEAD = struct.Struct(">8sH16sH")
 _LENGTH = struct.Struct(">Q")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """A payload and what was written on its envelope."""
-
-    store_id: str
-    """32 hex digits."""
-    name: str
-    """Where it belongs: ``commits/RUN/STEP.ID``, ``pins/NAME``."""
-    payload: bytes
-
-
-def seal(envelope: Envelope) -> bytes:
-    """Return the bytes of *envelope*."""
-    name = envelope.name.encode()
-    head = _HEAD.pack(MAGIC, SCHEMA, bytes.fromhex(envelope.store_id), len(name))
-    body = head + name + _LENGTH.pack(len(envelope.payload)) + envelope.payload
+def seal(payload: bytes, *, name: str, store_id: str) -> bytes:
+    """Put *payload* into an envelope."""
+    called = name.encode()
+    head = _HEAD.pack(MAGIC, SCHEMA, bytes.fromhex(store_id), len(called))
+    body = head + called + _LENGTH.pack(len(payload)) + payload
     assert len(body) + DIGEST_BYTES <= RECORD_BYTES_MAX, "records name blobs so that they stay small"
     return body + digest(body)
 
 
-def unseal(data: bytes, *, name: str, store_id: str) -> Envelope:
+def unseal(data: bytes, *, name: str, store_id: str) -> bytes:
     """
-    Check *data*, found under *name* in the store *store_id*, and return what it holds.
+    Check *data*, found under *name* in the store *store_id*, and return its payload.
 
     Raises:
         IntegrityError: A byte is not as written, or it belongs elsewhere.
         Unsupported: It is whole, but of a newer schema.
     """
-    body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-    if len(body) < _HEAD.size + _LENGTH.size or not body.startswith(MAGIC):
+    if not _is_envelope(data):
         raise IntegrityError(f"{name} is not a record: it is empty, cut short or something else", path=name)
-    if digest(body) != checksum:
+    if not _is_whole(data):
         raise IntegrityError(f"{name} is damaged: its checksum does not match its bytes", path=name)
+    body = data[:-DIGEST_BYTES]
     _, schema, found_store, name_bytes = _HEAD.unpack_from(body)
     if schema != SCHEMA:
         raise Unsupported(
@@ -71,16 +59,23 @@ def unseal(data: bytes, *, name: str, store_id: str) -> Envelope:
         raise IntegrityError(f"{name} belongs to another store, {found_store.hex()}", path=name)
     if found_name != name:
         raise IntegrityError(f"{name} was written as {found_name!r} and has been moved or renamed", path=name)
-    return Envelope(store_id=store_id, name=name, payload=payload)
+    return payload
 
 
 def stated_store(data: bytes) -> str | None:
-    """Return the id of the store that a whole envelope says it belongs to; None where *data* is none."""
-    body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-    if len(body) < _HEAD.size + _LENGTH.size or not body.startswith(MAGIC) or digest(body) != checksum:
+    """Return the id of the store that an intact envelope belongs to; None where *data* is none."""
+    if not (_is_envelope(data) and _is_whole(data)):
         return None
-    found: bytes = _HEAD.unpack_from(body)[2]
+    found: bytes = _HEAD.unpack_from(data)[2]
     return found.hex()
+
+
+def _is_envelope(data: bytes) -> bool:
+    return len(data) >= _HEAD.size + _LENGTH.size + DIGEST_BYTES and data.startswith(MAGIC)
+
+
+def _is_whole(data: bytes) -> bool:
+    return digest(data[:-DIGEST_BYTES]) == data[-DIGEST_BYTES:]
 
 
 def _split(body: bytes, name_bytes: int, name: str) -> tuple[str, bytes]:

@@ -44,7 +44,7 @@ def to_plain(value: object) -> Plain:
         return str(value)
     if dataclasses.is_dataclass(kind):
         return {
-            field.name: treecodec.encode(getattr(value, field.name), content_to_plain=to_plain)
+            field.name: treecodec.encode_tree(getattr(value, field.name), content_to_plain=to_plain)
             if "tree" in field.metadata
             else to_plain(getattr(value, field.name))
             for field in _fields(kind)
@@ -115,7 +115,7 @@ def _field_reader(field: "dataclasses.Field[Any]") -> Reader:
 
 def _read_tree(value: Plain) -> Any:
     try:
-        return treecodec.decode(value, content_from_plain=_content_from_plain, what="it")
+        return treecodec.decode_tree(value, content_from_plain=_content_from_plain, what="it")
     except IntegrityError as exc:
         raise _Misfit(exc.message) from exc
 

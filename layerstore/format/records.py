@@ -1,24 +1,27 @@
 """
-Commit records and pins: the truth of the store.
+Commit records, pins and parts: what envelopes hold.
 
 A record's id is the xxh3_128 of its body; what was merely observed while committing stands beside the body,
-so that the same content saved twice has one name.
+so that the same content saved twice has one name. A part is what one rank leaves for the rank that commits.
 """
 
 from collections.abc import Collection
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
-from layerstore.format.envelope import Envelope, seal, unseal
+from layerstore.format.envelope import seal, unseal
 from layerstore.format.fields import from_plain, to_plain
 from layerstore.format.hashing import digest
-from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Pin
+from layerstore.model import Commit, CommitId, CommitRecord, LayerEntry, Observed, Part, Pin
 
 WITHOUT_MOMENTS = "without-moments"
 """Nothing of the optimizer's is left but its masters: the commit cannot be resumed from."""
 
-# Flags that this version understands; a record with another one is for a newer layerstore.
+# A record with another flag is for a newer layerstore.
 KNOWN_FLAGS: frozenset[str] = frozenset({WITHOUT_MOMENTS})
+
+
+# -- commits -------------------------------------------------------------------------------------------------------
 
 
 def commit_id(record: CommitRecord) -> CommitId:
@@ -34,7 +37,7 @@ def make_commit(record: CommitRecord, observed: Observed) -> Commit:
 def seal_commit(commit: Commit, *, name: str, store_id: str) -> bytes:
     """Return the bytes of *commit*'s file, which is called *name*."""
     payload = pack({"body": to_plain(commit.record), "observed": to_plain(commit.observed)})
-    return seal(Envelope(store_id=store_id, name=name, payload=payload))
+    return seal(payload, name=name, store_id=store_id)
 
 
 def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
@@ -45,11 +48,11 @@ def unseal_commit(data: bytes, *, name: str, store_id: str) -> Commit:
         IntegrityError: It is damaged, misplaced, or not what its name says.
         Unsupported: It needs a newer layerstore.
     """
-    payload = _payload(data, name, store_id, parts={"body", "observed"})
+    payload = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "body", "observed")
     body = payload["body"]
     _check_flags(body, name)
     return Commit(
-        id=_id_of(body),
+        id=CommitId(digest(pack_again(body)).hex()),
         record=from_plain(CommitRecord, body, what=name),
         observed=from_plain(Observed, payload["observed"], what=name),
     )
@@ -59,24 +62,22 @@ def unseal_entries(
     data: bytes, *, name: str, store_id: str, layers: Collection[str]
 ) -> tuple[tuple[Plain, Plain, CommitId], dict[str, LayerEntry]]:
     """
-    Read of the commit whose file is called *name* run, step and id, and what it says of *layers*.
+    Return run, step and id of the commit whose file is called *name*, and what it says of *layers*.
 
     Only what is asked for is built: a composite takes a few layers from each of many commits.
-    That the file is in canonical form was seen when it was first read in full; the id, which the caller compares,
-    says that it is the same.
+    Canonical form was checked when the file was first read in full; the id, which the caller compares, says that it
+    is the same.
     """
-    packed = unseal(data, name=name, store_id=store_id).payload
-    payload = unpack_known(packed, what=name)
-    if not isinstance(payload, dict) or payload.keys() != {"body", "observed"}:
-        raise IntegrityError(f"{name} does not hold body and observed", path=name)
+    packed = unseal(data, name=name, store_id=store_id)
+    payload = _fields_of(unpack_known(packed, what=name), name, "body", "observed")
     body = payload["body"]
     _check_flags(body, name)
     if not isinstance(body, dict) or not isinstance(plain := body.get("layers"), list):
         raise IntegrityError(f"{name} holds no layers", path=name)
     found = {}
     for item in plain:
-        name_of = item.get("layer") if isinstance(item, dict) else None
-        if not isinstance(name_of, str) or name_of in layers:  # what has no name is no entry, and is told as such
+        layer = item.get("layer") if isinstance(item, dict) else None
+        if not isinstance(layer, str) or layer in layers:  # from_plain reports an entry without a name
             entry = from_plain(LayerEntry, item, what=name)
             found[entry.layer] = entry
     return (body.get("run"), body.get("step"), _id_within(packed, payload["observed"], name)), found
@@ -93,31 +94,51 @@ def _id_within(packed: bytes, observed: Plain, name: str) -> CommitId:
     return CommitId(digest(packed[len(_BEFORE_BODY) : -len(tail)]).hex())
 
 
-def _id_of(body: Plain) -> CommitId:
-    return CommitId(digest(pack_again(body)).hex())
+# -- pins and parts ------------------------------------------------------------------------------------------------
 
 
 def seal_pin(pin: Pin, *, name: str, store_id: str) -> bytes:
     """Return the bytes of *pin*'s file, which is called *name*."""
-    return seal(Envelope(store_id=store_id, name=name, payload=pack({"pin": to_plain(pin)})))
+    return seal(pack({"pin": to_plain(pin)}), name=name, store_id=store_id)
 
 
 def unseal_pin(data: bytes, *, name: str, store_id: str) -> Pin:
     """Read the pin whose file is called *name*; raises as ``unseal_commit`` does."""
-    plain = _payload(data, name, store_id, parts={"pin"})["pin"]
+    plain = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "pin")["pin"]
     _check_flags(plain.get("record") if isinstance(plain, dict) else None, name)
     return from_plain(Pin, plain, what=name)
 
 
-def _payload(data: bytes, name: str, store_id: str, *, parts: set[str]) -> dict[str, Plain]:
-    payload = unpack(unseal(data, name=name, store_id=store_id).payload, what=name)
-    if not isinstance(payload, dict) or payload.keys() != parts:
-        raise IntegrityError(f"{name} does not hold {' and '.join(sorted(parts))}", path=name)
+def part_name(session: str, save: int, rank: int) -> str:
+    """Return where a part belongs, below the store."""
+    return f"parts/{session}/{save}.{rank}"
+
+
+def seal_part(part: Part, *, store_id: str) -> bytes:
+    """Return the bytes of *part*'s file."""
+    return seal(pack({"part": to_plain(part)}), name=part_name(part.session, part.save, part.rank), store_id=store_id)
+
+
+def unseal_part(data: bytes, *, name: str, store_id: str) -> Part:
+    """Read the part whose file is called *name*; raises IntegrityError where it is damaged or misplaced."""
+    plain = _fields_of(unpack(unseal(data, name=name, store_id=store_id), what=name), name, "part")["part"]
+    part = from_plain(Part, plain, what=name)
+    if part_name(part.session, part.save, part.rank) != name:
+        raise IntegrityError(f"{name} holds another rank's part, or another save's", path=name)
+    return part
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def _fields_of(payload: Plain, name: str, *expected: str) -> dict[str, Plain]:
+    if not isinstance(payload, dict) or payload.keys() != set(expected):
+        raise IntegrityError(f"{name} does not hold {' and '.join(expected)}", path=name)
     return payload
 
 
 def _check_flags(body: Plain, name: str) -> None:
-    """Look at the flags before any field: what an unknown flag announces may be fields that are unknown too."""
+    """Look at the flags before any field: an unknown flag may announce fields that are unknown too."""
     flags = body.get("flags") if isinstance(body, dict) else None
     unknown = sorted({str(flag) for flag in flags} - KNOWN_FLAGS) if isinstance(flags, list) else []
     if unknown:

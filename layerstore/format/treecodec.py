@@ -21,7 +21,7 @@ ContentToPlain = Callable[[object], Plain]
 ContentFromPlain = Callable[[Plain, str], object]
 
 
-def encode(tree: Tree, *, content_to_plain: ContentToPlain) -> Plain:
+def encode_tree(tree: Tree, *, content_to_plain: ContentToPlain) -> Plain:
     """Turn *tree* into ``[storages, root]``; *content_to_plain* says where a storage's bytes are."""
     return _Encoder(lambda storage: content_to_plain(storage.content)).image(tree)
 
@@ -109,7 +109,7 @@ def _encode_scalar(value: Tree) -> Plain:
     raise InvalidInput(f"a {type(value).__name__} cannot be part of a tree")
 
 
-def decode(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
+def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
     """
     Turn what ``encode`` gave back into a tree.
 

@@ -24,9 +24,7 @@ from layerstore.nearest import did_you_mean, nearest
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import retire
-from layerstore.storage.commits import RecordName
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordName, Repository, RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,7 @@ from layerstore.history import Resolved, reference_to, references_to, resolve, w
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
-from layerstore.storage.commits import RecordName
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordName, Repository, RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
-from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
+from layerstore.format import STATE_MAGIC, VERSION_MAGIC
 from layerstore.history import Needs, references_to
 from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
-from layerstore.storage.commits import RecordName
-from layerstore.storage.objects import missing
-from layerstore.storage.repository import Repository
+from layerstore.storage import RecordName, Repository, missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

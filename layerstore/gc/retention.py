@@ -11,9 +11,7 @@ from layerstore.history import newest_attempt, saved_now
 from layerstore.layers import typed
 from layerstore.model import CommitId, CommitRecord
 from layerstore.policy.keep import Candidate, Keep
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"

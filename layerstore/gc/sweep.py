@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, StorageIO
-from layerstore.format.blobs import STATE_MAGIC, VERSION_MAGIC
+from layerstore.format import STATE_MAGIC, VERSION_MAGIC
 from layerstore.gc.mark import Marks, blob_magic
 from layerstore.history import NumberedIds, named_by
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
-from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.repository import Repository
+from layerstore.storage import ObjectWriter, Repository
 
 
 @dataclass(frozen=True, slots=True)

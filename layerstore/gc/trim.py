@@ -7,13 +7,11 @@ Weights and masters stay; what only a resume needs goes. Each trim is one transa
 from dataclasses import dataclass, replace
 
 from layerstore.errors import Overtaken
-from layerstore.format.blobs import encode_version, ref_of
-from layerstore.format.records import WITHOUT_MOMENTS, make_commit
+from layerstore.format import WITHOUT_MOMENTS, encode_version, make_commit, ref_of
 from layerstore.history import Needs, objects_of_version
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.publish import Transaction
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.repository import Repository
+from layerstore.storage import RecordRow, Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

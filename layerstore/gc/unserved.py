@@ -8,9 +8,7 @@ from layerstore.gc.retention import Fate
 from layerstore.history import Needs, Resolved, references_to
 from layerstore.model import BlobRef
 from layerstore.policy import Filter, Parity, Policy
-from layerstore.storage.manifest import RecordRow, packed_versions
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordRow, Repository, RunView, packed_versions
 
 # What people ask of full checkpoints. A commit that was saved selectively is a composite itself, and kept as one.
 ASKED_FOR: tuple[Policy, ...] = (Parity(), Filter())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import Locked, StorageIO
 from layerstore.history.place import Place
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from layerstore.model import CommitId
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordRow, Repository, RunView
 
 
 def history(repo: Repository, run: str, attempt: int | None = None, *, step: int | None = None) -> Iterator[RecordRow]:

@@ -4,10 +4,10 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 
 from layerstore.errors import IntegrityError
-from layerstore.format.blobs import STATE_MAGIC, decode_state, decode_version
+from layerstore.format import STATE_MAGIC, decode_state, decode_version
+from layerstore.layout import OBJECT_ID
 from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
-from layerstore.storage.layout import OBJECT_ID
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.tree import Tensor
 from layerstore.zero3 import replace_tensors
 

@@ -8,10 +8,7 @@ from layerstore.errors import Conflict, IntegrityError, LayerstoreError, NotFoun
 from layerstore.history.references import Resolved
 from layerstore.model import Commit, CommitId, LayerEntry, Observed, Saving
 from layerstore.policy import Policy
-from layerstore.storage.commits import RecordName
-from layerstore.storage.manifest import RecordRow, row_of
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
 
 Answer = TypeVar("Answer")
 

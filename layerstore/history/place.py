@@ -11,9 +11,7 @@ from layerstore.errors import InvalidInput
 from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
 from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.zero3 import LayerSource
 
 

@@ -10,13 +10,11 @@ from itertools import takewhile
 from typing import Self
 
 from layerstore.errors import Conflict, InvalidInput, NotFound
-from layerstore.format.records import commit_id
+from layerstore.format import commit_id
 from layerstore.layers import Reference, parse_reference, typed
 from layerstore.model import Commit, CommitId, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordRow, Repository, RunView
 
 # As `log` shows them, or longer. Less of one is never taken for it, but may have been meant.
 _COMMIT_ID = re.compile("[0-9a-f]{12,32}")

@@ -11,7 +11,7 @@ from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
 from layerstore.publish import SourceReader
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.tree import Tree
 from layerstore.zero3 import Checkpoint, LayerSource, Slices, SliceSource, stretches
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, Overtaken, StorageIO
-from layerstore.format.records import WITHOUT_MOMENTS, commit_id
+from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     Place,
     asked_again,
@@ -35,11 +35,7 @@ from layerstore.model import CommitId, CommitRecord, Origin, PolicyUse, SourceLa
 from layerstore.policy import Latest
 from layerstore.progress import Progress
 from layerstore.publish import Published, Transaction
-from layerstore.storage.commits import RecordName
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import check_unchanged
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.layers import check_name, compile_pattern
 from layerstore.policy import Latest, Policy
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
 

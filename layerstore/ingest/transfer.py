@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from layerstore.format.objects import canonical_order
+from layerstore.format import canonical_order
 from layerstore.ingest.derive import GatheredCheck
 from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import (
@@ -28,7 +28,7 @@ from layerstore.model import (
 )
 from layerstore.progress import Progress
 from layerstore.publish import Checksums, SourceReader, Staging, crc32_of, in_order
-from layerstore.storage.objects import ObjectWriter
+from layerstore.storage import ObjectWriter
 from layerstore.zero3 import (
     Checkpoint,
     GatheredSource,

@@ -20,8 +20,7 @@ from layerstore.history import Resolved, reference_to
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
 from layerstore.progress import Progress
-from layerstore.storage.handles import OpenFile
-from layerstore.storage.repository import Repository
+from layerstore.storage import OpenFile, Repository
 from layerstore.zero3 import Slices, slice_length, valid_elements
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]

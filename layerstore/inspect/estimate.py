@@ -12,15 +12,15 @@ from itertools import accumulate, pairwise
 from math import isfinite, prod
 from pathlib import Path
 
+from layerstore.check import Speed, scratch, write_speed
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
-from layerstore.format.objects import canonical_order, frame
+from layerstore.format import canonical_order, frame
 from layerstore.inspect.model_shapes import ADAM, MADE_UP_VOCABULARY, Model
 from layerstore.model import StoredTensor
 from layerstore.policy import Policy
 from layerstore.policy.due import Save, anchored, due_layers
-from layerstore.storage.files import Files
-from layerstore.storage.probes import Speed, scratch, write_speed
+from layerstore.storage import Files
 from layerstore.zero3 import slice_length, valid_elements
 
 SHARDED_BYTES = 4 * (1 + len(ADAM))

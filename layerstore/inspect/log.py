@@ -4,14 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
-from layerstore.format.records import WITHOUT_MOMENTS
+from layerstore.format import WITHOUT_MOMENTS
 from layerstore.history import GraphLine
 from layerstore.history import draw_graph as draw
 from layerstore.model import Commit
-from layerstore.storage.commits import RecordName
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import RecordName, RecordRow, Repository, RunView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from layerstore.history import resolve
 from layerstore.layers import layers_in_order
 from layerstore.limits import MODEL_BLOCKS_MAX, RECORD_BYTES_MAX
 from layerstore.model import Kind, Parameter
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.zero3 import (
     discover,
     holds_zero3,

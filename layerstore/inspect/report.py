@@ -20,10 +20,7 @@ from layerstore.model import Commit, CommitId, LayerEntry
 from layerstore.policy import Filter, Parity
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress
-from layerstore.storage.manifest import RecordRow
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
-from layerstore.storage.timings import SaveTiming, timings
+from layerstore.storage import RecordRow, Repository, RunView, SaveTiming, read_timings
 
 # What a page of 1 MB has room for, its own text aside; and about what a save, and a layer of it, take of that.
 _FACTS_BYTES = 640_000
@@ -258,7 +255,7 @@ class _Collecting:
         self._view = view
         self._fates = fates
         self._pins = pins
-        self._timings = timings(repo, view.run)
+        self._timings = read_timings(repo, view.run)
         self.growth = Growth(repo)
         self._shown = self._chosen(view.visible, room)
         self._commits = 0

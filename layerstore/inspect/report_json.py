@@ -22,8 +22,7 @@ from layerstore.json_fields import json_fields
 from layerstore.model import LayerEntry, Origin
 from layerstore.policy.keep import Keep
 from layerstore.progress import Progress
-from layerstore.storage.repository import Repository
-from layerstore.storage.timings import SaveTiming
+from layerstore.storage import Repository, SaveTiming
 
 # Digits of a version's id that tell two of one layer apart.
 VERSION_DIGITS = 8

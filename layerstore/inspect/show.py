@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import prod
 
 from layerstore.errors import NotFound
-from layerstore.format.records import WITHOUT_MOMENTS
+from layerstore.format import WITHOUT_MOMENTS
 from layerstore.history import Resolved, objects_of_state
 from layerstore.model import Kind, LayerEntry, RankState
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 # Layers that a hint lists.
 _NAMES_MAX = 10

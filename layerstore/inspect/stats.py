@@ -12,7 +12,7 @@ from pathlib import Path
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
-from layerstore.format.records import commit_id
+from layerstore.format import commit_id
 from layerstore.history import objects_of_state
 from layerstore.json_fields import json_fields, json_value
 from layerstore.model import (
@@ -28,8 +28,7 @@ from layerstore.model import (
 )
 from layerstore.progress import Progress
 from layerstore.publish import read_pins
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import Repository, RunView
 
 VERSION, STATE, RECORD = "version", "state", "record"
 """Kinds besides those of layers' objects: version blobs; everything that is no layer; commit records and pins."""

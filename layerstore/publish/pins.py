@@ -7,7 +7,7 @@ from layerstore.history import Resolved, is_mixture, reference_to
 from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.publish.transaction import Transaction
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 
 def check_pin_name(repo: Repository, name: str) -> None:

@@ -27,9 +27,7 @@ from layerstore.model import (
 )
 from layerstore.publish.staging import Checksums, Reader, SourceReader, Staging
 from layerstore.publish.transaction import Transaction
-from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.parts import PartName
-from layerstore.storage.repository import Repository
+from layerstore.storage import ObjectWriter, PartName, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 

@@ -15,9 +15,7 @@ from typing import Protocol
 
 from layerstore.dtypes import by_code
 from layerstore.errors import SourceCheckpoint, Unsupported
-from layerstore.format.blobs import encode_state, encode_version, ref_of
-from layerstore.format.hashing import ObjectHasher, combine_crc32, crc32
-from layerstore.format.objects import frame
+from layerstore.format import ObjectHasher, combine_crc32, crc32, encode_state, encode_version, frame, ref_of
 from layerstore.limits import BLOB_BYTES_MAX, INLINE_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import (
     BlobRef,
@@ -30,7 +28,7 @@ from layerstore.model import (
     StoredObject,
     StoredTensor,
 )
-from layerstore.storage.objects import ObjectWriter
+from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Storage, Tensor
 from layerstore.zero3 import (
     BYTES_KEY,

@@ -15,11 +15,10 @@ import time
 from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, Overtaken
-from layerstore.format.records import make_commit
+from layerstore.format import make_commit
 from layerstore.history import named_by
 from layerstore.model import BlobRef, Commit, CommitRecord, LayerEntry, Observed, Part, Pin
-from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.repository import Repository
+from layerstore.storage import ObjectWriter, Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO, Unsupported
-from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
+from layerstore.format import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
 from layerstore.layers import is_name
+from layerstore.layout import RECORD_NAME, Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.storage.files import Files, Stamp
+from layerstore.storage.files import Files, Stamp, network_filesystem
 from layerstore.storage.identity import check_still_writable, check_unchanged
-from layerstore.storage.layout import RECORD_NAME, Layout
-from layerstore.storage.placement import network_filesystem
 
 # What NFS calls a file that was removed while somebody has it open; it goes with the last of them.
 _REMOVED_WHILE_OPEN = ".nfs"

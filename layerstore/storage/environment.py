@@ -2,13 +2,15 @@
 One LMDB environment, kept from everything that it may not do, and the only user of lmdb.
 
 LMDB maps its file and believes what it finds there, so its structure is looked at before it is opened;
-it must not be opened twice in a process, nor used across a fork; it would wait for another writer for ever.
+it must not be opened twice in a process, nor used across a fork; it would wait for another writer for ever;
+and mapped files of network filesystems differ from node to node, so there the index lives on a disk of this node.
 What its values say is the business of ``manifest.py``.
 """
 
 import contextlib
 import os
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,11 +19,16 @@ from typing import Any
 
 import lmdb
 
-from layerstore.errors import Internal, LayerstoreError, Locked, StorageIO
+from layerstore.errors import Internal, InvalidInput, LayerstoreError, Locked, StorageIO
+from layerstore.format import digest
+from layerstore.layout import Layout
 from layerstore.limits import MANIFEST_MAP_BYTES, MANIFEST_MAP_BYTES_MAX, PAGE_BYTES
+from layerstore.storage.files import network_filesystem
 from layerstore.storage.locks import lock
 from layerstore.storage.preflight import METAS, problem_in
 
+MANIFEST_DIR_VARIABLE = "LAYERSTORE_MANIFEST_DIR"
+_PLACE_DIGITS = 8
 _LOCK_FILE_BYTES = 2 * PAGE_BYTES
 # Each try is spoilt only by another process's commit.
 _PREFLIGHT_TRIES = 20
@@ -164,6 +171,20 @@ class Environment:
             raise ManifestUnusable(f"the index failed: {exc}") from exc
 
 
+def index_problem(folder: Path) -> str | None:
+    """Make an index in *folder*, write to it and read it again; return why that is not possible, if it is not."""
+    try:
+        environment = Environment(folder / "index")
+        try:
+            environment.change(lambda transaction: transaction.put(b"key", b"value"))
+            with environment.reading() as transaction:
+                return None if transaction.get(b"key") == b"value" else "what was written is not read again"
+        finally:
+            environment.close()
+    except ManifestUnusable as exc:
+        return str(exc)
+
+
 # LMDB forbids opening one file twice in a process: its locks would be lost with the first close.
 _open_environments: dict[tuple[int, int], "_Shared"] = {}
 _registry_guard = threading.Lock()
@@ -268,3 +289,46 @@ def _preallocate_lock_file(path: Path) -> None:
             os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
     finally:
         os.close(fd)
+
+
+def manifest_directory(layout: Layout, *, store_id: str) -> Path:
+    """
+    Return the folder for the index of the store *store_id*.
+
+    Inside the store on a local disk; in the folder that LAYERSTORE_MANIFEST_DIR names, or in the user's cache,
+    when the store is on a network filesystem. There it is called by the store's id and by where the store lies:
+    two stores never share one, and a copy has its original's id.
+
+    Raises:
+        InvalidInput: LAYERSTORE_MANIFEST_DIR itself is on a network filesystem.
+    """
+    chosen = os.environ.get(MANIFEST_DIR_VARIABLE)
+    if chosen:
+        kind = network_filesystem(Path(chosen))
+        if kind is not None:
+            raise InvalidInput(
+                f"{MANIFEST_DIR_VARIABLE} is {chosen}, which is on {kind}: an LMDB index must be on a local disk",
+                hint="name a folder on a disk of this node, such as one below /tmp",
+            )
+        return Path(chosen).absolute() / _name(layout, store_id)
+    if network_filesystem(layout.root) is not None:
+        return _local_folder() / _name(layout, store_id)
+    return layout.manifest
+
+
+def _name(layout: Layout, store_id: str) -> str:
+    place = digest(os.fsencode(os.path.realpath(layout.root)))
+    return f"{store_id}-{place.hex()[:_PLACE_DIGITS]}"
+
+
+def _local_folder() -> Path:
+    """Return a folder on a disk of this node: the user's cache, or where that is on the network too, the system's."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore" / "manifests"
+    temporary = Path(tempfile.gettempdir()) / f"layerstore-{os.getuid()}"
+    for folder in (cache, temporary):
+        if network_filesystem(folder) is None:
+            return folder
+    raise InvalidInput(
+        "the store, the home folder and the temporary folder are all on network filesystems: no place for the index",
+        hint=f"set {MANIFEST_DIR_VARIABLE} to a folder on a disk of this node",
+    )

@@ -10,6 +10,7 @@ Nothing is ever written in place. Tests put their faults at this seam.
 import contextlib
 import errno as errnos
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -35,6 +36,11 @@ _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 # A change of a folder may leave its times as they are if it comes within one tick of the clock that gives them.
 # The coarsest of any filesystem here has two seconds; a folder whose last change is older will show the next one.
 _SETTLED_AFTER_NS = 3 * 10**9
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK_FILESYSTEMS = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "smb3"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +120,8 @@ class Files:
 
     def size(self, path: Path) -> int | None:
         """Return the size of the regular file *path*, None where nothing is there."""
-        state = self._lstat(path)
-        if state is not None and not stat.S_ISREG(state.st_mode):
-            raise _not_regular(path)
-        return None if state is None else state.st_size
+        state = self.state(path)
+        return None if state is None else state.size_bytes
 
     def modified_ns(self, path: Path) -> int | None:
         """Return when *path* was last written or touched, by the filesystem's clock; None where nothing is there."""
@@ -292,31 +296,12 @@ class Files:
         Let *target* name the file *source* too; return whether *target* was free.
 
         Not rename: that would silently replace what another writer published first. Where there are no hard links,
-        *source* gives up its own name for it, by the one kind of rename that replaces nothing: whoever still needs it
-        there calls `keep_exclusive`.
+        *source* gives up its own name for it, by the one kind of rename that replaces nothing.
         """
         self._hook("link", target)
         with mapped_errors(target, doing="link"):
             is_new = self._linked(source, target)
             return _renamed(source, target) if is_new is None else is_new
-
-    def keep_exclusive(self, source: Path, target: Path, *, scratch: Path) -> bool:
-        """
-        Let *target* have what *source* has, which stays where it is; return whether *target* was free.
-
-        As `link_exclusive`; where there are no hard links it is a copy, made and synced in the folder *scratch*.
-        """
-        self._hook("link", target)
-        with mapped_errors(target, doing="link"):
-            is_new = self._linked(source, target)
-        if is_new is not None:
-            return is_new
-        with self.temporary(scratch) as copy:
-            with self.open(source) as file:
-                copy.copy_from(file, 0, 0, file.size_bytes)
-            copy.sync()
-            with mapped_errors(target, doing="link"):
-                return _renamed(copy.path, target)
 
     def _linked(self, source: Path, target: Path) -> bool | None:
         """Give the file *source* a second name; return whether that was free, None where no file has two."""
@@ -454,3 +439,43 @@ def _not_regular(path: Path) -> IntegrityError:
 
 def _not_directory(path: Path) -> IntegrityError:
     return IntegrityError(f"{path} is not a folder", hint="remove it by hand", path=str(path))
+
+
+# -- filesystems -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The filesystem that a path is on, as the system lists it."""
+
+    point: Path
+    kind: str
+    options: tuple[str, ...]
+
+    @property
+    def is_network(self) -> bool:
+        """Whether other hosts may have it too: so far as its kind tells, and FUSE may be anything."""
+        return self.kind in _NETWORK_FILESYSTEMS or self.kind.startswith("fuse.")
+
+
+def network_filesystem(path: Path) -> str | None:
+    """Return the kind of network filesystem that *path* is on, None for a local one or where nobody can tell."""
+    mount = mount_of(path)
+    return mount.kind if mount is not None and mount.is_network else None
+
+
+def mount_of(path: Path) -> Mount | None:
+    """Return the filesystem that *path* is on, or will be if it is not there yet; None where nobody can tell."""
+    try:
+        mounts = _MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return None  # not Linux, or no /proc: LMDB's own checks remain
+    real = Path(os.path.realpath(path))
+    above = {str(place): len(place.parts) for place in (real, *real.parents)}
+    best, depth = None, 0
+    for line in mounts:
+        fields, _, tail = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
+        if point in above and above[point] >= depth:
+            best, depth = Mount(Path(point), tail.split()[0], tuple(fields.split()[5].split(","))), above[point]
+    return best

@@ -1,4 +1,9 @@
-"""Open files of the seam, and calls of the kernel that Python does not offer as such."""
+"""
+Open files of the seam: reading, writing, streaming past the cache, and kernel calls that Python does not offer.
+
+Finding a memory page for every page of a large file can cost more processor time than everything else done with its
+bytes, and evicts what training reads. Nobody reads a save again soon: a large one goes to disk from our own memory.
+"""
 
 import contextlib
 import ctypes
@@ -14,7 +19,7 @@ from types import TracebackType
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.layers import typed
-from layerstore.limits import IO_CHUNK_BYTES, SYNC_AHEAD_BYTES, WRITE_BYTES
+from layerstore.limits import IO_CHUNK_BYTES, PAGE_BYTES, STREAM_BYTES, SYNC_AHEAD_BYTES, WRITE_BYTES
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_CWD = -100
@@ -122,11 +127,6 @@ def reserve(fd: int, size_bytes: int) -> bool:
     return size_bytes > 0 and _LIBC.fallocate(fd, 0, _START, ctypes.c_int64(size_bytes)) == 0
 
 
-def clone(source_fd: int, fd: int) -> bool:
-    """Let the empty file *fd* share the blocks of *source_fd*; return whether the filesystem can."""
-    return bool(_LIBC.ioctl(fd, _FICLONE, ctypes.c_int(source_fd)) == 0)
-
-
 Hook = Callable[[str, Path], None]
 """Called with the operation's name and its path before each change of the disk."""
 
@@ -186,6 +186,10 @@ class NewFile:
         if self._sync_ahead and self._waiting_bytes >= SYNC_AHEAD_BYTES:
             self._waiting_bytes = 0
             begin_sync(self.fd)
+
+    def clone(self, source: "OpenFile") -> bool:
+        """Let this file, which is empty, share the blocks of *source*; return whether the filesystem can."""
+        return bool(_LIBC.ioctl(self.fd, _FICLONE, ctypes.c_int(source.fd)) == 0)
 
     def set_size(self, size_bytes: int) -> None:
         """Give the file its length; what is not written reads as zeros."""
@@ -276,3 +280,83 @@ class OpenFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+# -- past the cache --------------------------------------------------------------------------------------------------
+
+# What filesystems answer that cannot write past the cache.
+_NOT_DIRECTLY = {errnos.EINVAL, errnos.EOPNOTSUPP, errnos.ENOSYS}
+_SPARE_MAX = 2
+_spare: list[mmap.mmap] = []
+"""Buffers of files that are complete: touched memory is cheaper than new."""
+
+
+def is_wanted() -> bool:
+    """Whether the user lets files go past the cache."""
+    return os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
+
+
+class Stream:
+    """Bytes on their way into *file*: as many as a buffer holds at a time."""
+
+    def __init__(self, file: NewFile) -> None:
+        self._file = file
+        self._buffer: mmap.mmap | None = None
+        self._filled = 0
+        self._written = 0
+        self._is_direct = False
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Add *data*, whose *offset* is where the last one ended."""
+        assert offset == self._written + self._filled, "a stream has no gaps"
+        view = memoryview(data).cast("B")
+        while view:
+            if self._buffer is None:
+                self._buffer = _taken()
+            count = min(len(view), STREAM_BYTES - self._filled)
+            self._buffer[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == STREAM_BYTES:
+                self._is_direct = self._is_direct or (not self._written and bypass_cache(self._file.fd, True))
+                self._flush(STREAM_BYTES)
+
+    def finish(self) -> None:
+        """Write what is left; a file of one small piece has never left the usual way."""
+        if self._is_direct:
+            self._flush(self._filled - self._filled % PAGE_BYTES)
+            self._is_direct = not bypass_cache(self._file.fd, False)
+        self._flush(self._filled)
+        self.close()
+
+    def close(self) -> None:
+        """Give the buffer back; twice is harmless."""
+        if self._buffer is not None:
+            if len(_spare) < _SPARE_MAX:
+                _spare.append(self._buffer)
+            self._buffer, self._filled = None, 0
+
+    def _flush(self, size_bytes: int) -> None:
+        """Write the first bytes of the buffer; what is behind them moves to its front."""
+        if not size_bytes:
+            return
+        assert self._buffer is not None
+        with memoryview(self._buffer) as view, view[:size_bytes] as data:
+            try:
+                self._file.write_at(self._written, data, at_once=self._is_direct)
+            except StorageIO as exc:
+                # Some filesystems take the flag and then want larger blocks, or refuse: what is written stays right.
+                if not self._is_direct or exc.errno not in _NOT_DIRECTLY:
+                    raise
+                self._is_direct = not bypass_cache(self._file.fd, False)
+                self._file.write_at(self._written, data)
+        self._buffer.move(0, size_bytes, self._filled - size_bytes)
+        self._written, self._filled = self._written + size_bytes, self._filled - size_bytes
+
+
+def _taken() -> mmap.mmap:
+    # Private, so that a forked process has spare buffers of its own. The disk only ever reads from it.
+    try:
+        return _spare.pop()
+    except IndexError:
+        return mmap.mmap(-1, STREAM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

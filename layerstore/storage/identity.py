@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NoStore, StorageIO, Unsupported
-from layerstore.format.envelope import stated_store
-from layerstore.format.identity import StoreIdentity, decode_identity
+from layerstore.format import StoreIdentity, decode_identity, stated_store
 from layerstore.layers import typed
+from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout
 
 # So many records are asked whose they are where it is only to be told.
 _ASKED = 16

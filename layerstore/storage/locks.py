@@ -24,8 +24,8 @@ from typing import Protocol
 
 from layerstore.errors import InvalidInput, Locked
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLINE_SECONDS
+from layerstore.storage.files import network_filesystem
 from layerstore.storage.handles import mapped_errors
-from layerstore.storage.placement import network_filesystem
 
 # Longer texts are cut: they are for people.
 _HOLDER_BYTES_MAX = 4096

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from layerstore.errors import IntegrityError
-from layerstore.format.canonical import Plain, pack, unpack_known
-from layerstore.format.hashing import DIGEST_BYTES, digest
-from layerstore.format.identity import FORMAT
+from layerstore.format import DIGEST_BYTES, FORMAT, Plain, digest, pack, unpack_known
 from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
 from layerstore.storage.commits import RecordName
 from layerstore.storage.environment import Environment, ManifestUnusable, Transaction

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Overtaken, StorageIO
-from layerstore.format.hashing import Bytes, NameHasher
+from layerstore.format import Bytes, NameHasher
+from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.files import Files
-from layerstore.storage.handles import NewFile, OpenFile
-from layerstore.storage.layout import OBJECT_ID, Layout
-from layerstore.storage.stream import Stream, is_wanted
+from layerstore.storage.handles import NewFile, OpenFile, Stream, is_wanted
 
 
 def read_chunks(file: OpenFile) -> Iterator[memoryview]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerstore.errors import LayerstoreError, StorageIO
-from layerstore.format.parts import part_name, seal_part, unseal_part
+from layerstore.format import part_name, seal_part, unseal_part
+from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Part
 from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout
 
 _NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})")
 

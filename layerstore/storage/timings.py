@@ -50,7 +50,7 @@ def note_timing(repo: Repository, session: str, timing: SaveTiming) -> None:
     repo.files.append(folder / f"{session}{_SUFFIX}", json.dumps(asdict(timing)).encode() + b"\n")
 
 
-def timings(repo: Repository, run: str) -> dict[tuple[int, int], SaveTiming]:
+def read_timings(repo: Repository, run: str) -> dict[tuple[int, int], SaveTiming]:
     """Return what is known of the saves of *run*, by attempt and step."""
     folder = repo.layout.stats / run
     found: dict[tuple[int, int], SaveTiming] = {}

@@ -1,20 +1,27 @@
 """
-The folder ``trash/``: what users dropped or replaced, and what repairs took out of the way.
+Where files go on their way out: ``trash/``, which can be undone, and ``gc/aside/``, where a collection looks once more.
 
-Dropped records lie at ``trash/commits/RUN/STEP.ID``; what was damaged lies at ``trash/damaged/`` under the path that it
-had. One rename undoes either. A file's time is when it came here; a collection empties the trash by it.
+``trash/`` holds what users dropped or replaced, and what repairs took out of the way: dropped records at
+``trash/commits/RUN/STEP.ID``, damaged files at ``trash/damaged/`` under the path that they had. One rename undoes
+either. A file's time is when it came here; a collection empties the trash by it.
+
+``gc/aside/`` holds objects: a collection moves one there, looks at it once more, and only then unlinks it. Meanwhile
+readers find it there and writers link it back, so a collection needs no lock against either
+(docs/internals/durability.md). Nothing here decides what is garbage.
 """
 
+import contextlib
 import errno as errnos
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, NotFound, StorageIO
+from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.model import Commit
+from layerstore.model import Commit, ObjectId
 from layerstore.storage.commits import RecordName, RecordStore, name_in
-from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout
+from layerstore.storage.files import Files, network_filesystem
 
 
 class Trash:
@@ -74,14 +81,17 @@ class Trash:
         return target if self._move(path, target) else None
 
     def keep_damaged(self, path: Path) -> bool:
-        """Keep the file *path* here, too, since it is about to be replaced; return whether it is one."""
+        """Copy the record *path* here, since it is about to be replaced; return whether it could be read."""
         target = self._free(path)
         self._make(target.parent)
         try:
-            self._files.keep_exclusive(path, target, scratch=self._layout.tmp)
+            data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         except (IntegrityError, StorageIO):
             return False
-        self._files.touch(target)
+        with self._files.temporary(self._layout.tmp) as copy:
+            copy.write_at(0, data)
+            copy.sync()
+            self._files.link_exclusive(copy.path, target)
         self._files.sync_directory(target.parent)
         return True
 
@@ -141,3 +151,70 @@ class Trash:
                 yield from self._leaves(path)
             else:
                 yield path
+
+
+class Aside:
+    """Objects that collections have moved aside, and the clock that tells which are old."""
+
+    def __init__(self, layout: Layout, files: Files) -> None:
+        self._layout = layout
+        self._files = files
+
+    def make_folder(self) -> None:
+        """Make the folder."""
+        self._files.make_directory(self._layout.gc)
+        self._files.make_directory(self._layout.aside)
+
+    def take(self, object_id: ObjectId) -> None:
+        """Move an object aside; nothing happens where it lies here, too: then somebody has just linked it back."""
+        try:
+            # POSIX renames nothing where both are names of one file.
+            self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)
+        except StorageIO as exc:
+            if exc.errno != errnos.ENOENT:
+                raise
+
+    def objects(self) -> Iterator[tuple[ObjectId, Path]]:
+        """Yield what lies aside; some filesystems leave names out if others go meanwhile."""
+        for name in self._files.each_name(self._layout.aside):
+            if OBJECT_ID.fullmatch(name):
+                yield ObjectId(name), self._layout.aside / name
+
+    def moved_ns(self, path: Path) -> int:
+        """Return when *path* came here, by the filesystem's clock; a rename changes that of its state."""
+        return self._files.changed_ns(path) or 0
+
+    def remove(self, objects: Iterable[ObjectId]) -> None:
+        """Unlink what lies here of *objects*."""
+        for object_id in objects:
+            self._files.unlink(self._layout.aside / object_id)
+
+    def sync(self) -> None:
+        """Make durable what was unlinked."""
+        self._files.sync_directory(self._layout.aside)
+
+    @property
+    def is_on_network(self) -> bool:
+        """Whether another node may see an old state of the folders for a while."""
+        return network_filesystem(self._layout.root) is not None
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def now_ns(self) -> int:
+        """Return the time by the clock that the files here have their times from."""
+        # The time of a folder can be set on a disk that has no room for a file. Where nothing can be written nothing
+        # can be removed either, and this host's clock is as good.
+        with contextlib.suppress(StorageIO):
+            self._files.touch(self._layout.tmp)
+            return self._files.modified_ns(self._layout.tmp) or time.time_ns()
+        return time.time_ns()
+
+    def leftovers(self, *, before_ns: int) -> list[tuple[Path, int]]:
+        """Return the files in ``tmp/`` that nobody has written to since *before_ns*, with their sizes."""
+        found = []
+        for name in self._files.names(self._layout.tmp):
+            path = self._layout.tmp / name
+            modified_ns = self._files.modified_ns(path)
+            if modified_ns is not None and modified_ns < before_ns and self._files.is_file(path):
+                found.append((path, self._files.size(path) or 0))
+        return found

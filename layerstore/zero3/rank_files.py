@@ -15,7 +15,7 @@ from typing import TypeGuard, TypeVar
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
-from layerstore.format.hashing import crc32
+from layerstore.format import crc32
 from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import Buffer, Parameter
 from layerstore.tree import Located, Size, Tensor, Tree

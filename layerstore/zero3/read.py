@@ -13,8 +13,7 @@ from pathlib import Path, PurePath
 
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch
-from layerstore.format.hashing import ObjectHasher, object_id
-from layerstore.format.objects import canonical_order
+from layerstore.format import ObjectHasher, canonical_order, object_id
 from layerstore.layers import layer_of, layers_in_order
 from layerstore.limits import IO_CHUNK_BYTES
 from layerstore.model import (

@@ -11,8 +11,7 @@ from math import prod
 from pathlib import PurePosixPath
 
 from layerstore.errors import IntegrityError, LayoutMismatch
-from layerstore.format.canonical import pack
-from layerstore.format.treecodec import encode
+from layerstore.format import encode_tree, pack
 from layerstore.model import FlatContent, RankState, TreeFile
 from layerstore.tree import OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.filenames import SHARD_STEM
@@ -150,7 +149,7 @@ def same_bytes(tree: Tree) -> bytes:
     def anywhere(tensor: Tensor) -> Tensor:
         return replace(tensor, storage=replace(tensor.storage, device=""))
 
-    return pack(encode(replace_tensors(tree, anywhere), content_to_plain=repr))
+    return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))
 
 
 # -- one rank's trees ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
-from layerstore.format.objects import frame, slice_bytes
+from layerstore.format import frame, slice_bytes
 from layerstore.model import BlobRef, Kind, LayerVersion, Parameter, StoredObject, StoredTensor
 from layerstore.zero3.rounding import can_convert
 

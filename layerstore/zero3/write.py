@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch
-from layerstore.format.hashing import combine_crc32, crc32, crc32_of_zeros
+from layerstore.format import combine_crc32, crc32, crc32_of_zeros
 from layerstore.model import (
     BufferContent,
     FlatContent,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import layerstore
-from layerstore.format.blobs import encode_version, ref_of
-from layerstore.format.records import make_commit, seal_commit
+from layerstore.format import encode_version, make_commit, ref_of, seal_commit
+from layerstore.layout import Layout
 from layerstore.model import (
     BlobRef,
     CommitId,
@@ -29,9 +29,7 @@ from layerstore.model import (
     StoredObject,
     StoredTensor,
 )
-from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, open_repository
 
 RUN = "long"
 STEP_SIZE = 10

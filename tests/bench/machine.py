@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from layerstore.format.hashing import ObjectHasher, crc32
+from layerstore.format import ObjectHasher, crc32
 from layerstore.limits import IO_CHUNK_BYTES, MIB, WRITE_BYTES
 from layerstore.zero3 import convert
 

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import layerstore
 from layerstore import Filter, Parity
-from layerstore.format.records import make_commit
+from layerstore.format import make_commit
 from layerstore.policy import Policy
-from layerstore.storage.files import Files
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, open_repository
 from layerstore.store import Store
 from tests.bench.histories import RUN, STEP_SIZE, build, places
 

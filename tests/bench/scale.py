@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import layerstore
-from layerstore.format.blobs import encode_state, encode_version, ref_of
-from layerstore.format.records import make_commit
+from layerstore.format import encode_state, encode_version, make_commit, ref_of
 from layerstore.model import (
     BlobRef,
     CommitRecord,
@@ -36,9 +35,7 @@ from layerstore.model import (
     StoredTensor,
     TreeFile,
 )
-from layerstore.storage.files import Files
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, Repository, open_repository
 from tests.bench.histories import RUN, layer_names
 
 RANKS = 9

@@ -15,11 +15,12 @@ import pytest
 
 import layerstore
 from layerstore.check import doctor as ops_doctor
+from layerstore.check import probes
 from layerstore.check.doctor import Diagnosis, Finding
+from layerstore.check.probes import Race, race
 from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
-from layerstore.storage import placement, probes
-from layerstore.storage.files import Files, Room
-from layerstore.storage.probes import Race, race
+from layerstore.storage import Files, files
+from layerstore.storage.files import Room
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # noqa: PLC0414  # a fixture, named again for mypy
 
@@ -52,7 +53,7 @@ def mounted(
     cache = cache or folder.parent / "cache"
     listing = folder.parent / "mountinfo"
     listing.write_text(MOUNTS.format(scratch=folder, kind=kind, cache=cache, cache_kind=cache_kind).lstrip())
-    monkeypatch.setattr(placement, "_MOUNTS", listing)
+    monkeypatch.setattr(files, "_MOUNTS", listing)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
@@ -203,7 +204,7 @@ def test_what_goes_with_the_power_or_the_container_is_told(
 
 def test_where_nobody_can_tell_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not every system lists its mounts."""
-    monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "none")
 
     assert found(layerstore.doctor(tmp_path), "filesystem").verdict == "note"
 
@@ -455,7 +456,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     program = (
         # Who starts the tests in the background has them ignore SIGINT.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from layerstore.storage import probes; "
+        "from layerstore.check import probes; "
         "probes.race.__kwdefaults__['rounds'] = 10**6; "
         "from layerstore.cli.app import main; sys.exit(main(['doctor', sys.argv[1]]))"
     )

@@ -312,7 +312,7 @@ def test_a_damaged_store_has_its_own_code(run: Run, store: Path) -> None:
 @pytest.mark.fault(47)
 def test_another_writer_is_named(run: Run, store: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held lock is waited for until the deadline; then the code is 11."""
-    from layerstore.storage.locks import lock
+    from layerstore.storage import lock
 
     monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
     with lock(store / "locks" / "run-sft.lock", what="run 'sft'", deadline_seconds=0):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.format.identity import decode_identity, encode_identity
+from layerstore.format import decode_identity, encode_identity
 from tests.cli.conftest import Run
 
 FIELDS = [

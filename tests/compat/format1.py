@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import cast
 
-from layerstore.format.canonical import Plain
+from layerstore.format import Plain
 from layerstore.migrations.m0001_lineage import Body, id_of, identity_fields, identity_text, seal, unseal
 
 

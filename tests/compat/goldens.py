@@ -6,8 +6,7 @@ from pathlib import Path
 
 from layerstore import Store
 from layerstore.history.references import resolve
-from layerstore.storage.files import Files
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, open_repository
 
 STORES = Path(__file__).parent / "stores"
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import LayerstoreError
-from layerstore.format.identity import FORMAT
+from layerstore.format import FORMAT
 from layerstore.policy import Policy
 from tests.compat import goldens
 from tests.compat.checkpoint import build

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import layerstore
-from layerstore.format.identity import FORMAT
+from layerstore.format import FORMAT
 from tests.compat import goldens
 from tests.compat.checkpoint import build
 

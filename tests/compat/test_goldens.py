@@ -9,7 +9,7 @@ import pytest
 
 import layerstore
 from layerstore.errors import Unsupported
-from layerstore.format.identity import FORMAT
+from layerstore.format import FORMAT
 from layerstore.migrations import migrate
 from tests.compat import golden_ids, goldens, history
 from tests.compat.checkpoint import build

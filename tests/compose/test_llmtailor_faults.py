@@ -17,8 +17,7 @@ import pytest
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import NotFound, SourceCheckpoint
 from layerstore.model import BlobRef
-from layerstore.storage.handles import NewFile, OpenFile
-from layerstore.storage.objects import ObjectStore
+from layerstore.storage import NewFile, ObjectStore, OpenFile
 from layerstore.tree import Tree
 from layerstore.zero3.pt import read_pt
 from tests.bench.shapes import GROUPINGS, ModelShape

@@ -9,7 +9,7 @@ import pytest
 from layerstore import Store
 from layerstore.compose import assemble
 from layerstore.errors import AlreadyExists, IntegrityError
-from layerstore.storage.handles import Hook
+from layerstore.storage import Hook
 from layerstore.zero3 import convert
 from tests.unit.checkpoints import checkpoint, digests
 

@@ -16,7 +16,7 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.model import BlobRef, Kind
-from layerstore.storage.objects import ObjectStore
+from layerstore.storage import ObjectStore
 from tests.compose.test_hf import mixed, objects_of
 from tests.deepspeed.compare import full_tensors, raw_bytes
 from tests.deepspeed.weights import whole_weights

@@ -14,12 +14,11 @@ import layerstore
 from layerstore import Store
 from layerstore.compose import Composition, compose_latest, execute_compose
 from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
-from layerstore.format.canonical import Plain, pack
-from layerstore.format.treecodec import encode
+from layerstore.format import Plain, encode_tree, pack
 from layerstore.history.references import resolve
 from layerstore.model import Kind, LayerEntry, ObjectId
 from layerstore.progress import Silent
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import replace_tensors
 from layerstore.zero3.pt import read_pt
@@ -65,7 +64,7 @@ def trees(folder: Path) -> dict[str, bytes]:
         kept: Tree = {key: value for key, value in tree.items() if key not in OF_THE_PAST}
         # DeepSpeed's ds_id, which nothing reads, is left out at other world sizes.
         unmarked = replace_tensors(kept, lambda tensor: replace(tensor, attributes=None))
-        return pack(encode(unmarked, content_to_plain=small))
+        return pack(encode_tree(unmarked, content_to_plain=small))
 
     return {path.relative_to(folder).as_posix(): image(path) for path in sorted(folder.rglob("*_states.pt"))}
 

@@ -13,10 +13,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from layerstore.check.probes import contest
 from layerstore.errors import StorageIO
-from layerstore.storage.files import Files
-from layerstore.storage.handles import NewFile
-from layerstore.storage.probes import contest
+from layerstore.storage import Files, NewFile
 
 
 class Linking(Files):

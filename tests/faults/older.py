@@ -8,10 +8,9 @@ from pathlib import Path
 
 import layerstore
 from layerstore.errors import Unsupported
-from layerstore.format.identity import FORMAT
+from layerstore.format import FORMAT
 from layerstore.migrations import Migration, migrate
-from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook
+from layerstore.storage import Files, Hook
 from tests.faults.harness import snapshot, truth
 
 

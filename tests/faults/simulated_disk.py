@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from layerstore.storage.files import Files
+from layerstore.storage import Files
 
 SECTOR_BYTES = 512
 
@@ -139,11 +139,6 @@ class TracedFiles(Files):
         """Link."""
         self.trace.coming_from(source)
         return super().link_exclusive(source, target)
-
-    def keep_exclusive(self, source: Path, target: Path, *, scratch: Path) -> bool:
-        """Link."""
-        self.trace.coming_from(source)
-        return super().keep_exclusive(source, target, scratch=scratch)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename."""

@@ -29,7 +29,7 @@ from layerstore import Keep
 from layerstore.errors import Conflict, IntegrityError, Locked, NotFound
 from layerstore.history.references import resolve
 from layerstore.ingest import transfer
-from layerstore.storage.catalog import IndexNotice
+from layerstore.storage import IndexNotice
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,

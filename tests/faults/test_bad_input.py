@@ -32,7 +32,7 @@ from layerstore.errors import (
     SourceCheckpoint,
     Unsupported,
 )
-from layerstore.format.identity import decode_identity, encode_identity
+from layerstore.format import decode_identity, encode_identity
 from layerstore.store import Store, init
 from layerstore.tree import Global, Inert, Located
 from layerstore.zero3.pt import read_pt

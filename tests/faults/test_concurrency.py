@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import Internal, LayerstoreError, Locked
-from layerstore.storage.handles import no_hook
-from layerstore.storage.locks import lock
+from layerstore.storage import lock, no_hook
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Failure,

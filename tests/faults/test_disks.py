@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import InvalidInput
-from layerstore.storage.handles import no_hook
-from layerstore.storage.placement import manifest_directory
+from layerstore.storage import manifest_directory, no_hook
 from layerstore.store import Store, init
 from tests.faults.disks import KINDS, disk, fill, remounted
 from tests.faults.harness import (

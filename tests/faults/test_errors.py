@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.storage.handles import no_hook
+from layerstore.storage import no_hook
 from layerstore.store import Store
 from tests.faults.harness import (
     Call,

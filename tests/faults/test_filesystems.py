@@ -18,8 +18,7 @@ import pytest
 
 import layerstore
 from layerstore.check.doctor import Diagnosis
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.files import WeakDurability
+from layerstore.storage import IndexNotice, WeakDurability
 from layerstore.store import Store
 from tests.faults.harness import composed, problems, tiny_checkpoint
 

@@ -14,8 +14,7 @@ import pytest
 
 from layerstore import Keep
 from layerstore.errors import NotFound
-from layerstore.storage.files import Files
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, open_repository
 from layerstore.store import Store, init
 from tests.faults.harness import composed, in_child, tiny_checkpoint
 from tests.unit import samples

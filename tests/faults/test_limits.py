@@ -11,8 +11,7 @@ import pytest
 
 from layerstore.errors import StorageIO
 from layerstore.limits import MIB
-from layerstore.storage.files import Files
-from layerstore.storage.handles import OpenFile, no_hook
+from layerstore.storage import Files, OpenFile, no_hook
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Failure,

@@ -21,11 +21,9 @@ import lmdb
 import lmdb.verify
 import pytest
 
+from layerstore.storage import Files, lock, open_repository
 from layerstore.storage.catalog import Catalog
-from layerstore.storage.files import Files
-from layerstore.storage.locks import lock
 from layerstore.storage.preflight import problem_in
-from layerstore.storage.setup import open_repository
 from layerstore.store import Store, init
 from tests.faults.harness import (
     child,

@@ -20,9 +20,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import InvalidInput
-from layerstore.storage import locks, placement
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.placement import manifest_directory
+from layerstore.storage import IndexNotice, files, locks, manifest_directory
 from tests.faults.harness import Failure, attempt, composed, in_child, problems, tiny_checkpoint
 
 pytestmark = pytest.mark.full
@@ -80,7 +78,7 @@ def network(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     listing = fast_path / "mountinfo"
     listing.write_text(f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n33 22 0:42 / {folder} rw - nfs4 server:/ rw\n")
-    monkeypatch.setattr(placement, "_MOUNTS", listing)
+    monkeypatch.setattr(files, "_MOUNTS", listing)
     monkeypatch.setenv("XDG_CACHE_HOME", str(fast_path / "cache"))
     return folder
 

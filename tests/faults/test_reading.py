@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import IntegrityError, StorageIO
-from layerstore.storage.files import Files
-from layerstore.storage.handles import OpenFile
+from layerstore.storage import Files, OpenFile
 from layerstore.store import Store, init
 from tests.faults.harness import composed, copied, problems, tiny_checkpoint, traced
 
@@ -140,7 +139,7 @@ def _late(path: Path, hidden: Callable[[Path], bool]) -> tuple[Store, LateFiles]
     return store, late
 
 
-@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.IndexNotice")
 @pytest.mark.fault(106)
 def test_a_late_node_sees_fewer_commits_and_never_a_part(sound: Path, fast_path: Path) -> None:
     """A commit whose record it does not see is not there; one that it sees composes as everywhere."""

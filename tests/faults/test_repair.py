@@ -14,17 +14,12 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.check.repair import Repaired, execute_repair
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, StorageIO, Unsupported
-from layerstore.format.canonical import pack, unpack
-from layerstore.format.envelope import Envelope, seal, unseal
-from layerstore.format.hashing import digest
-from layerstore.format.records import make_commit
+from layerstore.format import digest, make_commit, pack, unpack
+from layerstore.format.envelope import seal, unseal
 from layerstore.history.references import resolve
 from layerstore.model import CommitRecord, Observed, Part
 from layerstore.progress import Silent
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.files import Files
-from layerstore.storage.handles import OpenFile
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, IndexNotice, OpenFile, open_repository
 from layerstore.store import restore_identity
 from tests.faults.harness import composed, flip, masters, object_of, snapshot, truth
 from tests.generated import generate
@@ -507,12 +502,12 @@ def test_a_record_for_a_newer_layerstore_is_left_as_it_is(store: Store) -> None:
     """It is sound: taking it away would be the damage."""
     path = record_of(store, "r@20")
     payload = unpack(
-        unseal(path.read_bytes(), name=path.relative_to(store.path).as_posix(), store_id=store.id).payload, what="x"
+        unseal(path.read_bytes(), name=path.relative_to(store.path).as_posix(), store_id=store.id), what="x"
     )
     assert isinstance(payload, dict)
     payload["body"]["flags"] = ["from-the-future"]  # type: ignore[index,call-overload]  # a record is a map of maps
     name = f"commits/r/20.{digest(pack(payload['body'])).hex()}"
-    (store.path / name).write_bytes(seal(Envelope(store_id=store.id, name=name, payload=pack(payload))))
+    (store.path / name).write_bytes(seal(pack(payload), name=name, store_id=store.id))
     with layerstore.open(store.path) as fresh:
         done = fresh.repair()
 

@@ -17,9 +17,7 @@ from pathlib import Path
 from layerstore import Keep
 from layerstore.errors import AlreadyExists, NotFound
 from layerstore.history.references import resolve
-from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook, no_hook
-from layerstore.storage.setup import make_store
+from layerstore.storage import Files, Hook, make_store, no_hook
 from layerstore.store import Store, init
 from tests.bench.generate import Layout
 from tests.compat.format1 import as_format_1

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import IntegrityError, Unsupported
-from layerstore.format.envelope import MAGIC, Envelope, seal, unseal
-from layerstore.format.hashing import digest
+from layerstore.format import digest
+from layerstore.format.envelope import MAGIC, seal, unseal
 
 STORE = "5e" * 16
 NAME = "commits/sft/4.0"
-SMALL = Envelope(store_id=STORE, name=NAME, payload=b"payload")
+SMALL = seal(b"payload", name=NAME, store_id=STORE)
 
 
 @given(
@@ -19,10 +19,10 @@ SMALL = Envelope(store_id=STORE, name=NAME, payload=b"payload")
     payload=st.binary(),
 )
 def test_what_was_sealed_is_read_back(store_id: str, name: str, payload: bytes) -> None:
-    """Store, name and payload come back as they were, whatever they are."""
-    envelope = Envelope(store_id=store_id, name=name, payload=payload)
+    """A payload comes back as it was, whatever it, its name and its store are."""
+    data = seal(payload, name=name, store_id=store_id)
 
-    assert envelope == unseal(seal(envelope), name=name, store_id=store_id)
+    assert payload == unseal(data, name=name, store_id=store_id)
 
 
 def test_the_layout_is_that_of_the_page() -> None:
@@ -39,23 +39,12 @@ def test_the_layout_is_that_of_the_page() -> None:
         ]
     )
 
-    assert expected + digest(expected) == seal(SMALL)
-
-
-def test_every_flipped_bit_is_found() -> None:
-    """All single bit flips of a small envelope, one after another: each is damage, none passes."""
-    data = seal(SMALL)
-    for position in range(len(data)):
-        for bit in range(8):
-            hurt = bytearray(data)
-            hurt[position] ^= 1 << bit
-            with pytest.raises(IntegrityError):
-                unseal(bytes(hurt), name=NAME, store_id=STORE)
+    assert expected + digest(expected) == SMALL
 
 
 def test_every_changed_byte_is_found() -> None:
     """Every byte replaced by every other value: each is damage, none passes."""
-    data = seal(SMALL)
+    data = SMALL
     for position in range(len(data)):
         for value in range(256):
             hurt = data[:position] + bytes([value]) + data[position + 1 :]
@@ -66,7 +55,7 @@ def test_every_changed_byte_is_found() -> None:
 
 def test_every_truncation_and_extension_is_found() -> None:
     """An envelope of any other length is damage, the empty one included."""
-    data = seal(SMALL)
+    data = SMALL
     for hurt in [data[:end] for end in range(len(data))] + [data[1:], data + b"\0", data + data, b"\0" + data]:
         with pytest.raises(IntegrityError):
             unseal(hurt, name=NAME, store_id=STORE)
@@ -75,13 +64,13 @@ def test_every_truncation_and_extension_is_found() -> None:
 def test_a_moved_envelope_is_found() -> None:
     """A record under another name says how it was written."""
     with pytest.raises(IntegrityError, match=r"written as 'commits/sft/4\.0' and has been moved"):
-        unseal(seal(SMALL), name="commits/other/4.0", store_id=STORE)
+        unseal(SMALL, name="commits/other/4.0", store_id=STORE)
 
 
 def test_an_envelope_of_another_store_is_found() -> None:
     """A record that was copied from another store is not taken for one of this."""
     with pytest.raises(IntegrityError, match="belongs to another store"):
-        unseal(seal(SMALL), name=NAME, store_id="00" * 16)
+        unseal(SMALL, name=NAME, store_id="00" * 16)
 
 
 def resealed(body: bytes) -> bytes:
@@ -92,7 +81,7 @@ def resealed(body: bytes) -> bytes:
 @pytest.mark.fault(85)
 def test_a_newer_schema_is_not_called_damage() -> None:
     """A whole envelope of another schema asks for a newer layerstore, and names both schemas."""
-    body = seal(SMALL)[:-16]
+    body = SMALL[:-16]
 
     with pytest.raises(Unsupported, match="has record schema 3, this layerstore knows 2"):
         unseal(resealed(body[:8] + b"\x00\x03" + body[10:]), name=NAME, store_id=STORE)

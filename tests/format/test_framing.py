@@ -1,18 +1,15 @@
 """Promises of tensor objects: real safetensors files, one sequence of bytes per content, payloads on pages."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.numpy import load
 
-from layerstore.dtypes import by_code
-from layerstore.format.objects import Frame, canonical_order, frame, slice_bytes
+from layerstore.format import canonical_order, frame, slice_bytes
+from layerstore.format.framing import Frame
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import StoredTensor
 
@@ -67,20 +64,6 @@ def test_the_safetensors_library_reads_every_object(slices: list[StoredTensor]) 
         assert found[tensor.key].tobytes() == expected.tobytes()
 
 
-def test_safe_open_maps_an_object(tmp_path: Path) -> None:
-    """The library's lazy reader opens an object from disk and slices it."""
-    tensors = canonical_order([stored("w", 2048), stored("b", 3), stored("w", 5, state="exp_avg", dtype="F16")])
-    _, data = file_of(tensors)
-    path = tmp_path / "object"
-    path.write_bytes(data)
-
-    with safe_open(path, framework="numpy") as opened:
-        assert sorted(opened.keys()) == ["b", "exp_avg/w", "w"]
-        assert opened.metadata() is None
-        part = opened.get_slice("w")[100:200]
-    assert part.tobytes() == content(tensors[0])[400:800]
-
-
 @given(SLICES)
 def test_payloads_start_on_a_page_and_offsets_are_true(slices: list[StoredTensor]) -> None:
     """The header fills whole pages, tensors follow without a gap, and slices of whole pages stay on pages."""
@@ -126,27 +109,12 @@ def test_the_header_is_pinned() -> None:
     assert header == (4096 - 8).to_bytes(8, "little") + text + b" " * (4096 - 8 - len(text))
 
 
-def test_an_object_without_tensors_is_one_page() -> None:
-    """The empty object is a valid file too."""
-    framing, data = file_of([])
-
-    assert framing.size_bytes == PAGE_BYTES
-    assert load(data) == {}
-
-
-@pytest.mark.parametrize("names", [40, 400])
-def test_a_long_header_takes_the_pages_that_it_needs(names: int) -> None:
+def test_a_long_header_takes_the_pages_that_it_needs() -> None:
     """A header of more than a page is padded to the next page."""
-    tensors = canonical_order([stored(f"layer.{number:04d}.weight", 1) for number in range(names)])
+    tensors = canonical_order([stored(f"layer.{number:04d}.weight", 1) for number in range(400)])
 
     framing, data = file_of(tensors)
 
     assert len(framing.header) > PAGE_BYTES - 1
     assert len(framing.header) % PAGE_BYTES == 0
-    assert len(load(data)) == names
-
-
-@pytest.mark.parametrize(("dtype", "elements", "expected"), [("BF16", 3, 6), ("BOOL", 3, 3), ("F64", 2, 16)])
-def test_sizes_are_elements_times_type(dtype: str, elements: int, expected: int) -> None:
-    """A slice takes its elements' bytes and nothing more."""
-    assert expected == slice_bytes(stored("x", elements, dtype=dtype)) == elements * by_code(dtype).bytes
+    assert len(load(data)) == 400

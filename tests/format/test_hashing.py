@@ -7,17 +7,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.format.hashing import (
-    CHUNK_DIGEST_BYTES,
-    DIGEST_BYTES,
-    ObjectHasher,
-    chunk_digest,
-    combine_crc32,
-    crc32,
-    crc32_of_zeros,
-    digest,
-    object_id,
-)
+from layerstore.format import DIGEST_BYTES, ObjectHasher, combine_crc32, crc32, crc32_of_zeros, digest, object_id
+from layerstore.format.hashing import CHUNK_DIGEST_BYTES, chunk_digest
 from layerstore.limits import VERIFY_CHUNK_BYTES
 
 
@@ -69,7 +60,7 @@ def test_an_object_has_one_name_however_it_streams(parts: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [VERIFY_CHUNK_BYTES + extra for extra in (-1, 0, 1)] + [2 * VERIFY_CHUNK_BYTES])
-@pytest.mark.parametrize("step", [1 << 20, (1 << 20) + 7, 1 << 30])
+@pytest.mark.parametrize("step", [(1 << 20) + 7, 1 << 30])
 def test_every_chunk_has_its_own_witness(size_bytes: int, step: int) -> None:
     """Each 16 MiB, and the rest, has an xxh3_64 of its own, at every edge and for every length of the reads."""
     data = (b"layerstore" * (size_bytes // 10 + 1))[:size_bytes]

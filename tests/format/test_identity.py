@@ -5,13 +5,12 @@ import json
 import pytest
 
 from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
-from layerstore.format.identity import (
+from layerstore.format import (
     FORMAT,
     StoreIdentity,
     decode_identity,
     encode_identity,
     format_of,
-    new_identity,
     stated_flags,
 )
 
@@ -21,14 +20,6 @@ IDENTITY = StoreIdentity(format=FORMAT, store_id="5e" * 16, hash="xxh3_128", cre
 def test_an_identity_is_read_back() -> None:
     """What init wrote is what every open reads."""
     assert decode_identity(encode_identity(IDENTITY), what="store.json") == IDENTITY
-
-
-def test_stores_are_told_apart() -> None:
-    """Two stores made in the same second have different ids, of 32 hex digits."""
-    first, second = new_identity(created="now"), new_identity(created="now")
-
-    assert first.store_id != second.store_id
-    assert len(bytes.fromhex(first.store_id)) == 16
 
 
 def test_people_can_read_it() -> None:

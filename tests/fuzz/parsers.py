@@ -17,29 +17,40 @@ from hypothesis import strategies as st
 
 from layerstore.compose.hf import config_with_dtype, parse_config
 from layerstore.errors import IntegrityError, InvalidInput, SourceCheckpoint, Unsupported
-from layerstore.format.blobs import (
+from layerstore.format import (
     STATE_MAGIC,
     VERSION_MAGIC,
+    Plain,
+    StoreIdentity,
+    decode_identity,
     decode_state,
     decode_version,
+    digest,
+    encode_identity,
     encode_state,
     encode_version,
+    pack,
+    part_name,
     ref_of,
+    seal_commit,
+    seal_part,
+    seal_pin,
+    unpack,
+    unseal_commit,
+    unseal_entries,
+    unseal_part,
+    unseal_pin,
 )
-from layerstore.format.canonical import Plain, pack, unpack
-from layerstore.format.envelope import Envelope, seal, unseal
-from layerstore.format.hashing import digest
-from layerstore.format.identity import StoreIdentity, decode_identity, encode_identity
-from layerstore.format.parts import part_name, seal_part, unseal_part
-from layerstore.format.records import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
+from layerstore.format.envelope import seal, unseal
 from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
 from layerstore.policy.recipe import parse_recipe
 from layerstore.policy.recipe.document import read_text
+from layerstore.storage import SaveTiming, row_of
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.manifest import Manifest, row_of
-from layerstore.storage.timings import SaveTiming, _timing
+from layerstore.storage.manifest import Manifest
+from layerstore.storage.timings import _timing
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer
@@ -293,14 +304,14 @@ def _in_an_envelope(
     """Return the parser of files called *name*: as they are, and with a payload that was changed and sealed again."""
 
     def sealed(payload: bytes) -> bytes:
-        return seal(Envelope(store_id=samples.STORE_ID, name=name, payload=payload))
+        return seal(payload, name=name, store_id=samples.STORE_ID)
 
     def parse(data: bytes, folder: Path) -> object:
         found = read(data)
         assert write is None or write(found) == data, "another spelling was accepted"
         return found
 
-    payloads = [unseal(data, name=name, store_id=samples.STORE_ID).payload for data in sound]
+    payloads = [unseal(data, name=name, store_id=samples.STORE_ID) for data in sound]
     values = [unpack(payload, what="") for payload in payloads]
     inputs = _either(
         changed(sound),

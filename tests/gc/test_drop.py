@@ -82,7 +82,7 @@ def test_a_dropped_commit_is_composed_by_its_id(three: Store, tmp_path: Path) ->
     three.compose(commit).write(tmp_path / "out")
 
 
-@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.IndexNotice")
 def test_a_disk_that_fails_leaves_it_where_it_is_found(three: Store) -> None:
     """If the move cannot be confirmed, the commit is in the log or in the trash."""
     trash = three.path / "trash" / "commits" / "r"

@@ -13,14 +13,11 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
-from layerstore.format.blobs import decode_version, ref_of
+from layerstore.format import decode_version, ref_of
 from layerstore.gc.collect import GcOutcome
 from layerstore.history.references import resolve
 from layerstore.model import Kind
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, Hook, IndexNotice, open_repository
 from tests.unit.checkpoints import Checkpoints
 
 

@@ -146,7 +146,7 @@ MORE = [("unlink", 2), ("unlink", 9), ("rename", 1), ("rename", 7), ("fsync", 1)
 
 
 @pytest.mark.fault(107)
-@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.IndexNotice")
 @pytest.mark.parametrize(
     ("operation", "ordinal"), [*USUAL, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)]
 )

@@ -18,12 +18,8 @@ from layerstore.history.references import Resolved, resolve
 from layerstore.model import BlobRef, CommitRecord, LayerVersion
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
-from layerstore.storage import aside as aside_folder
-from layerstore.storage.aside import Aside
-from layerstore.storage.commits import RecordName, RecordStore
-from layerstore.storage.files import Files
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, RecordName, RecordStore, Repository, open_repository, trash
+from layerstore.storage.trash import Aside
 from tests.gc.test_gc import Stopped, collect, grow_old, objects, once, steps, stop
 from tests.unit.checkpoints import Checkpoints
 
@@ -345,7 +341,7 @@ def test_on_a_network_filesystem_objects_wait_aside(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a collection that comes a grace age later: another node's listing may be late."""
-    monkeypatch.setattr(aside_folder, "network_filesystem", lambda path: "nfs")
+    monkeypatch.setattr(trash, "network_filesystem", lambda path: "nfs")
     for step in (10, 20):
         store.ingest(saved(step), run="r")
     before = sum(objects(store).values())

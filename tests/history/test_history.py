@@ -21,13 +21,18 @@ from layerstore.history.references import find_row, resolve
 from layerstore.inspect import LogPage
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.commits import RecordName, RecordStore
-from layerstore.storage.files import Files
-from layerstore.storage.manifest import RecordRow, packed_versions, row_of
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
-from layerstore.storage.setup import open_repository
+from layerstore.storage import (
+    Files,
+    IndexNotice,
+    RecordName,
+    RecordRow,
+    RecordStore,
+    Repository,
+    RunView,
+    open_repository,
+    packed_versions,
+    row_of,
+)
 from tests.faults.harness import flip
 from tests.unit import samples
 
@@ -169,7 +174,7 @@ class Run:
 
 
 @pytest.mark.fault(101)
-@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore:.*no longer there:layerstore.storage.IndexNotice")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(happenings())
 def test_a_view_says_what_the_records_say(done: list[tuple[str, int, int, int, int]]) -> None:

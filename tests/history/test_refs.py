@@ -10,7 +10,7 @@ from layerstore.errors import Conflict, IntegrityError, InvalidInput, Layerstore
 from layerstore.history.references import reference_to, resolve
 from layerstore.layers import Reference, parse_reference
 from layerstore.model import Commit, CommitId, Fork
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from tests.faults.harness import flip
 from tests.unit import samples
 

@@ -10,7 +10,7 @@ import layerstore
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
 from layerstore.model import LayerEntry
-from layerstore.storage.catalog import IndexNotice
+from layerstore.storage import IndexNotice
 from tests.generated import generate
 from tests.unit.checkpoints import tensors_of
 

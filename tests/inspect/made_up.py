@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import layerstore
-from layerstore.format.blobs import encode_state, encode_version, ref_of
-from layerstore.format.records import make_commit
+from layerstore.format import encode_state, encode_version, make_commit, ref_of
 from layerstore.model import (
     BlobRef,
     CommitRecord,
@@ -35,10 +34,7 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.storage.files import Files
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import open_repository
-from layerstore.storage.timings import SaveTiming, note_timing
+from layerstore.storage import Files, Repository, SaveTiming, note_timing, open_repository
 from layerstore.tree import Tree
 from tests.bench.histories import layer_names
 

@@ -11,9 +11,8 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.format.records import make_commit
-from layerstore.storage.files import Files
-from layerstore.storage.setup import open_repository
+from layerstore.format import make_commit
+from layerstore.storage import Files, open_repository
 from tests.inspect.chromium import Browser, Page, opened, program
 from tests.inspect.made_up import STARTED_NS, History, build
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN

@@ -16,8 +16,7 @@ from layerstore.distance import Meter
 from layerstore.errors import IntegrityError
 from layerstore.limits import MIB
 from layerstore.model import BlobRef, Kind
-from layerstore.storage.files import Files
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, open_repository
 from layerstore.zero3 import Slices
 from tests.unit.checkpoints import checkpoint
 

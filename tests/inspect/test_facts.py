@@ -17,7 +17,7 @@ from layerstore.inspect import report_fields
 from layerstore.inspect.report import RunReport
 from layerstore.inspect.stats import Amounts
 from layerstore.model import Commit
-from layerstore.storage.commits import RecordName, RecordStore
+from layerstore.storage import RecordName, RecordStore
 from tests.inspect.made_up import LAYER_BYTES, History, build
 from tests.unit.checkpoints import checkpoint
 

@@ -11,7 +11,7 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import NotFound
-from layerstore.storage.objects import ObjectStore
+from layerstore.storage import ObjectStore
 from tests.unit.checkpoints import checkpoint
 
 FROZEN = ("model.layers.0",)

@@ -26,7 +26,7 @@ from torch import nn
 
 import layerstore
 from layerstore.live.saver.saver import Saver
-from layerstore.storage import stream
+from layerstore.storage import handles
 from layerstore.store import Store
 from tests.live.courses import COURSES, Course
 from tests.live.plain import plainly
@@ -68,7 +68,7 @@ def main() -> None:
     out = arguments.out
     begin(out)
     # So small a model would be in the stream's buffer as a whole, and never wait for the disk.
-    vars(stream)["STREAM_BYTES"] = 1 << 16
+    vars(handles)["STREAM_BYTES"] = 1 << 16
     for course in COURSES:
         if course.name not in (arguments.course or [course.name]):
             continue

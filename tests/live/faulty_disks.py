@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore.live.saver.settings import Mode, Pressure
-from layerstore.storage import stream
+from layerstore.storage import handles
 from layerstore.store import Store
 from tests.forked import tell
 from tests.live.faulty import RUN, STEPS
@@ -138,7 +138,7 @@ def pressed(options: Any) -> None:
     """Save at each step to a disk that cannot keep up, with a pool that is smaller than the state."""
     ways: tuple[Pressure, ...] = ("wait", "skip", "degrade")
     # So small a model would be in the stream's buffer as a whole, and never wait for the disk.
-    vars(stream)["STREAM_BYTES"] = 1 << 16
+    vars(handles)["STREAM_BYTES"] = 1 << 16
     for pressure in ways:
         used: list[int] = []
         faults = Faults()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from layerstore.format.blobs import encode_state
+from layerstore.format import encode_state
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
 from layerstore.zero3 import RANDOM_STATE

@@ -18,7 +18,7 @@ from layerstore.compose.peft import name_in_file
 from layerstore.composite import Composite
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.model import BlobRef, RankState, SourceFile
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train
 

@@ -16,7 +16,7 @@ import layerstore
 from layerstore.cli.app import main
 from layerstore.compose import content_of
 from layerstore.errors import InvalidInput
-from layerstore.format.blobs import encode_state
+from layerstore.format import encode_state
 from layerstore.model import CommitRecord, RankState
 from layerstore.store import Store
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, train

@@ -12,8 +12,7 @@ from layerstore.history.place import place_begun
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId, Part
 from layerstore.publish.rank_parts import GivenUp, fail_share
-from layerstore.storage import handles as kernel
-from layerstore.storage import stream
+from layerstore.storage import handles
 from layerstore.store import Store
 from tests.faults.saving import Save, begun
 from tests.generated import generate
@@ -54,10 +53,10 @@ def saves(tmp_path: Path) -> Iterator[Saves]:
 
 def test_large_objects_of_a_save_go_past_the_cache(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
     """Filling the kernel's cache takes time that training needs."""
-    monkeypatch.setattr(stream, "STREAM_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(stream, "_spare", [])  # so small a buffer is for nobody else
+    monkeypatch.setattr(handles, "STREAM_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(handles, "_spare", [])  # so small a buffer is for nobody else
     save = saves.begun(0)
-    with patch.object(stream, "bypass_cache", side_effect=kernel.bypass_cache) as bypass:
+    with patch.object(handles, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
         save.write_all()
     save.join()
 

@@ -19,7 +19,7 @@ from tests.stateful.machine import StoreMachine
 __all__ = ["fast_module_path"]
 
 # A harmed index is made anew, with a notice each time.
-pytestmark = pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+pytestmark = pytest.mark.filterwarnings("ignore::layerstore.storage.IndexNotice")
 
 
 @pytest.fixture

@@ -15,19 +15,23 @@ import lmdb
 import pytest
 
 from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound, StorageIO
+from layerstore.layout import Layout
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Commit, CommitId, ObjectId
-from layerstore.storage import placement
-from layerstore.storage.catalog import IndexNotice
-from layerstore.storage.commits import RecordStore
+from layerstore.storage import (
+    Files,
+    IndexNotice,
+    RecordStore,
+    Repository,
+    RunView,
+    files,
+    manifest_directory,
+    open_repository,
+    row_of,
+)
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.files import Files
-from layerstore.storage.layout import Layout
-from layerstore.storage.manifest import Manifest, row_of
-from layerstore.storage.placement import manifest_directory, network_filesystem
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
-from layerstore.storage.setup import open_repository
+from layerstore.storage.files import network_filesystem
+from layerstore.storage.manifest import Manifest
 from tests.unit import samples
 
 
@@ -298,7 +302,7 @@ def noisy_lock(folder: Path) -> None:
     (folder / "lock.mdb").write_bytes(b"noise" * 2000)
 
 
-@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore::layerstore.storage.IndexNotice")
 @pytest.mark.parametrize(
     "harm",
     [drop_all, drop_data, drop_lock, empty_data, one_page, two_pages, odd_length, noise, zero_metas, noisy_lock],
@@ -358,7 +362,7 @@ def flipped_answers(root: Path, position: int) -> subprocess.CompletedProcess[st
 ASK = """
 import sys
 from pathlib import Path
-from layerstore.storage.setup import open_repository
+from layerstore.storage.repository import open_repository
 from layerstore.storage.files import Files
 repo = open_repository(Path(sys.argv[1]), Files())
 print([row.step for row in repo.catalog.view("sft").visible])
@@ -417,7 +421,7 @@ def test_a_row_under_another_key_is_found(repo: Repository) -> None:
 
 
 @pytest.mark.fault(94)
-@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore::layerstore.storage.IndexNotice")
 def test_an_index_of_another_store_is_not_used(repo: Repository, tmp_path: Path) -> None:
     """A foreign index, put in the place of ours, is replaced; its rows are never answered."""
     other = samples.repo(tmp_path / "other")
@@ -445,7 +449,7 @@ def test_an_old_copy_of_the_index_catches_up(repo: Repository, tmp_path: Path) -
 
 
 @pytest.mark.fault(100)
-@pytest.mark.filterwarnings("ignore:.*rebuilding:layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore:.*rebuilding:layerstore.storage.IndexNotice")
 def test_no_index_at_all_is_only_slower(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the index cannot be made every answer comes from the records, with a notice."""
     repo.catalog.close()
@@ -459,7 +463,7 @@ def test_no_index_at_all_is_only_slower(repo: Repository, monkeypatch: pytest.Mo
 
 
 @pytest.mark.fault(99, 100)
-@pytest.mark.filterwarnings("ignore::layerstore.storage.catalog.IndexNotice")
+@pytest.mark.filterwarnings("ignore::layerstore.storage.IndexNotice")
 def test_a_rebuild_that_cannot_be_says_so(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the system's own number and what helps; questions are answered all the same."""
     repo.catalog.close()
@@ -592,7 +596,7 @@ MOUNTS = """
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the system's list of mounts be the one above."""
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mountinfo")
 
 
 @pytest.mark.fault(31)

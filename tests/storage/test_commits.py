@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import IntegrityError, NotFound, StorageIO, Unsupported
-from layerstore.format.records import seal_commit
+from layerstore.format import seal_commit
 from layerstore.model import Commit
-from layerstore.storage.commits import RecordName
-from layerstore.storage.files import Files
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import open_repository
+from layerstore.storage import Files, RecordName, Repository, open_repository
 from tests.unit import samples
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.storage.files import Files, WeakDurability
+from layerstore.storage import Files, WeakDurability
 from tests.faults.harness import refuse_links
 
 
@@ -297,38 +297,11 @@ def test_without_links_and_without_such_a_rename_it_is_said(
     monkeypatch.setattr("layerstore.storage.files.rename_exclusive", refuse)
     files = Files()
     (tmp_path / "one").write_bytes(b"1")
-    (tmp_path / "scratch").mkdir()
-    asked: tuple[Callable[[], bool], ...] = (
-        lambda: files.link_exclusive(tmp_path / "one", tmp_path / "name"),
-        lambda: files.keep_exclusive(tmp_path / "one", tmp_path / "name", scratch=tmp_path / "scratch"),
-    )
 
-    for ask in asked:
-        with pytest.raises(StorageIO, match="neither a hard link nor a rename that replaces nothing") as caught:
-            ask()
-        assert "layerstore doctor" in (caught.value.hint or "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "scratch"]
-
-
-@pytest.mark.fault(30)
-@pytest.mark.parametrize("has_links", [True, False])
-def test_what_is_kept_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
-    """A second name, or a copy: never at the cost of the first, never in the place of another file."""
-    if not has_links:
-        monkeypatch.setattr(os, "link", refuse_links)
-    files = Files()
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "one").write_bytes(b"1")
-    (tmp_path / "two").write_bytes(b"2")
-
-    assert files.keep_exclusive(tmp_path / "one", tmp_path / "name", scratch=tmp_path / "scratch")
-    assert not files.keep_exclusive(tmp_path / "two", tmp_path / "name", scratch=tmp_path / "scratch")
-    found = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    assert found == {"one": b"1", "name": b"1", "two": b"2"}
-    assert not list((tmp_path / "scratch").iterdir())
-    with pytest.raises(StorageIO) as caught:
-        files.keep_exclusive(tmp_path / "gone", tmp_path / "other", scratch=tmp_path / "scratch")
-    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(StorageIO, match="neither a hard link nor a rename that replaces nothing") as caught:
+        files.link_exclusive(tmp_path / "one", tmp_path / "name")
+    assert "layerstore doctor" in (caught.value.hint or "")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
 @pytest.mark.fault(30)

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import Locked, StorageIO
-from layerstore.storage import locks
-from layerstore.storage.locks import Hold, lock
+from layerstore.storage import lock, locks
+from layerstore.storage.locks import Hold
 
 GOOD_FOR = 1.0
 RENEWED = 0.1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import Locked, StorageIO
-from layerstore.storage.locks import lock
+from layerstore.storage import lock
 
 HOLD = """
 import sys, time

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from layerstore.errors import IntegrityError, InvalidInput, StorageIO
-from layerstore.format.blobs import ref_of
+from layerstore.format import ref_of
 from layerstore.model import BlobRef, ObjectId
-from layerstore.storage.objects import ObjectStore, ObjectWriter
-from layerstore.storage.repository import Repository
+from layerstore.storage import ObjectStore, ObjectWriter, Repository
 from tests.faults.harness import flip
 from tests.unit import samples
 

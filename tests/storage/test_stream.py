@@ -11,13 +11,9 @@ from unittest.mock import patch
 import pytest
 
 from layerstore.errors import StorageIO
-from layerstore.format.blobs import ref_of
+from layerstore.format import ref_of
 from layerstore.limits import PAGE_BYTES, STREAM_BYTES
-from layerstore.storage import handles, stream
-from layerstore.storage.files import Files
-from layerstore.storage.handles import NewFile
-from layerstore.storage.objects import ObjectWriter
-from layerstore.storage.stream import Stream
+from layerstore.storage import Files, NewFile, ObjectWriter, Stream, handles
 from tests.unit import samples
 
 SIZES = (
@@ -84,7 +80,7 @@ def test_large_files_go_past_the_cache_and_small_ones_do_not(tmp_path: Path) -> 
     for name, size_bytes in {"small": PAGE_BYTES, "large": 2 * STREAM_BYTES + 1}.items():
         with (
             Files().create(tmp_path / name) as file,
-            patch.object(stream, "bypass_cache", return_value=True) as bypass,
+            patch.object(handles, "bypass_cache", return_value=True) as bypass,
         ):
             written(file, bytes(size_bytes))
             seen[name] = [call.args[1] for call in bypass.call_args_list]
@@ -160,7 +156,7 @@ def test_drafts_that_nobody_reads_soon_go_past_the_cache(
                 raise ValueError("made up")
             return made.keep_as(ref)
 
-    with patch.object(stream, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
+    with patch.object(handles, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
         with ObjectWriter(repo.layout, repo.files, repo.objects, past_cache=True) as objects:
             with pytest.raises(ValueError, match="made up"):
                 draft(objects, fails=True)
@@ -185,4 +181,4 @@ def test_buffers_are_used_again_and_not_kept_without_end(tmp_path: Path) -> None
         each.close()
         file.close()
 
-    assert len(stream._spare) <= stream._SPARE_MAX
+    assert len(handles._spare) <= handles._SPARE_MAX

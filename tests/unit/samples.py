@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerstore.format.records import make_commit
+from layerstore.format import make_commit
 from layerstore.model import (
     BlobRef,
     BufferContent,
@@ -33,10 +33,7 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.storage.files import Files
-from layerstore.storage.handles import Hook, no_hook
-from layerstore.storage.repository import Repository
-from layerstore.storage.setup import make_store, open_repository
+from layerstore.storage import Files, Hook, Repository, make_store, no_hook, open_repository
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
 
 STORE_ID = "5e" * 16

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import layerstore
-from layerstore.storage.commits import RecordName, RecordStore
+from layerstore.storage import RecordName, RecordStore
 from tests.bench.histories import RUN, build, places
 from tests.bench.query import _questions
 

@@ -18,12 +18,11 @@ import pytest
 
 import layerstore
 from layerstore.errors import Conflict, IntegrityError, Locked, NoStore, StorageIO, Unsupported
-from layerstore.format.identity import FORMAT
+from layerstore.format import FORMAT
 from layerstore.migrations import STEPS, NewFile, Older, Step, migrate, plan_migration
 from layerstore.migrations.m0001_lineage import identity_fields, identity_text, seal, unseal
 from layerstore.model import Fork
-from layerstore.storage.files import Files
-from layerstore.storage.locks import lock
+from layerstore.storage import Files, lock
 from tests.compat import goldens
 from tests.compat.format1 import as_format_1
 from tests.faults.harness import flip, snapshot, tiny_checkpoint, truth

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import LayoutMismatch, Unsupported
-from layerstore.format.objects import frame
+from layerstore.format import frame
 from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
 from layerstore.zero3 import Slices, slice_length, stretches, valid_elements
 from layerstore.zero3.slices import sub_groups

@@ -38,7 +38,7 @@ from layerstore.live.demo.stores import (
     usage_under,
 )
 from layerstore.policy.keep import Keep
-from layerstore.storage.handles import mapped_errors
+from layerstore.storage import mapped_errors
 from layerstore.store import open_store
 
 RANKS = 2

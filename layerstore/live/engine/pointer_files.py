@@ -14,8 +14,7 @@ from typing import cast
 
 from layerstore.compose import Composition, RankStates, compose_latest, content_of, plan_ranks
 from layerstore.errors import Conflict, IntegrityError, NotFound
-from layerstore.format.canonical import Plain
-from layerstore.format.fields import from_plain, to_plain
+from layerstore.format import Plain, from_plain, to_plain
 from layerstore.history import Resolved, reference_to, saved_now
 from layerstore.layers import parse_reference
 from layerstore.live.log import LOG
@@ -23,8 +22,7 @@ from layerstore.live.ranks import Exchange
 from layerstore.live.scratch import lasting_scratch
 from layerstore.model import LayerEntry
 from layerstore.policy import Policy
-from layerstore.storage.files import Files
-from layerstore.storage.runview import RunView
+from layerstore.storage import Files, RunView
 from layerstore.store import Store, StrPath, as_store
 from layerstore.tree import Tree
 from layerstore.zero3 import LATEST, TRAINER_STATE, Pointer, pointer_bytes

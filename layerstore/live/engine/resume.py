@@ -22,7 +22,7 @@ from layerstore.live.engine.savers import wait_for_saves
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.policy import Policy
-from layerstore.storage.runview import RunView
+from layerstore.storage import RunView
 from layerstore.store import Store, StrPath, as_store
 from layerstore.zero3 import TreeView
 

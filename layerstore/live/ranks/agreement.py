@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.format.hashing import object_id
+from layerstore.format import object_id
 from layerstore.live.ranks.exchange import Exchange, Message
 from layerstore.policy import Policy, is_ours
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 # The numbers of a message.
 _STEP, _NUMBER, _FLAGS, _FREE, _FAILED_FROM, _FAILED, _UPTO, _VISIBLE = range(8)

@@ -12,8 +12,7 @@ from layerstore.errors import Conflict
 from layerstore.history import Place, place_at, place_free, reserve
 from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
-from layerstore.storage.repository import Repository
-from layerstore.storage.runview import RunView
+from layerstore.storage import Repository, RunView
 
 Wish = Callable[[RunView | None], Place]
 """Returns the place where a job would save if no other job did, by the commits of its run."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.format.hashing import object_id
+from layerstore.format import object_id
 from layerstore.live.engine import Engine, StoreCheckpointEngine, check_run, origin_of, place_resumed
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
@@ -16,7 +16,7 @@ from layerstore.live.saver.saver import Saver
 from layerstore.live.saver.settings import Frozen, Mode, Pressure, Settings
 from layerstore.policy import Policy, checked, policy_named
 from layerstore.policy.keep import Keep
-from layerstore.storage.timings import SaveTiming
+from layerstore.storage import SaveTiming
 from layerstore.store import Store, StrPath, as_store
 
 

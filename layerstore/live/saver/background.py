@@ -18,7 +18,7 @@ from layerstore.live.saver.results import Job
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.model import Commit, LayerEntry, Part
 from layerstore.publish import BaseLost, Frozen, GivenUp, Joint, fail_share, join, make_pin, parts_of, write_share
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 POLL_SECONDS = 0.02
 """How often rank 0 looks for the other ranks' parts, which come over a filesystem."""

@@ -9,7 +9,7 @@ from layerstore.errors import InvalidInput
 from layerstore.limits import GIB
 from layerstore.live.engine import ENGINE_KEYS, FOLDER
 from layerstore.publish import check_pin_free, check_pin_name
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 from layerstore.store import StrPath
 from layerstore.zero3 import read_source_file
 

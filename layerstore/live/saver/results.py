@@ -15,8 +15,7 @@ from layerstore.live.saver.kept_files import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
 from layerstore.publish import Joint, ShareWork
-from layerstore.storage.repository import Repository
-from layerstore.storage.timings import SaveTiming, note_timing
+from layerstore.storage import Repository, SaveTiming, note_timing
 
 RESULTS_MAX = 256
 """How many results of finished saves are kept one by one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, Unsupported
-from layerstore.format.hashing import crc32 as crc32_of
+from layerstore.format import crc32 as crc32_of
 from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.tree import Storage, Tree
 from layerstore.zero3.pt.picklewrite import write_pickle

@@ -23,7 +23,7 @@ from layerstore.live.engine.resume import place_resumed
 from layerstore.live.ranks.attempt import AttemptLock
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import Fork
-from layerstore.storage.runview import RunView
+from layerstore.storage import RunView
 from tests.generated import generate
 
 RUN = "sft"

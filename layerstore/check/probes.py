@@ -1,7 +1,7 @@
 """
 What a filesystem can do, tried out: in a folder of its own, through the seam that the store writes through.
 
-Each probe returns what it found; what that means is said in ``ops/doctor.py``.
+Each probe returns what it found; what that means is said in ``doctor.py``.
 """
 
 import contextlib
@@ -24,11 +24,7 @@ from typing import Any, TextIO
 
 from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
 from layerstore.limits import NAME_BYTES_MAX, STREAM_BYTES
-from layerstore.storage.environment import Environment, ManifestUnusable
-from layerstore.storage.files import Files, WeakDurability
-from layerstore.storage.handles import clone
-from layerstore.storage.locks import open_lock_file, try_flock
-from layerstore.storage.stream import Stream
+from layerstore.storage import Files, Stream, WeakDurability, open_lock_file, try_flock
 
 _SYNCS = 3
 _SPEED_SECONDS = 2.0
@@ -91,7 +87,7 @@ def shares_blocks(files: Files, folder: Path) -> bool:
     """Whether a copy can share the blocks of its source (reflink)."""
     source = _write(files, folder / "shared", os.urandom(64 * 1024))
     with files.open(source) as file, files.create(folder / "clone") as copy:
-        return clone(file.fd, copy.fd)
+        return copy.clone(file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,26 +219,12 @@ def modes(files: Files, folder: Path, *, of: Path | None) -> Modes:
     )
 
 
-def index_problem(folder: Path) -> str | None:
-    """Make an index in *folder*, write to it and read it again; return why that is not possible, if it is not."""
-    try:
-        environment = Environment(folder / "index")
-        try:
-            environment.change(lambda transaction: transaction.put(b"key", b"value"))
-            with environment.reading() as transaction:
-                return None if transaction.get(b"key") == b"value" else "what was written is not read again"
-        finally:
-            environment.close()
-    except ManifestUnusable as exc:
-        return str(exc)
-
-
 CONTESTANTS = 4
 ROUNDS = 25
 _TIMEOUT_SECONDS = 60.0
 # More than a page, and more than one write of the kernel's: half of it would show.
 _CONTENT_BYTES = 128 * 1024
-_COMMAND = (sys.executable, "-m", "layerstore.storage.probes")
+_COMMAND = (sys.executable, "-m", "layerstore.check.probes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
