@@ -137,7 +137,7 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
     written = write_pickle(tree)
     # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
     # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
-    contents = (written.payload, b"little", *written.storages, b"3\n")
+    contents: tuple[bytes | Storage, ...] = (written.payload, b"little", *written.storages, b"3\n")
     keys = (f"{_STORAGE_FOLDER}{key}" for key in range(len(written.storages)))
     records = [
         _record(record, content, alignment_bytes)
