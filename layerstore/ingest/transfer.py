@@ -213,7 +213,7 @@ class _Transfer:
                 yield self._source_file(path)
 
     def _source_file(self, path: Path) -> SourceFile:
-        state = stat_source(path, follow=True)
+        state = stat_source(path)
         content: bytes | ObjectContent
         if state.st_size > INLINE_BYTES_MAX:
             content = self._staging.bytes_object(path, 0, state.st_size)

@@ -35,7 +35,6 @@ from layerstore.zero3 import (
     ObjectSource,
     OpenedSource,
     SliceSource,
-    StorageCheck,
     open_source,
     replace_tensors,
 )
@@ -97,7 +96,7 @@ class Checksums:
         with self._guard:
             self._known.setdefault(path, {})[offset] = (size_bytes, checksum)
 
-    def check(self, storages: Sequence[StorageCheck], reader: SourceReader) -> None:
+    def check(self, storages: Sequence[tuple[str, Located]], reader: SourceReader) -> None:
         """
         Compare every storage's bytes with the checksum that its file states.
 
@@ -107,17 +106,16 @@ class Checksums:
             SourceCheckpoint: A byte is not as it was written.
         """
         starts = {path: sorted(known) for path, known in self._known.items()}
-        for storage in storages:
-            located = storage.located
+        for key, located in storages:
             parts = self._parts(located.path, located.offset_bytes, located.size_bytes, starts, reader)
             found = combine_crc32(parts)
             if found != located.crc32:
                 raise SourceCheckpoint(
-                    f"{located.path} is damaged: entry {storage.key} has checksum {found:08x}, "
+                    f"{located.path} is damaged: entry {key} has checksum {found:08x}, "
                     f"expected {located.crc32:08x}; nothing was ingested",
                     hint="copy the file again, or ingest another checkpoint",
                     path=str(located.path),
-                    entry=storage.key,
+                    entry=key,
                 )
 
     def _parts(

@@ -1,12 +1,11 @@
 """
-DeepSpeed's ZeRO-3 files without torch: found, read into plain values, and planned again.
+DeepSpeed's ZeRO-3 files without torch: find them, read them into plain values, and plan new ones.
 
-This room knows nothing of stores: it says which bytes of which file are which slice of which parameter, and which
-bytes of which object belong where in a new file. ``.pt`` files have a door of their own, `layerstore.zero3.pt`.
+This room knows nothing of stores. It maps the bytes of a checkpoint's files to slices of parameters, and the bytes of
+objects to places in new files. ``.pt`` files have a door of their own, `layerstore.zero3.pt`.
 """
 
 from layerstore.zero3.discovery import (
-    FoundCheckpoint,
     beside_shards,
     check_unchanged,
     discover,
@@ -33,7 +32,6 @@ from layerstore.zero3.read import (
     ObjectSource,
     Share,
     SliceSource,
-    StorageCheck,
     read_checkpoint,
     share_of,
 )
@@ -50,7 +48,6 @@ from layerstore.zero3.write import (
     derived_checks,
     filling_of,
     gathered_pieces,
-    literal_file,
     merged,
     plan_gathered,
     plan_rank,
@@ -60,11 +57,11 @@ from layerstore.zero3.write import (
 
 __all__ = [
     "BYTES_KEY", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "SUMMARY", "TRAINER_STATE", "Checkpoint",
-    "DerivedCheck", "FoundCheckpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
+    "DerivedCheck", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
     "OutputFile", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices",
-    "StorageCheck", "StoragePart", "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive",
+    "StoragePart", "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive",
     "check_unchanged", "checkpoints_below", "config_of", "convert", "derived_checks", "discover", "equal_bytes",
-    "filling_of", "flavour_of", "gathered_pieces", "holds_zero3", "list_folder", "literal_file", "merged",
+    "filling_of", "flavour_of", "gathered_pieces", "holds_zero3", "list_folder", "merged",
     "newly_infinite", "open_source", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file",
     "pointer_bytes", "rank_of_file", "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer",
     "read_source_file", "real_path", "refuse_pointer", "regrouped", "replace_tensors", "same_bytes", "share_of",

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -28,6 +28,7 @@ from layerstore.zero3.filenames import (
     TRAINER_STATE,
     ZERO3,
     folder_kind,
+    is_text,
     rank_of_file,
     run_name,
 )
@@ -44,15 +45,6 @@ class RankFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileStamp:
-    """A file's size and time when it was found; if they change later, somebody is still writing it."""
-
-    path: Path
-    size_bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
     """The files of one checkpoint."""
 
@@ -65,8 +57,8 @@ class FoundCheckpoint:
     """By rank, from 0, without gaps."""
     others: tuple[Path, ...]
     """Everything else that belongs to the checkpoint, sorted."""
-    stamps: tuple[FileStamp, ...]
-    """Of all these files."""
+    stamps: Mapping[Path, tuple[int, int]]
+    """Size and time in ns of all these files; if they change later, somebody is still writing."""
     notes: tuple[str, ...]
     """What was left out, for the user."""
 
@@ -105,17 +97,17 @@ def discover(path: Path, *, tag: str | None = None, follow: bool = False) -> Fou
         flavour=flavour,
         ranks=ranks,
         others=others,
-        stamps=tuple(_stamp(file) for file in sorted([*shards, *others])),
+        stamps={file: _stamp(file) for file in sorted([*shards, *others])},
         notes=tuple(notes),
     )
 
 
 def check_unchanged(found: FoundCheckpoint) -> None:
     """Raise SourceCheckpoint if any file is not as it was when it was found."""
-    for stamp in found.stamps:
-        if _stamp(stamp.path) != stamp:
+    for path, stamp in found.stamps.items():
+        if _stamp(path) != stamp:
             raise SourceCheckpoint(
-                f"{stamp.path} is still changing: its size or time differs from a moment ago; nothing was ingested",
+                f"{path} is still changing: its size or time differs from a moment ago; nothing was ingested",
                 hint="repeat the command once the save has finished",
             )
 
@@ -179,14 +171,10 @@ def _choose_tag(folder: Path, tags: list[str], wanted: str | None) -> str:
 
 def _other_tags(folder: Path, chosen: str) -> list[str]:
     """Note that *folder* holds more tags than the one taken."""
-    others = [name for name in _tags(folder) if name != chosen]
-    if not others:
-        return []
-    shown = ", ".join(sorted(others, key=_natural)[:5])
-    return [
-        f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
-        f"{' …' if len(others) > 5 else ''}; --all takes every one, --tag another"
-    ]
+    others = sorted((name for name in _tags(folder) if name != chosen), key=_natural)
+    shown = f"{', '.join(others[:5])}{' …' if len(others) > 5 else ''}"
+    note = f"took {chosen!r}, as {LATEST!r} says; {folder} holds {len(others)} more: {shown}"
+    return [f"{note}; --all takes every one, --tag another"] if others else []
 
 
 def read_latest(folder: Path) -> str:
@@ -353,33 +341,23 @@ def _walk(directory: Path, folder: Path, follow: bool, notes: list[str]) -> Iter
             count += 1
             if count > SOURCE_FILES_MAX:
                 raise InvalidInput(f"{folder} holds more than {SOURCE_FILES_MAX} files; is it the right folder?")
-            if not _is_text(name):
+            if not is_text(name):
                 notes.append(f"ignored {os.fsencode(path)!r}: its name is not UTF-8")
                 continue
-            kind = _kind(path, follow)
-            if kind == "folder" and (path / "store.json").is_file() and (path / "objects").is_dir():
-                notes.append(f"ignored {path}: it is a store")
-            elif kind == "folder":
-                pending.append(path)
-            elif kind == "file":
+            is_link = path.is_symlink()
+            if is_link and not follow:
+                raise _linked(path)
+            mode = stat_source(path).st_mode
+            if stat.S_ISREG(mode):
                 yield path
-            else:
+            elif not stat.S_ISDIR(mode):
+                raise SourceCheckpoint(f"{path} is neither a file nor a folder", hint="remove it from the checkpoint")
+            elif is_link:
                 notes.append(f"ignored {path}: a link to a folder could lead in circles")
-
-
-def _kind(path: Path, follow: bool) -> str:
-    mode = stat_source(path, follow=False).st_mode
-    if stat.S_ISLNK(mode):
-        if not follow:
-            raise _linked(path)
-        mode = stat_source(path, follow=True).st_mode
-        if stat.S_ISDIR(mode):
-            return "linked folder"
-    if stat.S_ISDIR(mode):
-        return "folder"
-    if stat.S_ISREG(mode):
-        return "file"
-    raise SourceCheckpoint(f"{path} is neither a file nor a folder", hint="remove it from the checkpoint")
+            elif (path / "store.json").is_file() and (path / "objects").is_dir():
+                notes.append(f"ignored {path}: it is a store")
+            else:
+                pending.append(path)
 
 
 def _linked(path: Path) -> SourceCheckpoint:
@@ -389,20 +367,12 @@ def _linked(path: Path) -> SourceCheckpoint:
     )
 
 
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _stamp(path: Path) -> FileStamp:
+def _stamp(path: Path) -> tuple[int, int]:
     try:
         state = path.stat()
     except OSError as exc:
         raise SourceCheckpoint(f"{path} has vanished: {exc.strerror}", hint="repeat the command") from exc
-    return FileStamp(path=path, size_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+    return state.st_size, state.st_mtime_ns
 
 
 # -- what the files beside the shards say --------------------------------------------------------------------------

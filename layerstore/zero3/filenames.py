@@ -55,6 +55,11 @@ def folder_kind(names: Iterable[str]) -> str | None:
     return ZERO3 if "model" in shards else foreign or (ZERO3 if shards else None)
 
 
+def is_text(name: str) -> bool:
+    """Whether *name* is valid Unicode: a record can hold it, and a terminal show it."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in name)
+
+
 def rank_of_file(name: str) -> int | None:
     """Return the rank whose random state the file *name* holds, None if it is no rank's own."""
     match = _RANKS_RANDOM_STATE.fullmatch(name)

@@ -7,6 +7,7 @@ Whether it has them, an ingest checks bit for bit. Why not with the safetensors 
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -55,11 +56,15 @@ def read_gathered(
     suppliers = _suppliers(parameters, buffers)
     gathered, opaque = [], []
     for path in files:
-        is_gathered = path.suffix == ".safetensors" and path.name != ADAPTER_WEIGHTS  # its names are PEFT's
-        source = _read_file(path, suppliers) if is_gathered else None
-        # A file without any known name, such as another model's weights, is kept as it is.
-        if source is not None and any(tensor.supplier for tensor in source.tensors):
-            gathered.append(source)
+        header: bytes = b""
+        tensors: tuple[GatheredSource, ...] = ()
+        if path.suffix == ".safetensors" and path.name != ADAPTER_WEIGHTS:  # its names are PEFT's
+            with open_source(path) as file, suppress(Unsupported):  # an unknown element type: kept byte for byte
+                header = read_header(path, file.read_at, file.size_bytes)
+                tensors = tensors_in(path, header, file.size_bytes, suppliers)
+        # A file without any known name, such as another model's weights, is kept byte for byte too.
+        if any(tensor.supplier for tensor in tensors):
+            gathered.append(GatheredFileSource(path=path, header=header, tensors=tensors))
         else:
             opaque.append(path)
     return tuple(gathered), tuple(opaque)
@@ -83,16 +88,6 @@ def _suppliers(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer
     return found
 
 
-def _read_file(path: Path, suppliers: Mapping[str, tuple[str, int]]) -> GatheredFileSource | None:
-    with open_source(path) as file:
-        header = read_header(path, file.read_at, file.size_bytes)
-        size_bytes = file.size_bytes
-    try:
-        return GatheredFileSource(path=path, header=header, tensors=tensors_in(path, header, size_bytes, suppliers))
-    except Unsupported:
-        return None  # of an unknown element type: the file is kept as it is
-
-
 def read_header(path: Path, read_at: Callable[[int, int], bytes], size_bytes: int) -> bytes:
     """Return the header of the safetensors file *path*, its length field included."""
     if size_bytes < 8:
@@ -107,9 +102,15 @@ def tensors_in(
     path: Path, header: bytes, size_bytes: int, suppliers: Mapping[str, tuple[str, int]]
 ) -> tuple[GatheredSource, ...]:
     """Return the tensors that *header* lists, in file order; *suppliers* has parameters and lengths by name."""
-    tensors = tuple(_tensors(path, header, suppliers))
-    _check_tiling(path, tensors, len(header), size_bytes)
-    return tensors
+    tensors = _tensors(path, header, suppliers)
+    end = len(header)
+    for tensor in tensors:
+        if tensor.offset_bytes != end:
+            raise _damaged(path, f"there is a hole or an overlap before tensor {tensor.name!r}")
+        end += tensor.size_bytes
+    if end != size_bytes:
+        raise _damaged(path, f"its tensors end at byte {end}, the file at {size_bytes}")
+    return tuple(tensors)
 
 
 def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]) -> list[GatheredSource]:
@@ -144,16 +145,6 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise _damaged(path, f"its header is not safetensors' ({exc})") from exc
     return sorted(found, key=lambda tensor: (tensor.offset_bytes, tensor.name))
-
-
-def _check_tiling(path: Path, tensors: tuple[GatheredSource, ...], begin: int, end: int) -> None:
-    """Raise unless the file is its header and then *tensors*, without gap or overlap."""
-    for tensor in tensors:
-        if tensor.offset_bytes != begin:
-            raise _damaged(path, f"there is a hole or an overlap before tensor {tensor.name!r}")
-        begin += tensor.size_bytes
-    if begin != end:
-        raise _damaged(path, f"its tensors end at byte {begin}, the file at {end}")
 
 
 def _damaged(path: Path, reason: str) -> SourceCheckpoint:

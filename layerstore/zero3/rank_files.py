@@ -1,8 +1,8 @@
 """
-The ranks' files: read, compared with each other, and what they say of the model and its optimizer.
+The ranks' files: read, compared with each other, and asked for the model and its optimizer.
 
-Ranks that disagree, lengths that do not fit and settings that keep state out of the files are errors that name what
-was found: the engine's own loader would accept most of them silently.
+Errors name ranks that disagree, lengths that do not fit and settings that keep state out of the files. The engine's
+own loader would accept most of them silently.
 """
 
 import math
@@ -13,14 +13,13 @@ from math import prod
 from struct import Struct
 from typing import TypeGuard, TypeVar
 
-from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.format import crc32
 from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import Buffer, Parameter
 from layerstore.tree import Located, Size, Tensor, Tree
 from layerstore.zero3.discovery import RankFiles
-from layerstore.zero3.filenames import SHARD_STEM
+from layerstore.zero3.filenames import SHARD_STEM, is_text
 from layerstore.zero3.pt import PtFile, read_pt
 from layerstore.zero3.slices import slice_length
 from layerstore.zero3.sourcefile import damaged, open_source
@@ -209,7 +208,7 @@ def _may_be_stateless(model: TreeView) -> bool:
 
 def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:
     """Raise unless every flat buffer is exactly as long as its parameters' slices."""
-    agreed(ranks, "the optimizer's states", _kinds_of_flats)
+    agreed(ranks, "the optimizer's states", kinds_of_flats)
     expected = [sum(slice_length(prod(shape), world_size) for shape in group.values()) for group in groups]
     for rank in ranks:
         path = rank.optimizer_file.path
@@ -252,7 +251,8 @@ def check_states(ranks: list[RankSource]) -> None:
                     )
 
 
-def _kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:
+def kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:
+    """Return the state, sub-group and element type of every flat buffer."""
     return [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats]
 
 
@@ -268,8 +268,9 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
     aliases: dict[str, list[str]] = {}
     for alias, name in rank.model.optional("shared_params").items():
         aliases.setdefault(str(name), []).append(str(alias))
-    for name in module:
-        _check_text(name, rank)
+    for name in map(str, module):
+        if not is_text(name):
+            raise SourceCheckpoint(f"{rank.model.path}: the name {name!r} in the module is not valid Unicode")
     unknown = sorted((shapes.keys() | frozen.keys()) - module.keys())
     if unknown:
         raise LayoutMismatch(f"{rank.model.path}: param_shapes names {unknown[0]!r}, which the module does not have")
@@ -324,13 +325,6 @@ def check_names(rank: RankSource, groups: Groups) -> None:
         seen |= group.keys()
 
 
-def _check_text(name: Tree, rank: RankSource) -> None:
-    try:
-        str(name).encode()
-    except UnicodeEncodeError as exc:
-        raise SourceCheckpoint(f"{rank.model.path}: the name {name!r} in the module is not valid Unicode") from exc
-
-
 def buffers_of(rank: RankSource) -> dict[str, Buffer]:
     """Return the persistent buffers, in the model's order."""
     module = rank.model["module"].mapping()
@@ -357,22 +351,20 @@ def optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
 
 def _count(counter: Tree) -> int | None:
     """Return a step counter as a number; None where it is none."""
-    if isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in COUNTERS:
-        located, dtype = counter.storage.content, counter.storage.dtype
-        size_bytes = by_code(dtype).bytes
-        if isinstance(located, bytes):
-            return _count_of(located[counter.offset * size_bytes :][:size_bytes], dtype)
-        assert isinstance(located, Located), "trees that were just read point into their files"
-        with open_source(located.path) as file:
+    if not (isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in COUNTERS):
+        return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
+    content, layout = counter.storage.content, COUNTERS[counter.storage.dtype]
+    start = counter.offset * layout.size
+    if isinstance(content, bytes):
+        data = content[start : start + layout.size]
+    else:
+        assert isinstance(content, Located), "trees that were just read point into their files"
+        with open_source(content.path) as file:
             # Ranks compare this number before payloads are verified: bit rot must not look like a mixed checkpoint.
-            if located.size_bytes <= INLINE_BYTES_MAX:
-                stored = file.read_at(located.offset_bytes, located.size_bytes)
-                if crc32(stored) != located.crc32:
-                    raise damaged(located.path, "a step counter has another checksum than its file states")
-            return _count_of(file.read_at(located.offset_bytes + counter.offset * size_bytes, size_bytes), dtype)
-    return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
-
-
-def _count_of(data: bytes, dtype: str) -> int | None:
-    (value,) = COUNTERS[dtype].unpack(data)
+            if content.size_bytes <= INLINE_BYTES_MAX:
+                stored = file.read_at(content.offset_bytes, content.size_bytes)
+                if crc32(stored) != content.crc32:
+                    raise damaged(content.path, "a step counter has another checksum than its file states")
+            data = file.read_at(content.offset_bytes + start, layout.size)
+    (value,) = layout.unpack(data)
     return int(value) if math.isfinite(value) else None

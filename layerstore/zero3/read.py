@@ -1,8 +1,8 @@
 """
-DeepSpeed's files -> `Checkpoint`: layers with the places of their slices, and each rank's state, as plain values.
+Read a checkpoint's files into a `Checkpoint`: layers with the places of their slices, and each rank's state.
 
 Nothing is guessed. Payloads are not read, except for step counters and for buffers, which ranks may share.
-A live save goes the same way with one rank at a time: see `share_of`.
+A live save reads one rank at a time: see `share_of`.
 """
 
 import re
@@ -32,7 +32,6 @@ from layerstore.zero3.filenames import TRAINER_STATE
 from layerstore.zero3.gathered import GatheredFileSource, read_gathered
 from layerstore.zero3.pt import PtFile
 from layerstore.zero3.rank_files import (
-    MASTER,
     Groups,
     RankSource,
     agreed,
@@ -42,6 +41,7 @@ from layerstore.zero3.rank_files import (
     check_saved_as_named,
     check_states,
     frozen_of,
+    kinds_of_flats,
     optimizer_steps,
     parameters_of,
     read_ranks,
@@ -106,14 +106,6 @@ class LayerSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorageCheck:
-    """A record of a ``.pt`` file whose bytes must have the checksum that the file states for them."""
-
-    key: str
-    located: Located
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """All of a checkpoint."""
 
@@ -127,15 +119,15 @@ class Checkpoint:
     gathered: tuple[GatheredFileSource, ...]
     files: tuple[Path, ...]
     """Files that are kept byte for byte."""
-    checks: tuple[StorageCheck, ...]
-    """Every storage of every ``.pt`` file."""
+    checks: tuple[tuple[str, Located], ...]
+    """Every storage of every ``.pt`` file, by the name of its record: its bytes must have the checksum stated there."""
     notes: tuple[str, ...]
     """What was left out or looks odd, for the user."""
 
     @property
     def size_bytes(self) -> int:
         """The size of all its files."""
-        return sum(stamp.size_bytes for stamp in self.found.stamps)
+        return sum(size_bytes for size_bytes, _ in self.found.stamps.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,14 +208,13 @@ def _trainer_step(found: FoundCheckpoint, *, default: int) -> int:
     return step_of_trainer(path) if path in found.others else default
 
 
-def _storage_checks(ranks: list[RankSource]) -> Iterator[StorageCheck]:
-    """Yield every record with bytes of every ``.pt`` file."""
+def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
     for rank in ranks:
         for file in (rank.model_file, rank.optimizer_file):
             for number, storage in enumerate(file.storages):
                 assert isinstance(storage.content, Located)
                 if storage.content.size_bytes:
-                    yield StorageCheck(key=f"data/{number}", located=storage.content)
+                    yield f"data/{number}", storage.content
 
 
 def state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
@@ -257,8 +248,8 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
     """
     Return what *rank* alone holds; the paths of its files are below *folder*.
 
-    Left to the caller, who joins the shares of all ranks: whether they agree, whether their buffers are alike, and
-    which names are tied, which only the first rank records.
+    The caller joins the shares of all ranks. It checks that they agree, compares their buffers, and takes the tied
+    names from the first rank, which alone records them.
 
     Raises:
         LayoutMismatch: A length does not fit its parameter.
@@ -277,7 +268,7 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
         world_size,
         rank.model["global_steps"].integer(),
         [[(name, tuple(shape)) for name, shape in group.items()] for group in groups],
-        [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats],
+        kinds_of_flats(rank),
         steps,
         [(name, str(found)) for name, found in frozen_of(rank).items()],
         [(buffer.name, buffer.dtype, buffer.shape) for buffer in buffers.values()],
@@ -340,12 +331,12 @@ def _common_step(steps: Iterable[int | None]) -> int | None:
 
 def _flat_slices(rank: RankSource, groups: Groups, world_size: int) -> Iterator[tuple[Kind, SliceSource]]:
     for flat in rank.flats:
-        kind = Kind.MASTER if flat.state == MASTER else Kind.OPTIMIZER
+        kind = Kind.OPTIMIZER if flat.state else Kind.MASTER
         start = 0
         for name, shape in groups[flat.group].items():
             elements = prod(shape)
             valid = valid_elements(elements, world_size, rank.rank)
-            yield from ((kind, source) for source in _slice(flat.tensor, start, valid, name=name, state=flat.state))
+            yield from _slice(kind, flat.tensor, start, valid, name=name, state=flat.state)
             start += slice_length(elements, world_size)
 
 
@@ -355,28 +346,32 @@ def _frozen_slices(
     fragments = rank.model.get("frozen_param_fragments")
     for name, fragment in fragments.children() if fragments is not None else ():
         elements = prod(parameters[str(name)].shape)
-        tensor = fragment.tensor()
-        if tensor.elements != slice_length(elements, world_size) or not tensor.is_contiguous:
+        tensor, expected = fragment.tensor(), slice_length(elements, world_size)
+        if tensor.elements != expected or not tensor.is_contiguous:
             raise LayoutMismatch(
                 f"{rank.model.path}: the fragment of frozen parameter {name!r} has {tensor.elements} elements, "
-                f"expected {slice_length(elements, world_size)}"
+                f"expected {expected}"
             )
-        valid = valid_elements(elements, world_size, rank.rank)
-        yield from ((Kind.WEIGHTS, source) for source in _slice(tensor, 0, valid, name=str(name), state=""))
+        yield from _slice(Kind.WEIGHTS, tensor, 0, valid_elements(elements, world_size, rank.rank), name=str(name))
 
 
-def _slice(tensor: Tensor, start: int, elements: int, *, name: str, state: str) -> Iterator[SliceSource]:
+def _slice(
+    kind: Kind, tensor: Tensor, start: int, elements: int, *, name: str, state: str = ""
+) -> Iterator[tuple[Kind, SliceSource]]:
     """Yield the slice of *tensor* from element *start* on, or nothing where all of it is padding."""
     located = tensor.storage.content
     assert isinstance(located, Located), "trees that were just read point into their files"
     if elements:
-        yield SliceSource(
-            name=name,
-            state=state,
-            dtype=tensor.storage.dtype,
-            elements=elements,
-            path=located.path,
-            offset_bytes=located.offset_bytes + (tensor.offset + start) * by_code(tensor.storage.dtype).bytes,
+        yield (
+            kind,
+            SliceSource(
+                name=name,
+                state=state,
+                dtype=tensor.storage.dtype,
+                elements=elements,
+                path=located.path,
+                offset_bytes=located.offset_bytes + (tensor.offset + start) * by_code(tensor.storage.dtype).bytes,
+            ),
         )
 
 
@@ -413,7 +408,7 @@ def _buffer_slices(rank: RankSource, buffers: Mapping[str, Buffer]) -> Iterator[
         tensor = module[name].tensor()
         if tuple(tensor.shape) != buffer.shape or tensor.storage.dtype != buffer.dtype or not tensor.is_contiguous:
             raise LayoutMismatch(f"{rank.model.path}: buffer {name!r} has another shape or type than on rank 0")
-        yield from ((Kind.BUFFERS, source) for source in _slice(tensor, 0, tensor.elements, name=name, state=""))
+        yield from _slice(Kind.BUFFERS, tensor, 0, tensor.elements, name=name)
 
 
 def _digests(source: ObjectSource) -> str:

@@ -1,7 +1,7 @@
 """
-The trees of a composite's ranks: for another number of ranks, and with each layer's own step counter.
+The trees of a composite's ranks: for another world size, and with each layer's own step counter.
 
-Sub-groups follow DeepSpeed's own rule. Trees are never changed in place, so one rank's can be used for several.
+Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank's can serve as the template of many.
 """
 
 import re
@@ -13,11 +13,11 @@ from pathlib import PurePosixPath
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.format import encode_tree, pack
 from layerstore.model import FlatContent, RankState, TreeFile
-from layerstore.tree import OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.tree import OrderedMap, Size, Tensor, Tree
 from layerstore.zero3.filenames import SHARD_STEM
 from layerstore.zero3.rank_files import COUNTERS, STEP
 from layerstore.zero3.slices import slice_length, sub_groups
-from layerstore.zero3.trees import TreeView, changed, replace_tensors, sub_group_shapes
+from layerstore.zero3.trees import TreeView, changed, replace_tensors, sub_group_shapes, with_content
 
 # DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9
@@ -206,15 +206,19 @@ def _optimizer(template: RankState, regrouping: Regrouping, rank: int) -> TreeFi
         changed(group.mapping(), {"params": [index for index, own in groups if own.param_group == number]})
         for number, (_, group) in enumerate(inner["param_groups"].children())
     ]
-    values: dict[Tree, Tree] = {
-        "partition_count": regrouping.world_size,
-        "fp32_flat_groups": flats,
-        "optimizer_state_dict": changed(inner.mapping(), {"state": state, "param_groups": param_groups}),
-    }
-    tree = changed(
-        TreeView.of(template.optimizer).mapping(), {"optimizer_state_dict": changed(outer.mapping(), values)}
+    tree = _with_optimizer(
+        template,
+        outer={"partition_count": regrouping.world_size, "fp32_flat_groups": flats},
+        inner={"state": state, "param_groups": param_groups},
     )
     return TreeFile(path=_path_of_rank(template.optimizer.path, rank), tree=tree)
+
+
+def _with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
+    """Return the tree of the ``optim_states`` with other values in DeepSpeed's and in the optimizer's own state."""
+    within = changed(_inner(state).mapping(), inner)
+    around = changed(_outer(state).mapping(), {**outer, "optimizer_state_dict": within})
+    return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
 
 
 def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
@@ -238,13 +242,8 @@ def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:
 
 def _resized(sample: Tensor, elements: int, content: object = None) -> Tensor:
     """Return a tensor like *sample* with *elements* in a storage of its own."""
-    storage = Storage(
-        dtype=sample.storage.dtype,
-        elements=elements,
-        device=sample.storage.device,
-        content=sample.storage.content if content is None else content,
-    )
-    return replace(sample, storage=storage, offset=0, shape=Size((elements,)), stride=(1,))
+    resized = replace(sample, shape=Size((elements,)), stride=(1,))
+    return with_content(resized, sample.storage.content if content is None else content)
 
 
 def _path_of_rank(path: str, rank: int) -> str:
@@ -284,20 +283,14 @@ def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]
     Raises:
         LayoutMismatch: The layers of a sub-group were updated more or less often than each other.
     """
-    tree = TreeView.of(state.optimizer)
-    outer = tree["optimizer_state_dict"]
-    inner = outer["optimizer_state_dict"]
-    groups = sub_group_shapes(TreeView.of(state.model))
+    groups, states = sub_group_shapes(TreeView.of(state.model)), _inner(state)["state"]
     counted: dict[Tree, Tree] = {
         group: changed(values.mapping(), {STEP: _counter(values.mapping()[STEP], _agreed(groups, group, steps))})
-        for group, values in inner["state"].children()
+        for group, values in states.children()
         if isinstance(group, int) and STEP in values.mapping()
     }
-    states = changed(inner["state"].mapping(), counted)
-    within = changed(outer.mapping(), {"optimizer_state_dict": changed(inner.mapping(), {"state": states})})
-    return replace(
-        state, optimizer=replace(state.optimizer, tree=changed(tree.mapping(), {"optimizer_state_dict": within}))
-    )
+    tree = _with_optimizer(state, outer={}, inner={"state": changed(states.mapping(), counted)})
+    return replace(state, optimizer=replace(state.optimizer, tree=tree))
 
 
 def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[str, tuple[str, int | None]]) -> int:
@@ -322,13 +315,7 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 def _counter(old: Tree, count: int) -> Tree:
     """Return *count* as the kind of counter that *old* is."""
     if isinstance(old, Tensor) and old.elements == 1 and old.storage.dtype in COUNTERS:
-        storage = Storage(
-            dtype=old.storage.dtype,
-            elements=1,
-            device=old.storage.device,
-            content=COUNTERS[old.storage.dtype].pack(count),
-        )
-        return replace(old, storage=storage, offset=0)
+        return with_content(old, COUNTERS[old.storage.dtype].pack(count))
     if isinstance(old, int) and not isinstance(old, bool):
         return count
     raise LayoutMismatch(

@@ -1,5 +1,5 @@
 """
-Slices: how ZeRO-3 cuts parameters and param groups, and where the slices of a composite's layers are stored.
+Slices: how ZeRO-3 cuts parameters and param groups, and where a composite's slices are stored.
 
 Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); elements beyond n are padding.
 Each layer may have been saved by another number of ranks. `Slices` finds any elements of any parameter.
@@ -184,7 +184,7 @@ class Slices:
         self, kind: Kind, name: str, *, state: str = "", dtype: str, begin: int, end: int
     ) -> Iterator[StoragePart]:
         """
-        Yield what makes up the elements *begin* to *end* of a parameter, whatever slices they were stored in.
+        Yield the stored bytes of the elements *begin* to *end* of a parameter.
 
         Raises:
             LayoutMismatch: They are not stored, or not as *dtype*.
@@ -206,20 +206,19 @@ class Slices:
         offset: int,
         begin: int = 0,
         end: int | None = None,
-        hint: str | None = None,
     ) -> Iterator[Piece]:
         """
         Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, from *offset* on.
 
         Raises:
             LayoutMismatch: They are not stored.
-            Unsupported: They are stored as a type that cannot become *dtype*; carries *hint*.
+            Unsupported: They are stored as a type that cannot become *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
         for stored, stretch in self._stretches(kind, name, begin=begin, end=end):
             source = stored.tensor.dtype
             if not can_convert(source, dtype):
-                raise Unsupported(f"{name!r} is stored as {source} and cannot be written as {dtype}", hint=hint)
+                raise Unsupported(f"{name!r} is stored as {source} and cannot be written as {dtype}")
             item_bytes = by_code(source).bytes
             yield Piece(
                 object=stored.object.ref,

@@ -2,7 +2,7 @@
 Plain reads of a source checkpoint's files, and the errors that describe them.
 
 Another program owns a source: it may be missing, a pipe, unreadable, or be truncated while we read it.
-It is never mapped into memory: truncating a mapped file kills the process that reads it (ADR 7).
+It is never mapped into memory: truncating a mapped file would kill the process that reads it (ADR 7).
 """
 
 import errno
@@ -36,15 +36,9 @@ class OpenedSource:
             SourceCheckpoint: The file ends before that: it was cut short, perhaps just now.
             StorageIO: The disk refused.
         """
-        pieces: list[bytes] = []
-        missing = size_bytes
-        while missing:
-            piece = self._pread(missing, offset_bytes + size_bytes - missing)
-            if not piece:
-                raise truncated(self.path, f"{missing} of {size_bytes} bytes are missing at {offset_bytes}")
-            pieces.append(piece)
-            missing -= len(piece)
-        return b"".join(pieces)
+        data = bytearray(size_bytes)
+        self.read_into(memoryview(data), offset_bytes)
+        return bytes(data)
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
         """Fill *buffer* from *offset_bytes* on; raises as `read_at` does."""
@@ -57,12 +51,6 @@ class OpenedSource:
                 raise truncated(self.path, f"{len(buffer)} bytes are missing at {offset_bytes}")
             buffer, offset_bytes = buffer[count:], offset_bytes + count
 
-    def _pread(self, size_bytes: int, offset_bytes: int) -> bytes:
-        try:
-            return os.pread(self._fd, size_bytes, offset_bytes)
-        except OSError as exc:
-            raise _refused_by_disk(self.path, exc) from exc
-
 
 @contextmanager
 def open_source(path: Path) -> Iterator[OpenedSource]:
@@ -73,9 +61,17 @@ def open_source(path: Path) -> Iterator[OpenedSource]:
         SourceCheckpoint: There is nothing, or something that is not a regular file.
         StorageIO: The disk refused; errno is kept.
     """
-    fd = _open(path)
+    # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore it.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        yield OpenedSource(path, fd=fd, size_bytes=_regular_size(path, fd))
+        fd = os.open(path, flags)
+    except (OSError, ValueError) as exc:  # ValueError: a NUL byte in the path
+        raise _refused_by_disk(path, exc) from exc
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_regular(path)
+        yield OpenedSource(path, fd=fd, size_bytes=status.st_size)
     finally:
         os.close(fd)
 
@@ -94,22 +90,16 @@ def read_source_file(path: Path, *, size_bytes_max: int) -> bytes:
         return source.read_at(0, source.size_bytes)
 
 
-def stat_source(path: Path, *, follow: bool) -> os.stat_result:
-    """Return the stat of *path*, or with *follow* of its target; raises as `open_source` does."""
+def stat_source(path: Path) -> os.stat_result:
+    """Return the stat of *path*, or of what a link there points to; raises as `open_source` does."""
     try:
-        return path.stat(follow_symlinks=follow)
+        return path.stat()
     except OSError as exc:
         raise _refused_by_disk(path, exc) from exc
 
 
 def real_path(path: Path) -> Path:
-    """
-    Return *path* without links or dots.
-
-    Raises:
-        InvalidInput: It is no path.
-        StorageIO: The disk or its permissions do not let us look.
-    """
+    """Return *path* without links or dots; raises InvalidInput where it is none."""
     try:
         # is_dir: only looking finds a name that is too long.
         real = path.resolve()
@@ -144,25 +134,6 @@ def untrusted(path: Path, what: str) -> SourceCheckpoint:
         path=str(path),
         reason="untrusted",
     )
-
-
-def _open(path: Path) -> int:
-    # O_NONBLOCK: opening a pipe must return at once instead of waiting for a writer. Regular files ignore it.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    try:
-        return os.open(path, flags)
-    except (OSError, ValueError) as exc:  # ValueError: a NUL byte in the path
-        raise _refused_by_disk(path, exc) from exc
-
-
-def _regular_size(path: Path, fd: int) -> int:
-    try:
-        status = os.fstat(fd)
-    except OSError as exc:
-        raise _refused_by_disk(path, exc) from exc
-    if not stat.S_ISREG(status.st_mode):
-        raise _not_regular(path)
-    return status.st_size
 
 
 def _refused_by_disk(path: Path, exc: OSError | ValueError) -> LayerstoreError:

@@ -220,15 +220,15 @@ def undivided_in(states: TreeView, is_sliced: Callable[[Tree, Tensor], bool]) ->
 
 def _tensors(key: Tree, tree: Tree) -> Iterator[tuple[Tree, Tensor]]:
     """Yield every tensor in *tree* with the innermost key that leads to it."""
-    if isinstance(tree, dict):
-        for inner, value in tree.items():
-            yield from _tensors(inner, value)
-        return
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    replace_tensors(tree, note)
-    yield from ((key, tensor) for tensor in found)
+    match tree:
+        case Tensor():
+            yield key, tree
+        case dict():
+            for inner, value in tree.items():
+                yield from _tensors(inner, value)
+        case list() | tuple():
+            for value in tree:
+                yield from _tensors(key, value)
+        case Inert():
+            parts: list[Tree] = [tree.arguments, tree.state, tree.appended, tree.items]
+            yield from _tensors(key, parts)

@@ -1,8 +1,8 @@
 """
 Plans of DeepSpeed's files: which bytes of which object go where, for each rank and for gathered weights.
 
-The engine's loader checks little, so every length is computed here; of the base's files only the trees are used.
-Padding is written as zeros.
+The engine's loader checks little, so every length is computed and checked here. Only the trees of the base's files
+are used. Padding is written as zeros.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,26 +66,24 @@ def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Join pieces that are neighbours in the object and in the file: one call moves them."""
     current: Piece | None = None
     for piece in pieces:
-        if current is not None and _continues(current, piece):
+        if current is None:
+            current = piece
+        elif _continues(current, piece):
             current = replace(current, size_bytes=current.size_bytes + piece.size_bytes)
-            continue
-        if current is not None:
+        else:
             yield current
-        current = piece
+            current = piece
     if current is not None:
         yield current
 
 
 def _continues(first: Piece, second: Piece) -> bool:
-    return (
-        first.rounding is None
-        and second.rounding is None
-        # The checksum of a cut piece is needed on its own.
-        and not first.is_cut
-        and not second.is_cut
-        and first.object == second.object
-        and first.object_offset + first.size_bytes == second.object_offset
-        and first.offset + first.size_bytes == second.offset
+    # A conversion, and the checksum of a cut piece, are of that piece alone.
+    is_plain = not (first.rounding or second.rounding or first.is_cut or second.is_cut)
+    return is_plain and (second.object, second.object_offset, second.offset) == (
+        first.object,
+        first.object_offset + first.size_bytes,
+        first.offset + first.size_bytes,
     )
 
 
@@ -106,22 +104,15 @@ def plan_rank(
     yield from map(plan_file, state.files)
 
 
-def literal_file(path: str, data: bytes, *, executable: bool = False) -> OutputFile:
-    """Return the plan of a file that holds *data*."""
-    return OutputFile(path=path, size_bytes=len(data), executable=executable, literals=((0, data),), pieces=())
-
-
 def plan_source_file(file: SourceFile) -> OutputFile:
     """Return the plan of a file that is kept byte for byte."""
     content = file.content
-    if isinstance(content, bytes):
-        return literal_file(file.path, content, executable=file.executable)
     return OutputFile(
         path=file.path,
-        size_bytes=content.size_bytes,
+        size_bytes=len(content) if isinstance(content, bytes) else content.size_bytes,
         executable=file.executable,
-        literals=(),
-        pieces=(whole(content, 0),),
+        literals=((0, content),) if isinstance(content, bytes) else (),
+        pieces=() if isinstance(content, bytes) else (whole(content, 0),),
     )
 
 
@@ -227,13 +218,8 @@ def _placed(filling: list[StoragePart], offset: int) -> Iterator[Piece]:
     for part in filling:
         if part.source is not None:
             ref, start = part.source
-            yield Piece(
-                object=ref,
-                object_offset=start,
-                size_bytes=part.size_bytes,
-                offset=offset,
-                is_cut=part.checksum is None,
-            )
+            is_cut = part.checksum is None
+            yield Piece(object=ref, object_offset=start, size_bytes=part.size_bytes, offset=offset, is_cut=is_cut)
         offset += part.size_bytes
 
 

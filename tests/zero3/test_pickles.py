@@ -162,10 +162,10 @@ def test_python_reads_what_we_write(tree: Tree) -> None:
     assert fingerprint(tree) == fingerprint(pickle.loads(write_pickle(tree).payload))
 
 
-@given(tree=plain_trees, protocol=st.sampled_from([2, 3, 4, 5]))
-def test_we_read_what_python_writes(tree: Tree, protocol: int) -> None:
-    """Python's own pickles of plain objects are read the same in every protocol that torch can use."""
-    assert fingerprint(tree) == fingerprint(read_plain(pickle.dumps(tree, protocol=protocol)))
+@given(tree=plain_trees)
+def test_we_read_what_python_writes(tree: Tree) -> None:
+    """Python's own pickles of plain objects are read the same in torch's protocol."""
+    assert fingerprint(tree) == fingerprint(read_plain(pickle.dumps(tree, protocol=2)))
 
 
 @given(payload=st.binary(max_size=60))
@@ -300,7 +300,7 @@ def test_permission_does_not_reopen_the_closed_list() -> None:
     """Allowing a name whose call is checked anyway does not switch those checks off."""
     payload = b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00xX\x02\x00\x00\x00uu\x86R."
 
-    assert "_codecs" not in str(refusal(payload, allowed_globals=frozenset({"_codecs.encode"})))
+    assert "other arguments" in str(refusal(payload, allowed_globals=frozenset({"_codecs.encode"})))
 
 
 @pytest.mark.parametrize(

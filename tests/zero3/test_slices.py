@@ -178,6 +178,5 @@ def test_elements_that_are_not_stored_so_are_refused() -> None:
         list(stored_slices(5, 3).pieces(Kind.MASTER, "a", dtype="F32", offset=0))
     with pytest.raises(LayoutMismatch, match="no weights of 'a' for rank 0 is stored"):
         list(stored_slices(5, 4).pieces(Kind.WEIGHTS, "a", dtype="F32", offset=0))
-    with pytest.raises(Unsupported, match="stored as I64 and cannot be written as F16") as raised:
-        list(stored_slices(9, dtype="I64").pieces(Kind.MASTER, "a", dtype="F16", offset=0, hint="choose a --dtype"))
-    assert raised.value.hint == "choose a --dtype"
+    with pytest.raises(Unsupported, match="stored as I64 and cannot be written as F16"):
+        list(stored_slices(9, dtype="I64").pieces(Kind.MASTER, "a", dtype="F16", offset=0))

@@ -165,10 +165,10 @@ def test_a_refusal_of_the_disk_keeps_its_errno(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "file.pt"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
 
-    def broken(*_: object) -> bytes:
+    def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(StorageIO) as caught:
         listing(path)
 

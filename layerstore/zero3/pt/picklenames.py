@@ -28,15 +28,9 @@ REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 ZERO_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
-# Calls of these become tree nodes; on their own they are refused.
-CALLED: Final = frozenset(
+# These rebuild a tensor.
+REBUILDS: Final = frozenset(
     {
-        ORDERED_DICT,
-        SIZE,
-        SET,
-        BYTES,
-        ENCODE,
-        GETATTR,
         REBUILD_TENSOR,
         REBUILD_TENSOR_UNTYPED,
         REBUILD_PARAMETER,
@@ -44,6 +38,9 @@ CALLED: Final = frozenset(
         REBUILD_FROM_TYPE,
     }
 )
+
+# Calls of these become tree nodes; on their own they are refused.
+CALLED: Final = REBUILDS | {ORDERED_DICT, SIZE, SET, BYTES, ENCODE, GETATTR}
 
 # collections.defaultdict is left out: it carries a function to call, and no known writer puts one here.
 INERT: Final = frozenset(

@@ -14,7 +14,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt import picklenames as names
-from layerstore.zero3.pt.treecheck import TreeReport, UnsafeTreeError, check_tree, view_end
+from layerstore.zero3.pt.treecheck import MalformedPickleError, check_tree, view_end
 
 _UINT8_MAX = 0xFF
 _UINT16_MAX = 0xFFFF
@@ -63,11 +63,11 @@ def write_pickle(tree: Tree) -> WrittenPickle:
 
 def _check(tree: Tree) -> None:
     try:
-        found: TreeReport = check_tree(tree)
-    except UnsafeTreeError as exc:
+        found = check_tree(tree)
+    except MalformedPickleError as exc:
         raise InvalidInput(f"the tree cannot be written: {exc}") from exc
-    for place, unreadable in found.unreadable:
-        raise InvalidInput(f"the tree cannot be written: {unreadable.what} at {place}")
+    for place, what in found.unreadable:
+        raise InvalidInput(f"the tree cannot be written: {what} at {place}")
     for name, place in found.names.items():
         if names.dotted(*names.module_and_name(name)) is None:
             raise InvalidInput(f"the tree cannot be written: {name!r} at {place} is not the name of a global")

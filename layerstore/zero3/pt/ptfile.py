@@ -7,7 +7,7 @@ This module reads no payload and writes no file. The format is one zip archive, 
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +59,8 @@ class PtLayout:
     """Size of the whole file."""
     storages: tuple[tuple[Storage, int], ...]
     """Each storage with the absolute offset of its payload, in file order; empty ones included."""
-    _records: tuple["_Planned", ...]
-    """All records but the last, the serialization id, in file order."""
+    _contents: tuple[bytes | Storage, ...]
+    """Of all records but the last, the serialization id, in file order."""
     _zip: ZipLayout
 
     def skeleton(self, crc32: Mapping[Storage, int]) -> list[tuple[int, bytes]]:
@@ -74,43 +74,21 @@ class PtLayout:
         Raises:
             InvalidInput: The CRC of a storage is missing.
         """
-        crcs = [record.crc32(crc32) for record in self._records]
-        identity = _serialization_id(self._records[0].payload, crcs)
+        crcs = [_crc32(content, crc32) for content in self._contents]
+        identity = _serialization_id(self._contents, crcs)
         framing = self._zip.framing([*crcs, crc32_of(identity)])
-        payloads = (*(record.payload for record in self._records), identity)
-        placed = zip(self._zip.records, payloads, strict=True)
-        return sorted([*framing, *((at.offset_bytes, payload) for at, payload in placed if payload)])
+        placed = zip(self._zip.records, (*self._contents, identity), strict=True)
+        return sorted([*framing, *((at.offset_bytes, part) for at, part in placed if isinstance(part, bytes))])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """A record to write: a storage, or bytes that are known already."""
-
-    name: str
-    payload: bytes = b""
-    """Empty for storages: callers put those bytes in place."""
-    storage: Storage | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        if self.storage is None:
-            return len(self.payload)
-        return self.storage.elements * by_code(self.storage.dtype).bytes
-
-    def crc32(self, known: Mapping[Storage, int]) -> int:
-        if self.storage is None:
-            return crc32_of(self.payload)
-        if self.size_bytes and self.storage not in known:
-            raise InvalidInput(f"the CRC of the record {self.name} is missing")
-        return known[self.storage] if self.size_bytes else 0
-
-    def record(self, alignment_bytes: int) -> ZipRecord:
-        is_payload = self.storage is not None and self.size_bytes > 0
-        return ZipRecord(
-            name=self.name,
-            size_bytes=self.size_bytes,
-            alignment_bytes=alignment_bytes if is_payload else _RECORD_ALIGNMENT_BYTES,
-        )
+def _crc32(content: bytes | Storage, known: Mapping[Storage, int]) -> int:
+    if isinstance(content, bytes):
+        return crc32_of(content)
+    if not content.elements:
+        return 0
+    if content not in known:
+        raise InvalidInput(f"the CRC of a storage of {content.elements} elements is missing")
+    return known[content]
 
 
 def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtFile:
@@ -159,26 +137,35 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
     written = write_pickle(tree)
     # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
     # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
-    planned = (
-        _Planned(name=_PICKLE, payload=written.payload),
-        _Planned(name=_BYTE_ORDER, payload=b"little"),
-        *(_Planned(name=f"{_STORAGE_FOLDER}{key}", storage=storage) for key, storage in enumerate(written.storages)),
-        _Planned(name="version", payload=b"3\n"),
-    )
+    contents: tuple[bytes | Storage, ...] = (written.payload, b"little", *written.storages, b"3\n")
+    keys = (f"{_STORAGE_FOLDER}{key}" for key in range(len(written.storages)))
+    records = [
+        _record(record, content, alignment_bytes)
+        for record, content in zip((_PICKLE, _BYTE_ORDER, *keys, "version"), contents, strict=True)
+    ]
     identity = ZipRecord(name=".data/serialization_id", size_bytes=_ID_DIGITS, alignment_bytes=_RECORD_ALIGNMENT_BYTES)
-    placed = layout_archive([*(item.record(alignment_bytes) for item in planned), identity], root=name)
-    pairs = zip(planned, placed.records, strict=False)  # the serialization id has a place, but no plan
+    placed = layout_archive([*records, identity], root=name)
+    pairs = zip(contents, placed.records, strict=False)  # the serialization id has a place, but no content yet
     return PtLayout(
         size_bytes=placed.size_bytes,
-        storages=tuple((item.storage, at.offset_bytes) for item, at in pairs if item.storage is not None),
-        _records=planned,
+        storages=tuple((content, at.offset_bytes) for content, at in pairs if isinstance(content, Storage)),
+        _contents=contents,
         _zip=placed,
     )
 
 
-def _serialization_id(pickle: bytes, crcs: list[int]) -> bytes:
+def _record(name: str, content: bytes | Storage, alignment_bytes: int) -> ZipRecord:
+    if isinstance(content, bytes):
+        return ZipRecord(name=name, size_bytes=len(content), alignment_bytes=_RECORD_ALIGNMENT_BYTES)
+    size_bytes = content.elements * by_code(content.dtype).bytes
+    return ZipRecord(
+        name=name, size_bytes=size_bytes, alignment_bytes=alignment_bytes if size_bytes else _RECORD_ALIGNMENT_BYTES
+    )
+
+
+def _serialization_id(contents: Sequence[bytes | Storage], crcs: list[int]) -> bytes:
     """Return an id made from the contents; torch's own depends on chance and time."""
-    digest = hashlib.blake2b(pickle, digest_size=16)
+    digest = hashlib.blake2b(next(part for part in contents if isinstance(part, bytes)), digest_size=16)
     digest.update(b"".join(crc.to_bytes(4, "little") for crc in crcs))
     return str(int.from_bytes(digest.digest(), "big")).zfill(_ID_DIGITS).encode()
 

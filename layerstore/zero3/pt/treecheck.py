@@ -1,10 +1,9 @@
 """
-Check an inert tree before other code walks it.
+Check an inert tree before other code walks it: after reading and before writing.
 
-A few bytes of pickle can describe a tree that no reader should expand: lists that contain themselves, a list of
-ten lists of ten lists, nesting deeper than the stack. One walk visits each shared part once and refuses these.
-It also reports, with key paths, every global and every part that cannot be represented.
-Trees are checked after reading and before writing.
+A few bytes of pickle can describe a tree that contains itself, is nested deeper than the stack, or expands to
+gigabytes. One walk visits each shared part once, refuses these, and reports the key paths of globals and of parts
+that cannot be represented.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -33,10 +32,6 @@ class Unreadable:
 
     what: str
     """For people."""
-    is_damage: bool = False
-    """Whether the source contradicts itself; else it holds something that is not supported."""
-    names: tuple[str, ...] = ()
-    """Globals that it involves."""
 
 
 @dataclass(slots=True)
@@ -45,12 +40,12 @@ class TreeReport:
 
     names: dict[str, str] = field(default_factory=dict)
     """Each global's first key path, by its dotted name."""
-    unreadable: list[tuple[str, Unreadable]] = field(default_factory=list)
-    """Parts that cannot be represented, with key paths."""
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+    """Key path and description of each part that cannot be represented."""
 
 
-class UnsafeTreeError(Exception):
-    """The tree cannot be expanded; the message names the key path."""
+class MalformedPickleError(Exception):
+    """A pickle or a tree that ``torch.save`` does not write."""
 
 
 def check_tree(root: object) -> TreeReport:
@@ -58,12 +53,12 @@ def check_tree(root: object) -> TreeReport:
     Walk *root* once and report its globals and what cannot be represented.
 
     Raises:
-        UnsafeTreeError: It contains itself, is nested too deeply or too large once expanded.
+        MalformedPickleError: It contains itself, is nested too deeply or too large once expanded.
     """
     walk = _Walk()
     _, size_bytes = walk.measure(root, None, 0)
     if size_bytes > PICKLE_EXPANDED_BYTES_MAX:
-        raise UnsafeTreeError(f"expands to more than {PICKLE_EXPANDED_BYTES_MAX} bytes by repeating its own parts")
+        raise MalformedPickleError(f"expands to more than {PICKLE_EXPANDED_BYTES_MAX} bytes by repeating its own parts")
     return walk.found
 
 
@@ -72,7 +67,7 @@ def check_key(key: object) -> None:
     Raise unless *key* may be the key of a dict or an element of a set; call it before hashing *key*.
 
     Raises:
-        UnsafeTreeError: It is mutable, or a deeply nested tuple.
+        MalformedPickleError: It is mutable, or a deeply nested tuple.
     """
     if type(key) not in _PLAIN_KEYS:
         _check_composed_key(key, 0)
@@ -93,7 +88,7 @@ def _check_composed_key(key: object, depth: int) -> None:
     if type(key) in _PLAIN_KEYS:
         return
     if not isinstance(key, tuple) or depth > _KEY_DEPTH_MAX:
-        raise UnsafeTreeError(f"a {type(key).__name__} of that kind cannot be a key")
+        raise MalformedPickleError(f"a {type(key).__name__} of that kind cannot be a key")
     for part in key:
         _check_composed_key(part, depth + 1)
 
@@ -116,7 +111,7 @@ class _Walk:
             self._measured[key] = self._measure_children(node, path, depth)
         known = self._measured[key]
         if known is None:
-            raise UnsafeTreeError(f"{render(path)} contains itself")
+            raise MalformedPickleError(f"{render(path)} contains itself")
         if depth + known[0] > PICKLE_DEPTH_MAX:
             raise _too_deep(path)
         return known
@@ -137,28 +132,19 @@ class _Walk:
         if kind in _LEAF_SIZES:
             return _NODE_BYTES + _LEAF_SIZES[kind](node)
         if isinstance(node, Global | Inert):
-            self._note_name(node.name, path)
+            if node.name not in self.found.names:
+                self.found.names[node.name] = render(path)
         elif kind not in _CONTAINERS:
-            self._note_unreadable(node, path)
+            kind_name = "storage without a tensor" if isinstance(node, Storage) else kind.__name__
+            what = node.what if isinstance(node, Unreadable) else f"a {kind_name}"
+            self.found.unreadable.append((render(path), what))
         return None if kind in _CONTAINERS else _NODE_BYTES
-
-    def _note_name(self, name: str, path: _Path) -> None:
-        if name not in self.found.names:
-            self.found.names[name] = render(path)
-
-    def _note_unreadable(self, node: object, path: _Path) -> None:
-        if not isinstance(node, Unreadable):
-            kind = "a storage without a tensor" if isinstance(node, Storage) else f"a {type(node).__name__}"
-            node = Unreadable(kind)
-        for name in node.names:
-            self._note_name(name, path)
-        self.found.unreadable.append((render(path), node))
 
 
 def _int_size(value: int) -> int:
     size_bytes = value.bit_length() // 8 + 1
     if size_bytes > PICKLE_INT_BYTES_MAX:
-        raise UnsafeTreeError(f"it holds an integer of {size_bytes} bytes")
+        raise MalformedPickleError(f"it holds an integer of {size_bytes} bytes")
     return size_bytes
 
 
@@ -208,8 +194,8 @@ def _dict_children(node: Mapping[Any, object]) -> Iterator[tuple[object, object]
         yield key, value
 
 
-def _too_deep(path: _Path) -> UnsafeTreeError:
-    return UnsafeTreeError(f"{render(path)} is nested more than {PICKLE_DEPTH_MAX} deep")
+def _too_deep(path: _Path) -> MalformedPickleError:
+    return MalformedPickleError(f"{render(path)} is nested more than {PICKLE_DEPTH_MAX} deep")
 
 
 def render(path: _Path) -> str:

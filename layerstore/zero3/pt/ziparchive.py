@@ -60,6 +60,9 @@ _VERSION_ZIP64 = 45
 _DOS_TIME = 0
 _DOS_DATE = (1 << 5) | 1
 
+# Flags, method (stored), time and date of every header that is written.
+_COMMON = (_FLAG_UTF8, 0, _DOS_TIME, _DOS_DATE)
+
 _LEGACY_HINT = (
     'save again without "checkpoint": {"checkpoint_serialization": false} in the DeepSpeed configuration: '
     "only the zip format carries checksums and can be read without running a pickle"
@@ -74,15 +77,6 @@ class Archive:
     """The one folder that all records lie in."""
     entries: Mapping[str, Located]
     """Where each record's bytes are, by its name below the root, in the directory's order. CRCs are not checked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Directory:
-    """Where the central directory lies."""
-
-    offset_bytes: int
-    size_bytes: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +104,12 @@ def read_archive(source: OpenedSource) -> Archive:
         StorageIO: The disk refused.
     """
     _refuse_other_formats(source)
-    directory = _find_directory(source)
-    listed = _list_entries(source, directory)
+    start, directory, count = _read_directory(source)
+    listed = _list_entries(source.path, directory, count)
     root, names = _check_names(source.path, listed)
     _check_sizes(source, listed)
     entries = {name: _locate(source, item, name) for item, name in zip(listed, names, strict=True)}
-    _check_overlap(source.path, listed, entries, directory)
+    _check_overlap(source.path, listed, entries, directory_offset=start)
     return Archive(root=root, entries=MappingProxyType(entries))
 
 
@@ -135,61 +129,44 @@ def _refuse_other_formats(source: OpenedSource) -> None:
     )
 
 
-def _find_directory(source: OpenedSource) -> _Directory:
-    """Read the end records: torch.save writes no comment, so they are the last bytes of the file."""
+def _read_directory(source: OpenedSource) -> tuple[int, bytes, int]:
+    """Return the directory's offset, its bytes and how many entries it announces."""
+    # torch.save writes no comment, so the end records are the last bytes of the file.
     end_offset = source.size_bytes - _END_RECORD.size
     end = _read_struct(source, _END_RECORD, end_offset) if end_offset > 0 else None
     if end is None or end[0] != _END_MAGIC or end[7] != 0:
         raise truncated(source.path, "the zip directory at its end is missing")
-    _, disk, start_disk, count_here, count, size_bytes, offset_bytes, _ = end
-    if (disk, start_disk) != (0, 0) or count_here != count:
-        raise untrusted(source.path, "the archive claims to span several disks")
-    directory = _Directory(offset_bytes=offset_bytes, size_bytes=size_bytes, count=count)
+    fields = end[1:7]
     locator_offset = end_offset - _LOCATOR64.size
     locator = _read_struct(source, _LOCATOR64, locator_offset) if locator_offset > 0 else None
     if locator is not None and locator[0] == _LOCATOR64_MAGIC:
         end_offset = locator_offset - _END64_RECORD.size
-        directory = _read_end64(source, directory, record_offset=locator[2], expected_offset=end_offset)
-    return _check_directory(source.path, directory, end_offset=end_offset)
-
-
-def _read_end64(source: OpenedSource, narrow: _Directory, *, record_offset: int, expected_offset: int) -> _Directory:
-    if record_offset != expected_offset or record_offset < 0:
-        raise untrusted(source.path, "the ZIP64 end record is not where the archive ends")
-    end64 = _read_struct(source, _END64_RECORD, record_offset)
-    magic, rest_bytes, _, _, disk, start_disk, count_here, count, size_bytes, offset_bytes = end64
-    if magic != _END64_MAGIC or rest_bytes != _END64_RECORD.size - 12:
-        raise untrusted(source.path, "the ZIP64 end record is malformed")
+        wide = _read_struct(source, _END64_RECORD, end_offset) if locator[2] == end_offset >= 0 else None
+        if wide is None or wide[:2] != (_END64_MAGIC, _END64_RECORD.size - 12):
+            raise untrusted(source.path, "the ZIP64 end record is malformed, or not where the archive ends")
+        # An archive with two directories would look different to 32-bit and to 64-bit readers.
+        pairs = zip(fields, wide[4:], (0, 0, _MAX16, _MAX16, _MAX32, _MAX32), strict=True)
+        if any(short not in (long, full) for short, long, full in pairs):
+            raise untrusted(source.path, "its two end records contradict each other")
+        fields = wide[4:]
+    disk, start_disk, count_here, count, size_bytes, offset_bytes = fields
     if (disk, start_disk) != (0, 0) or count_here != count:
         raise untrusted(source.path, "the archive claims to span several disks")
-    # An archive with two directories would look different to 32-bit and to 64-bit readers.
-    pairs = (
-        (narrow.count, count, _MAX16),
-        (narrow.size_bytes, size_bytes, _MAX32),
-        (narrow.offset_bytes, offset_bytes, _MAX32),
-    )
-    if any(short not in (long, full) for short, long, full in pairs):
-        raise untrusted(source.path, "its two end records contradict each other")
-    return _Directory(offset_bytes=offset_bytes, size_bytes=size_bytes, count=count)
+    if count > ZIP_ENTRIES_MAX or size_bytes > ZIP_DIRECTORY_BYTES_MAX:
+        raise untrusted(source.path, f"{count} entries are more than the {ZIP_ENTRIES_MAX} that are ever needed")
+    if offset_bytes + size_bytes != end_offset:
+        raise untrusted(source.path, "the zip directory does not lie right before the archive's end")
+    return offset_bytes, source.read_at(offset_bytes, size_bytes), count
 
 
-def _check_directory(path: Path, directory: _Directory, *, end_offset: int) -> _Directory:
-    if directory.count > ZIP_ENTRIES_MAX or directory.size_bytes > ZIP_DIRECTORY_BYTES_MAX:
-        raise untrusted(path, f"{directory.count} entries are more than the {ZIP_ENTRIES_MAX} that are ever needed")
-    if directory.offset_bytes + directory.size_bytes != end_offset:
-        raise untrusted(path, "the zip directory does not lie right before the archive's end")
-    return directory
-
-
-def _list_entries(source: OpenedSource, directory: _Directory) -> list[_Listed]:
-    raw = source.read_at(directory.offset_bytes, directory.size_bytes)
+def _list_entries(path: Path, directory: bytes, count: int) -> list[_Listed]:
     listed: list[_Listed] = []
     position = 0
-    while position < len(raw):
-        entry, position = _parse_central(source.path, raw, position)
+    while position < len(directory):
+        entry, position = _parse_central(path, directory, position)
         listed.append(entry)
-    if len(listed) != directory.count:
-        raise damaged(source.path, f"{len(listed)} entries are listed, {directory.count} announced")
+    if len(listed) != count:
+        raise damaged(path, f"{len(listed)} entries are listed, {count} announced")
     return listed
 
 
@@ -291,25 +268,21 @@ def _locate(source: OpenedSource, item: _Listed, name: str) -> Located:
     fields = _LOCAL_HEADER.unpack_from(raw)
     if fields[0] != _LOCAL_MAGIC or fields[9] != len(item.raw_name) or raw[_LOCAL_HEADER.size :] != item.raw_name:
         raise damaged(source.path, f"the local header of the entry {name!r} is not there")
-    if (fields[2], fields[3]) != (item.flags, item.method) or not _same_numbers(item, fields):
+    crc32, stored_bytes, size_bytes = fields[6:9]
+    sizes_agree = {stored_bytes, size_bytes} <= {item.size_bytes, _MAX32}
+    # With a descriptor behind the data, which is not needed, the local numbers are zero.
+    numbers_agree = item.flags & _FLAG_DESCRIPTOR or (crc32 == item.crc32 and sizes_agree)
+    if (fields[2], fields[3]) != (item.flags, item.method) or not numbers_agree:
         raise damaged(source.path, f"the two headers of the entry {name!r} contradict each other")
     return Located(path=source.path, offset_bytes=header_end + fields[10], size_bytes=item.size_bytes, crc32=item.crc32)
 
 
-def _same_numbers(item: _Listed, local_fields: tuple[int, ...]) -> bool:
-    if item.flags & _FLAG_DESCRIPTOR:
-        return True  # the local numbers are zero then; the descriptor after the data is not needed
-    crc32, stored_bytes, size_bytes = local_fields[6:9]
-    sizes_agree = {stored_bytes, size_bytes} <= {item.size_bytes, _MAX32}
-    return crc32 == item.crc32 and sizes_agree
-
-
-def _check_overlap(path: Path, listed: list[_Listed], entries: Mapping[str, Located], directory: _Directory) -> None:
+def _check_overlap(path: Path, listed: list[_Listed], entries: Mapping[str, Located], *, directory_offset: int) -> None:
     spans = sorted(
         (item.header_offset, entry.offset_bytes + entry.size_bytes, name)
         for item, (name, entry) in zip(listed, entries.items(), strict=True)
     )
-    spans.append((directory.offset_bytes, directory.offset_bytes, "the zip directory"))
+    spans.append((directory_offset, directory_offset, "the zip directory"))
     for (_, end, name), (start, _, next_name) in pairwise(spans):
         if end > start:
             raise untrusted(path, f"the entries {name!r} and {next_name!r} overlap")
@@ -416,20 +389,14 @@ def _local_header(record: Placed, crc32: int) -> bytes:
     padding_bytes = record.offset_bytes - record.header_offset - used
     extra = wide + struct.pack("<HH", _PADDING_TAG, padding_bytes) + bytes(padding_bytes)
     size_field = min(record.size_bytes, _MAX32)
-    head = _LOCAL_HEADER.pack(
-        _LOCAL_MAGIC,
-        _VERSION_ZIP64 if is_wide else _VERSION,
-        _FLAG_UTF8,
-        0,  # stored
-        _DOS_TIME,
-        _DOS_DATE,
-        crc32,
-        size_field,
-        size_field,
-        len(record.raw_name),
-        len(extra),
+    version = _VERSION_ZIP64 if is_wide else _VERSION
+    return (
+        _LOCAL_HEADER.pack(
+            _LOCAL_MAGIC, version, *_COMMON, crc32, size_field, size_field, len(record.raw_name), len(extra)
+        )
+        + record.raw_name
+        + extra
     )
-    return head + record.raw_name + extra
 
 
 def _central_header(record: Placed, crc32: int) -> bytes:
@@ -438,51 +405,23 @@ def _central_header(record: Placed, crc32: int) -> bytes:
     values = [record.size_bytes] * 2 * (size_field == _MAX32) + [record.header_offset] * (offset_field == _MAX32)
     extra = struct.pack(f"<HH{len(values)}Q", _ZIP64_TAG, 8 * len(values), *values) if values else b""
     version = _VERSION_ZIP64 if values else _VERSION
-    head = _CENTRAL_HEADER.pack(
-        _CENTRAL_MAGIC,
-        version,
-        version,
-        _FLAG_UTF8,
-        0,  # stored
-        _DOS_TIME,
-        _DOS_DATE,
-        crc32,
-        size_field,
-        size_field,
-        len(record.raw_name),
-        len(extra),
-        0,  # comment
-        0,  # disk
-        0,  # internal attributes
-        0,  # external attributes
-        offset_field,
+    sizes = (size_field, size_field, len(record.raw_name), len(extra))
+    no_comment_disk_or_attributes = (0, 0, 0, 0)
+    return (
+        _CENTRAL_HEADER.pack(
+            _CENTRAL_MAGIC, version, version, *_COMMON, crc32, *sizes, *no_comment_disk_or_attributes, offset_field
+        )
+        + record.raw_name
+        + extra
     )
-    return head + record.raw_name + extra
 
 
 def _end_records(*, count: int, size_bytes: int, offset_bytes: int) -> bytes:
-    end = _END_RECORD.pack(
-        _END_MAGIC,
-        0,
-        0,
-        min(count, _MAX16),
-        min(count, _MAX16),
-        min(size_bytes, _MAX32),
-        min(offset_bytes, _MAX32),
-        0,
-    )
+    short = (min(count, _MAX16), min(count, _MAX16), min(size_bytes, _MAX32), min(offset_bytes, _MAX32))
+    end = _END_RECORD.pack(_END_MAGIC, 0, 0, *short, 0)
     if count < _MAX16 and size_bytes < _MAX32 and offset_bytes < _MAX32:
         return end
-    end64 = _END64_RECORD.pack(
-        _END64_MAGIC,
-        _END64_RECORD.size - 12,  # what follows this field
-        _VERSION_ZIP64,
-        _VERSION_ZIP64,
-        0,
-        0,
-        count,
-        count,
-        size_bytes,
-        offset_bytes,
-    )
+    rest_bytes = _END64_RECORD.size - 12
+    versions, disks, full = (_VERSION_ZIP64, _VERSION_ZIP64), (0, 0), (count, count, size_bytes, offset_bytes)
+    end64 = _END64_RECORD.pack(_END64_MAGIC, rest_bytes, *versions, *disks, *full)
     return end64 + _LOCATOR64.pack(_LOCATOR64_MAGIC, 0, offset_bytes + size_bytes, 1) + end
