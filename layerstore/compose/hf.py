@@ -1,5 +1,5 @@
 """
-The format ``hf``: a composite's weights as a folder that Transformers (or PEFT) loads, without a byte of the optimizer.
+The format ``hf``: a composite's weights as a folder that Transformers (or PEFT) loads; the optimizer is not read.
 
 A sibling of ``zero3``; an output format plans its files, and ``assemble`` and ``target`` do the rest.
 """
@@ -29,7 +29,6 @@ from layerstore.compose.weight_names import (
     ExportTensors,
     SavedTensor,
     ask_transformers,
-    choose_tensors,
     may_be_renamed,
     saved_tensors,
     tensors_in,
@@ -67,7 +66,7 @@ class ExportPlan:
     """``bf16``, ``fp16``, ``fp32``, or ``mixed``."""
     _weights: tuple[WeightsFile, ...]
     files: tuple[OutputFile, ...]
-    """All files: the weights', the index, and what goes beside them."""
+    """The weights, their index, and what goes beside them."""
     notes: tuple[str, ...]
     """What the reader of the folder should know."""
     model_class: str | None
@@ -120,14 +119,25 @@ def plan_export(
     versions = check_members(repo, composition)
     slices, own = Slices(versions), composition.own_parameters(versions)
     state = repo.state(base.states[0])  # the first rank's, which has all that is not a rank's own
-    config = _read_config(repo, state.files)
     beside = [file for file in state.files if goes_along(file.path, tag=base.layout.tag)]
+    model_class = None
     if configs_of(state.files):
         weights, files, notes = plan_adapters(repo, state.files, slices, own=own, dtype=wanted)
-        code, config = _uniform_dtype(weights), None
+        code = _uniform_dtype(weights)
     else:
-        chosen = _choose(repo, state, versions, slices, own=own, dtype=wanted, config=config)
-        weights = [*weights_files(_in_model_order(chosen, state), shard_bytes_max=shard_bytes_max)]
+        config = _read_config(repo, state.files)
+        model_class = None if config is None else config.model_class
+        fields = None if config is None else config.fields
+        chosen = ExportTensors(
+            parameters=slices.parameters,
+            buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
+            dtype=wanted,
+            is_own=own.__contains__,
+            ask=partial(ask_transformers, fields),
+        )
+        saved = [*saved_tensors(state.gathered), *_opaque_tensors(repo, state.files)]
+        chosen.choose(saved, is_always_asked=fields is not None and may_be_renamed(fields))
+        weights = [*weights_files(_in_model_order(chosen.tensors, state), shard_bytes_max=shard_bytes_max)]
         code = _uniform_dtype(weights)
         files = [file.output(slices) for file in weights]
         if len(weights) > 1:
@@ -142,7 +152,7 @@ def plan_export(
         _weights=tuple(weights),
         files=(*files, *map(plan_source_file, beside)),
         notes=tuple(notes),
-        model_class=None if config is None else config.model_class,
+        model_class=model_class,
         seconds=time.monotonic() - started,
     )
 
@@ -197,7 +207,7 @@ def _is_older_form(path: Path) -> bool:
 
 
 def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
-    """Say which values left the range of their new type: only the numbers themselves tell."""
+    """Say which values left the range of their new type."""
     found: dict[str, int] = {}
     for file in plan._weights:
         for offset, part in sorted(assembly.converted.get(assembly.folder / file.name, {}).items()):
@@ -213,28 +223,6 @@ def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
-def _choose(
-    repo: Repository,
-    state: RankState,
-    versions: list[LayerVersion],
-    slices: Slices,
-    *,
-    own: frozenset[str],
-    dtype: str | None,
-    config: "_Config | None",
-) -> ExportTensors:
-    fields = None if config is None else config.fields
-    return choose_tensors(
-        parameters=slices.parameters,
-        buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
-        saved=[*saved_tensors(state.gathered), *_opaque_tensors(repo, state.files)],
-        dtype=dtype,
-        is_own=own.__contains__,
-        ask=partial(ask_transformers, fields),
-        is_always_asked=fields is not None and may_be_renamed(fields),
-    )
-
-
 def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[SavedTensor]:
     """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
     for file in files:
@@ -242,10 +230,11 @@ def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[S
             yield from tensors_in(header_of(repo, file)[0], file.path)
 
 
-def _in_model_order(chosen: ExportTensors, state: RankState) -> list[OutputTensor]:
-    """Return the tensors in the order of the model's own ``state_dict``, in which they are dealt out to files."""
-    places = {str(name): place for place, name in enumerate(_model(state)["module"].mapping())}
-    return sorted(chosen.tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))
+def _in_model_order(tensors: list[OutputTensor], state: RankState) -> list[OutputTensor]:
+    """Return *tensors* in the order of the model's own ``state_dict``, in which they are dealt out to files."""
+    module = TreeView.of(state.model)["module"]
+    places = {str(name): place for place, name in enumerate(module.mapping())}
+    return sorted(tensors, key=lambda tensor: places.get(tensor.layer_name, len(places)))
 
 
 def _uniform_dtype(weights: Iterable[WeightsFile]) -> str | None:
@@ -257,21 +246,18 @@ def _uniform_dtype(weights: Iterable[WeightsFile]) -> str | None:
 
 def _doubts(state: RankState, versions: list[LayerVersion], slices: Slices) -> Iterator[str]:
     """Say what the export may lack."""
-    fragments = _model(state).get("frozen_param_fragments")
+    model = TreeView.of(state.model)
+    fragments = model.get("frozen_param_fragments")
     if fragments is not None and fragments.value is None:
         yield "the checkpoint was saved without its frozen parameters, if it has any: they are not in the export"
     buffers = [buffer.name for version in versions for buffer in version.buffers]
     differing = [name for name in buffers if slices.shards(Kind.BUFFERS, name) > 1]
     if differing:
         yield f"{differing[0]!r} is one of {len(differing)} buffers unlike on other ranks: the first rank's are written"
-    names = _model(state).get("buffer_names")
+    names = model.get("buffer_names")
     odd = {str(name) for name in names.sequence()} - {*buffers} if names is not None else set()
     if odd and not state.gathered:
         yield f"buffers are no plain blocks of memory ({min(odd)!r} is one of {len(odd)}): they are left out"
-
-
-def _model(state: RankState) -> TreeView:
-    return TreeView(state.model.tree, path=PurePosixPath(state.model.path))
 
 
 # -- the config and what else goes beside the weights --------------------------------------------------------------
@@ -281,8 +267,7 @@ def goes_along(path: str, *, tag: str) -> bool:
     """
     Whether the base's small file *path* belongs to the model: its config, tokenizer, processor, code, card.
 
-    Everything does but a few known names, since tokenizers call their files what they like. *tag* is DeepSpeed's
-    folder.
+    All but a few known names do, since tokenizers call their files what they like.
     """
     file = PurePosixPath(path)
     is_of_training = file.parts[0] == tag or file.name in _TRAINING_NAMES or file.suffix in _TRAINING_SUFFIXES
@@ -296,10 +281,9 @@ class _Config:
     """The base's config."""
 
     file: SourceFile
-    data: bytes
     fields: dict[str, object] | None
     """None where it cannot be read."""
-    problem: str
+    problem: str = ""
     """Why not."""
 
     @property
@@ -314,35 +298,33 @@ def _read_config(repo: Repository, files: Iterable[SourceFile]) -> _Config | Non
     file = next((file for file in files if file.path == CONFIG), None)
     if file is None:
         return None
-    content = file.content
-    if isinstance(content, ObjectContent) and content.size_bytes > BLOB_BYTES_MAX:
-        raise Unsupported(f"the base's {CONFIG} has {content.size_bytes} bytes, which no config has")
-    data = content_of(repo, content)
+    if isinstance(file.content, ObjectContent) and file.content.size_bytes > BLOB_BYTES_MAX:
+        raise Unsupported(f"the base's {CONFIG} has {file.content.size_bytes} bytes, which no config has")
     try:
-        return _Config(file=file, data=data, fields=parse_config(data), problem="")
+        return _Config(file=file, fields=parse_config(content_of(repo, file.content)))
     except ValueError as exc:
-        return _Config(file=file, data=data, fields=None, problem=str(exc))
+        return _Config(file=file, fields=None, problem=str(exc))
 
 
 def _plan_config(config: _Config | None, code: str | None) -> tuple[list[OutputFile], list[str]]:
-    """Return the config for weights of the element type *code* (None for several), and what is to be said of it."""
+    """Return the config for weights of the element type *code* (None for several), and the notes on it."""
     if config is None:
         note = (
             f"the base has no {CONFIG}: from_pretrained needs the model's {CONFIG} beside the weights, "
             "and its tokenizer files; the weights have the names that they have in memory, if no file told others"
         )
         return [], [note]
-    as_it_is = [plan_source_file(config.file)]
+    unchanged = [plan_source_file(config.file)]
     if code is None:
-        return as_it_is, [f"the parameters have several element types: {CONFIG} is as the base has it"]
+        return unchanged, [f"the parameters have several element types: {CONFIG} is as the base has it"]
     if config.fields is None:
-        return as_it_is, [f"the base's {CONFIG} is not JSON ({config.problem}): it is written as it is"]
+        return unchanged, [f"the base's {CONFIG} is not JSON ({config.problem}): it is written as it is"]
     fields = config_with_dtype(config.fields, code)
     if fields == config.fields:
-        return as_it_is, []
+        return unchanged, []
     data = json.dumps(fields, indent=2).encode() + b"\n"
-    name = by_code(code).torch_name
-    return [_literal_file(CONFIG, data)], [f"{CONFIG} is changed to say {name}, as the weights are"]
+    note = f"{CONFIG} is changed to say {by_code(code).torch_name}, as the weights are"
+    return [_literal_file(CONFIG, data)], [note]
 
 
 def parse_config(data: bytes) -> dict[str, object]:

@@ -1,5 +1,5 @@
 """
-A weights file of an export as a plan: which tensors are in which safetensors file, and which bytes of which object.
+The weights files of an export as plans: which tensors are in which safetensors file, and where their bytes come from.
 
 Other programs read these files, so their names, their metadata and the order of the index are Transformers' own.
 Within that we pad the header and put whole pages first, so that payloads start on pages and can be reflinked.
@@ -13,20 +13,10 @@ from dataclasses import dataclass
 from math import prod
 
 from layerstore.dtypes import by_code
-from layerstore.errors import LayoutMismatch, Unsupported
+from layerstore.errors import Unsupported
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Kind, ObjectContent, TensorSource
-from layerstore.zero3 import (
-    DerivedCheck,
-    OutputFile,
-    Piece,
-    Slices,
-    can_convert,
-    merged,
-    stretches,
-    valid_elements,
-    whole,
-)
+from layerstore.zero3 import DerivedCheck, OutputFile, Piece, Slices, merged, whole
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -61,7 +51,7 @@ class OutputTensor:
     """Where its elements come from, if not from the whole of *layer_name*."""
     stored: ObjectContent | None = None
     crc32: int | None = None
-    """Of the same tensor in the base's own file, where the layer and the element type are the very same."""
+    """Of the same tensor in the base's own file, if it must have the same bytes."""
 
     @property
     def size_bytes(self) -> int:
@@ -181,8 +171,7 @@ def index_of(files: Sequence[WeightsFile]) -> bytes:
 
 
 def _pieces(tensor: OutputTensor, slices: Slices, offset: int) -> Iterator[Piece]:
-    elements = prod(tensor.shape)
-    if not elements:
+    if not prod(tensor.shape):
         return
     if tensor.source is TensorSource.STORED:
         assert tensor.stored is not None
@@ -190,53 +179,27 @@ def _pieces(tensor: OutputTensor, slices: Slices, offset: int) -> Iterator[Piece
     elif tensor.source is TensorSource.BUFFER:
         yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
     else:
-        for run in tensor.runs or (Run(name=tensor.layer_name, start=0, elements=elements),):
+        for run in tensor.runs or (Run(name=tensor.layer_name, start=0, elements=prod(tensor.shape)),):
             yield from parameter_pieces(slices, run, dtype=tensor.dtype, offset=offset)
             offset += run.elements * by_code(tensor.dtype).bytes
 
 
 def parameter_pieces(slices: Slices, run: Run, *, dtype: str, offset: int) -> Iterator[Piece]:
     """
-    Yield what supplies *run* of a parameter as *dtype* from *offset* on, cut by however many ranks.
+    Yield the pieces that write *run* of a parameter as *dtype* from *offset* on.
 
     Raises:
-        LayoutMismatch: The chosen layers do not have it whole.
+        LayoutMismatch: The chosen layers do not have all of it.
         Unsupported: It cannot be converted to *dtype*.
     """
-    if not run.elements:
-        return  # nothing of it is stored anywhere
-    name, kind = run.name, _kind(run.name, dtype, slices)
-    elements, shards = prod(slices.parameter(name).shape), slices.shards(kind, name)
-    for stretch in stretches(elements, shards, begin=run.start, end=run.start + run.elements):
-        place = slices.find(kind, name, shard=stretch.shard)
-        source, valid = place.tensor.dtype, valid_elements(elements, shards, stretch.shard)
-        if place.tensor.elements != valid:
-            raise LayoutMismatch(f"{name!r} is stored in a slice of {place.tensor.elements} elements, not {valid}")
-        if not can_convert(source, dtype):
-            raise Unsupported(
-                f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose a --dtype"
-            )
-        yield Piece(
-            object=place.object.ref,
-            object_offset=place.offset + stretch.start * by_code(source).bytes,
-            size_bytes=stretch.elements * by_code(source).bytes,
-            offset=offset,
-            rounding=None if source == dtype else (source, dtype),
-        )
-        offset += stretch.elements * by_code(dtype).bytes
-
-
-def _kind(name: str, dtype: str, slices: Slices) -> Kind:
-    """
-    Return which of its bytes a parameter is written from.
-
-    Stored weights are what the trainer itself would have saved, so they are taken where they have the type asked for;
-    a frozen parameter has nothing else. Otherwise the master is taken, which is more precise.
-    """
+    name, kind = run.name, Kind.MASTER
+    # Stored weights are what the trainer itself would have saved: taken if they have the wanted type, or if a frozen
+    # parameter has nothing else. Otherwise the master, which is more precise.
     if slices.shards(Kind.WEIGHTS, name):
         stored = slices.find(Kind.WEIGHTS, name, shard=0).tensor.dtype
         if stored == dtype or not slices.shards(Kind.MASTER, name):
-            return Kind.WEIGHTS
-    elif not slices.shards(Kind.MASTER, name):
-        raise LayoutMismatch(f"the chosen layers have neither a master nor weights of {name!r}", name=name)
-    return Kind.MASTER
+            kind = Kind.WEIGHTS
+    end = run.start + run.elements
+    yield from slices.pieces(
+        kind, name, dtype=dtype, offset=offset, begin=run.start, end=end, hint="choose another --dtype"
+    )

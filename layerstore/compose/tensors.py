@@ -15,9 +15,8 @@ from weakref import WeakValueDictionary
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
 from layerstore.format import frame
-from layerstore.model import BlobRef, Kind, LayerVersion, StoredObject, StoredTensor
+from layerstore.model import BlobRef, Kind, LayerVersion
 from layerstore.storage import ObjectStore
-from layerstore.zero3 import valid_elements
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -45,25 +44,29 @@ _NUMPY = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """One slice of a tensor, where it lies."""
 
     object: BlobRef
     offset: int
     elements: int
+    shard: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """One tensor."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[_Part, ...]
-    """In order; for buffers that differ between ranks, every rank's copy."""
-    is_whole: bool
-    """Whether the first part is all of it."""
+    parts: list[_Part]
+    """For buffers that differ between ranks, every rank's copy."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the first part is all of it."""
+        return len(self.parts) == 1 or self.parts[0].elements == prod(self.shape) > 0
 
 
 class Tensors(Mapping[str, "Array"]):
@@ -164,11 +167,24 @@ def open_tensors(
     entries: dict[str, _Entry] = {}
     states: set[str] = set()
     for version in versions:
-        states |= {tensor.state for stored in version.objects if stored.kind is wanted for tensor in stored.tensors}
-        entries |= dict(_entries(version, wanted, state))
+        shapes = {item.name: item.shape for item in (version.buffers if wanted is Kind.BUFFERS else version.parameters)}
+        for stored in version.objects:
+            if stored.kind is not wanted:
+                continue
+            for tensor, offset in zip(stored.tensors, frame(stored.tensors).offsets, strict=True):
+                states.add(tensor.state)
+                if state in {None, tensor.state}:
+                    name = tensor.key if state is None else tensor.name
+                    entry = entries.setdefault(name, _Entry(tensor.dtype, shapes[tensor.name], []))
+                    entry.parts.append(_Part(stored.ref, offset, tensor.elements, stored.shard))
     if state is not None and state not in states:
         known = ", ".join(sorted(states)) or "none at all"
         raise NotFound(f"the optimizer has no state {state!r} in these layers", hint=f"there is {known}")
+    for name, entry in entries.items():
+        entry.parts.sort(key=lambda part: part.shard)
+        found, expected = sum(part.elements for part in entry.parts), prod(entry.shape)
+        if found != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
+            raise LayoutMismatch(f"{name!r} is stored in slices of {found} elements, its shape asks for {expected}")
     return Tensors(objects, entries, verify=verify)
 
 
@@ -180,41 +196,3 @@ def _kind(kind: str, state: str | None) -> Kind:
     if state is not None and wanted is not Kind.OPTIMIZER:
         raise InvalidInput(f"{kind} has no states, {state!r} was asked for", hint="only the optimizer has")
     return wanted
-
-
-def _entries(version: LayerVersion, kind: Kind, state: str | None) -> Iterator[tuple[str, _Entry]]:
-    shapes = {item.name: item.shape for item in (version.buffers if kind is Kind.BUFFERS else version.parameters)}
-    found: dict[str, list[tuple[StoredObject, StoredTensor, int]]] = {}
-    for stored in version.objects:
-        for tensor, offset in zip(stored.tensors, frame(stored.tensors).offsets, strict=True):
-            if stored.kind is kind and state in {None, tensor.state}:
-                name = tensor.key if state is None else tensor.name
-                found.setdefault(name, []).append((stored, tensor, offset))
-    for name, places in found.items():
-        tensor = places[0][1]
-        if tensor.name not in shapes:
-            raise LayoutMismatch(f"layer {version.layer!r} has {kind} of {tensor.name!r}, which it does not describe")
-        yield name, _entry(shapes[tensor.name], places, is_cut=kind is not Kind.BUFFERS)
-
-
-def _entry(shape: tuple[int, ...], places: list[tuple[StoredObject, StoredTensor, int]], *, is_cut: bool) -> _Entry:
-    _, first, _ = places[0]
-    elements = prod(shape)
-    for stored, tensor, _ in places:
-        expected = valid_elements(elements, stored.shards, stored.shard) if is_cut else elements
-        if tensor.elements != expected or tensor.dtype != first.dtype:
-            raise LayoutMismatch(
-                f"{first.name!r} has a slice of {tensor.elements} {tensor.dtype} elements, "
-                f"expected {expected} of {first.dtype}"
-            )
-    if is_cut and sum(tensor.elements for _, tensor, _ in places) != elements:
-        raise LayoutMismatch(f"not every slice of {first.name!r} is there")
-    return _Entry(
-        dtype=first.dtype,
-        shape=shape,
-        parts=tuple(
-            _Part(object=stored.ref, offset=offset, elements=tensor.elements)
-            for stored, tensor, offset in sorted(places, key=lambda place: place[0].shard)
-        ),
-        is_whole=len(places) == 1 or not is_cut,
-    )

@@ -1,9 +1,9 @@
 """
 Which tensors an export for Transformers has, and under which names.
 
-Values always come from the chosen layers. The base's own weights files lend their names, and whatever they hold that
-is in no layer. Where they have other names or other shapes than the layers, Transformers is asked how it writes the
-model, in a process of its own; where it cannot tell, there is no export.
+Values always come from the chosen layers. The base's own weights files give the names, and whatever no layer holds.
+If they have other names or shapes than the layers, Transformers is asked how it writes the model, in its own process;
+if it cannot tell, there is no export.
 """
 
 import importlib.util
@@ -52,55 +52,38 @@ Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mappi
 """Tells how Transformers writes a model, given the shapes of what is in memory and of tensors in the base's files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportTensors:
-    """The tensors of an export, and what its reader should know of them."""
-
-    tensors: list[OutputTensor]
-    notes: list[str]
-
-
-def choose_tensors(
-    *,
-    parameters: Mapping[str, Parameter],
-    buffers: Mapping[str, Buffer],
-    saved: Iterable[SavedTensor],
-    dtype: str | None,
-    is_own: Callable[[str], bool],
-    ask: Ask,
-    is_always_asked: bool = False,
-) -> ExportTensors:
-    """
-    Return what to write, every piece of memory once.
-
-    *dtype* is the code of the element type asked for, None for each parameter's own.
-    *is_own* tells whether the version of a parameter's layer is the one that the base itself saved.
-    *ask* is called where *saved* has other names than the layers, and with *is_always_asked* also where nothing was
-    saved.
-
-    Raises:
-        LayoutMismatch: The base's files name a tensor that the chosen layers lack.
-        Unsupported: Two tensors would have one name, or *ask* cannot tell.
-    """
-    chooser = _Chooser(parameters=parameters, buffers=buffers, dtype=dtype, is_own=is_own, ask=ask)
-    return chooser.choose([*saved], is_always_asked=is_always_asked)
-
-
 @dataclass(slots=True, kw_only=True)
-class _Chooser:
-    """Collects the tensors of one export."""
+class ExportTensors:
+    """The tensors of an export, every piece of memory once, and what its reader should know about them."""
 
     parameters: Mapping[str, Parameter]
     buffers: Mapping[str, Buffer]
     dtype: str | None
+    """The code of the element type that was asked for; None for each parameter's own."""
     is_own: Callable[[str], bool]
+    """Whether the base itself saved the version of a parameter's layer."""
     ask: Ask
-    _tensors: dict[str, OutputTensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _by_name: dict[str, OutputTensor] = field(default_factory=dict)
     _covered: set[str] = field(default_factory=set)
     """Parameters and buffers that have been added."""
-    _notes: list[str] = field(default_factory=list)
 
-    def choose(self, saved: list[SavedTensor], *, is_always_asked: bool) -> ExportTensors:
+    @property
+    def tensors(self) -> list[OutputTensor]:
+        """What was chosen."""
+        return list(self._by_name.values())
+
+    def choose(self, saved: Iterable[SavedTensor], *, is_always_asked: bool = False) -> None:
+        """
+        Choose the tensors, given those in the base's own files.
+
+        Transformers is asked where *saved* has other names than the layers, and with *is_always_asked* also where
+        nothing was saved.
+
+        Raises:
+            LayoutMismatch: The base's files name a tensor that the chosen layers lack.
+            Unsupported: Two tensors would have one name, or Transformers cannot tell.
+        """
         known = _by_any_name(self.parameters, self.buffers)
         unlike, others = [], []
         has_saved = False
@@ -123,12 +106,16 @@ class _Chooser:
             others = []
         rest = [name for name in self.parameters if name not in self._covered]
         self._add_rest(rest, has_saved=has_saved)
-        self._add_others(others, are_extras=not rest)
+        if not rest:
+            for tensor in others:
+                self._add(_stored(tensor))
+        else:  # they may be another form of an adapter
+            names = [tensor.name for tensor in others]
+            self._note(names, "in the base's own weights files, but in no layer; left out, being of the base alone")
         self._note(unlike, "the base's own weights files have other values than its layers; the layers' are written")
         if self.dtype:
             fixed = [name for name, parameter in self.parameters.items() if parameter.dtype not in FLOATS]
             self._note(fixed, "no floating point, so written unchanged")
-        return ExportTensors(tensors=list(self._tensors.values()), notes=self._notes)
 
     def _fits(self, tensor: SavedTensor, supplier: str | None) -> bool:
         """Whether *tensor* has as many elements as *supplier*, unless that is unknown."""
@@ -142,7 +129,7 @@ class _Chooser:
     # -- names that only Transformers knows ----------------------------------------------------------------------
 
     def _add_renamed(self, saved: list[SavedTensor]) -> None:
-        """Add the tensors *saved* under other names than the layers'; without any, all that Transformers writes."""
+        """Add the tensors *saved* under names that the layers lack; without any, all that Transformers writes."""
         bare: dict[str, str] = {}
         shapes: dict[str, Sequence[int]] = {}
         for name, supplier, shape in self._names_in_memory():
@@ -165,7 +152,7 @@ class _Chooser:
             )
 
     def _names_in_memory(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Yield every name that the model itself has, the parameter or buffer of that name, and its shape."""
+        """Yield the model's own names, each with its parameter or buffer and the shape."""
         for parameter in self.parameters.values():
             if not is_of_adapter(parameter.name):
                 for name in (parameter.name, *parameter.aliases):
@@ -176,7 +163,6 @@ class _Chooser:
     def _from_runs(
         self, name: str, shape: tuple[int, ...], runs: tuple[Run, ...], tensor: SavedTensor | None
     ) -> OutputTensor:
-        """Return the tensor *name* whose elements lie in *runs* of parameters, or in a whole buffer."""
         suppliers = list(dict.fromkeys(run.name for run in runs))
         parts = [self._whole(supplier, name=name) for supplier in suppliers]
         first = parts[0]
@@ -194,7 +180,7 @@ class _Chooser:
     # -- names of the layers or of the base's files --------------------------------------------------------------
 
     def _from_layer(self, supplier: str, tensor: SavedTensor) -> OutputTensor:
-        """Return the tensor that the layers supply under the name, and in the shape, of the base's own file."""
+        """Return what the layers supply for *tensor* of the base's own file."""
         found = self._whole(supplier, name=tensor.name)
         if tensor.stored is not None:
             return found
@@ -213,12 +199,12 @@ class _Chooser:
         return OutputTensor(name=name, dtype=dtype, shape=shape, source=source, layer_name=supplier)
 
     def _add_rest(self, parameters: list[str], *, has_saved: bool) -> None:
-        """Add the *parameters* that no file of the base names; buffers only where there is no such file at all."""
+        """Add the *parameters* that no file of the base names; buffers only if there is no such file."""
         suppliers = [*parameters, *([] if has_saved else self.buffers)]
         bare = {name: name if is_of_adapter(name) else strip_wrappers(name) for name in suppliers}
         uses = Counter(bare.values())
         for supplier, name in bare.items():
-            is_free = uses[name] == 1 and name not in self._tensors
+            is_free = uses[name] == 1 and name not in self._by_name
             self._add(self._whole(supplier, name=name if is_free else supplier))
         of_adapters = [name for name in parameters if is_of_adapter(name)]
         self._note(of_adapters, "of an adapter, or adapted by one; written under their own names, not merged")
@@ -226,17 +212,8 @@ class _Chooser:
             others = [name for name in parameters if not is_of_adapter(name)]
             self._note(others, "in none of the base's own weights files; written under their own names")
 
-    def _add_others(self, others: list[SavedTensor], *, are_extras: bool) -> None:
-        """Add what the base's files hold and no layer does, unless it may be another form of an adapter."""
-        if are_extras:
-            for tensor in others:
-                self._add(_stored(tensor))
-        else:
-            names = [tensor.name for tensor in others]
-            self._note(names, "in the base's own weights files, but in no layer; left out, being of the base alone")
-
     def _add(self, tensor: OutputTensor) -> None:
-        if self._tensors.setdefault(tensor.name, tensor) != tensor:
+        if self._by_name.setdefault(tensor.name, tensor) != tensor:
             raise Unsupported(
                 f"two tensors would be called {tensor.name!r}",
                 hint="compose --format zero3 keeps every name",
@@ -245,7 +222,7 @@ class _Chooser:
     def _note(self, names: list[str], text: str) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._notes.append(f"{names[0]!r}{more}: {text}")
+            self.notes.append(f"{names[0]!r}{more}: {text}")
 
 
 def _stored(tensor: SavedTensor) -> OutputTensor:
@@ -295,7 +272,7 @@ def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[SavedTensor]:
 
 
 def tensors_in(header: bytes, path: str) -> Iterator[SavedTensor]:
-    """Yield what the *header* of a weights file names that is kept byte for byte: no name in it is a layer's."""
+    """Yield the tensors of a weights file that is kept byte for byte: no name in its *header* is a layer's."""
     for name, (dtype, shape) in _entries(header, path).items():
         yield SavedTensor(name=name, dtype=dtype, shape=shape)
 
@@ -330,9 +307,9 @@ def ask_transformers(
     config: Mapping[str, object] | None, shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
 ) -> dict[str, FileTensor]:
     """
-    Return what ``save_pretrained`` writes of the model with *config*, which holds tensors of these *shapes*.
+    Return what ``save_pretrained`` writes of a model with *config* and tensors of these *shapes*.
 
-    *expected* are tensors of the base's own weights files, which must be among what is returned.
+    The result must include *expected*, the tensors of the base's own weights files.
 
     Raises:
         Unsupported: There is no Transformers to ask, or it does not know.

@@ -7,12 +7,11 @@ compared with their own slices in the same way.
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
 from layerstore.dtypes import by_code
 from layerstore.model import Kind, Parameter
-from layerstore.publish import SourceReader
+from layerstore.publish import SourceReader, Witness
 from layerstore.zero3 import (
     Checkpoint,
     GatheredSource,
@@ -26,29 +25,31 @@ from layerstore.zero3 import (
 
 
 class GatheredCheck:
-    """What is known of each gathered tensor; shared by threads."""
+    """Which gathered tensors follow from what is stored anyway; shared by threads."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, reader: SourceReader) -> None:
         self.parameters: Mapping[str, Parameter] = {
             parameter.name: parameter for layer in checkpoint.layers for parameter in layer.parameters
         }
-        self._world_size = checkpoint.world_size
+        self._reader = reader
+        """For gathered weights alone: the slices' reader is in use while these are compared."""
         self._by_supplier: dict[str, list[GatheredSource]] = {}
         for file in checkpoint.gathered:
             for tensor in file.tensors:
                 if tensor.supplier:
                     self._by_supplier.setdefault(tensor.supplier, []).append(tensor)
         self._unlike: set[GatheredSource] = set()
-        self._seen: dict[GatheredSource, int] = {}
+        self._alike: dict[GatheredSource, int] = {}
+        """How many elements were seen to follow."""
         self._guard = threading.Lock()
 
     def is_derived(self, tensor: GatheredSource) -> bool:
-        """Whether *tensor* was seen to follow, element by element, from what is stored anyway."""
-        return tensor not in self._unlike and self._seen.get(tensor, 0) == tensor.elements
+        """Whether every element of *tensor* was seen to follow."""
+        return tensor not in self._unlike and self._alike.get(tensor, 0) == tensor.elements
 
     @property
     def bytes_derived(self) -> int:
-        """The size of all gathered tensors that follow from what is stored anyway."""
+        """The size of all gathered tensors that follow."""
         tensors = [tensor for of in self._by_supplier.values() for tensor in of]
         return sum(tensor.size_bytes for tensor in tensors if self.is_derived(tensor))
 
@@ -56,7 +57,7 @@ class GatheredCheck:
         """
         Yield the gathered tensors that become the stored weights of their layer.
 
-        A trained parameter whose only gathered tensor is not its master, rounded: a composite takes it along.
+        These are of trained parameters with one gathered tensor, which is not their master, rounded.
         """
         for name in sorted(self._by_supplier.keys() & set(names)):
             tensors = self._by_supplier[name]
@@ -64,63 +65,36 @@ class GatheredCheck:
             if parameter and not parameter.frozen and len(tensors) == 1 and not self.is_derived(tensors[0]):
                 yield tensors[0]
 
-    def witness(self, source: ObjectSource, reader: SourceReader) -> "SliceWitness | None":
-        """Return what shall look at the slices of *source*, if anything."""
-        if source.kind is Kind.OPTIMIZER or not self._by_supplier:
+    def witness(self, source: ObjectSource) -> Witness | None:
+        """Return what compares the slices of *source* with the gathered tensors, if they supply any."""
+        is_of_rank_0 = source.shard == 0  # the one that gathered
+        if source.kind is Kind.OPTIMIZER or (source.kind is Kind.BUFFERS and not is_of_rank_0):
             return None
-        if source.kind is Kind.BUFFERS and source.shard:
-            return None  # rank 0 is the one that gathered
-        return SliceWitness(self, source, reader)
 
-    def candidates(self, part: SliceSource) -> list[GatheredSource]:
-        """Return the gathered tensors that *part* may supply and that are not unlike it already."""
-        found = []
-        for tensor in self._by_supplier.get(part.name, ()):
-            if not can_derive(part.dtype, tensor.dtype):
-                self.note_unlike(tensor)
-            elif tensor not in self._unlike:
-                found.append(tensor)
-        return found
+        def look(part: SliceSource, start_element: int, data: memoryview) -> None:
+            first = start_element
+            if source.kind is not Kind.BUFFERS and part.name in self._by_supplier:
+                first += source.shard * slice_length(prod(self.parameters[part.name].shape), source.shards)
+            for tensor in self._by_supplier.get(part.name, ()):
+                if tensor not in self._unlike:
+                    self._compare(tensor, first, part.dtype, data)
 
-    def first_element(self, source: ObjectSource, part: SliceSource) -> int:
-        """Return where *part* begins in its whole tensor."""
-        if source.kind is Kind.BUFFERS:
-            return 0
-        return source.shard * slice_length(prod(self.parameters[part.name].shape), source.shards)
+        return look if self._by_supplier else None
 
-    def note_unlike(self, tensor: GatheredSource) -> None:
-        """Remember that *tensor* does not follow."""
+    def _compare(self, tensor: GatheredSource, first: int, dtype: str, data: memoryview) -> None:
+        """Compare *data*, elements of the type *dtype*, with those of *tensor* from *first* on."""
+        is_alike = can_derive(dtype, tensor.dtype) and self._is_equal(
+            tensor, first, convert(data, source=dtype, target=tensor.dtype)
+        )
         with self._guard:
-            self._unlike.add(tensor)
-
-    def note_alike(self, tensor: GatheredSource, elements: int) -> None:
-        """Remember that *elements* more of *tensor* follow."""
-        with self._guard:
-            self._seen[tensor] = self._seen.get(tensor, 0) + elements
-
-
-@dataclass(frozen=True, slots=True)
-class SliceWitness:
-    """Compares slices with the gathered tensors, as they go by."""
-
-    check: GatheredCheck
-    source: ObjectSource
-    reader: SourceReader
-    """Its own: the slices' reader is in use while this looks."""
-
-    def look(self, part: SliceSource, start_element: int, data: memoryview) -> None:
-        """Compare *data*, the elements of *part* from *start_element* on."""
-        elements = len(data) // by_code(part.dtype).bytes
-        for tensor in self.check.candidates(part):
-            first = self.check.first_element(self.source, part) + start_element
-            if self._equal(tensor, first, convert(data, source=part.dtype, target=tensor.dtype)):
-                self.check.note_alike(tensor, elements)
+            if is_alike:
+                self._alike[tensor] = self._alike.get(tensor, 0) + len(data) // by_code(dtype).bytes
             else:
-                self.check.note_unlike(tensor)
+                self._unlike.add(tensor)
 
-    def _equal(self, tensor: GatheredSource, first: int, expected: memoryview) -> bool:
+    def _is_equal(self, tensor: GatheredSource, first: int, expected: memoryview) -> bool:
         offset = tensor.offset_bytes + first * by_code(tensor.dtype).bytes
-        for chunk in self.reader.chunks(tensor.file, offset, len(expected)):
+        for chunk in self._reader.chunks(tensor.file, offset, len(expected)):
             if not equal_bytes(chunk, expected[: len(chunk)]):
                 return False
             expected = expected[len(chunk) :]

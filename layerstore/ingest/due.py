@@ -1,6 +1,7 @@
 """Which layers of a checkpoint are stored: those that are due, and those that nothing can stand in for."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 
@@ -24,16 +25,14 @@ def movements(
     repo: Repository, layers: tuple[LayerSource, ...], inherited: Mapping[str, LayerEntry]
 ) -> dict[str, float]:
     """Return the relative movement of every layer that has an older version with masters of the same shapes."""
-    reader = SourceReader()
-    try:
-        found = {
-            layer.layer: _movement(repo, reader, layer, version)
-            for layer in layers
-            if layer.layer in inherited and (version := repo.whole_version_of(inherited[layer.layer]))
-        }
-    finally:
-        reader.close()
-    return {layer: movement for layer, movement in found.items() if movement is not None}
+    found = {}
+    with closing(SourceReader()) as reader:
+        for layer in layers:
+            version = repo.whole_version_of(inherited[layer.layer]) if layer.layer in inherited else None
+            movement = None if version is None else _movement(repo, reader, layer, version)
+            if movement is not None:
+                found[layer.layer] = movement
+    return found
 
 
 def _movement(repo: Repository, reader: SourceReader, layer: LayerSource, version: LayerVersion) -> float | None:
@@ -42,21 +41,31 @@ def _movement(repo: Repository, reader: SourceReader, layer: LayerSource, versio
     if is_still(layer.parameters):
         return 0.0
     slices = Slices([version])
-    sources = {
-        (part.name, source.shard): part
-        for source in layer.objects
-        if source.kind is Kind.MASTER
-        for part in source.slices
-    }
+    masters = [source for source in layer.objects if source.kind is Kind.MASTER]
+    sources = {(part.name, source.shard): part for source in masters for part in source.slices}
     meter = Meter()
     for parameter in layer.parameters:
-        if slices.shards(Kind.MASTER, parameter.name) and (parameter.name, 0) in sources:
-            for begin, end in sampled(prod(parameter.shape)):
-                old, old_type = _stored(repo, slices, parameter, begin, end)
-                new, new_type = _source(reader, sources, layer, parameter, (begin, end))
-                if can_measure(old_type) and can_measure(new_type):
-                    meter.add(memoryview(old), memoryview(new), dtype_a=old_type, dtype_b=new_type)
+        name, elements = parameter.name, prod(parameter.shape)
+        if not slices.shards(Kind.MASTER, name) or (name, 0) not in sources:
+            continue
+        old_type = slices.find(Kind.MASTER, name, shard=0).tensor.dtype
+        new_type = sources[name, 0].dtype
+        if can_measure(old_type) and can_measure(new_type):
+            for begin, end in sampled(elements):
+                old, new = b"", b""
+                for piece in slices.pieces(Kind.MASTER, name, dtype=old_type, offset=0, begin=begin, end=end):
+                    with repo.objects.open(piece.object) as file:
+                        old += file.read_at(piece.object_offset, piece.size_bytes)
+                for part in stretches(elements, masters[0].shards, begin=begin, end=end):
+                    new += _read(reader, sources[name, part.shard], part.start, part.elements)
+                meter.add(memoryview(old), memoryview(new), dtype_a=old_type, dtype_b=new_type)
     return meter.movement()
+
+
+def _read(reader: SourceReader, source: SliceSource, start: int, elements: int) -> bytes:
+    item_bytes = by_code(source.dtype).bytes
+    chunks = reader.chunks(source.path, source.offset_bytes + start * item_bytes, elements * item_bytes)
+    return b"".join(map(bytes, chunks))
 
 
 def is_still(parameters: Sequence[Parameter]) -> bool:
@@ -81,48 +90,18 @@ def sampled(elements: int) -> Iterator[tuple[int, int]]:
         yield begin, begin + RUN_ELEMENTS
 
 
-def _stored(repo: Repository, slices: Slices, parameter: Parameter, begin: int, end: int) -> tuple[bytes, str]:
-    shards = slices.shards(Kind.MASTER, parameter.name)
-    data, dtype = b"", ""
-    for part in stretches(prod(parameter.shape), shards, begin=begin, end=end):
-        place = slices.find(Kind.MASTER, parameter.name, shard=part.shard)
-        dtype = place.tensor.dtype
-        piece = place.piece(0)
-        item_bytes = by_code(dtype).bytes
-        with repo.objects.open(piece.object) as file:
-            data += file.read_at(piece.object_offset + part.start * item_bytes, part.elements * item_bytes)
-    return data, dtype
-
-
-def _source(
-    reader: SourceReader,
-    sources: Mapping[tuple[str, int], SliceSource],
-    layer: LayerSource,
-    parameter: Parameter,
-    run: tuple[int, int],
-) -> tuple[bytes, str]:
-    shards = next(source.shards for source in layer.objects if source.kind is Kind.MASTER)
-    data, dtype = b"", ""
-    for part in stretches(prod(parameter.shape), shards, begin=run[0], end=run[1]):
-        source = sources[parameter.name, part.shard]
-        dtype = source.dtype
-        item_bytes = by_code(dtype).bytes
-        start = source.offset_bytes + part.start * item_bytes
-        data += b"".join(map(bytes, reader.chunks(source.path, start, part.elements * item_bytes)))
-    return data, dtype
-
-
 def layers_due(
     repo: Repository, checkpoint: Checkpoint, place: Place, policy: Policy, *, run: str
 ) -> tuple[frozenset[str], dict[Tree, Tree]]:
     """
-    Return the layers to be stored, and what the record is to say of why.
+    Return the layers to be stored, and the decisions that the record keeps.
 
-    Everything where the history has no complete save yet; else what *policy* says, together with every layer
-    that has changed its shape since, that the optimizer has updated for the first time, or that the store has lost.
+    All layers if the history has no complete save yet. Otherwise those that *policy* names, and every layer that has
+    changed its shape, that the optimizer has updated for the first time, or that the store has lost.
     """
     layers = checkpoint.layers
-    save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=_ages(place, run))
+    ages = {layer: place.save_number - number for layer, number in own_numbers(place, run).items()}
+    save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=ages)
     if getattr(policy, "measures", False):
         sizes = {layer.layer: sum(part.size_bytes for of in layer.objects for part in of.slices) for layer in layers}
         save = replace(save, movements=movements(repo, layers, place.inherited), sizes=sizes)
@@ -138,23 +117,14 @@ def layers_due(
     return due, decisions
 
 
-def _ages(place: Place, run: str) -> dict[str, int]:
-    return {layer: place.save_number - number for layer, number in own_numbers(place, run).items()}
-
-
 def _can_inherit(repo: Repository, layer: LayerSource, entry: LayerEntry | None) -> bool:
     if entry is None or (layer.optimizer_step is not None and entry.optimizer_step is None):
         return False
+    states = {(part.name, part.state) for of in layer.objects if of.kind is Kind.OPTIMIZER for part in of.slices}
     version = repo.whole_version_of(entry)  # what the store has lost is stored again, and verify reports it
     return (
         version is not None
         and version.parameters == layer.parameters
         and version.buffers == layer.buffers
-        and version.optimizer_states == _source_states(layer)
+        and version.optimizer_states == states
     )
-
-
-def _source_states(layer: LayerSource) -> set[tuple[str, str]]:
-    return {
-        (part.name, part.state) for source in layer.objects if source.kind is Kind.OPTIMIZER for part in source.slices
-    }

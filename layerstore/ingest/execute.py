@@ -98,19 +98,18 @@ def _stored(
     if view is not None:
         view = with_records_read(repo, view, plan.step)
     rival = _rival(view, plan)
-    outcome = None
-    if rival is not None:
-        outcome = _stored_beside(repo, plan, view, rival, progress)
+    outcome = None if rival is None else _stored_beside(repo, plan, view, rival, progress)
     if outcome is None:
         outcome = _stored_as_new(repo, plan, view, rival, progress)
-    record, writer = outcome.published.commit.record, outcome.objects
+    commit, is_new, writer = outcome.published.commit, outcome.published.is_new, outcome.objects
+    record = commit.record
     return Ingested(
         run=plan.run,
         step=record.step,
         attempt=record.attempt,
-        commit=outcome.published.commit.id,
-        is_new=outcome.published.is_new,
-        record_healed=bool(_damaged_at(view, plan.step)) and not outcome.published.is_new,
+        commit=commit.id,
+        is_new=is_new,
+        record_healed=bool(_damaged_at(view, plan.step)) and not is_new,
         layers=tuple(entry.layer for entry in record.layers),
         layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
         objects_new=writer.count_new,
@@ -122,19 +121,30 @@ def _stored(
         bytes_derived=outcome.content.bytes_derived,
         seconds=time.monotonic() - started,
         source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
-        notes=(
-            *plan.checkpoint.notes,
-            *_doubts(plan, record, is_new=outcome.published.is_new),
-            *(_filled_in(plan, record, view) if outcome.published.is_new else ()),
-            *_healed(writer),
-        ),
+        notes=(*plan.checkpoint.notes, *_notes(plan, record, view, writer, is_new=is_new)),
     )
 
 
-def _healed(writer: ObjectWriter) -> Iterator[str]:
-    """Say that the store had rotted: other objects may have, too."""
-    count = len(writer.damaged)
-    if count:
+def _notes(
+    plan: IngestPlan, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
+) -> Iterator[str]:
+    """Say what is stored otherwise than the command suggests, and that the store had rotted."""
+    called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
+    tip = None if view is None else next(view.history(record.attempt), None)
+    is_whole = saved == len(record.layers)
+    if not is_new and WITHOUT_MOMENTS in record.flags:
+        yield f"{called} is stored without its moments, which a collection has dropped; --replace stores them again"
+    elif not is_new and not is_whole and record.policy.name != plan.policy.name:
+        yield (
+            f"{called} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
+            f"stored, the others are older; --replace stores what policy {plan.policy.name} asks for"
+        )
+    elif is_new and not is_whole and not plan.replace and tip is not None and tip.step > record.step:
+        yield (
+            f"{called} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
+            "counted it as the newest save, and steps above it inherit nothing from it"
+        )
+    if count := len(writer.damaged):
         were = "object in the store was" if count == 1 else "objects in the store were"
         yield (
             f"{count} {were} damaged (first: {writer.damaged[0].id}) and written again from this checkpoint; "
@@ -142,37 +152,9 @@ def _healed(writer: ObjectWriter) -> Iterator[str]:
         )
 
 
-def _doubts(plan: IngestPlan, record: CommitRecord, *, is_new: bool) -> Iterator[str]:
-    """Say that less is stored than was asked for: the step was saved before, under another policy."""
-    saved = sum(entry.saved_by(record) for entry in record.layers)
-    if not is_new and WITHOUT_MOMENTS in record.flags:
-        yield (
-            f"{record.run}@{record.step} is stored without its moments, which a collection has dropped; "
-            "--replace stores them again"
-        )
-    elif not is_new and saved < len(record.layers) and record.policy.name != plan.policy.name:
-        yield (
-            f"{record.run}@{record.step} was saved under policy {record.policy.name}: {saved} of its "
-            f"{len(record.layers)} layers are stored, the others are older; --replace stores what policy "
-            f"{plan.policy.name} asks for"
-        )
-
-
-def _filled_in(plan: IngestPlan, record: CommitRecord, view: RunView | None) -> Iterator[str]:
-    """Say that a policy has chosen the layers of a step below one that was there: it counts saves as they come."""
-    tip = None if view is None else next(view.history(record.attempt), None)
-    if plan.replace or tip is None or tip.step <= record.step:
-        return
-    if not all(entry.saved_by(record) for entry in record.layers):
-        yield (
-            f"{record.run}@{record.step} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
-            "counted it as the newest save, and steps above it inherit nothing from it"
-        )
-
-
 @contextlib.contextmanager
 def _disk_explained(repo: Repository, plan: IngestPlan) -> Iterator[None]:
-    """Say who removes files of an ingest; add to a full disk's error how much was asked for and how much there is."""
+    """Explain removed files, and how much a full disk lacks."""
     try:
         yield
     except StorageIO as exc:
@@ -185,10 +167,9 @@ def _disk_explained(repo: Repository, plan: IngestPlan) -> Iterator[None]:
                 hint="repeat the command; gc --grace 0s takes what others are writing: not beside an ingest or a save",
             ) from exc
         if exc.kind == "no_space":
-            free = repo.files.free_bytes(repo.layout.root)
             exc.message += (
-                f"; this checkpoint needs up to {plan.checkpoint.size_bytes} bytes, {free} are free; "
-                "earlier commits are not affected"
+                f"; this checkpoint needs up to {plan.checkpoint.size_bytes} bytes, "
+                f"{repo.files.free_bytes(repo.layout.root)} are free; earlier commits are not affected"
             )
         raise
 
@@ -230,8 +211,8 @@ def _stored_beside(
     if plan.opens_attempt and not _opens_the_same(repo, view, plan, rival):
         return None
     due = frozenset(rival.layer_names) - place.inherited.keys()
-    with _transaction(repo, plan) as tx:
-        content = _transfer(plan, tx, progress, due=due, known_before=True, moments=not is_trimmed)
+    with Transaction(repo, reads_reused=not plan.trust_store) as tx:
+        content = _transferred(plan, tx, progress, due=due, known_before=True, moments=not is_trimmed)
         record = _record(plan, content, place, use, due)
         if commit_id(record) != rival.id:
             _check_may_differ(view, plan, rival)
@@ -253,10 +234,13 @@ def _stored_as_new(
             found = reserve(repo, plan.run, lambda taken: place_free(view, place, taken))
             opened.enter_context(found.lock)
             place = found.place
-        due, decisions = _due(repo, plan, place)
+        due = frozenset(layer.layer for layer in plan.checkpoint.layers)
+        decisions: dict[Tree, Tree] = {}
+        if not isinstance(plan.policy, Latest):
+            due, decisions = layers_due(repo, plan.checkpoint, place, plan.policy, run=plan.run)
         use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
-        tx = opened.enter_context(_transaction(repo, plan))
-        content = _transfer(plan, tx, progress, due=due, known_before=rival is not None)
+        tx = opened.enter_context(Transaction(repo, reads_reused=not plan.trust_store))
+        content = _transferred(plan, tx, progress, due=due, known_before=rival is not None)
         record = _record(plan, content, place, use, due)
         for name, problem in _damaged_at(view, plan.step):
             if name.id != commit_id(record):
@@ -271,17 +255,7 @@ def _stored_as_new(
         return _Outcome(tx.commit(record), content, tx.objects)
 
 
-def _due(repo: Repository, plan: IngestPlan, place: Place) -> tuple[frozenset[str], dict[Tree, Tree]]:
-    if isinstance(plan.policy, Latest):
-        return frozenset(layer.layer for layer in plan.checkpoint.layers), {}
-    return layers_due(repo, plan.checkpoint, place, plan.policy, run=plan.run)
-
-
-def _transaction(repo: Repository, plan: IngestPlan) -> Transaction:
-    return Transaction(repo, reads_reused=not plan.trust_store)
-
-
-def _transfer(
+def _transferred(
     plan: IngestPlan,
     tx: Transaction,
     progress: Progress,

@@ -1,13 +1,13 @@
 """
-Bring a checkpoint's content into the store, staged: nothing of it is visible yet.
+Transfer: stage a checkpoint's content in the store; nothing of it is visible yet.
 
-Objects first, then version blobs and state blobs. Every byte of the source must have shown its checksum
-before this returns, so that rot is never kept under a valid hash.
+Objects first, then version blobs and state blobs. Every byte of the source is checked against its checksum before this
+returns, so that rot is never kept under a valid hash.
 """
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +27,7 @@ from layerstore.model import (
     TensorSource,
 )
 from layerstore.progress import Progress
-from layerstore.publish import Checksums, SourceReader, Staging, crc32_of, in_order
+from layerstore.publish import Checksums, SourceReader, Staging, crc32_of, stage_version
 from layerstore.storage import ObjectWriter
 from layerstore.zero3 import (
     Checkpoint,
@@ -48,15 +48,13 @@ Result = TypeVar("Result")
 class Content:
     """What a commit consists of, but for its numbers."""
 
-    layers: dict[str, LayerVersion]
-    """Every layer that was due."""
     versions: dict[str, BlobRef]
-    """Of the same."""
+    """Of every layer that was due."""
     states: tuple[BlobRef, ...]
     """By rank."""
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
-    has_moments: bool = True
+    has_moments: bool
 
 
 def transfer(
@@ -76,9 +74,24 @@ def transfer(
     Raises:
         SourceCheckpoint: A byte of the source is not as it was written; *writer* publishes nothing then.
     """
-    with _ThreadReaders() as readers, ThreadPoolExecutor(WORKERS_MAX) as pool:
-        moving = _Transfer(checkpoint, writer, progress, readers, due=due, known_before=known_before, moments=moments)
-        return moving.run(pool)
+    # Gathered weights have a reader of their own: they are read while a chunk of slices is in use.
+    with (
+        closing(SourceReader()) as reader,
+        closing(SourceReader()) as gathered,
+        ThreadPoolExecutor(WORKERS_MAX) as pool,
+    ):
+        checksums = Checksums()
+        staging = Staging(
+            writer,
+            reader,
+            source=str(checkpoint.found.folder),
+            checksums=checksums,
+            advance=progress.advance,
+            known_before=known_before,
+        )
+        content = _Transfer(checkpoint, staging, gathered, pool, due=due, moments=moments).run(progress, writer)
+        checksums.check(checkpoint.checks, reader)
+        return content
 
 
 class _Transfer:
@@ -87,110 +100,92 @@ class _Transfer:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        writer: ObjectWriter,
-        progress: Progress,
-        readers: "_ThreadReaders",
+        staging: Staging,
+        reader: SourceReader,
+        pool: ThreadPoolExecutor,
         *,
         due: Collection[str],
-        known_before: bool,
         moments: bool,
     ) -> None:
         self._checkpoint = checkpoint
+        self._staging = staging
+        self._reader = reader
+        self._pool = pool
         self._moments = moments
-        self._progress = progress
-        self._readers = readers
         self._layers = [layer for layer in checkpoint.layers if layer.layer in due]
-        self._inherited = frozenset(
+        self._inherited = {
             name
             for layer in checkpoint.layers
             if layer.layer not in due
             for name in (*(of.name for of in layer.parameters), *(of.name for of in layer.buffers))
-        )
-        self._checksums = Checksums()
-        self._staging = Staging(
-            writer,
-            lambda: readers.slices,
-            source=str(checkpoint.found.folder),
-            checksums=self._checksums,
-            advance=progress.advance,
-            known_before=known_before,
-        )
-        self._check = GatheredCheck(checkpoint)
+        }
+        self._check = GatheredCheck(checkpoint, reader)
 
-    def run(self, pool: ThreadPoolExecutor) -> Content:
-        layers = self._layers
+    def run(self, progress: Progress, writer: ObjectWriter) -> Content:
+        layers, world_size = self._layers, self._checkpoint.world_size
         sources = [
             (layer.layer, source)
             for layer in layers
             for source in layer.objects
             if self._moments or source.kind is not Kind.OPTIMIZER
         ]
-        self._progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
+        progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
-        for (name, _), stored in zip(sources, _run_all(pool, self._object, [of for _, of in sources]), strict=True):
-            objects[name].append(stored)
+        stored = _run_all(self._pool, self._object, [source for _, source in sources])
+        for (name, _), each in zip(sources, stored, strict=True):
+            objects[name].append(each)
         # Only now is it known which gathered weights follow from their masters.
         for layer in layers:
             objects[layer.layer].extend(self._own_weights(layer))
-        gathered = [self._gathered(pool, file.path, file.header, file.tensors) for file in self._checkpoint.gathered]
+        gathered = list(self._gathered())
         states = [
             self._staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
             for state in self._checkpoint.states
         ]
-        self._checksums.check(self._checkpoint.checks, self._readers.slices)
-        versions = {layer.layer: self._version(layer, objects[layer.layer]) for layer in layers}
+        versions = {
+            layer.layer: LayerVersion(
+                layer=layer.layer,
+                parameters=layer.parameters,
+                buffers=layer.buffers,
+                world_size=world_size,
+                objects=tuple(objects[layer.layer]),
+            )
+            for layer in layers
+        }
         return Content(
-            layers=versions,
-            versions={name: self._staging.version(version) for name, version in versions.items()},
+            versions={name: stage_version(writer, version) for name, version in versions.items()},
             states=tuple(states),
             bytes_derived=self._check.bytes_derived,
             has_moments=self._moments,
         )
 
-    # -- layers --------------------------------------------------------------------------------------------------
-
     def _object(self, source: ObjectSource) -> StoredObject:
-        """Stage *source*, comparing it with the gathered weights as it goes by."""
-        witness = self._check.witness(source, self._readers.gathered)
-        return self._staging.object(source, witness.look if witness else None)
+        """Stage *source*, comparing it with the gathered weights on the way."""
+        return self._staging.object(source, self._check.witness(source))
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage the gathered weights that do not follow from their master, as part of their layer."""
         tensors = self._check.weights_to_store(parameter.name for parameter in layer.parameters)
         slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
-            source = ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices)
-            yield self._staging.object(source)
-
-    def _version(self, layer: LayerSource, objects: list[StoredObject]) -> LayerVersion:
-        return LayerVersion(
-            layer=layer.layer,
-            parameters=layer.parameters,
-            buffers=layer.buffers,
-            world_size=self._checkpoint.world_size,
-            objects=in_order(objects),
-        )
+            yield self._staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
 
     # -- what is not a layer -------------------------------------------------------------------------------------
 
-    def _gathered(
-        self, pool: ThreadPoolExecutor, path: Path, header: bytes, tensors: Iterable[GatheredSource]
-    ) -> GatheredFile:
+    def _gathered(self) -> Iterator[GatheredFile]:
         in_layers = set(self._check.weights_to_store(self._check.parameters))
 
         def read(tensor: GatheredSource) -> GatheredTensor:
             return self._gathered_tensor(tensor, in_layer=tensor in in_layers)
 
-        return GatheredFile(
-            path=self._relative(path),
-            header=header,
-            tensors=tuple(_run_all(pool, read, list(tensors))),
-        )
+        for file in self._checkpoint.gathered:
+            tensors = tuple(_run_all(self._pool, read, list(file.tensors)))
+            yield GatheredFile(path=self._relative(file.path), header=file.header, tensors=tensors)
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
-        checksum, _ = crc32_of(self._readers.gathered, tensor.file, tensor.offset_bytes, tensor.size_bytes)
-        # What an older version of the layer supplies is no more like these bytes than the layer is.
+        checksum, _ = crc32_of(self._reader, tensor.file, tensor.offset_bytes, tensor.size_bytes)
+        # An inherited layer supplies its older version: a composite has that in the file, too.
         if in_layer or tensor.supplier in self._inherited or self._check.is_derived(tensor):
             is_parameter = tensor.supplier in self._check.parameters
             source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
@@ -208,8 +203,10 @@ class _Transfer:
         )
 
     def _files_of(self, rank: int) -> Iterator[SourceFile]:
+        """Yield the files that are kept byte for byte: a rank's own, and with rank 0 those of no rank."""
         for path in self._checkpoint.files:
-            if _owner(path, self._checkpoint.world_size) == rank:
+            owner = rank_of_file(path.name)
+            if (owner if owner is not None and owner < self._checkpoint.world_size else 0) == rank:
                 yield self._source_file(path)
 
     def _source_file(self, path: Path) -> SourceFile:
@@ -234,42 +231,6 @@ def _as_slice(tensor: GatheredSource) -> SliceSource:
         path=tensor.file,
         offset_bytes=tensor.offset_bytes,
     )
-
-
-def _owner(path: Path, world_size: int) -> int:
-    rank = rank_of_file(path.name)
-    return rank if rank is not None and rank < world_size else 0
-
-
-class _ThreadReaders:
-    """Two readers per thread, for the slices and for the gathered weights beside them; closed together."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self._all: list[SourceReader] = []
-
-    @property
-    def slices(self) -> SourceReader:
-        return self._mine("slices")
-
-    @property
-    def gathered(self) -> SourceReader:
-        return self._mine("gathered")
-
-    def _mine(self, name: str) -> SourceReader:
-        reader: SourceReader | None = getattr(self._local, name, None)
-        if reader is None:
-            reader = SourceReader()
-            self._all.append(reader)
-            setattr(self._local, name, reader)
-        return reader
-
-    def __enter__(self) -> "_ThreadReaders":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for reader in self._all:
-            reader.close()
 
 
 def _run_all(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: list[Item]) -> list[Result]:

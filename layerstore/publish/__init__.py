@@ -14,7 +14,7 @@ from layerstore.publish.rank_parts import (
     parts_of,
     write_share,
 )
-from layerstore.publish.staging import Checksums, SourceReader, Staging, crc32_of, in_order
+from layerstore.publish.staging import Checksums, SourceReader, Staging, Witness, crc32_of, stage_version
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [
@@ -30,12 +30,12 @@ __all__ = [
     "Staging",
     "Transaction",
     "Unpinned",
+    "Witness",
     "check_pin_free",
     "check_pin_name",
     "crc32_of",
     "delete_pin",
     "fail_share",
-    "in_order",
     "join",
     "make_pin",
     "objects_due",
@@ -43,5 +43,6 @@ __all__ = [
     "read_pins",
     "republish",
     "retire",
+    "stage_version",
     "write_share",
 ]

@@ -25,7 +25,7 @@ from layerstore.model import (
     SourceLayout,
     StoredObject,
 )
-from layerstore.publish.staging import Checksums, Reader, SourceReader, Staging
+from layerstore.publish.staging import Checksums, Reader, Staging, stage_version
 from layerstore.publish.transaction import Transaction
 from layerstore.storage import ObjectWriter, PartName, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
@@ -77,14 +77,8 @@ def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Fr
     """
     share = work.share
     with Transaction(repo, past_cache=True) as tx:
-        staging = Staging(
-            tx.objects,
-            lambda: reader,
-            source="the engine",
-            checksums=Checksums(),
-            advance=lambda count: None,
-            reads_once=True,  # what was copied is gone from the pool once it was read
-        )
+        # What was copied is gone from the pool once it was read.
+        staging = Staging(tx.objects, reader, source="the engine", checksums=Checksums(), reads_once=True)
         layers = tuple(
             LayerPart(layer=layer.layer, objects=tuple(_share_objects(layer, work, staging, tx.objects, frozen)))
             for layer in share.layers
@@ -207,11 +201,7 @@ def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Ma
             hint=_STORED_AGAIN,
         )
     with Transaction(repo) as tx:
-        reader = SourceReader()
-        staging = Staging(
-            tx.objects, lambda: reader, source="a save", checksums=Checksums(), advance=lambda count: None
-        )
-        record = _record(joint, parts, dict(_versions(staging, joint, parts)), inherited)
+        record = _record(joint, parts, dict(_versions(tx.objects, joint, parts)), inherited)
         try:
             for entry in record.layers:
                 if entry.layer not in joint.work.due:
@@ -240,18 +230,16 @@ def _check_there(repo: Repository, joint: Joint, parts: Sequence[Part]) -> None:
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*named, *([part.state] if part.state is not None else [])):
+            problem = f"object {ref.id}, which rank {part.rank} had written, is gone"
             try:
                 found = repo.objects.find(ref)
             except IntegrityError as exc:
-                raise GivenUp(f"step {joint.step} is given up: {exc}", hint=_STORED_AGAIN) from exc
+                found, problem = None, str(exc)
             if found is None:
-                raise GivenUp(
-                    f"step {joint.step} is given up: object {ref.id}, which rank {part.rank} had written, is gone",
-                    hint=_STORED_AGAIN,
-                )
+                raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 
 
-def _versions(staging: Staging, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
+def _versions(writer: ObjectWriter, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
     of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
     for layer in joint.work.share.layers:
         if layer.layer in joint.work.due:
@@ -262,7 +250,7 @@ def _versions(staging: Staging, joint: Joint, parts: Sequence[Part]) -> Iterator
                 world_size=joint.work.share.world_size,
                 objects=tuple(_objects([objects[layer.layer] for objects in of_rank])),
             )
-            yield layer.layer, staging.version(version)
+            yield layer.layer, stage_version(writer, version)
 
 
 def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:

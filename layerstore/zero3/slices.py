@@ -206,19 +206,20 @@ class Slices:
         offset: int,
         begin: int = 0,
         end: int | None = None,
+        hint: str | None = None,
     ) -> Iterator[Piece]:
         """
         Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, from *offset* on.
 
         Raises:
             LayoutMismatch: They are not stored.
-            Unsupported: They are stored as a type that cannot become *dtype*.
+            Unsupported: They are stored as a type that cannot become *dtype*; carries *hint*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
         for stored, stretch in self._stretches(kind, name, begin=begin, end=end):
             source = stored.tensor.dtype
             if not can_convert(source, dtype):
-                raise Unsupported(f"{name!r} is stored as {source} and cannot be written as {dtype}")
+                raise Unsupported(f"{name!r} is stored as {source} and cannot be written as {dtype}", hint=hint)
             item_bytes = by_code(source).bytes
             yield Piece(
                 object=stored.object.ref,

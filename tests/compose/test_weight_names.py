@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from layerstore.compose.safetensors import Run
-from layerstore.compose.weight_names import ExportTensors, FileTensor, SavedTensor, choose_tensors, saved_tensors
+from layerstore.compose.weight_names import ExportTensors, FileTensor, SavedTensor, saved_tensors
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.model import (
     BlobRef,
@@ -63,11 +63,14 @@ def stored(name: str) -> GatheredTensor:
 def chosen(*items: Parameter | Buffer, files: tuple[GatheredFile, ...] = (), **options: Any) -> ExportTensors:
     """Choose the tensors of an export of *items*."""
     is_own: Callable[[str], bool] = lambda name: True  # noqa: E731  # read as a default
-    return choose_tensors(
+    saved, is_always_asked = options.pop("saved", saved_tensors(files)), options.pop("is_always_asked", False)
+    found = ExportTensors(
         parameters={item.name: item for item in items if isinstance(item, Parameter)},
         buffers={item.name: item for item in items if isinstance(item, Buffer)},
-        **{"saved": saved_tensors(files), "dtype": None, "is_own": is_own, "ask": nobody} | options,
+        **{"dtype": None, "is_own": is_own, "ask": nobody} | options,
     )
+    found.choose(saved, is_always_asked=is_always_asked)
+    return found
 
 
 def nobody(shapes: object, expected: object) -> dict[str, FileTensor]:

@@ -135,10 +135,9 @@ def test_what_was_copied_is_read_once_whatever_the_store_has(tmp_path: Path) -> 
             with Transaction(store.repo) as tx:
                 staging = Staging(
                     tx.objects,
-                    Once,
+                    Once(),
                     source="a test",
                     checksums=Checksums(),
-                    advance=lambda count: None,
                     reads_once=True,
                 )
                 for offset in offsets:
