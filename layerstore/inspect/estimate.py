@@ -17,8 +17,7 @@ from layerstore.errors import InvalidInput
 from layerstore.format.objects import canonical_order, frame
 from layerstore.inspect.model_shapes import ADAM, MADE_UP_VOCABULARY, Model
 from layerstore.model import StoredTensor
-from layerstore.policy import Policy
-from layerstore.policy.due import Save, anchored, due_layers
+from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.storage.files import Files
 from layerstore.storage.probes import Speed, scratch, write_speed
 from layerstore.zero3 import slice_length, valid_elements

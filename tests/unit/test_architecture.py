@@ -66,6 +66,8 @@ DOORS: set[str] = {
     "ingest",
     "inspect",
     "migrations",
+    "policy",
+    "policy.recipe",
     "publish",
     "zero3",
     "zero3.pt",
