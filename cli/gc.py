@@ -105,7 +105,7 @@ def gc(
       layerstore gc sft --keep-within 14d --keep-best eval_loss:2
       layerstore gc
     """
-    from layerstore.policy.keep import Keep, duration
+    from layerstore.policy import Keep, duration
 
     keep = Keep(
         last=keep_last,

@@ -43,7 +43,7 @@ def report(
       layerstore report --json
     """
     from layerstore.errors import InvalidInput
-    from layerstore.policy.keep import Keep
+    from layerstore.policy import Keep
 
     keep = Keep(
         last=keep_last,

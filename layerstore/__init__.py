@@ -9,8 +9,7 @@ from layerstore.errors import LayerstoreError
 if TYPE_CHECKING:
     from layerstore.composite import Composite
     from layerstore.live import Resumed, Saver, attach, resume
-    from layerstore.policy import Drift, Filter, Latest, Parity
-    from layerstore.policy.keep import Keep
+    from layerstore.policy import Drift, Filter, Keep, Latest, Parity
     from layerstore.store import Store, doctor, find_checkpoints, init
     from layerstore.store import open_store as open  # noqa: A004  # reads as layerstore.open(path)
 

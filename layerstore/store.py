@@ -66,8 +66,7 @@ from layerstore.inspect import (
 )
 from layerstore.layout import layout_at
 from layerstore.model import Commit, Pin, Saving
-from layerstore.policy import EXACT, Policy, checked, policy_named
-from layerstore.policy.keep import Keep
+from layerstore.policy import EXACT, Keep, Policy, checked, policy_named
 from layerstore.progress import Progress, Silent
 from layerstore.publish import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
 from layerstore.storage import Files, Hook, Repository, SaveTiming, make_store, no_hook, open_repository, read_timings

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from layerstore.errors import IntegrityError, LayoutMismatch
 from layerstore.history import LayerAge, Past, Resolved, Staleness, references_to, staleness_of
 from layerstore.model import CommitId, CommitRecord, LayerEntry, LayerVersion, PolicyUse
-from layerstore.policy import EXACT, Latest, Policy
-from layerstore.policy.due import anchored
-from layerstore.policy.replay import replay
+from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import undivided
@@ -163,7 +161,9 @@ def compose_by_policy(
     saves = past.saves()
     newest = next(saves)
     phased = anchored(policy, newest.save_number, past.decided(0, policy))
-    picks = replay(phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy))
+    picks = replay_policy(
+        phased, itertools.chain([newest], saves), recorded=lambda position: past.decided(position, policy)
+    )
     found = past.chosen({entry.layer: picks[entry.layer] for entry in base.layers})
     by_layer = {entry.layer: entry for _, entries in found for entry in entries}
     layers = tuple(by_layer[entry.layer] for entry in base.layers)

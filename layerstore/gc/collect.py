@@ -21,7 +21,7 @@ from layerstore.gc.unserved import Unserved, unserved
 from layerstore.history import Needs, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.policy.keep import Keep
+from layerstore.policy import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import retire
 from layerstore.storage import RecordName, Repository, RunView

@@ -10,7 +10,7 @@ from layerstore.gc.trim import has_moments, saved_ns
 from layerstore.history import newest_attempt, saved_now
 from layerstore.layers import typed
 from layerstore.model import CommitId, CommitRecord
-from layerstore.policy.keep import Candidate, Keep
+from layerstore.policy import Candidate, Keep
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.zero3 import TRAINER_STATE
 

@@ -9,8 +9,7 @@ from layerstore.distance import Meter, can_measure
 from layerstore.dtypes import by_code
 from layerstore.history import Place, own_numbers
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
-from layerstore.policy import Policy
-from layerstore.policy.due import Save, anchored, due_layers
+from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.publish import SourceReader
 from layerstore.storage import Repository
 from layerstore.tree import Tree

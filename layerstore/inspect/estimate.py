@@ -18,8 +18,7 @@ from layerstore.errors import InvalidInput
 from layerstore.format import canonical_order, frame
 from layerstore.inspect.model_shapes import ADAM, MADE_UP_VOCABULARY, Model
 from layerstore.model import StoredTensor
-from layerstore.policy import Policy
-from layerstore.policy.due import Save, anchored, due_layers
+from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.storage import Files
 from layerstore.zero3 import slice_length, valid_elements
 

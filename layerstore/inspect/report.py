@@ -17,8 +17,7 @@ from layerstore.history import Resolved, Staleness, references_to, staleness_of
 from layerstore.inspect.log import LogEntry, log_entry, names_of_pins
 from layerstore.inspect.stats import Amounts, Growth, Stats, count, views_of
 from layerstore.model import Commit, CommitId, LayerEntry
-from layerstore.policy import Filter, Parity
-from layerstore.policy.keep import Keep
+from layerstore.policy import Filter, Keep, Parity
 from layerstore.progress import Progress
 from layerstore.storage import RecordRow, Repository, RunView, SaveTiming, read_timings
 

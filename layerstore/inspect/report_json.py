@@ -20,7 +20,7 @@ from layerstore.inspect.report import Report, RetentionReport, RunReport, ShownS
 from layerstore.inspect.stats import Stats
 from layerstore.json_fields import json_fields
 from layerstore.model import LayerEntry, Origin
-from layerstore.policy.keep import Keep
+from layerstore.policy import Keep
 from layerstore.progress import Progress
 from layerstore.storage import Repository, SaveTiming
 

@@ -1,7 +1,7 @@
 """
-What a policy sees of a model: its stacks of blocks, and on which side of them the other layers lie.
+What a policy sees of a model: its stacks of blocks, and on which side of them the other layers are.
 
-It follows from names and their order, never from a list of architectures.
+Known from names and their order, never from a list of architectures.
 """
 
 import re
@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from layerstore.layers import block_index
 
-# A word of the last component of a normalisation's name: norm, final_layer_norm, norm_f, layernorm, norm1, ln_f.
+# A word of the last component of a norm's name: norm, final_layer_norm, norm_f, layernorm, norm1, ln_f.
 _NORM = re.compile(r"[a-z]*norm\d*|ln\d*", re.IGNORECASE)
 
 
@@ -23,9 +23,9 @@ class Anatomy:
     stacks: tuple[tuple[str, ...], ...]
     """Blocks by the module that holds them: one stack in most models, two in an encoder-decoder."""
     input_side: tuple[str, ...]
-    """Before the blocks that they go with: embeddings."""
+    """Before the blocks that they belong to: embeddings."""
     output_side: tuple[str, ...]
-    """After these: norms and heads."""
+    """After them: norms and heads."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ class Anatomy:
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
-        """All layers that are no blocks."""
+        """All layers that are not blocks."""
         return self.input_side + self.output_side
 
     def ends(self, first: int, last: int) -> frozenset[str]:
@@ -47,7 +47,7 @@ class Anatomy:
 @lru_cache(maxsize=64)
 def anatomy(layers: tuple[str, ...]) -> Anatomy:
     """
-    Take a model apart.
+    Return the parts of a model.
 
     >>> anatomy(("embed", "layers.0", "layers.1", "norm", "head")).output_side
     ('norm', 'head')
@@ -57,21 +57,21 @@ def anatomy(layers: tuple[str, ...]) -> Anatomy:
         if block_index(layer) is not None:
             stacks.setdefault(layer.rpartition(".")[0], []).append(layer)
     first = {stack: layers.index(blocks[0]) for stack, blocks in stacks.items()}
-    auxiliary = [(position, layer) for position, layer in enumerate(layers) if block_index(layer) is None]
-    is_input = {layer: position < _beginning(layer, first, end=len(layers)) for position, layer in auxiliary}
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for position, layer in enumerate(layers):
+        if block_index(layer) is None:
+            sides[position < _beginning(layer, first, end=len(layers))].append(layer)
     return Anatomy(
-        stacks=tuple(map(tuple, stacks.values())),
-        input_side=tuple(layer for _, layer in auxiliary if is_input[layer]),
-        output_side=tuple(layer for _, layer in auxiliary if not is_input[layer]),
+        stacks=tuple(map(tuple, stacks.values())), input_side=tuple(sides[True]), output_side=tuple(sides[False])
     )
 
 
 def _beginning(layer: str, first: Mapping[str, int], *, end: int) -> int:
     """
-    Return where the blocks begin that an auxiliary layer goes with.
+    Return where the blocks begin that an auxiliary layer belongs to.
 
-    Those of the stack with which it shares most of its name: ``encoder.final_layer_norm`` goes with
-    ``encoder.block``. What shares no name with any goes with the first.
+    They are those of the stack with which it shares most of its name (``encoder.final_layer_norm`` and
+    ``encoder.block``), by default the first.
     """
     shared = {stack: _shared(layer.split("."), stack.split(".")) for stack in first}
     most = max(shared.values(), default=0)
@@ -84,7 +84,7 @@ def _shared(left: Sequence[str], right: Sequence[str]) -> int:
 
 def norms(layers: Sequence[str]) -> frozenset[str]:
     """
-    Return the normalisations among *layers*, by name.
+    Return the norms among *layers*, by name.
 
     >>> sorted(norms(["model.embed_tokens", "model.norm", "transformer.ln_f", "lm_head"]))
     ['model.norm', 'transformer.ln_f']

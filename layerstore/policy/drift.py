@@ -1,8 +1,8 @@
 """
-``drift``: what has moved most since it was last saved, within a budget, and nothing older than a bound.
+``drift``: the layers that moved most since they were last saved, within a budget; none gets older than a bound.
 
-A bare threshold pulses: all layers pass it together and then none does, and a bare bound ends in one save of
-nearly everything. So the worst go first, and layers that grow old are renewed in turns before they all must be.
+Under a bare threshold all layers become due together, then none; under a bare bound, nearly all at one save. So the
+worst go first, and old layers are renewed in turns before they all have to be.
 """
 
 import math
@@ -19,11 +19,11 @@ class Drift:
     """Layers by how far their masters have moved."""
 
     threshold: float = 0.01
-    """Length of the movement over the length of the layer, above which it is due."""
+    """A layer is due if it has moved by more than this share of its length."""
     budget: int | None = None
-    """Bytes that a save may take; on average, where a layer that is larger has to wait for them. None for no limit."""
+    """Bytes that a save may take, on average if a layer is larger than this; None for no limit."""
     stalest: int = 10
-    """No layer becomes more than so many saves old, whatever the budget."""
+    """No layer gets older than this many saves, whatever the budget."""
 
     name: ClassVar[str] = "drift"
     by_number: ClassVar[bool] = True
@@ -45,9 +45,9 @@ class Drift:
         return {"threshold": self.threshold, "budget": self.budget, "stalest": self.stalest}
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return what has to be renewed, and of the rest what moved most."""
+        """Return what is old, and of the rest what moved most."""
         if not save.movements:
-            return frozenset(save.layers)  # saved under no drift: all of it is there
+            return frozenset(save.layers)  # nothing was measured: a full save
         chosen = {layer for index, layer in enumerate(save.layers) if self._is_old(save, layer, index)}
         spent = sum(save.sizes.get(layer, 0) for layer in chosen)
         for layer in sorted(save.layers, key=lambda layer: -_movement(save, layer)):
@@ -55,7 +55,7 @@ class Drift:
                 continue
             size = save.sizes.get(layer, 0)
             if not self._affords(save, size, spent=spent):
-                break  # else small layers, which always fit, would spend what a large one waits for
+                break  # else small layers, which always fit, would use up what a large one waits for
             chosen.add(layer)
             spent += size
         return frozenset(chosen)
@@ -63,15 +63,14 @@ class Drift:
     def _is_old(self, save: Save, layer: str, index: int) -> bool:
         if save.ages.get(layer, 0) >= self.stalest or (layer not in save.ages and layer not in save.movements):
             return True
-        # Each has its turn, one after another, so that they do not all reach the bound at one save.
+        # By turns, so that they do not all reach the bound at one save.
         return save.number % self.stalest == index % self.stalest
 
     def _affords(self, save: Save, size: int, *, spent: int) -> bool:
         """
-        Whether *size* bytes more may be taken at *save*, of which *spent* are.
+        Whether *size* bytes fit in the budget of *save*, of which *spent* are used.
 
-        What is larger than the budget is paid for by several saves, this one and those just before it, together with
-        all that was saved at them: so that layers do not each save up by themselves, and overspend together.
+        A layer larger than the budget draws on the budgets of the saves just before, less all that was saved at them.
         """
         if self.budget is None or not size or spent + size <= self.budget:
             return True
@@ -83,6 +82,6 @@ class Drift:
 
 
 def _movement(save: Save, layer: str) -> float:
-    """Return how far *layer* has moved; what cannot be measured, or is no number any more, is worst of all."""
+    """Return how far *layer* has moved; infinity if that is not known, or not a number."""
     found = save.movements.get(layer, math.inf)
     return math.inf if math.isnan(found) else found

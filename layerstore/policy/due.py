@@ -1,13 +1,13 @@
 """
-What a policy is: which layers are due at a save.
+What a policy is: which layers are due at a save. Also ``latest``, under which every layer is.
 
-The same answer serves both faces. Asked at a save, it says what to write; asked over a history of saves,
-it says which save each layer of a composite comes from (``replay``).
+At a save, the answer says what to write; over a history of saves, which save each layer of a composite comes from
+(``replay``).
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from layerstore.errors import InvalidInput
 from layerstore.tree import Tree
@@ -22,7 +22,7 @@ class Save:
     layers: tuple[str, ...]
     """Every layer, in the model's order."""
     ages: Mapping[str, int]
-    """How many saves ago each layer was last written; a layer that never was is not in it."""
+    """How many saves ago each layer was last written; a layer that never was is absent."""
     movements: Mapping[str, float] = field(default_factory=dict)
     """How far each layer has moved since, relative to its length; empty unless the policy ``measures``."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -32,12 +32,12 @@ class Save:
 @runtime_checkable
 class Policy(Protocol):
     """
-    Which layers are due at a save: everything that a policy decides.
+    Which layers are due at a save.
 
-    A user's own is any object with a name, parameters and this method. One whose answer depends on nothing but the
-    save's number may say so with ``by_number = True``: then only the newest saves of a long history are looked at.
-    One whose phase follows the save that a composite is based on has a method ``anchored(number, saved)``, which
-    returns the policy for that base; *saved* is what it has saved there itself, None where that is a full checkpoint.
+    A user's own is any object with a name, parameters and this method. Two attributes are optional: ``by_number =
+    True`` says that the answer depends on the save's number alone, so that only the newest saves of a long history are
+    looked at. ``anchored(number, saved)`` returns the policy with its phase set by a composite's base; *saved* is what
+    the policy itself saved there, None for a full checkpoint.
     """
 
     @property
@@ -46,14 +46,31 @@ class Policy(Protocol):
 
     @property
     def parameters(self) -> dict[Tree, Tree]:
-        """What records say of its settings: text, numbers and lists."""
+        """Its settings, for the record: text, numbers and lists."""
 
     def due(self, save: Save) -> Collection[str]:
         """Return the layers to be written at *save*."""
 
 
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """Everything is due, so that a composite has its base's own layers; ``full`` is another name for it."""
+
+    name: ClassVar[str] = "full"
+    by_number: ClassVar[bool] = True
+
+    @property
+    def parameters(self) -> dict[Tree, Tree]:
+        """None."""
+        return {}
+
+    def due(self, save: Save) -> frozenset[str]:
+        """Return every layer."""
+        return frozenset(save.layers)
+
+
 def due_layers(policy: Policy, save: Save) -> frozenset[str]:
-    """Return what *policy* says is due, if it names layers that there are."""
+    """Return what *policy* says is due; raise InvalidInput if it names a layer that does not exist."""
     found = frozenset(policy.due(save))
     strangers = found - set(save.layers)
     if strangers:
@@ -65,7 +82,7 @@ def due_layers(policy: Policy, save: Save) -> frozenset[str]:
 
 
 def anchored(policy: Policy, number: int, saved: frozenset[str] | None = None) -> Policy:
-    """Return *policy* with its phase set by the save *number*, at which it has *saved* those layers, if it has one."""
+    """Return *policy* with its phase, if it has one, set by the save *number*, at which it *saved* these layers."""
     anchor = getattr(policy, "anchored", None)
     if anchor is None:
         return policy

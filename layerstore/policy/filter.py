@@ -1,7 +1,7 @@
 """
-``filter``: the ends of every stack and the norms at every save, a share of the rest now and then, in rotation.
+``filter``: the ends of every stack and the norms at every save, a share of the rest at every n-th, in rotation.
 
-The first and last blocks move most; what lies between can wait.
+The first and last blocks move most; those between can wait.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from layerstore.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Some layers always, the others in turns."""
+    """Some layers always, the others by turns."""
 
     first: int = 2
-    """How many blocks at the start of each stack are always due."""
+    """Blocks at the start of each stack that are always due."""
     last: int = 2
-    """How many at its end."""
+    """Blocks at its end."""
     share: Fraction = Fraction(1, 2)
-    """How much of the rest is due at each turn."""
+    """The share of the rest that is due at each turn."""
     every: int = 5
-    """A turn comes at every so manyth save."""
+    """There is a turn at every n-th save."""
     aux: Literal["rotate", "always"] = "rotate"
-    """Whether embeddings and heads wait for their turn too; norms never do."""
+    """Whether embeddings and heads take turns too; norms are always due."""
 
     name: ClassVar[str] = "filter"
     by_number: ClassVar[bool] = True
@@ -54,7 +54,7 @@ class Filter:
         }
 
     def due(self, save: Save) -> frozenset[str]:
-        """Return what is always due, and the turn's share of the rest."""
+        """Return what is always due, and at a turn its share of the rest."""
         parts = anatomy(save.layers)
         always = parts.ends(self.first, self.last) | norms(parts.auxiliary)
         if self.aux == "always":
@@ -64,7 +64,7 @@ class Filter:
         rest = [layer for layer in save.layers if layer not in always]
         if not rest:
             return always
-        # A window that moves on by its own length: in a whole number of turns nobody is left out.
+        # The window moves by its own length, so every layer gets its turn.
         length = -(-len(rest) * self.share.numerator // self.share.denominator)
         start = save.number // self.every * length
         return always | {rest[(start + offset) % len(rest)] for offset in range(length)}

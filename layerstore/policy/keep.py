@@ -1,9 +1,10 @@
 """
-Which commits of a run to keep: a word on each, from what is known of it. Nothing is looked up here.
+Which commits of a run to keep, by rules like those of backup tools: a commit stays if any rule names it.
 
-The rules are those of the tools that people know from backups. Whatever one of them wants is kept.
+Pure: everything that the rules look at is passed in.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,23 +22,21 @@ _DURATION = re.compile(r"(?P<count>[0-9]+(\.[0-9]+)?)(?P<unit>[smhdw])")
 
 def duration(text: str) -> timedelta:
     """
-    Return how long *text* is.
+    Parse a duration.
 
     >>> duration("14d"), duration("1.5h")
     (datetime.timedelta(days=14), datetime.timedelta(seconds=5400))
     """
     match = _DURATION.fullmatch(text)
-    if match is None:
-        raise InvalidInput(f"{text!r} is no duration", hint="a number and s, m, h, d or w, such as 36h or 14d")
-    try:
-        return timedelta(**{_UNITS[match["unit"]]: float(match["count"])})
-    except OverflowError:
-        raise InvalidInput(f"{text!r} is longer than anything lasts", hint="such as 36h or 14d") from None
+    with contextlib.suppress(OverflowError):
+        if match is not None:
+            return timedelta(**{_UNITS[match["unit"]]: float(match["count"])})
+    raise InvalidInput(f"{text!r} is no duration", hint="a number and s, m, h, d or w, such as 36h or 14d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The commits with the best values of a metric that the trainer has logged at their step."""
+    """The commits with the best values of a metric that the trainer logged at their step."""
 
     metric: str
     count: int = 1
@@ -48,7 +47,7 @@ class Best:
 
     @property
     def reason(self) -> str:
-        """Why a commit is kept that is one of them."""
+        """The reason shown for a commit that is kept by it."""
         return f"best {self.metric}"
 
     @classmethod
@@ -71,13 +70,13 @@ class Best:
 
 
 _BEST = re.compile(r"(?P<metric>[^:]+)(:(?P<count>[1-9][0-9]{0,8}))?(:(?P<direction>min|max))?")
-# Written so, a metric's own name may have a colon.
+# In this form a metric's own name may have a colon.
 _BEST_IN_FULL = re.compile(r"(?P<metric>.+):(?P<count>[1-9][0-9]{0,8}):(?P<direction>min|max)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A visible commit, as the rules look at it."""
+    """A visible commit, as the rules see it."""
 
     id: str
     step: int
@@ -85,28 +84,28 @@ class Candidate:
     is_in_history: bool
     """Whether it is in the history of the run's newest attempt."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the trainer had logged at its step."""
+    """What the trainer logged at its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """
-    Which commits of each run a collection keeps: those that any of the rules names.
+    Which commits of each run a collection keeps: those that any rule names.
 
-    The newest commit of a run is kept whatever they say, and without any rule all are.
+    A run's newest commit is always kept; without any rule, all are.
     """
 
     last: int | None = None
-    """So many of the newest."""
+    """The newest so many."""
     every: int | None = None
-    """Those whose step is a multiple."""
+    """Those whose step is a multiple of it."""
     within: str | timedelta | None = None
-    """Those that were saved so short a time ago: ``14d``."""
+    """Those that are not older: ``14d``."""
     best: str | Best | None = None
     """``METRIC[:N][:min|max]``, from the ``trainer_state.json`` that they were saved with."""
 
     drop_optimizer_older_than: int | None = None
-    """Commits that are so many steps older than their run's newest lose their moments, and keep their weights."""
+    """Commits more than so many steps behind their run's newest lose their moments and keep their weights."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -121,26 +120,26 @@ class Keep:
 
     @property
     def age(self) -> timedelta | None:
-        """How old a commit may be at most."""
+        """The age up to which *within* keeps commits."""
         return duration(self.within) if isinstance(self.within, str) else self.within
 
     @property
     def best_of(self) -> Best | None:
-        """Which are the best."""
+        """What *best* asks for."""
         return Best.parse(self.best) if isinstance(self.best, str) else self.best
 
     @property
     def is_best_alone(self) -> bool:
-        """Whether nothing but a metric says what is kept."""
+        """Whether *best* is the only rule."""
         return self.best is not None and all(rule is None for rule in (self.last, self.every, self.within))
 
     @property
     def has_rules(self) -> bool:
-        """Whether anything is to go at all."""
+        """Whether there is any rule."""
         return any(rule is not None for rule in (self.last, self.every, self.within, self.best))
 
     def reasons(self, candidates: Iterable[Candidate], *, now_ns: int) -> dict[str, tuple[str, ...]]:
-        """Return for each of *candidates*, newest first, why it is kept; nothing for one that may go."""
+        """Return for each of *candidates*, which are newest first, the rules that keep it; none if it may go."""
         candidates = list(candidates)
         history = [candidate for candidate in candidates if candidate.is_in_history]
         named: dict[str, list[str]] = {candidate.id: [] for candidate in candidates}
@@ -161,7 +160,7 @@ class Keep:
         if self.every is not None:
             yield f"every {self.every}", [each for each in history if each.step % self.every == 0]
         if self.age is not None:
-            # A time in the future counts as young: clocks disagree.
+            # Clocks disagree, so a time in the future counts as young.
             since_ns = now_ns - int(self.age.total_seconds() * 1e9)
             yield f"within {self.within}", [each for each in candidates if each.time_ns >= since_ns]
         best = self.best_of
@@ -170,7 +169,7 @@ class Keep:
 
 
 def _best(best: Best, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best, of equal ones the newest; what is no number is no value."""
+    """Return the best; of equals the newest. Values that are not finite do not count."""
     sign = 1 if best.direction == "min" else -1
     valued = [each for each in candidates if math.isfinite(each.metrics.get(best.metric, math.nan))]
     return sorted(valued, key=lambda each: sign * each.metrics[best.metric])[: best.count]

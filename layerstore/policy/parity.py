@@ -1,5 +1,5 @@
 """
-``parity``: one half of the model at one save, the other half at the next.
+``parity``: one half of the model at each save, by turns.
 
 Even blocks go with the output side (norm, head), odd ones with the input side (embeddings).
 """
@@ -17,10 +17,10 @@ from layerstore.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Half of the layers at each save, in turns."""
+    """Half of the layers at each save, by turns."""
 
     fresh: Literal["even", "odd"] | None = None
-    """Which half the base of a composite supplies, and the first save of a run; without, the even one."""
+    """The half that a composite's base and a run's first save supply; by default the even one."""
     _shift: int = 0
     """Added to the save's number; set by ``anchored``."""
 
@@ -37,7 +37,7 @@ class Parity:
         return {} if self.fresh is None else {"fresh": self.fresh}
 
     def anchored(self, number: int, saved: frozenset[str] | None = None) -> Self:
-        """Return the policy under which the save *number* has the half that it has *saved*, or else the fresh one."""
+        """Return the policy under which save *number* takes the half that it *saved*, or else the fresh one."""
         fresh = self.fresh or "even"
         if saved is not None:
             halves = Counter((block_index(block) or 0) % 2 for block in anatomy(tuple(saved)).blocks)

@@ -1,8 +1,7 @@
 """
-A policy over a history of saves: which save each layer of a composite comes from.
+A policy over a history of saves: each layer of a composite comes from the newest save at which it was due.
 
-Each layer comes from its newest save at which it was due. So a composite over full checkpoints has the versions
-that ``latest`` gives over a history that was saved under the same policy.
+So a composite over full checkpoints has the same versions as ``latest`` over a history saved under the policy.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,7 @@ from layerstore.policy.due import Policy, Save, due_layers
 
 
 class PastSave(Protocol):
-    """A save of the past, as its record tells."""
+    """A save of the past, from its record."""
 
     @property
     def save_number(self) -> int:
@@ -24,25 +23,21 @@ class PastSave(Protocol):
 
     @property
     def counted(self) -> Sequence[bool]:
-        """Of every layer, whether the optimizer had counted an update of it."""
+        """For every layer, whether the optimizer had counted an update of it."""
 
 
-def _nothing_recorded(position: int) -> None:
-    """Tell that no decision is on record."""
-
-
-def replay(
+def replay_policy(
     policy: Policy,
     history: Iterable[PastSave],
     *,
-    recorded: Callable[[int], frozenset[str] | None] = _nothing_recorded,
+    recorded: Callable[[int], frozenset[str] | None] = lambda _: None,
 ) -> dict[str, int]:
     """
-    Return for every layer of the base, the first of *history*, the position of the save that it comes from.
+    Return, for every layer of the base, the position in *history* of the save that it comes from.
 
-    *history* is newest first, and read no further than needed. A save is full where nothing complete lies before it:
-    with nothing at all before it, or only saves from before the optimizer's first update.
-    *recorded* returns what this very policy has saved at a position; None where it has to be asked.
+    *history* is newest first, begins with the base, and is read no further than needed. A save is full if nothing
+    complete precedes it: nothing at all, or only saves from before the optimizer's first update.
+    *recorded* returns what this very policy saved at a position, or None if it has to be asked.
     """
     if getattr(policy, "by_number", False):
         return _newest_due(policy, history, recorded)
@@ -79,7 +74,7 @@ def _newest_due(
 def _forward(
     policy: Policy, saves: list[tuple[int, PastSave]], recorded: Callable[[int], frozenset[str] | None]
 ) -> dict[str, int]:
-    """Ask a policy that looks at ages, from the first save on."""
+    """Ask a policy that looks at ages, starting with the first save."""
     base = saves[0][1]
     needs_count = {layer for layer, is_counted in zip(base.layer_names, base.counted, strict=True) if is_counted}
     found: dict[str, int] = {}
@@ -91,7 +86,7 @@ def _forward(
         if due is None:
             ages = {layer: number - numbers[layer] for layer in layers if layer in numbers}
             due = due_layers(policy, Save(number=number, layers=layers, ages=ages))
-        # What was saved before the optimizer's first update is no base for what comes after.
+        # A version from before the optimizer's first update cannot stand in for a later one.
         for layer in due | {layer for layer in layers if layer not in found}:
             if counted[layer] >= (layer in needs_count):
                 found[layer], numbers[layer] = position, number

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import layerstore
 from layerstore import Filter, Latest, Parity, Store
-from layerstore.policy import Policy
-from layerstore.policy.due import Save
+from layerstore.policy import Policy, Save
 from layerstore.tree import Tree
 from tests.generated import generate
 

@@ -45,8 +45,7 @@ from layerstore.format.envelope import seal, unseal
 from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
-from layerstore.policy.recipe import parse_recipe
-from layerstore.policy.recipe.document import read_text
+from layerstore.policy.recipe import parse_recipe, read_text
 from layerstore.storage import SaveTiming, row_of
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.manifest import Manifest
@@ -59,8 +58,8 @@ from layerstore.zero3.pt import layout_pt, read_pt
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
 from tests.fuzz.harness import Parser, changed, changed_values
+from tests.policy.recipes import FILE, llama
 from tests.unit import samples
-from tests.unit.recipes import FILE, llama
 from tests.zero3.hostile.archives import HOSTILE_ARCHIVES, SLOW_ARCHIVES, torch_like
 from tests.zero3.hostile.pickles import HOSTILE_PICKLES, SLOW_PICKLES, repeated_parts
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from layerstore.live.saver.settings import Mode
-from layerstore.policy import Filter, Latest, Parity, Policy
-from layerstore.policy.due import Save
+from layerstore.policy import Filter, Latest, Parity, Policy, Save
 from layerstore.tree import Tree
 from tests.deepspeed.scenarios import SCENARIO_OF, SCENARIOS, Scenario
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import layerstore
 from layerstore.live.engine.pointer_files import checkpoint
-from layerstore.policy.due import Save
+from layerstore.policy import Save
 from layerstore.store import Store
 from layerstore.tree import Tree
 from tests.live.faulty import RUN, STEPS

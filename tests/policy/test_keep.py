@@ -7,7 +7,7 @@ import pytest
 
 from layerstore import Keep
 from layerstore.errors import InvalidInput
-from layerstore.policy.keep import Best, Candidate, duration
+from layerstore.policy import Best, Candidate, duration
 
 DAY_NS = 86_400 * 10**9
 

@@ -9,12 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore import policy as policies
 from layerstore.errors import InvalidInput
-from layerstore.policy import Drift, Filter, Latest, Parity, Policy, policy_named
+from layerstore.policy import (
+    Drift,
+    Filter,
+    Latest,
+    Parity,
+    Policy,
+    Save,
+    anchored,
+    policy_named,
+    registry,
+    replay_policy,
+)
 from layerstore.policy.anatomy import anatomy, norms
-from layerstore.policy.due import Save, anchored
-from layerstore.policy.replay import replay
 from layerstore.tree import Tree
 
 LLAMA = ("model.embed_tokens", *(f"model.layers.{index}" for index in range(8)), "model.norm", "lm_head")
@@ -209,7 +217,7 @@ class _Installed:
 
 def test_an_installed_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the entry point's name."""
-    monkeypatch.setattr(policies, "entry_points", lambda **_: [_Installed()])
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [_Installed()])
 
     assert policy_named("everything").due(save(0)) == LLAMA
 
@@ -222,7 +230,7 @@ def test_a_policy_that_names_strangers_is_refused() -> None:
             return ["model.layer.0"]
 
     with pytest.raises(InvalidInput, match=r"model\.layer\.0"):
-        replay(Mistaken(), [Past(0)])
+        replay_policy(Mistaken(), [Past(0)])
 
 
 # -- replay --------------------------------------------------------------------------------------------------------
@@ -285,21 +293,21 @@ def test_replay_gives_what_saving_would_have_left(gaps: list[int], chosen: Polic
         number += gap
         history.insert(0, Past(number))
 
-    assert replay(chosen, history) == slow(chosen, history)
+    assert replay_policy(chosen, history) == slow(chosen, history)
 
 
 def test_what_was_saved_before_the_first_update_stands_in_for_nothing() -> None:
     """The first save with moments is full."""
     history = [Past(3), Past(2), Past(1, is_counted=False), Past(0, is_counted=False)]
 
-    assert set(replay(Filter(first=0, last=0, every=100), history).values()) <= {0, 1}
-    assert set(replay(Parity(), history).values()) == {0, 1}
+    assert set(replay_policy(Filter(first=0, last=0, every=100), history).values()) <= {0, 1}
+    assert set(replay_policy(Parity(), history).values()) == {0, 1}
 
 
 def test_a_layer_that_an_older_model_lacks_is_as_old_as_it_can_be() -> None:
     """And no older."""
     history = [Past(3), Past(2), Past(1, LLAMA[1:]), Past(0, LLAMA[1:])]
-    found = replay(Filter(every=100), history)
+    found = replay_policy(Filter(every=100), history)
 
     assert found["model.embed_tokens"] == 1
     assert found["model.layers.3"] == 3
@@ -314,7 +322,7 @@ def test_a_replay_by_number_looks_no_further_than_needed() -> None:
             looked_at.append(number)
             yield Past(number)
 
-    replay(Parity(), history())
+    replay_policy(Parity(), history())
 
     assert len(looked_at) <= 3
 
@@ -400,6 +408,6 @@ def test_a_drift_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
 def test_drift_goes_by_what_was_recorded() -> None:
     """Saves that it did not decide were full; what came to nothing in between changes nothing."""
     decided = {0: frozenset({"lm_head"}), 1: frozenset({"model.norm"})}
-    found = replay(Drift(), [Past(9), Past(5), Past(0)], recorded=decided.get)
+    found = replay_policy(Drift(), [Past(9), Past(5), Past(0)], recorded=decided.get)
 
     assert (found["lm_head"], found["model.norm"], found["model.layers.0"]) == (0, 1, 2)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from layerstore import Filter, Keep, Latest, Parity
-from layerstore.policy import Policy
-from layerstore.policy.due import Save
+from layerstore.policy import Policy, Save
 
 LAYERS = (
     "model.embed_tokens",

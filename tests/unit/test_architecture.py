@@ -68,6 +68,8 @@ DOORS: set[str] = {
     "ingest",
     "inspect",
     "migrations",
+    "policy",
+    "policy.recipe",
     "publish",
     "storage",
     "zero3",

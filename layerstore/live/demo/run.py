@@ -37,7 +37,7 @@ from layerstore.live.demo.stores import (
     usage_of_deepspeed,
     usage_under,
 )
-from layerstore.policy.keep import Keep
+from layerstore.policy import Keep
 from layerstore.storage import mapped_errors
 from layerstore.store import open_store
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from layerstore.composite import Composite
 from layerstore.live.demo.training import tag_of
-from layerstore.policy import Filter, Latest, Parity, Policy
-from layerstore.policy.keep import Keep
+from layerstore.policy import Filter, Keep, Latest, Parity, Policy
 from layerstore.store import Store, init, open_store
 
 POLICIES: dict[str, Policy] = {"full": Latest(), "parity": Parity(), "filter": Filter(first=1, last=1)}

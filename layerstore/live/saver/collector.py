@@ -20,7 +20,7 @@ from typing import Any
 from layerstore.errors import LayerstoreError
 from layerstore.gc import GcRequest, has_work
 from layerstore.live.log import LOG, words_of
-from layerstore.policy.keep import Best, Keep
+from layerstore.policy import Best, Keep
 from layerstore.store import Store
 
 GRACE_SECONDS: float | None = None

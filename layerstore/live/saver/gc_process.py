@@ -16,7 +16,7 @@ def main() -> None:
     sys.path.append(question["path"])  # last: it shadows nothing
 
     from layerstore.errors import LayerstoreError, Locked
-    from layerstore.policy.keep import Keep
+    from layerstore.policy import Keep
     from layerstore.store import Store
 
     answer: dict[str, object] = {"is_locked": False, "commits_removed": 0, "bytes_freed": 0}

@@ -10,8 +10,7 @@ from typing import Self
 
 from layerstore.history import Place, own_numbers
 from layerstore.model import PolicyUse
-from layerstore.policy import Latest, Policy
-from layerstore.policy.due import Save, anchored, due_layers
+from layerstore.policy import Latest, Policy, Save, anchored, due_layers
 from layerstore.publish import ShareWork
 from layerstore.tree import Tree
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from layerstore.errors import InvalidInput
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
-from layerstore.policy.keep import Keep
+from layerstore.policy import Keep
 from layerstore.storage import SaveTiming
 from layerstore.units import size_in_bytes
 

@@ -1,16 +1,18 @@
 """
 Recipes: a YAML file that says which step each layer comes from, in our own grammar or in LLMTailor's.
 
-From text to a checked plan, and nothing beyond: which commits there are is for others to find out,
-who name the place of each choice when one is not there (`Spot.located`).
+This room goes from text to a checked plan. Which commits exist is for the caller to find out (`Spot.located` lets its
+errors begin with the place in the recipe).
 """
 
 from layerstore.policy.recipe import llmtailor, own
-from layerstore.policy.recipe.document import MapNode, read_document, read_text
+from layerstore.policy.recipe.document import MapNode, Spot, read_document, read_text
 from layerstore.policy.recipe.llmtailor import read_llmtailor
-from layerstore.policy.recipe.own import read_own
-from layerstore.policy.recipe.plan import Choice, ModelOutline, OutlineLayer, Recipe, RecipePlan, outline_of
-from layerstore.policy.recipe.spots import Spot
+from layerstore.policy.recipe.llmtailor_plan import LLMTailorRecipe
+from layerstore.policy.recipe.own import OwnRecipe, read_own
+from layerstore.policy.recipe.plan import Choice, ModelOutline, OutlineLayer, RecipePlan, outline_of
+
+Recipe = OwnRecipe | LLMTailorRecipe
 
 __all__ = [
     "Choice",
@@ -24,15 +26,15 @@ __all__ = [
     "read_text",
 ]
 
+_HINT = "begin with base: and layers:, or with LLMTailor's slices:"
+
 
 def parse_recipe(text: str, *, name: str) -> Recipe:
     """
-    Return the recipe that *text* spells; *name* is what errors call the file.
-
-    The keys at the top decide the grammar.
+    Parse the recipe *text*, in the grammar that its top-level keys belong to; *name* is what errors call the file.
 
     Raises:
-        InvalidInput: It is no recipe; the message begins with file, line and column.
+        InvalidInput: It is not a recipe; the message begins with file, line and column.
     """
     document = read_document(text, name=name)
     if not isinstance(document, MapNode):
@@ -48,6 +50,3 @@ def parse_recipe(text: str, *, name: str) -> Recipe:
     if ours:
         return read_own(document, name=name)
     raise document.spot.error("this is no recipe: no key of one stands at the top", hint=_HINT)
-
-
-_HINT = "begin with base: and layers:, or with LLMTailor's slices:"

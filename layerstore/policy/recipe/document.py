@@ -1,24 +1,24 @@
 """
-YAML as plain nodes that know their place: bounded, and nothing in it is ever built or called.
+Read YAML as plain nodes that know their place in the file, and check the type of each.
 
-Only the parser of the library is used, never its constructors: every value stays the text that was written,
-so that ``on``, ``0100`` or ``1:30`` cannot become something else on the way.
-Refused are tags, several documents, repeated keys, keys that are no plain text,
-and aliases of anything but single values: those could name themselves, or unfold without end.
+Only the library's parser is used, never its constructors: every value stays the text that was written, so ``on``,
+``0100`` or ``1:30`` cannot turn into something else. Tags, several documents, repeated keys, keys that are not text and
+aliases of lists or mappings (which could refer to themselves, or expand without end) are refused.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import yaml
 
-from layerstore.errors import InvalidInput
+from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.limits import RECIPE_BYTES_MAX, RECIPE_DEPTH_MAX
-from layerstore.policy.recipe.spots import Spot
+from layerstore.nearest import did_you_mean, nearest
 
-# What the parser says of a slip -> what to do about it.
+# A word of the parser's message -> our hint.
 _QUOTING = {
     "'@'": 'quote what begins with @: "@1100"; a bare step needs no @',
     "alias": 'quote a pattern that begins with *: "*norm"',
@@ -26,6 +26,36 @@ _QUOTING = {
     "": "check the indentation, and quote what holds any of : # { } [ ] , & * ? | > @ % !",
 }
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_OCTAL = re.compile(r"-?0[0-9_]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A place in a recipe."""
+
+    file: str
+    """As the user named it."""
+    line: int
+    """Counted from 1."""
+    column: int
+    """Counted from 1, in characters."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+    def error(self, message: str, *, hint: str) -> InvalidInput:
+        """Return an error about this place."""
+        return InvalidInput(f"{self}: {message}", hint=hint, file=self.file, line=self.line, column=self.column)
+
+    @contextlib.contextmanager
+    def located(self) -> Iterator[None]:
+        """Let our errors in this block begin with this place; class, hint and facts stay as they are."""
+        try:
+            yield
+        except LayerstoreError as problem:
+            problem.locate(self)
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +78,18 @@ class ListNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapNode:
-    """A mapping; its keys are texts, and no two are equal."""
+    """A mapping with distinct texts as keys."""
 
     entries: tuple[tuple[Scalar, "Node"], ...]
     spot: Spot
 
     def get(self, key: str) -> "Node | None":
-        """Return the value of *key*; None where it is absent or null."""
+        """Return the value of *key*; None if it is absent or null."""
         found = next((value for name, value in self.entries if name.text == key), None)
         return None if isinstance(found, Scalar) and found.is_null else found
 
     def key_spot(self, key: str) -> Spot:
-        """Return where *key* stands; the mapping's own place where it does not."""
+        """Return the place of *key*, or of the mapping if it has no such key."""
         return next((name.spot for name, _ in self.entries if name.text == key), self.spot)
 
 
@@ -68,10 +98,10 @@ Node = Scalar | ListNode | MapNode
 
 def read_text(content: bytes, *, name: str) -> str:
     """
-    Return the text of a recipe that was read as *content*.
+    Decode the bytes of a recipe.
 
     Raises:
-        InvalidInput: It is not UTF-8, or larger than any recipe.
+        InvalidInput: It is not UTF-8, or too large.
     """
     _check_size(len(content), name=name)
     try:
@@ -88,11 +118,11 @@ def read_document(text: str, *, name: str) -> Node:
     Return the one document in *text*; *name* is what errors call the file.
 
     Raises:
-        InvalidInput: It is no YAML, or YAML of a kind that no recipe needs; with line and column.
+        InvalidInput: It is not YAML, or uses a feature of YAML that recipes may not; with line and column.
     """
     _check_size(len(text.encode(errors="surrogatepass")), name=name)
     if yaml.__with_libyaml__:
-        # Ten times as fast. What it refuses is read once more, for one kind of words and places in errors.
+        # Ten times as fast. The Python parser reads again what it refuses: all messages and places are that parser's.
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return _Reader(text, name=name, parser=yaml.CSafeLoader).document()
     return _Reader(text, name=name, parser=yaml.SafeLoader).document()
@@ -112,7 +142,7 @@ def _spot_of_index(text: str, index: int, *, name: str) -> Spot:
 
 
 class _Reader:
-    """Turns the parser's events into nodes."""
+    """Turn the parser's events into nodes."""
 
     def __init__(self, text: str, *, name: str, parser: Callable[[str], Any]) -> None:
         self._name = name
@@ -145,7 +175,7 @@ class _Reader:
             return self._loader.get_event()
         except yaml.MarkedYAMLError as exc:
             self._refuse_syntax(exc)
-        except (ValueError, OverflowError) as exc:  # numbers in escapes and directives that no character has
+        except (ValueError, OverflowError) as exc:  # an escape or a directive with a huge number
             spot = self._spot(self._loader.get_mark())
             raise spot.error("this is not YAML: a number is out of range", hint="remove the escape") from exc
 
@@ -190,7 +220,7 @@ class _Reader:
     def _alias(self, anchor: str, spot: Spot) -> Scalar:
         if anchor in self._others:
             raise spot.error(
-                f"*{anchor} stands for a list or a mapping; only single values may be repeated so",
+                f"*{anchor} stands for a list or a mapping; only single values may be repeated",
                 hint="write it out here",
             )
         if anchor not in self._scalars:
@@ -211,3 +241,59 @@ class _Reader:
                 )
             entries[key.text] = (key, self._node(self._next(), depth=depth + 1))
         return MapNode(entries=tuple(entries.values()), spot=spot)
+
+
+# -- typed looks ---------------------------------------------------------------------------------------------------
+
+
+def as_map(node: Node, *, what: str, keys: Collection[str]) -> MapNode:
+    """Return *node*, a mapping with no keys but *keys*."""
+    if not isinstance(node, MapNode):
+        raise _unlike(node, what=what, expected=f"a mapping with {', '.join(keys)}")
+    for key, _ in node.entries:
+        if key.text not in keys:
+            meant = nearest(key.text, keys)
+            hint = did_you_mean(meant, else_="" if meant else f"keys here: {', '.join(keys)}")
+            raise key.spot.error(f"{what} has no key {key.text!r}", hint=hint)
+    return node
+
+
+def as_list(node: Node, *, what: str) -> ListNode:
+    """Return *node*, a list."""
+    if not isinstance(node, ListNode):
+        raise _unlike(node, what=what, expected="a list")
+    return node
+
+
+def as_scalar(node: Node, *, what: str) -> Scalar:
+    """Return *node*, a single value that is not empty."""
+    if not isinstance(node, Scalar) or node.is_null or not node.text.strip():
+        raise _unlike(node, what=what, expected="a single value")
+    return node
+
+
+def as_integer(node: Node, *, what: str) -> int:
+    """Return the whole number that *node* is, in decimal."""
+    value = as_scalar(node, what=what)
+    if _OCTAL.fullmatch(value.text):
+        raise value.spot.error(f"{what} is {value.text!r}, which YAML may read as octal", hint="drop the leading zeros")
+    if not _INTEGER.fullmatch(value.text):
+        raise value.spot.error(
+            f"{what} is {value.text!r}, not a whole number of at most 18 digits", hint="write it in digits: 1100"
+        )
+    return int(value.text)
+
+
+def required(node: MapNode, key: str, *, what: str) -> Node:
+    """Return the value of *key*, which must be there."""
+    found = node.get(key)
+    if found is None:
+        raise node.key_spot(key).error(f"{what} needs a value for {key!r}", hint=f"add {key}:")
+    return found
+
+
+def _unlike(node: Node, *, what: str, expected: str) -> Exception:
+    found = "a list" if isinstance(node, ListNode) else "a mapping"
+    if isinstance(node, Scalar):
+        found = repr(node.text) if node.text.strip() and not node.is_null else "empty"
+    return node.spot.error(f"{what} is {found}, not {expected}", hint="the guide to recipes has an example of each")

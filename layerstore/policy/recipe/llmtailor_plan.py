@@ -1,27 +1,47 @@
 """
-What an LLMTailor recipe means for a model, checked in every way in which it could mean something else.
+What an LLMTailor recipe means for a model, with every check that needs the model.
 
-Our layers are whole: weights, master and optimizer state travel together.
-LLMTailor takes the weights of auxiliary layers from ``pre_weights`` and ``post_weights``, or by default from its first
-or last slice, and their optimizer state from the slices with empty ranges. Here those slices decide;
-weights that are named must agree, and a default that would have disagreed is noted.
+Our layers are whole: weights, master and optimizer state travel together. LLMTailor takes the weights of auxiliary
+layers from ``pre_weights`` and ``post_weights``, or by default from its first or last slice, and their optimizer state
+from the slices with empty ranges. Here those slices decide; the weights that are listed must agree, and a note says
+where a default would have differed.
+
+LLMTailor's group ids number 0 the norm, 1 to L the blocks, then the head and the embedding; tied models have no head.
+There they are positions in an optimizer; here they stand for layers, found by names and order in the model.
 """
 
+import re
 from dataclasses import dataclass
 
-from layerstore.layers import strip_wrappers
-from layerstore.policy.recipe.anatomy import Anatomy, anatomy_of
-from layerstore.policy.recipe.modelpaths import Checkpoint
-from layerstore.policy.recipe.names import listed, near
+from layerstore.errors import InvalidInput
+from layerstore.layers import block_index, strip_wrappers
+from layerstore.policy.anatomy import anatomy, norms
+from layerstore.policy.recipe.document import Spot
+from layerstore.policy.recipe.patterns import listed, near
 from layerstore.policy.recipe.plan import Choice, ModelOutline, RecipePlan, notes_of_later_layers
-from layerstore.policy.recipe.spots import Spot
+
+_EMBEDDING = re.compile(r"embed|wte|tok", re.IGNORECASE)
+_OTHER_EMBEDDING = re.compile(r"pos|wpe|type|segment", re.IGNORECASE)
+_HINT = "write base: and layers: instead, which call layers by their names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """A range of blocks, or one auxiliary layer, of one checkpoint."""
+class CheckpointFolder:
+    """A folder ``checkpoint-N`` that a recipe names."""
 
-    checkpoint: Checkpoint
+    step: int
+    run_folder: str
+    """The folder that it is in."""
+    path: str
+    """As written."""
+    spot: Spot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRange:
+    """One slice: a range of blocks, or one auxiliary layer, of one checkpoint."""
+
+    checkpoint: CheckpointFolder
     start: int
     stop: int
     spot: Spot
@@ -41,31 +61,50 @@ class WeightEntry:
     """Where the weights of one auxiliary parameter come from."""
 
     name: str
-    checkpoint: Checkpoint
+    checkpoint: CheckpointFolder
     spot: Spot
     """Of the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightList:
-    """``pre_weights`` or ``post_weights``."""
+    """``pre_weights`` or ``post_weights``; unless it is empty it replaces LLMTailor's default."""
 
     key: str
-    is_given: bool
-    """Whether it replaces LLMTailor's defaults: an empty list does not."""
     entries: tuple[WeightEntry, ...]
     spot: Spot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroups:
+    """The layers of a model, by the role that LLMTailor's group ids give them."""
+
+    blocks: tuple[str, ...]
+    """By index."""
+    norm: str
+    """The last norm, outside the blocks."""
+    head: str | None
+    """The output layer; None if it is tied to the embedding."""
+    embedding: str
+
+    @property
+    def auxiliary(self) -> dict[int, str]:
+        """The auxiliary layers by group id."""
+        behind = [self.embedding] if self.head is None else [self.head, self.embedding]
+        return {0: self.norm, **dict(enumerate(behind, len(self.blocks) + 1))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LLMTailorRecipe:
-    """A recipe in LLMTailor's grammar."""
+    """A recipe in LLMTailor's grammar, not yet held against a model."""
 
     name: str
+    """What errors call the file."""
     base: Choice
     """``base_model``, else the newest step of the recipe."""
     run_hint: str | None
-    slices: tuple[Slice, ...]
+    """What ``ingest`` would have called the run of the recipe's folders."""
+    slices: tuple[LayerRange, ...]
     """In file order; at least one."""
     pre_weights: WeightList
     post_weights: WeightList
@@ -77,112 +116,146 @@ class LLMTailorRecipe:
     notes: tuple[str, ...]
     grammar: str = "llmtailor"
 
-    @property
-    def weights(self) -> tuple[WeightEntry, ...]:
-        """Both lists: LLMTailor itself tells them apart by their place in the file only."""
-        return self.pre_weights.entries + self.post_weights.entries
-
     def plan(self, model: ModelOutline) -> RecipePlan:
-        """Return each layer's choice; raises as `Recipe.plan` says."""
+        """
+        Return which version every layer of *model* comes from.
+
+        Raises:
+            InvalidInput: The recipe does not fit the model.
+        """
         with self.spot.located():
-            parts = anatomy_of(model)
+            groups = groups_of(model)
         frozen = {layer.name for layer in model.layers if layer.frozen}
-        decided = _blocks(self, parts) | _auxiliary(self, parts, frozen)
-        weights = [(_owner(entry, parts, model), entry) for entry in self.weights]
-        chosen = decided | _by_weights_alone(decided, weights)
-        named = {layer for layer, _ in weights}
-        _check_replaced_defaults(self, parts, named)
+        decided = _blocks(self, groups) | _auxiliary(self, groups, frozen)
+        chosen, named = dict(decided), set[str]()
+        for entry in self.pre_weights.entries + self.post_weights.entries:
+            layer = _owner(entry, groups, model)
+            named.add(layer)
+            first = chosen.setdefault(layer, entry.checkpoint)
+            if entry.checkpoint.step != first.step:
+                raise entry.spot.error(
+                    f"the weights of {layer} are to come from step {entry.checkpoint.step}, "
+                    f"the rest of it from step {first.step} ({first.spot})",
+                    hint="take both from one checkpoint: a layer is whole",
+                )
+        notes = [*self.notes, *_notes_of_defaults(self, groups, decided, named)]
+        if left := [name for name in model.names if name not in chosen]:
+            notes.append(f"{self.spot}: the recipe does not name {listed(left)}; taken from the base")
         layers = {name: _choice(chosen.get(name), self.base) for name in model.names}
-        notes = [
-            *self.notes,
-            *_notes_of_defaults(self, parts, {layer: decided[layer] for layer in decided if layer not in named}),
-            *_notes_of_the_base(self, [name for name in model.names if name not in chosen]),
-            *_notes_of_dtype(self, model),
-            *notes_of_later_layers(self.base, layers),
-        ]
+        notes += [*_notes_of_dtype(self, model), *notes_of_later_layers(self.base, layers)]
         return RecipePlan(base=self.base, layers=layers, notes=tuple(notes))
 
 
-def _choice(checkpoint: Checkpoint | None, base: Choice) -> Choice:
+def _choice(checkpoint: CheckpointFolder | None, base: Choice) -> Choice:
     if checkpoint is None:
         return Choice(run=None, step=None, spot=base.spot)
     return Choice(run=None, step=checkpoint.step, path=checkpoint.path, spot=checkpoint.spot)
 
 
-# -- blocks --------------------------------------------------------------------------------------------------------
+# -- which layer has which group id --------------------------------------------------------------------------------
 
 
-def _blocks(recipe: LLMTailorRecipe, parts: Anatomy) -> dict[str, Checkpoint]:
-    """Return where each block comes from: all of them, once each, in order."""
-    ranges = [part for part in recipe.slices if not part.is_group]
-    owner: dict[int, Slice] = {}
-    for part in ranges:
-        _check_end(part, len(parts.blocks))
-        for index in range(part.start, part.stop):
-            if index in owner:
-                raise part.spot.error(
-                    f"{part} takes {parts.blocks[index]}, which {owner[index]} in line {owner[index].spot.line} took",
-                    hint="let every block be in one range",
-                )
-            owner[index] = part
-    _check_total(recipe, ranges, owner, parts.blocks)
-    _check_order(ranges)
-    return {block: owner[index].checkpoint for index, block in enumerate(parts.blocks)}
+def groups_of(model: ModelOutline) -> LayerGroups:
+    """
+    Find the layers that group ids stand for, by names and order.
 
-
-def _check_end(part: Slice, blocks: int) -> None:
-    if part.stop > blocks:
-        raise part.spot.error(
-            f"{part} ends after block {part.stop - 1}, but the model has {blocks}: 0 to {blocks - 1}",
-            hint=f"the ranges must total {blocks} blocks; auxiliary layers are written [g, g]",
+    Raises:
+        InvalidInput: The model has several stacks of blocks, or auxiliary layers whose role is ambiguous.
+    """
+    parts = anatomy(model.names)
+    if len(parts.stacks) != 1:
+        found = f"{len(parts.stacks)} stacks of blocks: {listed(parts.blocks)}" if parts.stacks else "no blocks"
+        raise InvalidInput(
+            f"LLMTailor's layer_range counts one stack of blocks, and this model has {found}", hint=_HINT
         )
-
-
-def _check_total(
-    recipe: LLMTailorRecipe, ranges: list[Slice], owner: dict[int, Slice], blocks: tuple[str, ...]
-) -> None:
-    missing = [block for index, block in enumerate(blocks) if index not in owner]
-    if not missing:
-        return
-    # A gap is shown where it ends; what is missing at the end, at the last range.
-    gap = next(index for index in range(len(blocks)) if index not in owner)
-    behind = [part for part in ranges if part.start > gap]
-    spot = min(behind, key=lambda part: part.start).spot if behind else ranges[-1].spot if ranges else recipe.spot
-    where = "before this" if behind else "at the end"
-    raise spot.error(
-        f"the ranges total {len(owner)} blocks and the model has {len(blocks)}: {where}, {listed(missing)} is missing",
-        hint="add a slice for every block; in layer_range [a, b] the last block is b-1",
+    trained = {layer.name: layer for layer in model.layers if layer.parameters}
+    before = [name for name in parts.input_side if name in trained]
+    after = [name for name in parts.output_side if name in trained]
+    tied = [name for name in before + after if trained[name].ties]
+    embedding = _one(tied or _embeddings(before), what="embedding")
+    before, after = ([name for name in side if name != embedding] for side in (before, after))
+    heads = [name for name in after if name.rpartition(".")[2] == "lm_head"]
+    # After the blocks in most models, before them where the code creates it first.
+    named = norms(after) or norms(before) or set(after) - set(heads)
+    norm = _one([name for name in before + after if name in named], what="norm")
+    if not tied and not heads:
+        heads = [name for name in after if name != norm]
+    return LayerGroups(
+        blocks=tuple(sorted(parts.blocks, key=lambda block: block_index(block) or 0)),
+        norm=norm,
+        head=_one(heads, what="head") if heads or not tied else None,
+        embedding=embedding,
     )
 
 
-def _check_order(ranges: list[Slice]) -> None:
-    expected = 0
-    for part in ranges:
-        if part.start != expected:
-            raise part.spot.error(
-                f"{part} stands where block {expected} is due; LLMTailor would move its blocks to another place",
-                hint="write the ranges in ascending order: a layer keeps its place",
-            )
-        expected = part.stop
+def _embeddings(before: list[str]) -> list[str]:
+    """Return what may be the embedding of an untied model, which may also have positions, norms, projectors there."""
+    others = [name for name in before if name not in norms(before)]
+    named = [name for name in others if _EMBEDDING.search(name) and not _OTHER_EMBEDDING.search(name)]
+    return others if len(others) == 1 else named or others
 
 
-# -- auxiliary layers ----------------------------------------------------------------------------------------------
+def _one(candidates: list[str], *, what: str) -> str:
+    if len(candidates) != 1:
+        found = f"{listed(candidates)} may each be it" if candidates else "there is none"
+        raise InvalidInput(f"LLMTailor's grammar takes one {what}, and in this model {found}", hint=_HINT)
+    return candidates[0]
 
 
-def _auxiliary(recipe: LLMTailorRecipe, parts: Anatomy, frozen: set[str]) -> dict[str, Checkpoint]:
-    """Return where each auxiliary layer comes from, by the slices that copy its optimizer state."""
-    owner: dict[str, Slice] = {}
+# -- slices --------------------------------------------------------------------------------------------------------
+
+
+def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, CheckpointFolder]:
+    """Return where each block comes from; the ranges cover all of them once, in order."""
+    blocks = groups.blocks
+    found: list[CheckpointFolder] = []
+    spot = recipe.spot
     for part in recipe.slices:
         if part.is_group:
-            layer = _layer_of_group(part, parts)
-            if layer in owner:
-                raise part.spot.error(
-                    f"{part} takes {layer}, which line {owner[layer].spot.line} took already",
-                    hint="keep one of the two slices",
-                )
-            owner[layer] = part
-    # What is frozen has no optimizer state, so LLMTailor has no group for it.
-    missing = {group: layer for group, layer in parts.groups.items() if layer not in owner and layer not in frozen}
+            continue
+        spot = part.spot
+        if part.start != len(found):
+            raise spot.error(
+                f"{part} stands where block {len(found)} is due",
+                hint="write the ranges in ascending order, each block in one of them; [a, b] ends before block b",
+            )
+        if part.stop > len(blocks):
+            raise spot.error(
+                f"{part} ends after block {part.stop - 1}, but the model has {len(blocks)}: 0 to {len(blocks) - 1}",
+                hint=f"the ranges must total {len(blocks)} blocks; auxiliary layers are written [g, g]",
+            )
+        found += [part.checkpoint] * (part.stop - part.start)
+    if len(found) < len(blocks):
+        raise spot.error(
+            f"the ranges total {len(found)} blocks and the model has {len(blocks)}: "
+            f"{listed(blocks[len(found) :])} is missing",
+            hint="add a slice for every block; in layer_range [a, b] the last block is b-1",
+        )
+    return dict(zip(blocks, found, strict=True))
+
+
+def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -> dict[str, CheckpointFolder]:
+    """Return where each auxiliary layer comes from, by the slices that copy its optimizer state."""
+    auxiliary = groups.auxiliary
+    owner: dict[str, LayerRange] = {}
+    for part in recipe.slices:
+        if not part.is_group:
+            continue
+        layer = auxiliary.get(part.start)
+        if layer is None:
+            known = ", ".join(f"[{group}, {group}] {name}" for group, name in auxiliary.items())
+            raise part.spot.error(
+                f"{part} is no auxiliary layer of this model",
+                hint=f"auxiliary layers here: {known}; one block is written [g, g+1]",
+            )
+        if layer in owner:
+            raise part.spot.error(
+                f"{part} takes {layer}, which line {owner[layer].spot.line} took already",
+                hint="keep one of the two slices",
+            )
+        owner[layer] = part
+    # LLMTailor has no group for a frozen layer, which has no optimizer state.
+    missing = {group: layer for group, layer in auxiliary.items() if layer not in owner and layer not in frozen}
     if missing:
         lines = " and ".join(f"layer_range: [{group}, {group}]" for group in missing)
         raise recipe.spot.error(
@@ -191,110 +264,56 @@ def _auxiliary(recipe: LLMTailorRecipe, parts: Anatomy, frozen: set[str]) -> dic
     return {layer: part.checkpoint for layer, part in owner.items()}
 
 
-def _layer_of_group(part: Slice, parts: Anatomy) -> str:
-    group, blocks = part.start, len(parts.blocks)
-    if group in parts.groups:
-        return parts.groups[group]
-    if group <= blocks:
-        raise part.spot.error(
-            f"{part} is an optimizer group of {parts.blocks[group - 1]}, half a block",
-            hint=f"the whole block is written [{group - 1}, {group}]",
-        )
-    if parts.head is None and group == blocks + 2:
-        raise part.spot.error(
-            f"{part} would be the embedding of an untied model; here head and embedding are one layer, "
-            f"{parts.embedding}, with the group id {blocks + 1}",
-            hint=f"keep one slice for it, [{blocks + 1}, {blocks + 1}]",
-        )
-    raise part.spot.error(f"{part} is no group of this model", hint=f"auxiliary layers here: {parts.described()}")
-
-
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
-def _owner(entry: WeightEntry, parts: Anatomy, model: ModelOutline) -> str:
-    """Return the auxiliary layer that *entry* speaks of."""
+def _owner(entry: WeightEntry, groups: LayerGroups, model: ModelOutline) -> str:
+    """Return the auxiliary layer that has the parameter of *entry*."""
     name = strip_wrappers(entry.name)
-    owners = {strip_wrappers(parameter): layer.name for layer in model.layers for parameter in layer.parameters}
-    ties = {strip_wrappers(alias): layer.name for layer in model.layers for alias in layer.ties}
+    outside = [layer for layer in model.layers if layer.name not in groups.blocks]
+    owners = {strip_wrappers(parameter): layer.name for layer in outside for parameter in layer.parameters}
+    ties = {strip_wrappers(alias): layer.name for layer in outside for alias in layer.ties}
     if name in ties:
         raise entry.spot.error(
             f"{entry.name!r} is tied: it is the same memory as the weights of {ties[name]}",
             hint=f"remove this entry; {ties[name]} brings it along",
         )
     if name not in owners:
-        outside = [parameter for parameter, layer in owners.items() if layer not in parts.blocks]
         raise entry.spot.error(
-            f"the model has no parameter {entry.name!r}", hint=near(name, outside, what="outside the blocks")
+            f"the model has no parameter {entry.name!r} outside its blocks",
+            hint=near(name, owners, what="outside the blocks"),
         )
-    if owners[name] in parts.blocks:
-        raise entry.spot.error(f"{entry.name!r} is in a block, {owners[name]}", hint="blocks come by layer_range alone")
     return owners[name]
 
 
-def _by_weights_alone(decided: dict[str, Checkpoint], weights: list[tuple[str, WeightEntry]]) -> dict[str, Checkpoint]:
-    """Hold the weights against what slices *decided*, and each other; return the layers that only weights name."""
-    alone: dict[str, Checkpoint] = {}
-    seen: dict[str, WeightEntry] = {}
-    for layer, entry in weights:
-        first = seen.setdefault(strip_wrappers(entry.name), entry)
-        if first is not entry:
-            raise entry.spot.error(
-                f"{entry.name!r} stands here again, first in line {first.spot.line}", hint="keep one of the two"
-            )
-        if layer in decided:
-            _check_agrees(entry, layer, decided[layer], how="optimizer state")
-        else:
-            _check_agrees(entry, layer, alone.setdefault(layer, entry.checkpoint), how="other weights")
-    return alone
+def _notes_of_defaults(
+    recipe: LLMTailorRecipe, groups: LayerGroups, decided: dict[str, CheckpointFolder], named: set[str]
+) -> list[str]:
+    """
+    Note where LLMTailor's default would take weights of a layer from another step than its slice.
 
-
-def _check_agrees(entry: WeightEntry, layer: str, decided: Checkpoint, *, how: str) -> None:
-    if entry.checkpoint.step != decided.step:
-        raise entry.spot.error(
-            f"the weights of {layer} are to come from step {entry.checkpoint.step}, "
-            f"its {how} from step {decided.step} ({decided.spot})",
-            hint="take both from one checkpoint: a layer is whole",
-        )
-
-
-def _check_replaced_defaults(recipe: LLMTailorRecipe, parts: Anatomy, named: set[str]) -> None:
-    """Raise if a list is given, which replaces the default, and leaves a layer of its side out."""
-    for weights, layers in _sides(recipe, parts):
-        left_out = [layer for layer in layers if layer not in named]
-        if weights.is_given and left_out:
+    Raises:
+        InvalidInput: A list is given, which replaces the default, and leaves out a layer of its side.
+    """
+    notes = []
+    output_side = [groups.norm, *([] if groups.head is None else [groups.head])]
+    for weights, layers, default in (
+        (recipe.pre_weights, [groups.embedding], recipe.slices[0].checkpoint),
+        (recipe.post_weights, output_side, recipe.slices[-1].checkpoint),
+    ):
+        unnamed = [layer for layer in layers if layer not in named]
+        if weights.entries and unnamed:
             raise weights.spot.error(
-                f"{weights.key} leaves out the weights of {listed(left_out)}; a list replaces the default",
+                f"{weights.key} leaves out the weights of {listed(unnamed)}; a list replaces the default",
                 hint="add an entry with name and model, or remove the list",
             )
-
-
-def _sides(recipe: LLMTailorRecipe, parts: Anatomy) -> list[tuple[WeightList, list[str]]]:
-    """Return the two lists with the layers whose default they replace."""
-    output_side = [parts.norm, *([parts.head] if parts.head is not None else [])]
-    return [(recipe.pre_weights, [parts.embedding]), (recipe.post_weights, output_side)]
-
-
-# -- notes ---------------------------------------------------------------------------------------------------------
-
-
-def _notes_of_defaults(recipe: LLMTailorRecipe, parts: Anatomy, unnamed: dict[str, Checkpoint]) -> list[str]:
-    """Say where LLMTailor's defaults would have taken weights of *unnamed* from another step than the slices do."""
-    notes = []
-    for (weights, layers), default in zip(_sides(recipe, parts), (recipe.slices[0], recipe.slices[-1]), strict=True):
-        for layer in layers:
-            if layer in unnamed and unnamed[layer].step != default.checkpoint.step:
+        for layer in unnamed:
+            if layer in decided and decided[layer].step != default.step:
                 notes.append(
-                    f"{unnamed[layer].spot}: {layer} comes whole from step {unnamed[layer].step}; "
-                    f"without {weights.key}, LLMTailor would take its weights from step {default.checkpoint.step}"
+                    f"{decided[layer].spot}: {layer} comes whole from step {decided[layer].step}; "
+                    f"without {weights.key}, LLMTailor would take its weights from step {default.step}"
                 )
     return notes
-
-
-def _notes_of_the_base(recipe: LLMTailorRecipe, left: list[str]) -> list[str]:
-    if not left:
-        return []
-    return [f"{recipe.spot}: the recipe does not name {listed(left)}; taken from the base"]
 
 
 def _notes_of_dtype(recipe: LLMTailorRecipe, model: ModelOutline) -> list[str]:

@@ -1,21 +1,17 @@
 """
 Our own grammar: ``base``, ``layers`` and ``rest``.
 
-Every layer is named exactly once: two entries that fit one layer are an error, and so is a layer that none fits,
-unless ``rest`` says where such layers come from.
-So the order of the entries never matters.
+Every layer is named exactly once: two entries that fit one layer are an error, and so is a layer that no entry fits,
+unless ``rest`` says where such layers come from. So the order of entries has no meaning.
 """
 
 import re
 from dataclasses import dataclass
 
 from layerstore.layers import parse_reference
-from layerstore.policy.recipe.document import MapNode, Node
-from layerstore.policy.recipe.fields import as_integer, as_map, as_scalar, required
-from layerstore.policy.recipe.names import listed
-from layerstore.policy.recipe.patterns import Pattern, read_pattern
+from layerstore.policy.recipe.document import MapNode, Node, Spot, as_integer, as_map, as_scalar, required
+from layerstore.policy.recipe.patterns import Pattern, listed, read_pattern
 from layerstore.policy.recipe.plan import Choice, ModelOutline, RecipePlan, notes_of_later_layers
-from layerstore.policy.recipe.spots import Spot
 
 KEYS = ("base", "layers", "rest")
 _BASE = "base"
@@ -24,9 +20,10 @@ _STEP = re.compile(r"@(?P<step>[0-9]{1,18})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRecipe:
-    """A recipe in our own grammar."""
+    """A recipe in our own grammar, not yet held against a model."""
 
     name: str
+    """What errors call the file."""
     base: Choice
     entries: tuple[tuple[Pattern, Choice], ...]
     rest: Choice | None
@@ -37,25 +34,25 @@ class OwnRecipe:
     run_hint: str | None = None
 
     def plan(self, model: ModelOutline) -> RecipePlan:
-        """Return each layer's choice; raises as `Recipe.plan` says."""
+        """
+        Return which version every layer of *model* comes from.
+
+        Raises:
+            InvalidInput: The recipe does not fit the model.
+        """
         found: dict[str, tuple[Pattern, Choice]] = {}
         for pattern, choice in self.entries:
             fitting = pattern.layers(model.names)
             _check_not_doubled(pattern, {name: found[name][0] for name in fitting if name in found})
             found |= dict.fromkeys(fitting, (pattern, choice))
-        self._check_covered([name for name in model.names if name not in found])
-        layers = {name: found[name][1] if name in found else self._rest() for name in model.names}
-        return RecipePlan(base=self.base, layers=layers, notes=tuple(notes_of_later_layers(self.base, layers)))
-
-    def _rest(self) -> Choice:
-        assert self.rest is not None, "checked: every layer is covered"
-        return self.rest
-
-    def _check_covered(self, uncovered: list[str]) -> None:
-        if uncovered and self.rest is None:
+        layers = {name: found[name][1] if name in found else self.rest for name in model.names}
+        chosen = {name: choice for name, choice in layers.items() if choice is not None}
+        if len(chosen) < len(layers):
             raise self.spot.error(
-                f"no entry fits {listed(uncovered)}", hint="add entries, or a line 'rest: base' for all that is left"
+                f"no entry fits {listed(name for name in layers if name not in chosen)}",
+                hint="add entries, or a line 'rest: base' for all that is left",
             )
+        return RecipePlan(base=self.base, layers=chosen, notes=tuple(notes_of_later_layers(self.base, chosen)))
 
 
 def _check_not_doubled(pattern: Pattern, before: dict[str, Pattern]) -> None:
@@ -63,14 +60,16 @@ def _check_not_doubled(pattern: Pattern, before: dict[str, Pattern]) -> None:
         first = next(iter(before.values()))
         raise pattern.spot.error(
             f"{listed(before)}: {pattern.text!r} fits what {first.text!r} in line {first.spot.line} fits too",
-            hint="let each layer be fitted by one entry; 'rest:' takes what is left",
+            hint="let one entry fit each layer; 'rest:' takes what is left",
         )
 
 
 def read_own(document: MapNode, *, name: str) -> OwnRecipe:
-    """Return the recipe that *document* spells."""
+    """Read the recipe *document*; *name* is what errors call the file."""
     as_map(document, what="the recipe", keys=KEYS)
-    base = _base(required(document, "base", what="the recipe"))
+    base = _choice(required(document, "base", what="the recipe"), what="base")
+    if base.is_base:
+        raise base.spot.error("the base cannot be the base", hint="name a commit: 1200, RUN@1200, RUN or a pin")
     layers, rest = document.get("layers"), document.get("rest")
     if layers is None and rest is None:
         raise document.key_spot("layers").error("the recipe names no layers", hint="add layers:, or 'rest: base'")
@@ -89,13 +88,6 @@ def _entries(layers: Node) -> tuple[tuple[Pattern, Choice], ...]:
             "layers is not a mapping from names to steps", hint="write each as: model.layers.[0-3]: 1100"
         )
     return tuple((read_pattern(key), _choice(value, what=repr(key.text))) for key, value in layers.entries)
-
-
-def _base(node: Node) -> Choice:
-    choice = _choice(node, what="base")
-    if choice.is_base:
-        raise choice.spot.error("the base cannot be the base", hint="name a commit: 1200, RUN@1200, RUN or a pin")
-    return choice
 
 
 def _choice(node: Node, *, what: str) -> Choice:

@@ -1,60 +1,42 @@
 """
-Patterns of layer names.
+Patterns of layer names: read from a recipe, and written in messages for lists of layers.
 
 ``*`` stands for any text, ``?`` for one character, and ``[…]`` for one whole number:
-``[0-3]``, ``[0-3,8]``, ``[28-]`` (to the end), ``[even]``, ``[odd]``.
-So ``[10-20]`` means what it says, which it does not in the patterns of a shell.
+``[0-3]``, ``[0-3,8]``, ``[28-]`` (to the end), ``[even]``, ``[odd]``. Unlike in a shell, ``[10-20]`` is 10 to 20.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from layerstore.policy.recipe.document import Scalar
-from layerstore.policy.recipe.names import listed, near
-from layerstore.policy.recipe.spots import Spot
+from layerstore.layers import block_index
+from layerstore.nearest import did_you_mean, nearest
+from layerstore.policy.recipe.document import Scalar, Spot
 
-_TOKEN = re.compile(r"(?P<any>\*+)|(?P<one>\?)|\[(?P<indices>[^\[\]]*)\]|(?P<text>[^*?\[\]]+)")
+_TOKEN = re.compile(r"(?P<any>\*+)|\[(?P<indices>[^\[\]]*)\]|\?|[^*?\[\]]+")
 _ITEM = re.compile(r"(?P<first>0|[1-9]\d{0,8})(?P<range>-(?P<last>0|[1-9]\d{0,8})?)?", re.ASCII)
 _PARITY = {"even": 0, "odd": 1}
-# No model has a block of a higher index, and longer runs of digits are not worth reading.
-_DIGITS_MAX = 9
+_DIGITS_MAX = 9  # of a block's index
+_ANY, _ONE = "*", "?"
+_SHOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """Exactly this text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wildcard:
-    """Any one character, or any text at all."""
-
-    is_any: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Indices:
-    """A whole number out of some."""
+class _Indices:
+    """One whole number of a set."""
 
     ranges: tuple[tuple[int, int | None], ...]
     """First and last; None for no end."""
     parities: tuple[int, ...]
 
     def holds(self, index: int) -> bool:
-        """Whether *index* is one of them."""
         in_ranges = any(first <= index and (last is None or index <= last) for first, last in self.ranges)
         return in_ranges or index % 2 in self.parities
 
-    def written(self) -> Iterator[int]:
-        """Yield the numbers that were written down."""
-        for first, last in self.ranges:
-            yield from {first, first if last is None else last}
 
-
-Token = Text | Wildcard | Indices
+_Token = str | _Indices
+"""A set of numbers, ``*``, ``?``, or any other text for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,39 +44,40 @@ class Pattern:
     """Which layers an entry means."""
 
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[_Token, ...]
     spot: Spot
 
     def layers(self, names: Iterable[str]) -> list[str]:
         """
-        Return those of *names* that the pattern means.
+        Return those of *names* that the pattern fits.
 
         Raises:
-            InvalidInput: There is none, or none has a number that is written in brackets.
+            InvalidInput: It fits none, or none that has one of the numbers in brackets.
         """
         known = list(names)
-        is_name = len(self.tokens) == 1 and isinstance(self.tokens[0], Text)
-        found = [name for name in known if (name == self.text if is_name else _fits(self.tokens, name))]
+        found = [name for name in known if _fits(self.tokens, name)]
         if not found:
             hint = near(self.text, known, what="layers of this model")
             raise self.spot.error(f"no layer of the model is called {self.text!r}", hint=hint)
-        self._check_numbers(found)
+        for position, token in enumerate(self.tokens):
+            for first_and_last in token.ranges if isinstance(token, _Indices) else ():
+                for number in first_and_last:
+                    if number is not None:
+                        self._check_number(position, number, found)
         return found
 
-    def _check_numbers(self, found: list[str]) -> None:
-        for position, token in enumerate(self.tokens):
-            for number in token.written() if isinstance(token, Indices) else ():
-                only = Indices(ranges=((number, number),), parities=())
-                narrowed = (*self.tokens[:position], only, *self.tokens[position + 1 :])
-                if not any(_fits(narrowed, name) for name in found):
-                    raise self.spot.error(
-                        f"{self.text!r} names index {number}, which no layer has", hint=f"it fits {listed(found)}"
-                    )
+    def _check_number(self, position: int, number: int, found: list[str]) -> None:
+        only = _Indices(ranges=((number, number),), parities=())
+        narrowed = (*self.tokens[:position], only, *self.tokens[position + 1 :])
+        if not any(_fits(narrowed, name) for name in found):
+            raise self.spot.error(
+                f"{self.text!r} names index {number}, which no layer has", hint=f"it fits {listed(found)}"
+            )
 
 
 def read_pattern(key: Scalar) -> Pattern:
-    """Return the pattern that *key* spells."""
-    tokens: list[Token] = []
+    """Parse the pattern *key*."""
+    tokens: list[_Token] = []
     end = 0
     for match in _TOKEN.finditer(key.text):
         if match.start() != end:
@@ -103,7 +86,7 @@ def read_pattern(key: Scalar) -> Pattern:
         if match["indices"] is not None:
             tokens.append(_indices(match["indices"], key))
         else:
-            tokens.append(Text(match["text"]) if match["text"] else Wildcard(is_any=bool(match["any"])))
+            tokens.append(_ANY if match["any"] else match.group())
     if end != len(key.text):
         raise key.spot.error(f"{key.text!r} has a bracket without its partner", hint="numbers are written [0-3]")
     if not tokens:
@@ -111,59 +94,45 @@ def read_pattern(key: Scalar) -> Pattern:
     return Pattern(text=key.text, tokens=tuple(tokens), spot=key.spot)
 
 
-def _indices(text: str, key: Scalar) -> Indices:
+def _indices(text: str, key: Scalar) -> _Indices:
     ranges: list[tuple[int, int | None]] = []
     parities: list[int] = []
     for item in (part.strip() for part in text.split(",")):
         match = _ITEM.fullmatch(item)
         if item in _PARITY:
             parities.append(_PARITY[item])
-        elif match is None:
+            continue
+        if match is None:
             raise key.spot.error(
                 f"{item!r} in {key.text!r} is no range of numbers", hint="write [0-3], [0-3,8], [28-], [even] or [odd]"
             )
-        else:
-            ranges.append(_range(match, key))
-    return Indices(ranges=tuple(ranges), parities=tuple(parities))
+        first = int(match["first"])
+        last = int(match["last"]) if match["last"] else None if match["range"] else first
+        if last is not None and last < first:
+            raise key.spot.error(f"the range {item} in {key.text!r} is empty", hint="write the smaller number first")
+        ranges.append((first, last))
+    return _Indices(ranges=tuple(ranges), parities=tuple(parities))
 
 
-def _range(match: re.Match[str], key: Scalar) -> tuple[int, int | None]:
-    first = int(match["first"])
-    if match["range"] is None:
-        return first, first
-    if match["last"] is None:
-        return first, None
-    last = int(match["last"])
-    if last < first:
-        raise key.spot.error(
-            f"the range {match.group()} in {key.text!r} is empty", hint="write the smaller number first; both count"
-        )
-    return first, last
-
-
-def _fits(tokens: Iterable[Token], name: str) -> bool:
-    """
-    Whether *tokens* spell *name*.
-
-    All places that the tokens so far can lead to are carried along, so no pattern takes longer than its length
-    times the name's.
-    """
+def _fits(tokens: Iterable[_Token], name: str) -> bool:
+    # All places that the tokens so far can lead to: without backtracking, the time is bounded by the pattern's length
+    # times the name's.
     places = {0}
     for token in tokens:
         if not places:
             return False
-        if isinstance(token, Wildcard) and token.is_any:
+        if token == _ANY:
             places = set(range(min(places), len(name) + 1))
         else:
             places = {after for place in places for after in _step(token, name, place)}
     return len(name) in places
 
 
-def _step(token: Token, name: str, place: int) -> list[int]:
-    if isinstance(token, Text):
-        return [place + len(token.text)] if name.startswith(token.text, place) else []
-    if isinstance(token, Wildcard):
+def _step(token: _Token, name: str, place: int) -> list[int]:
+    if token == _ONE:
         return [place + 1] if place < len(name) else []
+    if isinstance(token, str):
+        return [place + len(token)] if name.startswith(token, place) else []
     if place and name[place - 1].isdecimal():
         return []  # in the middle of a number
     end = place
@@ -171,3 +140,55 @@ def _step(token: Token, name: str, place: int) -> list[int]:
         end += 1
     is_number = 0 < end - place <= _DIGITS_MAX
     return [end] if is_number and token.holds(int(name[place:end])) else []
+
+
+# -- names in messages ---------------------------------------------------------------------------------------------
+
+
+def gathered(names: Iterable[str]) -> list[str]:
+    """
+    Return *names* with the blocks of each stack as one pattern.
+
+    >>> gathered(["lm_head", "model.layers.0", "model.layers.1", "model.layers.2", "model.layers.5"])
+    ['lm_head', 'model.layers.[0-2,5]']
+    >>> gathered(["model.layers.7"])
+    ['model.layers.7']
+    """
+    indices: dict[tuple[str, bool], list[int]] = {}
+    for name in names:
+        index = block_index(name)
+        if index is None:
+            indices[name, False] = []
+        else:
+            indices.setdefault((name[: len(name) - len(name.rpartition(".")[2])], True), []).append(index)
+    return [stack + _brackets(sorted(found)) for (stack, _), found in indices.items()]
+
+
+def _brackets(indices: list[int]) -> str:
+    if len(indices) < 2:
+        return "".join(map(str, indices))
+    starts = [indices[0], *(after for before, after in pairwise(indices) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(indices) if after != before + 1), indices[-1]]
+    runs = [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+    return f"[{','.join(runs)}]"
+
+
+def listed(names: Iterable[str]) -> str:
+    """
+    Return *names* gathered, in one line, long lists cut short.
+
+    >>> listed(f"extra_{letter}" for letter in "abcdefghijk")
+    'extra_a, extra_b, extra_c, extra_d, extra_e, extra_f, extra_g, extra_h and 3 more'
+    """
+    found = gathered(names)
+    more = len(found) - _SHOWN_MAX
+    return ", ".join(found[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def near(name: str, names: Iterable[str], *, what: str) -> str:
+    """Return a hint for *name*: those of *names* that look like it, else all of them."""
+    known = list(names)
+    # The index of a block hides how near the rest is, so both spellings are compared.
+    plain = {spelling: shown for shown in gathered(known) for spelling in (shown, shown.partition("[")[0])}
+    close = dict.fromkeys(plain[spelling] for spelling in nearest(name, plain))
+    return did_you_mean(close, else_="" if close else f"{what}: {listed(known)}")

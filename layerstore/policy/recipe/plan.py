@@ -1,14 +1,13 @@
-"""What a recipe is planned against, and what comes out: values without any way to the disk."""
+"""What a recipe is planned against, and the plan: plain values that know nothing of the disk."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from layerstore.layers import layer_of
 from layerstore.model import LayerVersion
-from layerstore.policy.recipe.names import listed
-from layerstore.policy.recipe.spots import Spot
+from layerstore.policy.recipe.document import Spot
+from layerstore.policy.recipe.patterns import listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +21,7 @@ class OutlineLayer:
     frozen: bool
     """Whether nothing in it is trained."""
     dtypes: frozenset[str]
-    """Codes of the element types of its weights."""
+    """Codes of its weights' element types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +31,11 @@ class ModelOutline:
     names: tuple[str, ...]
     """The layers' names, in the model's order."""
     look: Callable[[], Iterable[OutlineLayer]]
-    """Returns what they are: our own grammar goes by names alone, and need not wait for that."""
+    """Read the layers themselves; our own grammar needs only the names."""
 
     @cached_property
     def layers(self) -> tuple[OutlineLayer, ...]:
-        """All that is known of them, in their order."""
+        """The layers, in the model's order."""
         return tuple(self.look())
 
 
@@ -46,7 +45,7 @@ def outline_of(version: LayerVersion) -> OutlineLayer:
     return OutlineLayer(
         name=version.layer,
         parameters=tuple(parameter.name for parameter in parameters),
-        # Compared by rule, not with the layer's name: a pattern of the user's may have given that.
+        # Not compared with the layer's name, which may come from a user's pattern.
         ties=tuple(
             alias
             for parameter in parameters
@@ -64,27 +63,27 @@ class Choice:
 
     run: str | None
     """
-    A run, or a pin.
+    A run or a pin.
 
-    None means the base's own run and attempt; in the choice of the base itself, whatever run the user names.
+    None means the base's own run and attempt; for the base itself, the run that the user names.
     """
     back: int = 0
     """How many attempts before the run's newest."""
     step: int | None
     """None means the newest; with no run either, the base's own version of the layer."""
     path: str | None = None
-    """The checkpoint's folder, where the recipe names one: what to ingest if the store lacks the step."""
+    """The checkpoint's folder, if the recipe names one: what to ingest if the store lacks the step."""
     spot: Spot
     """Where the recipe says so."""
 
     @property
     def is_base(self) -> bool:
-        """Whether the base supplies the layer as it has it."""
+        """Whether the layer is the base's own."""
         return self.run is None and self.step is None
 
     def reference(self, *, run: str, back: int = 0) -> str:
         """
-        Return the choice as a reference; *run* and *back* are the base's, in place of what is left open.
+        Return the choice as a reference; *run* and *back*, the base's, fill in what the recipe leaves open.
 
         >>> spot = Spot(file="r.yaml", line=3, column=5)
         >>> Choice(run=None, step=1100, spot=spot).reference(run="sft", back=1)
@@ -105,39 +104,11 @@ class RecipePlan:
     layers: Mapping[str, Choice]
     """In the model's order."""
     notes: tuple[str, ...]
-    """What the user should know: what the recipe says and has no meaning here, what it leaves to a default."""
-
-
-class Recipe(Protocol):
-    """A recipe that was understood, but not yet held against a model."""
-
-    @property
-    def name(self) -> str:
-        """What errors call the file."""
-
-    @property
-    def grammar(self) -> str:
-        """``layerstore`` or ``llmtailor``."""
-
-    @property
-    def base(self) -> Choice:
-        """Supplies all that is not a layer, and the model to plan against."""
-
-    @property
-    def run_hint(self) -> str | None:
-        """What ``ingest`` would have called the run that the recipe speaks of; None where it says nothing of it."""
-
-    def plan(self, model: ModelOutline) -> RecipePlan:
-        """
-        Return which version every layer of *model* comes from.
-
-        Raises:
-            InvalidInput: The recipe does not fit the model; the message begins with file, line and column.
-        """
+    """For the user: settings that have no effect here, and defaults that were taken."""
 
 
 def notes_of_later_layers(base: Choice, layers: Mapping[str, Choice]) -> list[str]:
-    """Return a note if *layers* come from steps of the base's own attempt that lie after it."""
+    """Return a note if *layers* come from later steps than *base*, of the same attempt."""
     later = {
         name: choice
         for name, choice in layers.items()

@@ -15,7 +15,7 @@ from layerstore.live.demo.stores import (
     usage_of_deepspeed,
     usage_under,
 )
-from layerstore.policy.keep import Keep
+from layerstore.policy import Keep
 from tests.faults.harness import flip
 from tests.generated import generate
 

@@ -14,7 +14,7 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.live.saver import collector
 from layerstore.live.saver.collector import Collector
-from layerstore.policy.keep import Best
+from layerstore.policy import Best
 from tests.generated import generate
 
 RUN = "r"

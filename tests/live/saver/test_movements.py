@@ -20,7 +20,7 @@ from layerstore.live.engine.deepspeed import SavedStates
 from layerstore.live.ranks.exchange import Exchange, Message
 from layerstore.live.saver import movements as watch_module
 from layerstore.live.saver.movements import MovementWatch
-from layerstore.policy.due import Save
+from layerstore.policy import Save
 from tests.generated import generate
 from tests.live.launched import DEVICES
 

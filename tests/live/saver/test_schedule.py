@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from layerstore.history.place import Place
 from layerstore.live.saver.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
-from layerstore.policy import Latest, Parity, Policy
-from layerstore.policy.due import Save
+from layerstore.policy import Latest, Parity, Policy, Save
 
 LAYERS = ("embed", "layers.0", "layers.1", "layers.2", "head")
 ALL = frozenset(LAYERS)

@@ -1,4 +1,4 @@
-"""Promises of LLMTailor's grammar: it means here what it means there, and whatever it could mean wrongly is refused."""
+"""LLMTailor's grammar means here what it means there, and what could be misread is refused."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.policy.recipe import ModelOutline, parse_recipe
-from tests.unit.recipes import FILE, blocks, buffers, layer, llama, model, plan, refused, steps
+from tests.policy.recipes import FILE, blocks, buffers, layer, llama, model, plan, refused, steps
 
 PARITY = """\
 slices:
@@ -160,19 +160,11 @@ def test_any_valid_recipe_means_what_its_grammar_says(case: Case) -> None:
 @pytest.mark.parametrize(
     ("ranges", "match"),
     [
-        # A gap, shown where it ends; blocks missing at the end; none at all.
-        ("[0, 1] «[2, 4]", "the ranges total 3 blocks and the model has 4: before this, model.layers.1 is missing"),
-        ("«[1, 4]", "the ranges total 3 blocks and the model has 4: before this, model.layers.0 is missing"),
-        ("[0, 1] «[1, 2]", "the ranges total 2 blocks and the model has 4: at the end, model.layers.[2-3] is missing"),
-        # Too many.
+        ("[0, 1] «[2, 4]", "[2, 4] stands where block 1 is due"),
+        ("[0, 1] «[1, 2]", "the ranges total 2 blocks and the model has 4: model.layers.[2-3] is missing"),
         ("[0, 2] «[2, 5]", "[2, 5] ends after block 4, but the model has 4: 0 to 3"),
-        # An overlap, and a block twice.
-        ("[0, 2] «[1, 4]", "[1, 4] takes model.layers.1, which [0, 2] in line 3 took"),
-        ("[0, 4] «[3, 4]", "[3, 4] takes model.layers.3, which [0, 4] in line 3 took"),
-        # The right blocks at other places.
+        ("[0, 2] «[1, 4]", "[1, 4] stands where block 2 is due"),
         ("«[2, 4] [0, 2]", "[2, 4] stands where block 0 is due"),
-        ("[0, 1] «[2, 3] [1, 2] [3, 4]", "[2, 3] stands where block 1 is due"),
-        # No ranges.
         ("«[3, 1] [0, 4]", "[3, 1] is no range"),
         ("«[-1, 4]", "[-1, 4] is no range"),
         ("«[0, 2, 4]", "layer_range has 3 numbers"),
@@ -190,13 +182,6 @@ def test_ranges_cover_every_block_once_and_in_order(ranges: str, match: str) -> 
     slices = [f"  - sources: [{{model: run/checkpoint-200, layer_range: {item}}}]\n" for item in items]
 
     refused(recipe(one(200, 0, 0), *slices, one(200, 5, 5), one(200, 6, 6)), match=match)
-
-
-def test_a_recipe_without_blocks_is_refused() -> None:
-    """Auxiliary layers alone are no model."""
-    text = "«" + recipe(one(200, 0, 0), one(200, 5, 5), one(200, 6, 6))
-
-    refused(text, match="the ranges total 0 blocks and the model has 4: at the end, model.layers.[0-3] is missing")
 
 
 # -- auxiliary layers ----------------------------------------------------------------------------------------------
@@ -224,25 +209,34 @@ def test_every_auxiliary_layer_needs_a_slice(slices: list[str], match: str, hint
 
 
 @pytest.mark.parametrize(
-    ("group", "tied", "match"),
+    ("group", "match"),
     [
-        (1, False, "[1, 1] is an optimizer group of model.layers.0, half a block"),
-        (4, True, "[4, 4] is an optimizer group of model.layers.3, half a block"),
-        (5, False, "[5, 5] takes lm_head, which line 4 took already"),
-        (0, False, "[0, 0] takes model.norm, which line 2 took already"),
-        (7, False, "[7, 7] is no group of this model"),
-        (7, True, "[7, 7] is no group of this model"),
+        (1, "[1, 1] is no auxiliary layer of this model"),
+        (5, "[5, 5] takes lm_head, which line 4 took already"),
+        (7, "[7, 7] is no auxiliary layer of this model"),
     ],
 )
-def test_group_ids_mean_one_auxiliary_layer_each(group: int, tied: bool, match: str) -> None:
-    """Half a block, an auxiliary layer twice, and an id beyond the model's are told at their range."""
-    slices = WHOLE[:3] if tied else WHOLE
-    wrong = one(100, group, group).replace("[" + str(group), "«[" + str(group))
+def test_group_ids_mean_one_auxiliary_layer_each(group: int, match: str) -> None:
+    """Half a block, an auxiliary layer taken twice and an id beyond the model's are refused at their range."""
+    wrong = one(100, group, group).replace(f"[{group}", f"«[{group}")
 
-    problem = refused(recipe(*slices, wrong), llama(4, tied=tied), match=match)
+    problem = refused(recipe(*WHOLE, wrong), match=match)
 
-    if group == 7:
-        assert "[0, 0] model.norm, [5, 5]" in str(problem.hint)
+    assert group == 5 or "[0, 0] model.norm, [5, 5] lm_head" in str(problem.hint)
+
+
+@pytest.mark.known_fault("llmtailor 5")
+def test_a_head_of_its_own_in_a_tied_model_is_refused() -> None:
+    """There, it became a second copy of the embedding, or a group that does not exist."""
+    tied = llama(4, tied=True)
+    slice_of_head = PARITY_TIED.replace("pre_weights:", one(100, 6, 6).replace("[6", "«[6") + "pre_weights:")
+    weights_of_head = PARITY_TIED.replace(
+        "post_weights: [", "post_weights: [{name: «lm_head.weight, model: run/checkpoint-100}, "
+    )
+
+    refused(slice_of_head, tied, match="[6, 6] is no auxiliary layer of this model")
+    problem = refused(weights_of_head, tied, match="'lm_head.weight' is tied")
+    assert problem.hint == "remove this entry; model.embed_tokens brings it along"
 
 
 def test_frozen_auxiliary_layers_need_no_slice() -> None:
@@ -260,13 +254,14 @@ def test_frozen_auxiliary_layers_need_no_slice() -> None:
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.known_fault("llmtailor 5")
 @pytest.mark.parametrize(
     ("more", "match"),
     [
         (
             "post_weights: [{name: model.norm.weight, model: run/checkpoint-200},"
             " {name: «lm_head.weight, model: run/checkpoint-100}]\n",
-            "the weights of lm_head are to come from step 100, its optimizer state from step 200 (recipe.yaml:4:24)",
+            "the weights of lm_head are to come from step 100, the rest of it from step 200 (recipe.yaml:4:24)",
         ),
         (
             "«post_weights: [{name: model.norm.weight, model: run/checkpoint-200}]\n",
@@ -277,23 +272,16 @@ def test_frozen_auxiliary_layers_need_no_slice() -> None:
             "pre_weights leaves out the weights of model.embed_tokens",
         ),
         (
-            "pre_weights: [{name: model.embed_tokens.weight, model: run/checkpoint-200},"
-            " {name: «model.embed_tokens.weight, model: run/checkpoint-200}]\n",
-            "'model.embed_tokens.weight' stands here again, first in line 7",
-        ),
-        (
             "pre_weights: [{name: «model.embed.weight, model: run/checkpoint-200}]\n",
             "the model has no parameter 'model.embed.weight'",
         ),
         (
             "pre_weights: [{name: «model.layers.0.weight, model: run/checkpoint-200}]\n",
-            "'model.layers.0.weight' is in a block, model.layers.0",
+            "the model has no parameter 'model.layers.0.weight' outside its blocks",
         ),
         ("pre_weights: [«{model: run/checkpoint-200}]\n", "an entry of pre_weights needs a value for 'name'"),
-        ("pre_weights: [«{name: a}]\n", "an entry of pre_weights needs a value for 'model'"),
         ("pre_weights: [{name: a, model: r/checkpoint-1, «step: 2}]\n", "an entry of pre_weights has no key 'step'"),
         ("pre_weights: «{name: a}\n", "pre_weights is a mapping, not a list"),
-        ("pre_weights: [«a]\n", "an entry of pre_weights is 'a', not a mapping"),
     ],
 )
 def test_weights_agree_with_the_slices(more: str, match: str) -> None:
@@ -332,11 +320,6 @@ def test_a_default_that_would_have_split_a_layer_is_noted(empty: str) -> None:
     )
 
 
-def test_defaults_that_agree_are_not_noted() -> None:
-    """Where nothing differs, nothing is said."""
-    assert plan(recipe(*WHOLE), llama()).notes == ()
-
-
 # -- references to models ------------------------------------------------------------------------------------------
 
 
@@ -366,24 +349,16 @@ def test_checkpoints_may_be_spelled_in_many_ways(written: str) -> None:
     ("written", "match"),
     [
         ("«run/final", "'run/final' is no folder called checkpoint-N"),
-        ("«run/checkpoint-", "is no folder called checkpoint-N"),
         ("«run/checkpoint-200.bak", "is no folder called checkpoint-N"),
-        ("«run/checkpoint-200/global_step200", "is no folder called checkpoint-N"),
-        ("«run/tmp-checkpoint-200", "is no folder called checkpoint-N"),
         ("«meta-llama/Llama-3.1-8B", "is no folder called checkpoint-N"),
-        ("«200", "is no folder called checkpoint-N"),
-        ("«run@a/checkpoint-200", "asks for a revision of a hub's model"),
-        ("«run/checkpoint-200+lora", "adds a LoRA adapter"),
-        ("{model: «run@a/checkpoint-200}", "asks for a revision of a hub's model"),
+        ("«run@a/checkpoint-200", "asks for a revision or an adapter"),
+        ("{model: «run/checkpoint-200+lora}", "asks for a revision or an adapter"),
         ("{model: run/checkpoint-200, «lora: x}", "'lora' is not supported"),
-        ("{model: run/checkpoint-200, «override_architecture: x}", "'override_architecture' is not supported"),
-        ("{model: {path: run/checkpoint-200, «revision: main}}", "a revision of a hub's model is no step of a run"),
+        ("{model: {path: run/checkpoint-200, «revision: main}}", "'revision' is not supported"),
         ("{«path: run/checkpoint-200}", "model has no key 'path'"),
         ("{model: «{}}", "model needs a value for 'path'"),
-        ("{model: {«revision: main}}", "a revision of a hub's model is no step of a run"),
         ("«[a]", "model is a list"),
         ("«other/checkpoint-100", "'other/checkpoint-100' is in another folder than 'run/checkpoint-200' in line 2"),
-        ("«checkpoint-100", "is in another folder than 'run/checkpoint-200' in line 2"),
     ],
 )
 def test_what_is_no_checkpoint_of_the_run_is_refused(written: str, match: str) -> None:
@@ -393,6 +368,21 @@ def test_what_is_no_checkpoint_of_the_run_is_refused(written: str, match: str) -
     )
 
     refused(text, match=match)
+
+
+@pytest.mark.known_fault("llmtailor 13")
+@pytest.mark.parametrize("folder", ["mail@home", "c++"])
+def test_paths_with_at_and_plus_work_through_the_mapping(folder: str) -> None:
+    """There too they are special in the short form; the error says how to spell them out."""
+    spelled_out = PARITY
+    for step in (100, 200):
+        spelled_out = spelled_out.replace(
+            f"run/checkpoint-{step}", f"{{model: {{path: '{folder}/checkpoint-{step}'}}}}"
+        )
+
+    assert steps(plan(PARITY, llama())) == steps(plan(spelled_out, llama()))
+    problem = refused(PARITY.replace("run/", f"«{folder}/", 1), match="asks for a revision or an adapter")
+    assert "model: {model: {path: …}}" in str(problem.hint)
 
 
 # -- the frame -----------------------------------------------------------------------------------------------------
@@ -407,21 +397,15 @@ def test_what_is_no_checkpoint_of_the_run_is_refused(written: str, match: str) -
             "'models' merges weights and knows no optimizer",
         ),
         ("«modules: {default: {slices: []}}\nmerge_method: passthrough\n", "'modules' merges weights"),
-        ("slices: []\n«models: []\nmerge_method: passthrough\n", "'models' merges weights"),
-        ("«merge_method: passthrough\n", "the recipe has no slices"),
+        ("«merge_method: passthrough\n", "the recipe needs a value for 'slices'"),
         ("slices: «[]\nmerge_method: passthrough\n", "slices is empty"),
-        ("slices: «{}\nmerge_method: passthrough\n", "slices is a mapping, not a list"),
         ("slices: [«x]\nmerge_method: passthrough\n", "a slice is 'x', not a mapping"),
-        ("slices: [«{}]\nmerge_method: passthrough\n", "a slice needs a value for 'sources'"),
-        ("slices: [{sources: «[]}]\nmerge_method: passthrough\n", "a slice of 0 sources"),
         ("slices: [{sources: [{}, «{}]}]\nmerge_method: passthrough\n", "a slice of 2 sources"),
-        ("slices: [{sources: [«{}]}]\nmerge_method: passthrough\n", "a source needs a value for 'model'"),
         (
             "slices: [{sources: [«{model: a/checkpoint-1}]}]\nmerge_method: passthrough\n",
             "a source needs a value for 'layer_range'",
         ),
         ("slices: [{sources: [{«layers: 1}]}]\nmerge_method: passthrough\n", "a source has no key 'layers'"),
-        ("slices: [{«source: []}]\nmerge_method: passthrough\n", "a slice has no key 'source'"),
         ("«slices: [{}]\n", "the recipe needs a value for 'merge_method'"),
         ("slices: [{}]\nmerge_method: «slerp\n", "merge_method 'slerp' computes new weights"),
         ("slices: [{}]\nmerge_method: passthrough\n«merge_methods: x\n", "the recipe has no key 'merge_methods'"),
@@ -439,13 +423,10 @@ def test_the_frame_is_checked_before_the_model(text: str, match: str) -> None:
         ("parameters: {«scale: 0.5}\n", "'scale' would change weights"),
         ("parameters: {«scale: [{filter: x, value: 1}]}\n", "'scale' would change weights"),
         ("parameters: «[1]\n", "parameters is not a mapping"),
-        ("base_model: «meta-llama/Llama-3.1-8B\n", "is no folder called checkpoint-N"),
         ("base_model: «other/checkpoint-200\n", "is in another folder"),
         ("tokenizer_source: union\n«tokenizer: {source: base}\n", "exclude each other"),
         ("tokenizer: {«tokens: {a: {}}}\n", "'tokens' would make new embeddings"),
         ("tokenizer: {«pad_to_multiple_of: 64}\n", "'pad_to_multiple_of' would make new embeddings"),
-        ("tokenizer: {«token: 1}\n", "tokenizer has no key 'token'"),
-        ("tokenizer_source: «hub/model\n", "is no folder called checkpoint-N"),
     ],
 )
 def test_what_would_change_tensors_is_refused(more: str, match: str) -> None:
@@ -456,12 +437,10 @@ def test_what_would_change_tensors_is_refused(more: str, match: str) -> None:
 @pytest.mark.parametrize(
     ("more", "note"),
     [
-        ("dtype: bfloat16\n", None),
         ("dtype: torch.bfloat16\nout_dtype: ~\n", None),
         ("dtype: float32\nout_dtype: bfloat16\n", None),
         ("dtype: float16\n", ":7:1: weights stay as they were trained (BF16), not F16"),
         ("dtype: bfloat16\nout_dtype: float32\n", ":8:1: weights stay as they were trained (BF16), not F32"),
-        ("parameters: {}\n", None),
         ("parameters: {scale: 1.0}\n", None),
         ("parameters: {weight: 0.5}\n", ":7:14: passthrough has no parameter 'weight'; ignored"),
         ("tokenizer_source: base\n", None),
@@ -497,7 +476,7 @@ def test_settings_of_slices_are_noted_too() -> None:
 # -- the base ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.known_fault("llmtailor 14")
+@pytest.mark.known_fault("llmtailor 14", "llmtailor 15")
 def test_the_base_is_base_model_else_the_newest_step() -> None:
     """Config, tokenizer, scheduler and counters come from one defined checkpoint."""
     text = recipe(one(100, 0, 0), one(300, 0, 4), one(200, 5, 5), one(200, 6, 6))
@@ -542,7 +521,6 @@ VALUE_HEAD = model(
     layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("lm_head"), layer("v_head.summary")
 )
 GPT2_UNTIED = model(layer("transformer.wpe"), layer("transformer.wte"), *GPT2.layers[2:], layer("lm_head"))
-PROJECTOR = model(layer("projector"), *llama(4).layers)
 UNNAMED = model(layer("input"), *blocks(4), layer("final"), layer("lm_head"))
 CLASSIFIER = model(layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("score"))
 ROTARY = model(
@@ -556,7 +534,6 @@ ROTARY = model(
     [
         (GPT2, "transformer.ln_f", None, "transformer.wte", {"transformer.wpe"}),
         (GPT2_UNTIED, "transformer.ln_f", "lm_head", "transformer.wte", {"transformer.wpe"}),
-        (PROJECTOR, "model.norm", "lm_head", "model.embed_tokens", {"projector"}),
         (UNNAMED, "final", "lm_head", "input", set()),
         (NEOX, "gpt_neox.final_layer_norm", "embed_out", "gpt_neox.embed_in", set()),
         (OPT, "model.decoder.final_layer_norm", None, "model.decoder.embed_tokens", {"model.decoder.embed_positions"}),
@@ -598,12 +575,13 @@ def test_extra_layers_may_be_named_by_their_weights() -> None:
     refused(
         recipe(*slices, more=f"pre_weights: [{', '.join(parts)}]\n"),
         twice,
-        match="the weights of wpe are to come from step 200, its other weights from step 100",
+        match="the weights of wpe are to come from step 200, the rest of it from step 100",
     )
 
 
-def test_names_may_carry_wrappers() -> None:
-    """A compiled or wrapped model's parameters are called as the bare model would have them."""
+@pytest.mark.known_fault("llmtailor 1")
+def test_layers_are_known_by_name_wherever_the_optimizer_has_them() -> None:
+    """There, groups listed blocks first gave wrong layers in silence; a compiled model's wrapper changes nothing."""
     outline = model(
         layer("model.embed_tokens", parameters=["_orig_mod.model.embed_tokens.weight"]),
         *blocks(4),
@@ -627,10 +605,6 @@ def test_names_may_carry_wrappers() -> None:
             "takes one head, and in this model there is none",
         ),
         (
-            model(*blocks(4), layer("model.norm"), layer("lm_head")),
-            "takes one embedding, and in this model there is none",
-        ),
-        (
             model(layer("e"), *blocks(4), layer("norm_a"), layer("norm_b"), layer("lm_head")),
             "takes one norm, and in this model norm_a, norm_b may each be it",
         ),
@@ -641,14 +615,6 @@ def test_names_may_carry_wrappers() -> None:
         (
             model(layer("front"), layer("side"), *blocks(4), layer("norm"), layer("lm_head")),
             "takes one embedding, and in this model front, side may each be it",
-        ),
-        (
-            model(layer("e"), *blocks(4), layer("a"), layer("b"), layer("lm_head")),
-            "takes one norm, and in this model a, b may each be it",
-        ),
-        (
-            model(layer("a", ties=["x.weight"]), layer("b", ties=["y.weight"]), *blocks(4), layer("norm")),
-            "takes one embedding, and in this model a, b may each be it",
         ),
     ],
 )

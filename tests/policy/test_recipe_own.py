@@ -10,9 +10,8 @@ from layerstore.errors import InvalidInput, NotFound
 from layerstore.model import LayerVersion, Parameter
 from layerstore.policy.recipe import Choice, Spot, outline_of, parse_recipe
 from layerstore.policy.recipe.document import Scalar
-from layerstore.policy.recipe.names import gathered, listed
-from layerstore.policy.recipe.patterns import read_pattern
-from tests.unit.recipes import FILE, layer, llama, plan, refused, steps
+from layerstore.policy.recipe.patterns import gathered, listed, read_pattern
+from tests.policy.recipes import FILE, layer, llama, plan, refused, steps
 
 SPOT = Spot(file=FILE, line=1, column=1)
 

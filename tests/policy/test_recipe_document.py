@@ -11,7 +11,7 @@ from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.limits import RECIPE_BYTES_MAX, RECIPE_DEPTH_MAX
 from layerstore.policy.recipe import parse_recipe, read_text
 from layerstore.policy.recipe.document import ListNode, MapNode, Scalar, read_document
-from tests.unit.recipes import FILE, llama, refused, steps
+from tests.policy.recipes import FILE, llama, refused, steps
 
 
 def read_map(text: str) -> dict[str, object]:

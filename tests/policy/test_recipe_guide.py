@@ -7,7 +7,7 @@ import pytest
 
 import layerstore.policy.recipe
 from layerstore.policy.recipe import parse_recipe
-from tests.unit.recipes import FILE, llama, plan, steps
+from tests.policy.recipes import FILE, llama, plan, steps
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "recipes.md").read_text()
 OURS, THEIRS, THEIRS_IN_OUR_WORDS = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
