@@ -6,7 +6,6 @@ Knows torch.distributed and no engine.
 
 from layerstore.live.ranks.agreement import (
     SAVES_MAX,
-    Agreed,
     RankReport,
     agree_on_save,
     agreed_layers,
@@ -14,14 +13,12 @@ from layerstore.live.ranks.agreement import (
     open_session,
 )
 from layerstore.live.ranks.attempt import AttemptLock
-from layerstore.live.ranks.exchange import Exchange, Message
+from layerstore.live.ranks.exchange import Exchange
 
 __all__ = [
     "SAVES_MAX",
-    "Agreed",
     "AttemptLock",
     "Exchange",
-    "Message",
     "RankReport",
     "agree_on_save",
     "agreed_layers",

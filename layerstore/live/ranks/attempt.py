@@ -14,8 +14,8 @@ from layerstore.live.log import LOG
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.storage import Repository, RunView
 
-Wish = Callable[[RunView | None], Place]
-"""Returns the place where a job would save if no other job did, by the commits of its run."""
+PlaceFinder = Callable[[RunView | None], Place]
+"""Returns where a job would save if no other job did, by the commits of its run."""
 
 _TRIES = 10
 
@@ -32,7 +32,7 @@ class AttemptLock:
         """The locked attempt; 0 for none."""
         self._has_saved = False
 
-    def acquire(self, wish: Wish) -> Place:
+    def acquire(self, wish: PlaceFinder) -> Place:
         """
         Return the place where all ranks save from now on: the one wished for, or the next that is free.
 
@@ -88,7 +88,7 @@ class AttemptLock:
             self._lock.close()
             self._lock, self._held = lock, attempt
 
-    def _reserved(self, wish: Wish, lock: ExitStack) -> int:
+    def _reserved(self, wish: PlaceFinder, lock: ExitStack) -> int:
         """Lock the attempt wished for, or the next that is free, until *lock* closes; return it."""
 
         def placed(taken: Collection[int]) -> Place:

@@ -15,7 +15,7 @@ from layerstore.distance import movement_of
 from layerstore.dtypes import by_code
 from layerstore.ingest import is_still, sampled
 from layerstore.live.engine import Captured
-from layerstore.live.ranks import Exchange, Message
+from layerstore.live.ranks import Exchange
 from layerstore.model import Kind
 from layerstore.zero3 import Share, slice_length, stretches
 
@@ -82,8 +82,7 @@ class MovementWatch:
             of = self._spots[path].layers
             dd.index_add_(0, of, (now - before).square())
             aa.index_add_(0, of, before.square())
-        sums = [message.values for message in self._exchange.all(Message(values=(*dd.tolist(), *aa.tolist())))]
-        totals = [sum(column) for column in zip(*sums, strict=True)]
+        totals = self._exchange.sums([*dd.tolist(), *aa.tolist()])
         count = len(self._layers)
         return {
             layer: movement_of(dd=totals[at], aa=totals[count + at], elements=self._counts[at])

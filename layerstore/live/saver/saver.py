@@ -43,7 +43,6 @@ from layerstore.live.engine import (
 from layerstore.live.log import LOG, words_of
 from layerstore.live.ranks import (
     SAVES_MAX,
-    Agreed,
     AttemptLock,
     Exchange,
     RankReport,
@@ -187,7 +186,9 @@ class Saver:
         taken, trouble = self._take_stock(request, states)
         mistyped = request.mistyped or check_client_state(request.client_state)
         problem = request.problem or trouble or self._checkpoint_engine.trouble
-        agreed = agree_on_save(self.exchange, self._report(step=step, mistyped=mistyped, problem=problem))
+        agreed = agree_on_save(
+            self.exchange, self._report(step=step, is_mistyped=bool(mistyped), problem=mistyped or problem)
+        )
         assert taken is not None, "a rank that could not capture has reported it"
         self._learn(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
@@ -293,7 +294,7 @@ class Saver:
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
-    def _report(self, *, step: int = 0, mistyped: str = "", problem: str = "") -> RankReport:
+    def _report(self, *, step: int = 0, is_mistyped: bool = False, problem: str = "") -> RankReport:
         running = [job for job in self._jobs if not job.is_written.is_set()]
         free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
         last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
@@ -306,7 +307,7 @@ class Saver:
             failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
             outcomes=self._known_outcomes(),
             has_lost_base=self._background.has_lost_base,
-            mistyped=mistyped,
+            is_mistyped=is_mistyped,
             problem=problem,
         )
 
@@ -320,7 +321,7 @@ class Saver:
             self._outcomes = dict(sorted(self._outcomes.items())[-SAVES_MAX:])
         return self._outcomes
 
-    def _learn(self, agreed: Agreed) -> None:
+    def _learn(self, agreed: RankReport) -> None:
         for number in agreed.failed:
             self._background.give_up(number)  # the failed rank may not have been able to leave a failed part
         for save in self._schedule.pending:

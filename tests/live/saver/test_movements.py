@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +16,7 @@ from layerstore import Drift
 from layerstore.ingest.due import RUN_ELEMENTS, RUNS
 from layerstore.live.engine.capture import Captured, capture
 from layerstore.live.engine.deepspeed import SavedStates
-from layerstore.live.ranks.exchange import Exchange, Message
+from layerstore.live.ranks.exchange import Exchange
 from layerstore.live.saver import movements as watch_module
 from layerstore.live.saver.movements import MovementWatch
 from layerstore.policy import Save
@@ -32,24 +31,25 @@ ALL = frozenset(LAYERS)
 
 
 class Together:
-    """What ranks in threads tell each other."""
+    """The exchanges of ranks that run as threads."""
 
     def __init__(self, world_size: int) -> None:
         """Expect so many."""
-        self._said: list[Message] = [Message()] * world_size
+        self._sent: list[torch.Tensor] = [torch.empty(0)] * world_size
         self._barrier = threading.Barrier(world_size, timeout=60)
 
     def of(self, rank: int) -> Exchange:
         """Return the exchange that *rank* uses."""
 
-        def everybodys(message: Message) -> list[Message]:
-            self._said[rank] = message
+        def gathered(_: Exchange, mine: torch.Tensor) -> list[torch.Tensor]:
+            self._sent[rank] = mine
             self._barrier.wait()
-            found = list(self._said)
+            found = list(self._sent)
             self._barrier.wait()
             return found
 
-        return cast(Exchange, SimpleNamespace(all=everybodys))
+        made: Exchange = type("OfThread", (Exchange,), {"__init__": lambda self: None, "_gathered": gathered})()
+        return made
 
 
 class Ranks:
