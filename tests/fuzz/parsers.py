@@ -124,10 +124,13 @@ def _sound_archive() -> bytes:
         "module": {"a.weight": samples.tensor(bytes(16)), "b": samples.tensor(b"12345678" * 2)},
         "global_steps": 2,
     }
-    layout = layout_pt(tree, name="a", alignment_bytes=64)
+    return _assembled(tree, name="a")
+
+
+def _assembled(tree: Any, *, name: str) -> bytes:
+    layout = layout_pt(tree, name=name, alignment_bytes=64)
     data = bytearray(layout.size_bytes)
-    crcs = {storage: 0 for storage, _ in layout.storages}
-    for offset, part in layout.skeleton(crcs):
+    for offset, part in layout.skeleton({storage: 0 for storage, _ in layout.storages}):
         data[offset : offset + len(part)] = part
     return bytes(data)
 
@@ -159,12 +162,7 @@ def _pointer() -> Parser:
     def edited(fields: Any) -> bytes:
         # As a pointer is made, but with any fields.
         whole: Any = samples.tree()
-        tree: Any = {"layerstore": fields, "this file cannot be loaded": whole["inert"]}
-        layout = layout_pt(tree, name="states", alignment_bytes=64)
-        data = bytearray(layout.size_bytes)
-        for offset, part in layout.skeleton({}):
-            data[offset : offset + len(part)] = part
-        return bytes(data)
+        return _assembled({"layerstore": fields, "this file cannot be loaded": whole["inert"]}, name="states")
 
     def parse(data: bytes, folder: Path) -> object:
         path = folder / "states.pt"

@@ -10,34 +10,6 @@ from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObje
 from layerstore.zero3 import Slices, slice_length, stretches, valid_elements
 from layerstore.zero3.slices import sub_groups
 
-# sub_group_size = 10; group 0 has a (15), b (12), c (7); group 1 has d (3), e (5).
-PARAMETERS = {"a": 15, "b": 12, "c": 7, "d": 3, "e": 5}
-
-
-def ranges(name: str, world_size: int, rank: int) -> tuple[int, int, int]:
-    """Return the first valid element, how many there are, and how many elements of padding follow."""
-    elements = PARAMETERS[name]
-    length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
-    return (rank * length if valid else 0), valid, length - valid
-
-
-@pytest.mark.parametrize(
-    ("world_size", "rank", "expected"),
-    [
-        # name -> (first element, valid elements, padding), as in a0-7 b0-5 …
-        (2, 0, {"a": (0, 8, 0), "b": (0, 6, 0), "c": (0, 4, 0), "d": (0, 2, 0), "e": (0, 3, 0)}),
-        (2, 1, {"a": (8, 7, 1), "b": (6, 6, 0), "c": (4, 3, 1), "d": (2, 1, 1), "e": (3, 2, 1)}),
-        (3, 0, {"a": (0, 5, 0), "b": (0, 4, 0), "c": (0, 3, 0), "d": (0, 1, 0), "e": (0, 2, 0)}),
-        (3, 1, {"a": (5, 5, 0), "b": (4, 4, 0), "c": (3, 3, 0), "d": (1, 1, 0), "e": (2, 2, 0)}),
-        (3, 2, {"a": (10, 5, 0), "b": (8, 4, 0), "c": (6, 1, 2), "d": (2, 1, 0), "e": (4, 1, 1)}),
-    ],
-)
-def test_ranks_of_the_worked_example_hold_its_elements(
-    world_size: int, rank: int, expected: dict[str, tuple[int, int, int]]
-) -> None:
-    """Each rank holds the elements that the worked example gives it, padding behind them."""
-    assert expected == {name: ranges(name, world_size, rank) for name in PARAMETERS}
-
 
 @given(st.integers(0, 10**12), st.integers(1, 4096))
 def test_slices_tile_the_parameter(elements: int, world_size: int) -> None:
@@ -95,20 +67,6 @@ def test_stretches_are_few_whole_where_possible_and_never_padding(
     assert all(part.elements > 0 for part in parts)
     assert all(part.start + part.elements <= valid_elements(elements, shards, part.shard) for part in parts)
     assert all(part.start == 0 for part in parts[1:])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "expected"),
-    [(2, [["a", "b"], ["c"], ["d", "e"]]), (3, [["a", "b", "c"], ["d", "e"]])],
-)
-def test_sub_groups_of_the_worked_example_are_its_own(world_size: int, expected: list[list[str]]) -> None:
-    """Two ranks hold more of each parameter than three: so the limit is reached earlier."""
-    found = []
-    for names in (["a", "b", "c"], ["d", "e"]):
-        lengths = [slice_length(PARAMETERS[name], world_size) for name in names]
-        found += [[names[index] for index in chosen] for chosen in sub_groups(lengths, size=10)]
-
-    assert expected == found
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(0, 60))

@@ -159,16 +159,13 @@ HOSTILE_ARCHIVES: dict[str, Callable[[], bytes]] = {
         {"a/data.pkl": HARMLESS_PICKLE + bytes(1000)}, compression=zipfile.ZIP_DEFLATED
     ),
     "Lie outside the folder with ``..``": lambda: torch_like(**{"a/../../x": b""}),
-    "Use ``..`` as the folder itself": lambda: archive_of({"../data.pkl": HARMLESS_PICKLE}),
     "Lie at an absolute place": lambda: archive_of({"/etc/data.pkl": HARMLESS_PICKLE}),
     "Use the separator of another system": lambda: torch_like(**{"a/data\\..\\x": b""}),
     "Have a name that ends elsewhere for C programs": lambda: torch_like(**{"a/data/0?": b""}).replace(
         b"a/data/0?", b"a/data/0\0"
     ),
     "Have a name that is not UTF-8": lambda: torch_like(**{"a/data/0?": b""}).replace(b"a/data/0?", b"a/data/0\xff"),
-    "Have a name of sixty thousand bytes": lambda: torch_like(**{"a/" + "x" * 60_000: b""}),
     "Hold an entry that is a folder": lambda: torch_like(**{"a/data/": b""}),
-    "Hold an entry beside the folder": lambda: torch_like(**{"data.pkl": system_pickle()}),
     "Hold two checkpoints, one for each kind of reader": lambda: torch_like(**{"b/data.pkl": system_pickle()}),
     "Hold two pickles of the same name, one for each kind of reader": lambda: torch_like(
         **{"a/data.pkX": system_pickle()}
@@ -178,7 +175,6 @@ HOSTILE_ARCHIVES: dict[str, Callable[[], bytes]] = {
     "Claim a record of four gigabytes in a file of one kilobyte": lambda: _with_size(
         torch_like(), b"a/version", 0xFFFFFFF0
     ),
-    "Ask for a ZIP64 size that is not there": lambda: _with_size(torch_like(), b"a/version", 0xFFFFFFFF),
     "Place an entry behind the file's end": entry_beyond_end,
     "Call an entry differently in its local header, for readers that look there": lambda: torch_like(
         **{"a/data/0": b"x"}
@@ -193,10 +189,6 @@ HOSTILE_ARCHIVES: dict[str, Callable[[], bytes]] = {
     "Have a ZIP64 locator that points into a payload": misplaced_zip64_record,
     "Hide bytes between the directory and its end record": gap_before_end,
     "Start with something else, such as a program that unpacks the rest": lambda: b"#!/bin/sh\n" + torch_like(),
-    "Be an archive of nothing behind a local header's magic": lambda: (
-        b"PK\x03\x04" + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0, 0, 0, 4, 0)
-    ),
-    "Hold no pickle": lambda: archive_of({"a/version": b"3\n"}),
     "Claim a byte order that does not exist": lambda: archive_of(
         {"a/data.pkl": HARMLESS_PICKLE, "a/byteorder": b"middle"}
     ),
