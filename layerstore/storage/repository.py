@@ -151,10 +151,8 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     # A collection that is to make room finds none for this file.
     os.close(open_lock_file(layout.gc_lock))
     identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    with files.temporary(layout.tmp) as file:
-        file.write_at(0, encode_identity(identity))
-        file.sync()
-        if not files.link_exclusive(file.path, layout.identity):
+    with files.temporary(layout.tmp, encode_identity(identity)) as source:
+        if not files.link_exclusive(source, layout.identity):
             raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
     files.sync_directory(layout.root)
     return identity
