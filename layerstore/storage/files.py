@@ -199,6 +199,10 @@ class Files:
             except FileNotFoundError:
                 return []
 
+    def names_in_folder(self, path: Path) -> list[str]:
+        """Return the names in the folder *path*, sorted; none where it is no folder, or a link to one."""
+        return self.names(path) if self.is_directory(path) else []
+
     def stamp(self, directory: Path) -> "Stamp | None":
         """Return what tells one state of the names in *directory* from another, None where it is not there."""
         state = self._lstat(directory)

@@ -187,7 +187,7 @@ class ObjectStore:
     def ids_in(self, prefix: str) -> list[ObjectId]:
         """Return the objects at their places whose ids begin with the two digits *prefix*, by id."""
         folder = self._layout.objects / prefix
-        names = self._files.names(folder) if self._files.is_directory(folder) else ()
+        names = self._files.names_in_folder(folder)
         return [ObjectId(name) for name in names if OBJECT_ID.fullmatch(name) and name[:2] == prefix]
 
 

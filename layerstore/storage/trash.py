@@ -42,7 +42,8 @@ class Trash:
     def records(self) -> list[RecordName]:
         """Return the records that lie here, by run and step."""
         folder = self._layout.trash / "commits"
-        found = (name_in(run, each) for run in self._folders(folder) for each in self._files.names(folder / run))
+        runs = self._files.names_in_folder(folder)
+        found = (name_in(run, each) for run in runs for each in self._files.names_in_folder(folder / run))
         return sorted(name for name in found if name is not None)
 
     def read_record(self, name: RecordName) -> Commit:
@@ -135,12 +136,8 @@ class Trash:
             self._make(folder.parent)
             self._files.make_directory(folder)
 
-    def _folders(self, folder: Path) -> list[str]:
-        names = self._files.names(folder) if self._files.is_directory(folder) else []
-        return [name for name in names if self._files.is_directory(folder / name)]
-
     def _leaves(self, folder: Path) -> Iterator[Path]:
-        for name in self._files.names(folder) if self._files.is_directory(folder) else ():
+        for name in self._files.names_in_folder(folder):
             path = folder / name
             if self._files.is_directory(path):
                 yield from self._leaves(path)
