@@ -20,7 +20,7 @@ from layerstore.layout import Layout, layout_at
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.migrations import m0001_lineage
 from layerstore.migrations.step import NewFile, Step
-from layerstore.storage import Files, RecordStore, Trash, deadline_seconds, hinted, lock, read_identity
+from layerstore.storage import Files, RecordStore, Trash, hinted, lock, read_identity
 
 STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)
 """Each leads from one format to the next, the last one to the format that this layerstore writes."""
@@ -149,7 +149,7 @@ def _locked(layout: Layout, files: Files) -> Iterator[None]:
     names = {"gc.lock", *(name for name in files.names(layout.locks) if name.endswith(".lock"))}
     with contextlib.ExitStack() as stack:
         for name in sorted(names):
-            stack.enter_context(lock(layout.locks / name, what=f"locks/{name}", deadline_seconds=deadline_seconds()))
+            stack.enter_context(lock(layout.locks / name, what=f"locks/{name}"))
         yield
 
 

@@ -95,9 +95,7 @@ def _write(layout: Layout, files: Files, store_id: str, flags: tuple[str, ...], 
         Trash(layout, files, RecordStore(layout, files, store_id=store_id)).take_damaged(layout.identity)
     # When the store was made nobody knows any more; the time is for people.
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    with files.temporary(layout.tmp) as file:
-        identity = StoreIdentity(format=FORMAT, store_id=store_id, hash=HASH, created=created, flags=flags)
-        file.write_at(0, encode_identity(identity))
-        file.sync()
-        files.link_exclusive(file.path, layout.identity)
+    identity = StoreIdentity(format=FORMAT, store_id=store_id, hash=HASH, created=created, flags=flags)
+    with files.temporary(layout.tmp, encode_identity(identity)) as source:
+        files.link_exclusive(source, layout.identity)
     files.sync_directory(layout.root)

@@ -6,7 +6,7 @@ from layerstore.storage.environment import MANIFEST_DIR_VARIABLE, engine_version
 from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
 from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook
 from layerstore.storage.identity import hinted, read_identity, stated_ids
-from layerstore.storage.locks import deadline_seconds, lock, open_lock_file, try_flock
+from layerstore.storage.locks import lock, open_lock_file, try_flock
 from layerstore.storage.manifest import RecordRow, packed_versions, row_of
 from layerstore.storage.objects import ObjectStore, ObjectWriter, missing, read_chunks
 from layerstore.storage.parts import PartName
@@ -34,7 +34,6 @@ __all__ = [
     "Stream",
     "Trash",
     "WeakDurability",
-    "deadline_seconds",
     "engine_version",
     "hinted",
     "index_problem",

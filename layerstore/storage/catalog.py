@@ -56,7 +56,7 @@ class RunView:
     rows: dict[CommitId, RecordRow]
     """Every readable record."""
     damaged: dict[RecordName, LayerstoreError]
-    """Records that are there and cannot be read, or that are remembered and not there."""
+    """Records that are there and cannot be read."""
 
     @cached_property
     def hidden(self) -> set[CommitId]:
@@ -250,15 +250,15 @@ class Catalog:
         rows = self.indexed(run) if before is None else before.rows
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
-        if before is not None and not before.view.damaged and names - before.strangers == rows.keys():
-            return replace(before, stamp=stamp)
+        if before is not None:
+            if not before.view.damaged and names - before.strangers == rows.keys():
+                return replace(before, stamp=stamp)
+            # Another process may have indexed what is new.
+            rows = {name: row for name, row in self.indexed(run).items() if name in names} | rows
         self._drop_rows(rows[name].name for name in rows.keys() - names)
+        rows = {name: row for name, row in rows.items() if name in names}
         found = {name: name_in(run, name) for name in names - rows.keys()}
         unseen = sorted(name for name in found.values() if name is not None)
-        rows = {name: row for name, row in rows.items() if name in names}
-        if before is not None:  # another process may have told the index of them
-            rows |= self._with_index(lambda manifest: manifest.rows_of(unseen)) or {}
-            unseen = [name for name in unseen if name.file_name not in rows]
         damaged: dict[RecordName, LayerstoreError] = {}
         for start in range(0, len(unseen), _BATCH):
             read = list(self._read(unseen[start : start + _BATCH], damaged))
@@ -311,13 +311,9 @@ class Catalog:
 
         Raises as ``commit`` does.
         """
-        known = self._known.get(name.run)
-        row = None if known is None else known.rows.get(name.file_name)
-        if row is None:
-            view = self.find(name.run)
-            if view is None or name.id not in view.rows:
-                return _entries(self.commit(name), layers)  # raises, as a rule
-            row = view.rows[name.id]
+        if name.run not in self._known:
+            self.find(name.run)
+        row = self._known[name.run].rows.get(name.file_name) or row_of(self.commit(name))
         return row.entries(layers)
 
     def check(self, name: RecordName, entries: Collection[LayerEntry]) -> None:
@@ -430,10 +426,6 @@ class Catalog:
             return False  # nothing there, or a read-only store: its index stays as it is, unused
         shutil.rmtree(aside, ignore_errors=True)
         return True
-
-
-def _entries(commit: Commit, layers: Collection[str]) -> dict[str, LayerEntry]:
-    return {entry.layer: entry for entry in commit.record.layers if entry.layer in layers}
 
 
 def _errno_of(problem: ManifestUnusable) -> int | None:

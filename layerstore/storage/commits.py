@@ -5,8 +5,6 @@ A commit is visible exactly when its record is linked into its run's folder,
 and durable once that folder is fsynced: *the* commit point.
 """
 
-import contextlib
-import errno as errnos
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +127,7 @@ class RecordStore:
         Raises:
             IntegrityError: It is damaged or gone.
         """
-        path = self._layout.record(name.run, name.step, name.id)
-        called = self._layout.name(path)
+        called = self._layout.name(self._path(name))
         found, entries = unseal_entries(
             self.read_bytes(name), name=called, store_id=self._store_id, layers=frozenset(layers)
         )
@@ -140,24 +137,25 @@ class RecordStore:
 
     def read_bytes(self, name: RecordName) -> bytes:
         """Return the bytes of the record *name*, unchecked."""
-        path = self._layout.record(name.run, name.step, name.id)
-        try:
-            return self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
-        except StorageIO as exc:
-            if exc.errno == errnos.ENOENT:
-                raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path)) from exc
-            raise
+        path = self._path(name)
+        data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            raise IntegrityError(f"{self._layout.name(path)} is gone", path=str(path))
+        return data
+
+    def _path(self, name: RecordName) -> Path:
+        return self._layout.record(name.run, name.step, name.id)
 
     def is_there(self, name: RecordName) -> bool:
         """Whether anything lies where the record *name* does."""
-        return self._files.exists(self._layout.record(name.run, name.step, name.id))
+        return self._files.exists(self._path(name))
 
     def decode(self, data: bytes, name: RecordName) -> Commit:
         """Check *data*, the bytes of the record *name*, wherever they come from."""
-        path = self._layout.record(name.run, name.step, name.id)
-        commit = unseal_commit(data, name=self._layout.name(path), store_id=self._store_id)
-        if (commit.record.run, commit.record.step, commit.id) != (name.run, name.step, name.id):
-            raise _misnamed(self._layout.name(path))
+        called = self._layout.name(self._path(name))
+        commit = unseal_commit(data, name=called, store_id=self._store_id)
+        if self.name_of(commit) != name:
+            raise _misnamed(called)
         return commit
 
     def name_of(self, commit: Commit) -> RecordName:
@@ -170,8 +168,8 @@ class RecordStore:
 
     def encode(self, commit: Commit) -> bytes:
         """Return the bytes of the record of *commit*."""
-        target = self._layout.record(commit.record.run, commit.record.step, commit.id)
-        return seal_commit(commit, name=self._layout.name(target), store_id=self._store_id)
+        called = self._layout.name(self._path(self.name_of(commit)))
+        return seal_commit(commit, name=called, store_id=self._store_id)
 
     def link(self, commit: Commit) -> bool:
         """
@@ -185,13 +183,13 @@ class RecordStore:
                 or did not.
         """
         self.check_store()
-        target = self._layout.record(commit.record.run, commit.record.step, commit.id)
+        target = self._path(self.name_of(commit))
         self._files.make_directory(target.parent)
-        with self._temporary(self.encode(commit)) as source:
+        with self._files.temporary(self._layout.tmp, self.encode(commit)) as source:
             is_new = self._files.link_exclusive(source, target)
             if not is_new:
-                # Its writer may have failed in the last fsync, after which the kernel owes us nothing, or the file may
-                # have rotted since: the name says what belongs there, so the entry is made afresh by these bytes.
+                # Its writer's last fsync may have failed, or the file may have rotted since. The name says what belongs
+                # there, so these bytes replace it.
                 self._files.rename(source, target)
         try:
             self._files.sync_directory(target.parent)
@@ -219,19 +217,11 @@ class RecordStore:
                 hint="save it again with the layerstore that reads this store now",
             ) from exc
 
-    @contextlib.contextmanager
-    def _temporary(self, data: bytes) -> Iterator[Path]:
-        """Yield a synced file with *data* that is gone afterwards, unless it was linked or renamed."""
-        with self._files.temporary(self._layout.tmp) as file:
-            file.write_at(0, data)
-            file.sync()
-            yield file.path
-
     def remove(self, names: Collection[RecordName]) -> None:
         """Remove records for good, durably: a collection does that, and a transaction with its own."""
         self.check_store()
         for name in names:
-            self._files.unlink(self._layout.record(name.run, name.step, name.id))
+            self._files.unlink(self._path(name))
         for run in {name.run for name in names}:
             self._files.sync_directory(self._layout.run(run))
 
@@ -254,12 +244,9 @@ class RecordStore:
             IntegrityError: It is damaged.
         """
         path = self._layout.pin(name)
-        try:
-            data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
-        except StorageIO as exc:
-            if exc.errno == errnos.ENOENT:
-                raise self._no_pin(name) from exc
-            raise
+        data = self._files.read_if_there(path, size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            raise self._no_pin(name)
         pin = unseal_pin(data, name=self._layout.name(path), store_id=self._store_id)
         if pin.name != name:
             raise IntegrityError(f"{self._layout.name(path)} does not hold the pin that its name says")
@@ -288,21 +275,13 @@ class RecordStore:
             Unsupported: The store was migrated since it was opened.
         """
         self.check_store()
-        target = self._pin_to_be(pin.name)
-        with self._temporary(self.encode_pin(pin)) as source:
+        target = self._layout.pin(pin.name)
+        called = self._layout.name(target)
+        data = seal_pin(pin, name=called, store_id=self._store_id)
+        with self._files.temporary(self._layout.tmp, data) as source:
             self._files.rename(source, target)
         self._files.sync_directory(target.parent)
-        self._look_again(self._layout.name(target))
-
-    def _pin_to_be(self, name: str) -> Path:
-        target = self._layout.pin(name)
-        if not self._files.exists(target.parent):  # a copy of the store may have lost the empty folder
-            self._files.make_directory(target.parent)
-        return target
-
-    def encode_pin(self, pin: Pin) -> bytes:
-        """Return the file of *pin*."""
-        return seal_pin(pin, name=self._layout.name(self._layout.pin(pin.name)), store_id=self._store_id)
+        self._look_again(called)
 
     def delete_pin(self, name: str) -> None:
         """Delete the pin *name*, readable or not."""

@@ -118,6 +118,15 @@ class Files:
                 raise IntegrityError(f"{path} has {file.size_bytes} bytes, at most {size_bytes_max} were expected")
             return file.read_at(0, file.size_bytes)
 
+    def read_if_there(self, path: Path, *, size_bytes_max: int) -> bytes | None:
+        """Return the content of *path* as `read` does, None where nothing is there."""
+        try:
+            return self.read(path, size_bytes_max=size_bytes_max)
+        except StorageIO as exc:
+            if exc.errno == errnos.ENOENT:
+                return None
+            raise
+
     def size(self, path: Path) -> int | None:
         """Return the size of the regular file *path*, None where nothing is there."""
         state = self.state(path)
@@ -190,20 +199,9 @@ class Files:
             except FileNotFoundError:
                 return []
 
-    def each_name(self, directory: Path) -> Iterator[str]:
-        """
-        Yield the names in *directory* as they come, however many; none where it is not there.
-
-        Names may go meanwhile: some filesystems then leave others out.
-        """
-        with mapped_errors(directory, doing="list"):
-            try:
-                entries = os.scandir(directory)
-            except FileNotFoundError:
-                return
-            with entries:
-                for entry in entries:
-                    yield entry.name
+    def names_in_folder(self, path: Path) -> list[str]:
+        """Return the names in the folder *path*, sorted; none where it is no folder, or a link to one."""
+        return self.names(path) if self.is_directory(path) else []
 
     def stamp(self, directory: Path) -> "Stamp | None":
         """Return what tells one state of the names in *directory* from another, None where it is not there."""
@@ -249,7 +247,7 @@ class Files:
                 path.mkdir()
             except FileExistsError:
                 if not self.is_directory(path):
-                    raise _not_directory(path) from None
+                    raise IntegrityError(f"{path} is not a folder", hint="remove it by hand", path=str(path)) from None
                 is_new = False
             else:
                 is_new = True
@@ -281,13 +279,15 @@ class Files:
                 os.close(fd)
 
     @contextlib.contextmanager
-    def temporary(self, directory: Path) -> Iterator[NewFile]:
-        """Yield a new file in *directory* that is gone afterwards, unless it was linked elsewhere."""
+    def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
+        """Yield a synced file with *data* in *directory* that is gone afterwards, unless it was linked or renamed."""
         path = directory / secrets.token_hex(16)
         file = self.create(path)
         try:
             with file:
-                yield file
+                file.write_at(0, data)
+                file.sync()
+            yield path
         finally:
             self.discard(path)
 
@@ -309,7 +309,8 @@ class Files:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
             # On a network the reply to a link that worked can be lost, or be an error: then both are one file.
-            if self.is_same_file(source, target):
+            one, other = self._lstat(source), self._lstat(target)
+            if one is not None and other is not None and os.path.samestat(one, other):
                 return True
             if exc.errno in _NO_HARD_LINKS:
                 return None
@@ -317,11 +318,6 @@ class Files:
                 raise
             return False
         return True
-
-    def is_same_file(self, first: Path, second: Path) -> bool:
-        """Whether both are names of one file."""
-        one, other = self._lstat(first), self._lstat(second)
-        return one is not None and other is not None and os.path.samestat(one, other)
 
     def rename(self, source: Path, target: Path) -> None:
         """Move *source* to *target*, atomically replacing a file there."""
@@ -333,8 +329,8 @@ class Files:
         """
         Move the folder *source* to *target* unless something is there; return whether that was free.
 
-        Where no rename replaces nothing, *target* is made first: an ordinary rename replaces that empty folder, and
-        fails once somebody has put something into it.
+        A filesystem may have no rename that replaces nothing. There *target* is made first: an ordinary rename replaces
+        an empty folder, and fails once somebody has put something into it.
         """
         self._hook("rename", target)
         with mapped_errors(target, doing="rename to"):
@@ -413,11 +409,7 @@ class Files:
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """
-    Move *source* to *target*, as `rename_exclusive`, with words of our own where that cannot be.
-
-    There is no third way: a rename under a lock would rest on the lock, which on a network may be lost unnoticed.
-    """
+    """Move *source* to *target* as `rename_exclusive` does; say so where the filesystem cannot do that either."""
     try:
         return rename_exclusive(source, target)
     except OSError as exc:
@@ -435,10 +427,6 @@ def _not_regular(path: Path) -> IntegrityError:
     return IntegrityError(
         f"{path} is not a regular file; it is never followed or read", hint="remove it by hand", path=str(path)
     )
-
-
-def _not_directory(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path} is not a folder", hint="remove it by hand", path=str(path))
 
 
 # -- filesystems -----------------------------------------------------------------------------------------------------

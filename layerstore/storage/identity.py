@@ -1,8 +1,8 @@
 """
 ``store.json`` on disk: what a store is when it is opened, and whether it still is that.
 
-A store may be migrated while somebody has it open: whoever publishes something looks at ``store.json`` afterwards, and
-fails if that has another format by then.
+A store may be migrated while somebody has it open. So a writer looks at ``store.json`` again after it has published
+something, and fails if the format is another one by then.
 """
 
 import errno as errnos
@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NoStore, StorageIO, Unsupported
@@ -20,7 +19,7 @@ from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.storage.files import Files
 
-# So many records are asked whose they are where it is only to be told.
+# Enough records to tell whose they are.
 _ASKED = 16
 
 
@@ -58,8 +57,7 @@ def sign_of_a_store(layout: Layout, files: Files) -> str | None:
         (layout.backups, "format-", "backups of a migration"),
     )
     for folder, pattern, what in signs:
-        names = files.names(folder) if files.is_directory(folder) else ()
-        if any(re.match(pattern, name) for name in names):
+        if any(re.match(pattern, name) for name in files.names_in_folder(folder)):
             return what
     return None
 
@@ -109,16 +107,10 @@ def check_still_writable(layout: Layout, files: Files, *, store_id: str) -> None
 
 def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
     """Return the stores that the readable records and pins say they belong to, each with how many say so."""
-    return Counter(
-        itertools.islice((found for path in _envelopes(layout, files) if (found := _stated(files, path))), limit)
-    )
-
-
-def _envelopes(layout: Layout, files: Files) -> Iterator[Path]:
-    for run in files.names(layout.commits) if files.is_directory(layout.commits) else ():
-        folder = layout.commits / run
-        yield from (folder / name for name in (files.names(folder) if files.is_directory(folder) else ()))
-    yield from (layout.pins / name for name in (files.names(layout.pins) if files.is_directory(layout.pins) else ()))
+    folders = [*(layout.commits / run for run in files.names_in_folder(layout.commits)), layout.pins]
+    paths = (folder / name for folder in folders for name in files.names_in_folder(folder))
+    stated = (found for path in paths if (found := _stated(files, path)) is not None)
+    return Counter(itertools.islice(stated, limit))
 
 
 def _stated(files: Files, path: Path) -> str | None:
@@ -129,9 +121,10 @@ def _stated(files: Files, path: Path) -> str | None:
 
 
 def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
-    """Return *problem*, that ``store.json`` is damaged or gone, with the command that writes it again, if one can."""
-    # In the middle of a migration nothing but a copy will do.
-    stated = stated_ids(layout, files, limit=_ASKED) if not files.exists(layout.migrating) else None
+    """Return *problem* with a damaged or missing ``store.json``, and the command that writes it again, if one can."""
+    if files.exists(layout.migrating):
+        return problem  # in the middle of a migration nothing but a copy will do
+    stated = stated_ids(layout, files, limit=_ASKED)
     if not stated:
         return problem
     command = f"layerstore repair --store-id {stated.most_common(1)[0][0]}"

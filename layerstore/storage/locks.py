@@ -3,7 +3,8 @@ Courtesy locks: they save double work and tell who is busy.
 
 No promise rests on them (docs/internals/durability.md): exclusive links decide what is committed.
 On a disk of this host they are flocks, which free themselves when their holder dies: there are no stale ones to clean.
-On a network filesystem flock may reach no other host, so there they are leases (``lease.py``).
+On a network filesystem flock may reach no other host, so there they are leases: a lease is a file ``NAME.GENERATION``
+that its holder touches, and whoever finds it untouched for LEASE_SECONDS makes the next generation.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,11 @@ from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS, LOCK_DEADLIN
 from layerstore.storage.files import network_filesystem
 from layerstore.storage.handles import mapped_errors
 
+_POLL_SECONDS = 0.05
+_LEASE_POLL_SECONDS = 0.25
+_HINT = "wait for it to finish, or set LAYERSTORE_LOCK_TIMEOUT to more seconds"
+# What a filesystem answers that has no flock.
+_NO_FLOCK = {errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOLCK}
 # Longer texts are cut: they are for people.
 _HOLDER_BYTES_MAX = 4096
 
@@ -43,45 +48,42 @@ class Hold(Protocol):
         """
 
 
-def introduce(fd: int) -> None:
-    """Write into the file *fd* who we are."""
-    holder = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join(sys.argv)[:200],
-    }
-    # A full disk must not keep anybody from locking: the text is only for people.
-    with contextlib.suppress(OSError):
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(holder).encode(), 0)
+@contextlib.contextmanager
+def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Iterator[Hold]:
+    """
+    Hold the lock file *path* while the body runs; *what* is locked, in words.
+
+    Without *deadline_seconds* it is waited for as long as ``LAYERSTORE_LOCK_TIMEOUT`` says.
+
+    Raises:
+        Locked: Another process still held it at the deadline; the message names it.
+    """
+    if deadline_seconds is None:
+        deadline_seconds = _deadline_seconds()
+    wanted = _Wanted(what=what, path=path, deadline_seconds=deadline_seconds)
+    with contextlib.ExitStack() as stack:
+        hold: Hold | None = None
+        if network_filesystem(path.parent) is None:
+            hold = _flocked(wanted, stack)
+        yield hold or stack.enter_context(_lease(wanted))
 
 
-def holder_in(path: Path) -> str:
-    """Return who the file *path* says its holder is."""
+def _deadline_seconds() -> float:
+    text = os.environ.get("LAYERSTORE_LOCK_TIMEOUT")
+    if text is None:
+        return LOCK_DEADLINE_SECONDS
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            holder = json.loads(os.pread(fd, _HOLDER_BYTES_MAX, 0))
-        finally:
-            os.close(fd)
-        return f"pid {holder['pid']} on {holder['host']} since {holder['since']} ({holder['command']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
-
-
-def lost(what: str, path: Path, *, to: str) -> Locked:
-    """Return the error for a holder of *what* that finds another one in its place."""
-    return Locked(
-        f"the lock of {what} was lost to {to}: this process was suspended, or its disk did not answer",
-        hint="repeat the command",
-        path=str(path),
-    )
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < 0:
+        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is no number of seconds", hint="try 60")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long somebody waits for a lock."""
+class _Wanted:
+    """A lock that somebody waits for, or has."""
 
     what: str
     path: Path
@@ -98,248 +100,77 @@ class Patience:
         left = self.started + self.deadline_seconds - time.monotonic()
         if left <= 0:
             waited = f"; waited {self.deadline_seconds:g} s" if self.deadline_seconds else ""
-            raise Locked(
-                f"{self.what} is locked by {holder_in(holder)}{waited}",
-                hint=hint,
-                path=str(self.path),
-            )
+            raise Locked(f"{self.what} is locked by {_holder_in(holder)}{waited}", hint=hint, path=str(self.path))
         time.sleep(min(seconds, left))
 
-
-_POLL_SECONDS = 0.25
-
-
-@contextlib.contextmanager
-def lease(patience: Patience) -> Iterator[Hold]:
-    """
-    Hold a lease on the lock file of *patience* while the body runs.
-
-    Raises:
-        Locked: Somebody else's was still good at the deadline.
-    """
-    held = _Lease(patience, *_acquire(patience))
-    try:
-        yield held
-    finally:
-        held.end()
+    def lost_to(self, holder: Path) -> Locked:
+        """Return the error for a holder that finds another one, that of the file *holder*, in its place."""
+        return Locked(
+            f"the lock of {self.what} was lost to {_holder_in(holder)}: this process was suspended, "
+            "or its disk did not answer",
+            hint="repeat the command",
+            path=str(self.path),
+        )
 
 
-class _Lease:
-    """A lease of this process, touched by a thread of its own."""
-
-    def __init__(self, patience: Patience, generation: int, fd: int) -> None:
-        self._patience = patience
-        self._fd = fd  # as long as it is open, no other file is this one
-        self._generation = generation
-        self._path = _file(patience.path, generation)
-        self._pid = os.getpid()
-        self._guard = threading.Lock()
-        self._lost: Locked | None = None
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name=f"lease of {patience.path.name}", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Renew the lease; raise Locked if it is somebody else's by now."""
-        with mapped_errors(self._path, doing="renew the lock"):
-            self._renew()
-        if self._lost is not None:
-            raise self._lost
-
-    def end(self) -> None:
-        """Give the lease up; the next one need not wait."""
-        if os.getpid() != self._pid:
-            return  # a forked child has the object, not the lease
-        self._ending.set()
-        self._thread.join()
-        os.close(self._fd)
-        # It stays as the highest generation: numbers only grow. One that cannot be given up runs out.
-        with contextlib.suppress(OSError):
-            if self._lost is None:
-                os.utime(self._path, ns=(0, 0), follow_symlinks=False)
-
-    def _keep(self) -> None:
-        while not self._ending.wait(LEASE_RENEWED_SECONDS) and self._lost is None:
-            # What cannot be renewed runs out; whoever holds it hears of it from `check`.
-            with contextlib.suppress(OSError):
-                self._renew()
-
-    def _renew(self) -> None:
-        # First touch, then look: whoever takes the lease looks at ours after having made the next one.
-        with self._guard:
-            try:
-                is_there = os.path.samestat(os.fstat(self._fd), self._path.lstat())
-                os.utime(self._path, follow_symlinks=False)
-            except FileNotFoundError:  # a later holder has tidied up
-                is_there = False
-            newest = _newest(self._patience.path)
-            if self._lost is None and not (is_there and newest == self._generation):
-                successor = _file(self._patience.path, newest)
-                self._lost = lost(self._patience.what, self._path, to=holder_in(successor))
-
-
-# -- taking one ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Sight:
-    """One look at a lease."""
-
-    identity: tuple[int, int, int]
-    """Which file it is, and when it was last touched: any sign of life changes it."""
-    modified_ns: int
-
-
-@dataclass(slots=True)
-class _Watch:
-    """How long a lease was seen unchanged, by the clock of whoever looks."""
-
-    sight: _Sight | None = None
-    since: float = 0.0
-
-    def has_run_out(self, sight: _Sight, *, now_ns: int) -> bool:
-        """Whether nobody keeps the lease *sight*; *now_ns* is the filesystem's own time."""
-        if sight != self.sight:
-            self.sight, self.since = sight, time.monotonic()
-        is_old = now_ns - sight.modified_ns > LEASE_SECONDS * 1e9
-        return is_old or time.monotonic() - self.since > LEASE_SECONDS
-
-
-def _acquire(patience: Patience) -> tuple[int, int]:
-    """Make the next generation, once the last one has run out; return its number and its file, open."""
-    watch = _Watch()
-    hint = (
-        "wait for it to finish, or set LAYERSTORE_LOCK_TIMEOUT to more seconds; "
-        f"if that process is gone, its lock runs out by itself, within {LEASE_SECONDS:g} s"
-    )
-    while True:
-        with mapped_errors(patience.path, doing="lock"):
-            now_ns = _now_ns(patience.path)
-            newest = _newest(patience.path)
-            sight = _look(_file(patience.path, newest))
-            is_free = sight is None or watch.has_run_out(sight, now_ns=now_ns)
-            fd = _succeed(patience.path, newest, sight) if is_free else None
-            if fd is not None:
-                _forget_before(patience.path, newest + 1)
-                return newest + 1, fd
-        patience.wait(_POLL_SECONDS, holder=_file(patience.path, newest), hint=hint)
-
-
-def _succeed(base: Path, newest: int, sight: _Sight | None) -> int | None:
-    """Make the lease after *newest*; return it, open, if it is ours and *newest* is still as it was at *sight*."""
-    path = _file(base, newest + 1)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except FileExistsError:
-        return None
-    introduce(fd)
-    # The holder may have come back to life after it was looked at, and others may have gone on without us.
-    if _look(_file(base, newest)) == sight and _newest(base) == newest + 1:
-        return fd
-    os.close(fd)
-    _discard(path)
-    return None
-
-
-def _forget_before(base: Path, generation: int) -> None:
-    for earlier in _generations(base):
-        if earlier < generation:
-            _discard(_file(base, earlier))
-
-
-def _discard(path: Path) -> None:
-    """Remove a lease that does not count; if it stays, it still does not."""
+def introduce(fd: int) -> None:
+    """Write into the file *fd* who we are."""
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": " ".join(sys.argv)[:200],
+    }
+    # A full disk must not keep anybody from locking: the text is only for people.
     with contextlib.suppress(OSError):
-        path.unlink()
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(holder).encode(), 0)
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
-def _file(base: Path, generation: int) -> Path:
-    return base.with_name(f"{base.name}.{generation}")
-
-
-def _generations(base: Path) -> list[int]:
-    heads_and_tails = (path.name.rpartition(".") for path in base.parent.iterdir())
-    return [int(tail) for head, _, tail in heads_and_tails if head == base.name and tail.isdecimal() and tail.isascii()]
-
-
-def _newest(base: Path) -> int:
-    return max(_generations(base), default=0)
-
-
-def _look(path: Path) -> _Sight | None:
+def _holder_in(path: Path) -> str:
     try:
-        state = path.lstat()
-    except FileNotFoundError:
-        return None
-    return _Sight((state.st_dev, state.st_ino, state.st_mtime_ns), state.st_mtime_ns)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            holder = json.loads(os.pread(fd, _HOLDER_BYTES_MAX, 0))
+        finally:
+            os.close(fd)
+        return f"pid {holder['pid']} on {holder['host']} since {holder['since']} ({holder['command']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
 
 
-def _now_ns(base: Path) -> int:
-    """Return the time by the filesystem's clock: that of the lock file itself, touched."""
-    fd = os.open(base, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        os.utime(fd)
-        return os.fstat(fd).st_mtime_ns
-    finally:
-        os.close(fd)
-
-
-_POLL_SECONDS = 0.05
-_HINT = "wait for it to finish, or set LAYERSTORE_LOCK_TIMEOUT to more seconds"
-# What a filesystem answers that has no flock.
-_NO_FLOCK = {errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOLCK}
-
-
-@contextlib.contextmanager
-def lock(path: Path, *, what: str, deadline_seconds: float) -> Iterator[Hold]:
-    """
-    Hold the lock file *path* while the body runs; *what* is locked, in words.
-
-    Raises:
-        Locked: Another process still held it after *deadline_seconds*; the message names it.
-    """
-    patience = Patience(what=what, path=path, deadline_seconds=deadline_seconds)
-    with ExitStack() as stack:
-        hold: Hold | None = None
-        if network_filesystem(path.parent) is None:
-            hold = _flocked(patience, stack)
-        yield hold or stack.enter_context(lease(patience))
+# -- flocks --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Flock:
     """An flock on an open file."""
 
-    patience: Patience
+    wanted: _Wanted
     fd: int
 
     def check(self) -> None:
         """Raise Locked if the file is not at its place any more: others lock the one that is."""
-        if not _is_at(self.fd, self.patience.path):
-            raise lost(self.patience.what, self.patience.path, to=holder_in(self.patience.path))
+        if not _is_at(self.fd, self.wanted.path):
+            raise self.wanted.lost_to(self.wanted.path)
 
 
-def _flocked(patience: Patience, stack: ExitStack) -> Hold | None:
+def _flocked(wanted: _Wanted, stack: contextlib.ExitStack) -> Hold | None:
     """Take the flock, which is held until *stack* ends; return None where the filesystem has none."""
     while True:
-        attempt = ExitStack()
-        with attempt:
-            fd = open_lock_file(patience.path)
+        with contextlib.ExitStack() as attempt:
+            fd = open_lock_file(wanted.path)
             attempt.callback(os.close, fd)
-            is_ours = try_flock(fd, patience.path)
+            is_ours = try_flock(fd, wanted.path)
             if is_ours is None:
                 return None
-            # Whoever removed the file by hand has made another one the lock.
             if is_ours:
                 attempt.callback(_unlock, fd, os.getpid())
-            if is_ours and _is_at(fd, patience.path):
-                introduce(fd)
-                stack.push(attempt.pop_all())
-                return _Flock(patience, fd)
-        patience.wait(_POLL_SECONDS, holder=patience.path, hint=_HINT)
+                if _is_at(fd, wanted.path):  # else somebody removed the file by hand: another one is the lock now
+                    introduce(fd)
+                    stack.push(attempt.pop_all())
+                    return _Flock(wanted, fd)
+        wanted.wait(_POLL_SECONDS, holder=wanted.path, hint=_HINT)
 
 
 def open_lock_file(path: Path) -> int:
@@ -376,15 +207,151 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def deadline_seconds() -> float:
-    """Return how long to wait for a lock: ``LAYERSTORE_LOCK_TIMEOUT`` where that is set."""
-    text = os.environ.get("LAYERSTORE_LOCK_TIMEOUT")
-    if text is None:
-        return LOCK_DEADLINE_SECONDS
+# -- leases --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _lease(wanted: _Wanted) -> Iterator[Hold]:
+    held = _Lease(wanted, *_acquire(wanted))
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidInput(f"LAYERSTORE_LOCK_TIMEOUT is {text!r}, which is no number of seconds", hint="try 60")
-    return seconds
+        yield held
+    finally:
+        held.end()
+
+
+class _Lease:
+    """A lease of this process, touched by a thread of its own."""
+
+    def __init__(self, wanted: _Wanted, generation: int, fd: int) -> None:
+        self._wanted = wanted
+        self._fd = fd  # as long as it is open, no other file is this one
+        self._generation = generation
+        self._path = _file(wanted.path, generation)
+        self._pid = os.getpid()
+        self._guard = threading.Lock()
+        self._lost: Locked | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=f"lease of {wanted.path.name}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Renew the lease; raise Locked if it is somebody else's by now."""
+        with mapped_errors(self._path, doing="renew the lock"):
+            self._renew()
+        if self._lost is not None:
+            raise self._lost
+
+    def end(self) -> None:
+        """Give the lease up; the next one need not wait."""
+        if os.getpid() != self._pid:
+            return  # a forked child has the object, not the lease
+        self._ending.set()
+        self._thread.join()
+        os.close(self._fd)
+        # It stays as the highest generation: numbers only grow. One that cannot be given up runs out.
+        with contextlib.suppress(OSError):
+            if self._lost is None:
+                os.utime(self._path, ns=(0, 0), follow_symlinks=False)
+
+    def _keep(self) -> None:
+        while not self._ending.wait(LEASE_RENEWED_SECONDS) and self._lost is None:
+            # A lease that cannot be renewed runs out; its holder hears of it from `check`.
+            with contextlib.suppress(OSError):
+                self._renew()
+
+    def _renew(self) -> None:
+        # First touch, then look: whoever takes the lease looks at ours after having made the next one.
+        with self._guard:
+            is_there = _is_at(self._fd, self._path)
+            if is_there:
+                with contextlib.suppress(FileNotFoundError):  # a later holder has tidied up
+                    os.utime(self._path, follow_symlinks=False)
+            newest = _newest(self._wanted.path)
+            if self._lost is None and not (is_there and newest == self._generation):
+                self._lost = self._wanted.lost_to(_file(self._wanted.path, newest))
+
+
+def _acquire(wanted: _Wanted) -> tuple[int, int]:
+    """Make the next generation, once the last one has run out; return its number and its file, open."""
+    hint = f"{_HINT}; if that process is gone, its lock runs out by itself, within {LEASE_SECONDS:g} s"
+    seen: os.stat_result | None = None
+    seen_since = 0.0
+    while True:
+        with mapped_errors(wanted.path, doing="lock"):
+            now_ns = _now_ns(wanted.path)
+            newest = _newest(wanted.path)
+            state = _look(_file(wanted.path, newest))
+            # A lease from the future, whose clock was set back since, has run out once it was watched for long enough.
+            if not _is_unchanged(seen, state):
+                seen, seen_since = state, time.monotonic()
+            is_free = (
+                state is None
+                or now_ns - state.st_mtime_ns > LEASE_SECONDS * 1e9
+                or time.monotonic() - seen_since > LEASE_SECONDS
+            )
+            fd = _succeed(wanted.path, newest, state) if is_free else None
+            if fd is not None:
+                for earlier in _generations(wanted.path):
+                    if earlier <= newest:
+                        _discard(_file(wanted.path, earlier))
+                return newest + 1, fd
+        wanted.wait(_LEASE_POLL_SECONDS, holder=_file(wanted.path, newest), hint=hint)
+
+
+def _succeed(base: Path, newest: int, state: os.stat_result | None) -> int | None:
+    """Make the lease after *newest*; return it, open, if it is ours and *newest* is still as it was at *state*."""
+    path = _file(base, newest + 1)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return None
+    introduce(fd)
+    # The holder may have come back to life after it was looked at, and others may have gone on without us.
+    if _is_unchanged(state, _look(_file(base, newest))) and _newest(base) == newest + 1:
+        return fd
+    os.close(fd)
+    _discard(path)
+    return None
+
+
+def _discard(path: Path) -> None:
+    """Remove a lease that does not count; if it stays, it still does not."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _file(base: Path, generation: int) -> Path:
+    return base.with_name(f"{base.name}.{generation}")
+
+
+def _generations(base: Path) -> list[int]:
+    heads_and_tails = (path.name.rpartition(".") for path in base.parent.iterdir())
+    return [int(tail) for head, _, tail in heads_and_tails if head == base.name and tail.isdecimal() and tail.isascii()]
+
+
+def _newest(base: Path) -> int:
+    return max(_generations(base), default=0)
+
+
+def _look(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _is_unchanged(before: os.stat_result | None, now: os.stat_result | None) -> bool:
+    """Whether both looks saw the same file, or none, and no sign of life between them."""
+    if before is None or now is None:
+        return before is now
+    return os.path.samestat(before, now) and before.st_mtime_ns == now.st_mtime_ns
+
+
+def _now_ns(base: Path) -> int:
+    """Return the time by the filesystem's clock: that of the lock file itself, touched."""
+    fd = os.open(base, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.utime(fd)
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)

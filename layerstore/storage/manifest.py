@@ -202,17 +202,7 @@ class Manifest:
             ManifestUnusable: One of them is not as it was written.
         """
         with self._environment.reading() as transaction:
-            return dict(self._rows(transaction, run, transaction.scan(_STEP + _run_key(run))))
-
-    def rows_of(self, names: Iterable[RecordName]) -> dict[str, RecordRow]:
-        """Return those rows of the records *names* that there are, as ``rows`` does."""
-        found: dict[str, RecordRow] = {}
-        with self._environment.reading() as transaction:
-            for name in names:
-                data = transaction.get(_row_key(name))
-                if data is not None:
-                    found |= self._rows(transaction, name.run, [(_row_key(name), data)])
-        return found
+            return dict(self._rows(transaction, run))
 
     def runs(self) -> set[str]:
         """Return the names of all runs that have rows."""
@@ -220,12 +210,9 @@ class Manifest:
             named = [self._opened(key, data).decode() for key, data in transaction.scan(_RUN)]
             return {run for run in named if next(transaction.scan(_STEP + _run_key(run)), None)}
 
-    def _rows(
-        self, transaction: Transaction, run: str, entries: Iterable[tuple[bytes, bytes]]
-    ) -> Iterator[tuple[str, RecordRow]]:
-        """Yield the rows that *entries* are, with the names of the records' files."""
+    def _rows(self, transaction: Transaction, run: str) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
-        for key, data in entries:  # ten thousand times: so it is written out
+        for key, data in transaction.scan(_STEP + _run_key(run)):  # ten thousand times: so it is written out
             payload = self._opened(key, data)
             attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
             _, _, step, digest_of_record = _ROW_KEY.unpack(key)

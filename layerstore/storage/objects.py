@@ -11,7 +11,6 @@ import mmap
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.errors import DAMAGED_HINT, IntegrityError, Overtaken, StorageIO
@@ -34,29 +33,23 @@ def read_chunks(file: OpenFile) -> Iterator[memoryview]:
 
 def check_bytes(ref: BlobRef, file: OpenFile) -> None:
     """Read all of *file*; raise IntegrityError unless it is *ref*."""
+    check_hash(ref, hashed(file))
+
+
+def hashed(file: OpenFile) -> NameHasher:
+    """Read all of *file*; return what it is called."""
     hasher = NameHasher()
     for data in read_chunks(file):
         hasher.update(data)
-    check_hash(ref, hasher)
+    return hasher
 
 
 def check_hash(ref: BlobRef, hasher: NameHasher) -> None:
     """Raise IntegrityError unless what *hasher* saw is *ref*."""
     if hasher.id() != ref.id or hasher.size_bytes != ref.size_bytes:
         raise IntegrityError(
-            f"object {ref.id} is damaged: its bytes hash to {hasher.id()}",
-            hint=DAMAGED_HINT,
-            object_id=ref.id,
+            f"object {ref.id} is damaged: its bytes hash to {hasher.id()}", hint=DAMAGED_HINT, object_id=ref.id
         )
-
-
-def missing(ref: BlobRef) -> IntegrityError:
-    """Return the error for an object that is nowhere."""
-    return IntegrityError(
-        f"object {ref.id} ({ref.size_bytes} bytes) is missing",
-        hint="ingest the same checkpoint again, or look at layerstore verify",
-        object_id=ref.id,
-    )
 
 
 def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
@@ -71,12 +64,13 @@ def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedObject:
-    """Bytes that are written and synced in ``tmp/``, but not yet visible under their name."""
-
-    ref: BlobRef
-    path: Path
+def missing(ref: BlobRef) -> IntegrityError:
+    """Return the error for an object that is nowhere."""
+    return IntegrityError(
+        f"object {ref.id} ({ref.size_bytes} bytes) is missing",
+        hint="ingest the same checkpoint again, or look at layerstore verify",
+        object_id=ref.id,
+    )
 
 
 class ObjectStore:
@@ -119,13 +113,17 @@ class ObjectStore:
         Raises:
             IntegrityError: It is missing, of another size, or not a regular file.
         """
-        for _ in range(2):
-            path = self.find(ref)
-            if path is None:
-                break
-            # Moved between the look and the open: look once more.
-            with contextlib.suppress(FileNotFoundError), _missing_as_file_not_found():
-                return self._files.open(path)
+        for path in self.places(ref.id):
+            try:
+                file = self._files.open(path)
+            except StorageIO as exc:
+                if exc.errno == errnos.ENOENT:
+                    continue
+                raise
+            if file.size_bytes != ref.size_bytes:
+                file.close()
+                check_size(ref, file.size_bytes, path)
+            return file
         raise missing(ref)
 
     def read(self, ref: BlobRef) -> bytes:
@@ -147,30 +145,24 @@ class ObjectStore:
 
     def is_sound(self, path: Path, ref: BlobRef) -> bool:
         """Whether *path* is a file with the very bytes of *ref*; it is read."""
-        return self._hashed(path) == ref
+        found = self._hashed(path)
+        return found is not None and (found.id(), found.size_bytes) == (ref.id, ref.size_bytes)
 
     def is_whole(self, path: Path, object_id: ObjectId) -> bool:
         """Whether *path* is a file whose bytes are what the name *object_id* says, however many; it is read."""
         found = self._hashed(path)
-        return found is not None and found.id == object_id
+        return found is not None and found.id() == object_id
 
-    def _hashed(self, path: Path) -> BlobRef | None:
-        """Return what the bytes of the file *path* are; None where there is none, or they cannot be read, twice."""
-        return self._hashed_once(path) or self._hashed_once(path)
-
-    def _hashed_once(self, path: Path) -> BlobRef | None:
-        hasher = NameHasher()
+    def _hashed(self, path: Path) -> NameHasher | None:
         try:
             with self._files.open(path) as file:
-                for data in read_chunks(file):
-                    hasher.update(data)
+                return hashed(file)
         except IntegrityError:
             return None
         except StorageIO as exc:
             if exc.errno not in {errnos.ENOENT, errnos.EIO}:
                 raise  # too few descriptors, no permission: that says nothing of the bytes
             return None
-        return BlobRef(id=hasher.id(), size_bytes=hasher.size_bytes)
 
     def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
         """
@@ -195,7 +187,7 @@ class ObjectStore:
     def ids_in(self, prefix: str) -> list[ObjectId]:
         """Return the objects at their places whose ids begin with the two digits *prefix*, by id."""
         folder = self._layout.objects / prefix
-        names = self._files.names(folder) if self._files.is_directory(folder) else ()
+        names = self._files.names_in_folder(folder)
         return [ObjectId(name) for name in names if OBJECT_ID.fullmatch(name) and name[:2] == prefix]
 
 
@@ -216,7 +208,7 @@ class ObjectWriter:
         self._past_cache = past_cache
         self._reads_reused = reads_reused
         self._guard = threading.Lock()
-        self._staged: dict[ObjectId, StagedObject] = {}
+        self._staged: dict[ObjectId, tuple[BlobRef, Path]] = {}
         self._damaged: dict[ObjectId, BlobRef] = {}
         self._reused: dict[ObjectId, BlobRef] = {}
         self._claimed: dict[ObjectId, BlobRef] = {}
@@ -304,8 +296,11 @@ class ObjectWriter:
         home, aside = self._layout.object(ref.id), self._layout.aside / ref.id
         if not self._files.touch(home) and self._files.touch(aside):
             self._files.make_directory(home.parent)
-            with contextlib.suppress(FileNotFoundError), _missing_as_file_not_found():
+            try:
                 self._link(aside, ref)
+            except StorageIO as exc:
+                if exc.errno != errnos.ENOENT:  # gone from there, too
+                    raise
             self._files.sync_directory(home.parent)
         size_bytes = self._files.size(home)
         if size_bytes is not None:
@@ -340,13 +335,13 @@ class ObjectWriter:
                 if not draft.is_kept:
                     self._files.discard(path)
 
-    def keep(self, staged: StagedObject) -> bool:
-        """Remember what a draft has written; False if another one wrote the same."""
+    def keep(self, ref: BlobRef, path: Path) -> bool:
+        """Remember that *path*, written and synced, is to become *ref*; False if another draft has the same."""
         with self._guard:
-            if staged.ref.id in self._staged:
+            if ref.id in self._staged:
                 return False
-            self._staged[staged.ref.id] = staged
-            self.bytes_new += staged.ref.size_bytes
+            self._staged[ref.id] = ref, path
+            self.bytes_new += ref.size_bytes
             return True
 
     def put(self, data: bytes, ref: BlobRef) -> None:
@@ -376,12 +371,12 @@ class ObjectWriter:
         for folder in folders:
             self._files.make_directory(folder, durable=False)
         self._files.sync_directory(self._layout.objects)
-        for staged in self._staged.values():
-            self._files.touch(staged.path)  # a collection counts from now, however long the rest took to write
-            if staged.ref.id in self._damaged:
-                self._files.rename(staged.path, self._layout.object(staged.ref.id))
+        for ref, path in self._staged.values():
+            self._files.touch(path)  # a collection counts from now, however long the rest took to write
+            if ref.id in self._damaged:
+                self._files.rename(path, self._layout.object(ref.id))
             else:
-                self._link(staged.path, staged.ref)
+                self._link(path, ref)
         for folder in folders:
             self._files.sync_directory(folder)
 
@@ -403,11 +398,11 @@ class ObjectWriter:
         To be called once the record that names them is visible: from then on no collection takes them. What is claimed
         has to be at its place; `claimed_elsewhere` says what is not.
         """
-        for staged in self._staged.values():
-            if not self.put_back(staged.ref) and self._files.exists(staged.path):
-                self._link(staged.path, staged.ref)
-                self._files.sync_directory(self._layout.object(staged.ref.id).parent)
-        named = {**{of: staged.ref for of, staged in self._staged.items()}, **self._reused}
+        for ref, path in self._staged.values():
+            if not self.put_back(ref) and self._files.exists(path):
+                self._link(path, ref)
+                self._files.sync_directory(self._layout.object(ref.id).parent)
+        named = {ref.id: ref for ref, _ in self._staged.values()} | self._reused
         return [ref for ref in named.values() if not self.put_back(ref)]
 
     def claimed_elsewhere(self) -> list[BlobRef]:
@@ -422,9 +417,9 @@ class ObjectWriter:
 
     def discard(self) -> None:
         """Remove what was staged and never published."""
-        for staged in self._staged.values():
-            if self._files.exists(staged.path):
-                self._files.discard(staged.path)
+        for _, path in self._staged.values():
+            if self._files.exists(path):
+                self._files.discard(path)
 
 
 class Draft:
@@ -450,20 +445,10 @@ class Draft:
         if self._stream is not None:
             self._stream.finish()
         self._file.sync()
-        self.is_kept = self._writer.keep(StagedObject(ref=ref, path=self._file.path))
+        self.is_kept = self._writer.keep(ref, self._file.path)
         return self.is_kept
 
     def close(self) -> None:
         """Let go of the memory that held what was not written yet."""
         if self._stream is not None:
             self._stream.close()
-
-
-@contextlib.contextmanager
-def _missing_as_file_not_found() -> Iterator[None]:
-    try:
-        yield
-    except StorageIO as exc:
-        if exc.errno == errnos.ENOENT:
-            raise FileNotFoundError from exc
-        raise

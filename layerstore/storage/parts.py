@@ -4,7 +4,6 @@ Parts on disk: what ranks that save together have written, until one of them com
 A part is visible exactly when it is linked into its session's folder, and all that it names is durable by then.
 """
 
-import errno as errnos
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,21 +55,15 @@ class PartStore:
         target = self._path(part.session, part.save, part.rank)
         if not self.has_session(part.session):
             self.open_session(part.session)  # so long idle that a collection has removed it
-        with self._files.temporary(self._layout.tmp) as file:
-            file.write_at(0, seal_part(part, store_id=self._store_id))
-            file.sync()
-            self._files.link_exclusive(file.path, target)
+        with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
+            self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
 
     def find(self, session: str, save: int, rank: int) -> Part | None:
         """Return a part if it is there; raises IntegrityError where it is damaged."""
-        path = self._path(session, save, rank)
-        try:
-            data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
-        except StorageIO as exc:
-            if exc.errno == errnos.ENOENT:
-                return None
-            raise
+        data = self._files.read_if_there(self._path(session, save, rank), size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            return None
         return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
 
     def sessions(self) -> list[str]:

@@ -30,7 +30,7 @@ from layerstore.storage.identity import (
     read_identity,
     sign_of_a_store,
 )
-from layerstore.storage.locks import Hold, deadline_seconds, lock, open_lock_file
+from layerstore.storage.locks import Hold, lock, open_lock_file
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash
@@ -79,11 +79,7 @@ class Repository:
 
     def lock_run(self, run: str) -> AbstractContextManager[Hold]:
         """Hold the courtesy lock of *run*."""
-        return lock(
-            self.layout.locks / f"run-{run}.lock",
-            what=f"run {run!r}",
-            deadline_seconds=deadline_seconds(),
-        )
+        return lock(self.layout.locks / f"run-{run}.lock", what=f"run {run!r}")
 
     def lock_attempt(self, run: str, attempt: int, *, at_once: bool = False) -> AbstractContextManager[Hold]:
         """
@@ -102,11 +98,11 @@ class Repository:
 
     def lock_gc(self) -> AbstractContextManager[Hold]:
         """Hold the lock that keeps two collections apart."""
-        return lock(self.layout.gc_lock, what="the collection", deadline_seconds=deadline_seconds())
+        return lock(self.layout.gc_lock, what="the collection")
 
     def lock_index(self) -> AbstractContextManager[Hold]:
         """Hold the courtesy lock of the index."""
-        return lock(self.layout.locks / "index.lock", what="the index", deadline_seconds=deadline_seconds())
+        return lock(self.layout.locks / "index.lock", what="the index")
 
     def prepare_writing(self) -> None:
         """
@@ -151,10 +147,8 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     # A collection that is to make room finds none for this file.
     os.close(open_lock_file(layout.gc_lock))
     identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    with files.temporary(layout.tmp) as file:
-        file.write_at(0, encode_identity(identity))
-        file.sync()
-        if not files.link_exclusive(file.path, layout.identity):
+    with files.temporary(layout.tmp, encode_identity(identity)) as source:
+        if not files.link_exclusive(source, layout.identity):
             raise AlreadyExists(f"{path} was made a store by somebody else just now", hint="use it")
     files.sync_directory(layout.root)
     return identity

@@ -54,7 +54,7 @@ def read_timings(repo: Repository, run: str) -> dict[tuple[int, int], SaveTiming
     """Return what is known of the saves of *run*, by attempt and step."""
     folder = repo.layout.stats / run
     found: dict[tuple[int, int], SaveTiming] = {}
-    for name in repo.files.names(folder) if repo.files.is_directory(folder) else ():
+    for name in repo.files.names_in_folder(folder):
         if name.endswith(_SUFFIX):
             found |= {(of.attempt, of.step): of for of in _read(repo, run, name)}
     return found

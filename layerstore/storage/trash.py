@@ -42,7 +42,8 @@ class Trash:
     def records(self) -> list[RecordName]:
         """Return the records that lie here, by run and step."""
         folder = self._layout.trash / "commits"
-        found = (name_in(run, each) for run in self._folders(folder) for each in self._files.names(folder / run))
+        runs = self._files.names_in_folder(folder)
+        found = (name_in(run, each) for run in runs for each in self._files.names_in_folder(folder / run))
         return sorted(name for name in found if name is not None)
 
     def read_record(self, name: RecordName) -> Commit:
@@ -53,12 +54,9 @@ class Trash:
             NotFound: It is not here any more.
             IntegrityError: It is damaged.
         """
-        try:
-            data = self._files.read(self._record(name), size_bytes_max=RECORD_BYTES_MAX)
-        except StorageIO as exc:
-            if exc.errno == errnos.ENOENT:
-                raise NotFound(f"{name.run}@{name.step} (commit {name.id[:12]}) is not in the trash any more") from exc
-            raise
+        data = self._files.read_if_there(self._record(name), size_bytes_max=RECORD_BYTES_MAX)
+        if data is None:
+            raise NotFound(f"{name.run}@{name.step} (commit {name.id[:12]}) is not in the trash any more")
         return self._records.decode(data, name)
 
     def modified_ns(self, name: RecordName) -> int:
@@ -88,10 +86,8 @@ class Trash:
             data = self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
         except (IntegrityError, StorageIO):
             return False
-        with self._files.temporary(self._layout.tmp) as copy:
-            copy.write_at(0, data)
-            copy.sync()
-            self._files.link_exclusive(copy.path, target)
+        with self._files.temporary(self._layout.tmp, data) as copy:
+            self._files.link_exclusive(copy, target)
         self._files.sync_directory(target.parent)
         return True
 
@@ -140,12 +136,8 @@ class Trash:
             self._make(folder.parent)
             self._files.make_directory(folder)
 
-    def _folders(self, folder: Path) -> list[str]:
-        names = self._files.names(folder) if self._files.is_directory(folder) else []
-        return [name for name in names if self._files.is_directory(folder / name)]
-
     def _leaves(self, folder: Path) -> Iterator[Path]:
-        for name in self._files.names(folder) if self._files.is_directory(folder) else ():
+        for name in self._files.names_in_folder(folder):
             path = folder / name
             if self._files.is_directory(path):
                 yield from self._leaves(path)
@@ -175,8 +167,8 @@ class Aside:
                 raise
 
     def objects(self) -> Iterator[tuple[ObjectId, Path]]:
-        """Yield what lies aside; some filesystems leave names out if others go meanwhile."""
-        for name in self._files.each_name(self._layout.aside):
+        """Yield what lies aside."""
+        for name in self._files.names_unsorted(self._layout.aside):
             if OBJECT_ID.fullmatch(name):
                 yield ObjectId(name), self._layout.aside / name
 

@@ -144,10 +144,12 @@ def test_copies_between_filesystems_go_through_a_buffer(tmp_path: Path) -> None:
         pytest.skip("no second filesystem to copy from")
     data = os.urandom(IO_CHUNK_BYTES * 2 + 5)
     files = Files()
-    with files.temporary(memory) as first:
-        first.write_at(0, data)
-        with files.open(first.path) as source, files.create(tmp_path / "target") as target:
-            target.copy_from(source, 0, 0, len(data))
+    with (
+        files.temporary(memory, data) as path,
+        files.open(path) as source,
+        files.create(tmp_path / "target") as target,
+    ):
+        target.copy_from(source, 0, 0, len(data))
 
     assert (tmp_path / "target").read_bytes() == data
 
@@ -167,18 +169,13 @@ def test_a_source_that_is_cut_short_is_noticed_while_copying(tmp_path: Path) -> 
 def test_a_temporary_file_is_gone_afterwards(tmp_path: Path) -> None:
     """Success and failure alike leave nothing behind, unless it was linked."""
     files = Files()
-    with files.temporary(tmp_path) as file:
-        file.write_at(0, b"x")
-        files.link_exclusive(file.path, tmp_path / "kept")
+    with files.temporary(tmp_path, b"x") as source:
+        files.link_exclusive(source, tmp_path / "kept")
 
-    def fail() -> None:
-        with files.temporary(tmp_path):
-            raise RuntimeError("planted")
-
-    with pytest.raises(RuntimeError, match="planted"):
-        fail()
+    with pytest.raises(RuntimeError, match="planted"), files.temporary(tmp_path, b"y"):
+        raise RuntimeError("planted")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert (tmp_path / "kept").stat().st_nlink == 1
+    assert ((tmp_path / "kept").read_bytes(), (tmp_path / "kept").stat().st_nlink) == (b"x", 1)
 
 
 def test_closing_twice_is_harmless(tmp_path: Path) -> None:

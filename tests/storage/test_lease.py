@@ -52,7 +52,7 @@ def _on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "network_filesystem", lambda path: "nfs4")
     monkeypatch.setattr(locks, "LEASE_SECONDS", GOOD_FOR)
     monkeypatch.setattr(locks, "LEASE_RENEWED_SECONDS", RENEWED)
-    monkeypatch.setattr(locks, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "_LEASE_POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
