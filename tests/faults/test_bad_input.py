@@ -76,6 +76,14 @@ def test_a_bad_layer_pattern_is_refused(store: Store, folder: Path, pattern: str
         store.ingest(folder / "raw", run="run", layer_pattern=pattern)
 
 
+def test_a_lock_timeout_that_is_no_time_is_refused(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever, or never; nothing is written."""
+    for seconds in ("nan", "inf", "-inf", "-1", "soon", ""):
+        monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", seconds)
+        with refused(store.path, InvalidInput, naming="LAYERSTORE_LOCK_TIMEOUT"):
+            store.ingest(folder / "raw", run="run")
+
+
 @pytest.mark.fault(77)
 @pytest.mark.parametrize(
     "ref",

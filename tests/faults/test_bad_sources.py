@@ -332,7 +332,7 @@ def test_what_does_not_add_up_is_refused(
 @pytest.mark.full
 @pytest.mark.fault(89)
 def test_no_check_of_the_world_is_an_assertion() -> None:
-    """Bad checkpoints, names, records and objects are refused under ``python -O`` too: ``pytest.raises`` still counts."""
+    """Bad checkpoints, names, records and objects are refused under ``python -O``: ``pytest.raises`` still counts."""
     command = [sys.executable, "-O", "-m", "pytest", "-n0", "-q", "-W", "ignore::pytest.PytestConfigWarning"]
     chosen = [f"{__file__}::test_what_does_not_add_up_is_refused", "tests/faults/test_bad_input.py", "tests/format"]
     chosen += ["tests/storage/test_objects.py", "tests/storage/test_commits.py"]
@@ -434,6 +434,29 @@ def test_what_only_looks_incomplete_is_taken(place: Path, change: Edit) -> None:
     change(place)
 
     assert taken(place).is_new
+
+
+def test_weights_of_an_unknown_type_are_kept_as_they_are(place: Path) -> None:
+    """Safetensors may gain element types that nobody here knows."""
+    header = json.dumps({"a": {"dtype": "F3_E1M1", "shape": [8], "data_offsets": [0, 3]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + b"odd"
+    (place / HF / "adapter.safetensors").write_bytes(data)
+    with Store(place / "store") as store:
+        store.ingest(place / HF, run="run")
+        store.compose("run@2").write(place / "out")
+
+    assert (place / "out" / "adapter.safetensors").read_bytes() == data
+
+
+def test_a_store_inside_a_checkpoint_is_left_out_with_a_note(place: Path) -> None:
+    """Otherwise every save would hold all saves before it."""
+    with init(place / HF / "mine") as store:
+        (note,) = store.ingest(place / HF, run="run").notes
+        store.compose("run@2").write(place / "out")
+
+    assert "it is a store" in note
+    names = {path.name for path in (place / HF).iterdir()} - {"mine"}
+    assert {path.name for path in (place / "out").iterdir()} - {"layerstore.json"} == names
 
 
 # -- tags ----------------------------------------------------------------------------------------------------------
