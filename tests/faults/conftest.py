@@ -14,6 +14,7 @@ import pytest
 import layerstore
 from layerstore import Store
 from tests.environment import memory
+from tests.faults.verbs import make_scene
 
 
 @pytest.fixture
@@ -28,6 +29,13 @@ def fast_module_path() -> Iterator[Path]:
     """Yield one such folder for all tests of a module."""
     with _private_folder() as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def scene() -> Iterator[Path]:
+    """Yield the stores and checkpoints that verbs begin at; they are copied, never changed."""
+    with _private_folder() as folder:
+        yield make_scene(Path(folder) / "scene")
 
 
 @pytest.fixture

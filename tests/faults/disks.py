@@ -1,4 +1,4 @@
-"""Small filesystems for tests, real ones: made in a file, mounted by a loop, filled up, made read-only."""
+"""Filesystems of their own, mounted for a test: in a file by a loop, or in memory; filled up, made read-only."""
 
 from __future__ import annotations
 
@@ -10,43 +10,59 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerstore.limits import MIB
-from tests.faults.harness import tmpfs
+import pytest
 
-KINDS = ("ext4", "xfs", "tmpfs")
-_MAKE = {"ext4": ["mkfs.ext4", "-q", "-m", "0"], "xfs": ["mkfs.xfs", "-q"]}
-# XFS is not made smaller; the file is sparse, and what fills it takes no blocks of its own.
-_SIZE_BYTES = {"ext4": 16 * MIB, "xfs": 300 * MIB, "tmpfs": 16 * MIB}
+from layerstore.limits import MIB
+
+SMALL = ("ext4", "xfs", "tmpfs")
+"""Kinds that a test may fill up."""
+_MAKE = {"ext4": ["mkfs.ext4", "-q", "-m", "0"], "xfs": ["mkfs.xfs", "-q"], "btrfs": ["mkfs.btrfs", "-q"]}
+_MAKE["vfat"] = ["mkfs.vfat"]
+# XFS is not made smaller than 300 MiB; the file is sparse, and what fills it takes no blocks of its own.
+_SIZE_BYTES = {"xfs": 300 * MIB, "btrfs": 300 * MIB}
 
 
 @contextlib.contextmanager
-def disk(kind: str, folder: Path) -> Iterator[Path | None]:
-    """Yield a folder below *folder* that is a small filesystem of its own; None where that is not allowed here."""
-    mounted, image = folder / f"{kind}-disk", folder / f"{kind}-image"
+def mounted(kind: str, place: Path, size_bytes: int | None = None) -> Iterator[Path]:
+    """Mount a new filesystem of *kind* on the folder *place*; skip the test where that cannot be done."""
+    place.mkdir(parents=True, exist_ok=True)
+    image = place.with_name(f"{place.name}-image")
+    size_bytes = size_bytes or _SIZE_BYTES.get(kind, 16 * MIB)
+    commands: list[list[object]]
     if kind == "tmpfs":
-        with tmpfs(mounted, _SIZE_BYTES[kind]) as is_mounted:
-            yield mounted if is_mounted else None
-        return
-    if os.getuid() or shutil.which(_MAKE[kind][0]) is None:
-        yield None
-        return
-    mounted.mkdir(parents=True, exist_ok=True)
-    image.touch()
-    os.truncate(image, _SIZE_BYTES[kind])
-    subprocess.run([*_MAKE[kind], os.fspath(image)], check=True, capture_output=True)
-    done = subprocess.run(["mount", "-o", "loop", image, mounted], check=False, capture_output=True)
+        commands = [["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", place]]
+    elif kind == "bindfs":
+        commands = [["mkdir", image], ["bindfs", image, place]]
+    else:
+        image.touch()
+        os.truncate(image, size_bytes)
+        commands = [[*_MAKE[kind], image], ["mount", "-o", "loop", image, place]]
+    if os.getuid() or not all(map(_runs, commands)):
+        pytest.skip(f"no {kind} can be made and mounted here")
     try:
-        yield None if done.returncode else mounted
+        yield place
     finally:
-        if not done.returncode:
-            subprocess.run(["umount", "-l", mounted], check=True)
-        image.unlink()
+        subprocess.run(["umount", "-l", place], check=True)
+        if image.is_file():
+            image.unlink()
 
 
-def fill(mounted: Path, *, but_bytes: int) -> Path:
+def _runs(command: list[object]) -> bool:
+    words = [str(word) for word in command]
+    if shutil.which(words[0]) is None:
+        return False
+    return not subprocess.run(words, check=False, capture_output=True).returncode
+
+
+def is_remounted(place: Path, *options: str) -> bool:
+    """Mount what is at *place* with other *options*; return whether that is allowed here."""
+    return _runs(["mount", "-o", ",".join(["remount", *options]), place])
+
+
+def fill(place: Path, *, but_bytes: int) -> Path:
     """Fill a small filesystem to the last byte, but for *but_bytes*; return the file that does it."""
-    ballast = mounted / "ballast"
-    room = os.statvfs(mounted)
+    ballast = place / "ballast"
+    room = os.statvfs(place)
     with ballast.open("wb", buffering=0) as file:
         most = room.f_bavail * room.f_frsize - but_bytes - MIB // 2
         if most > 0:
@@ -68,8 +84,3 @@ def _write_until_full(descriptor: int, size_bytes: int) -> None:
     except OSError as exc:
         if exc.errno != errno.ENOSPC:
             raise
-
-
-def remounted(mounted: Path, *options: str) -> bool:
-    """Mount what is at *mounted* with other *options*; return whether that is allowed here."""
-    return not subprocess.run(["mount", "-o", ",".join(["remount", *options]), mounted], check=False).returncode

@@ -30,7 +30,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from layerstore.errors import LayerstoreError, StorageIO
+import pytest
+
+from layerstore.errors import LayerstoreError, StorageIO, Unsupported
 from layerstore.history.references import resolve
 from layerstore.store import Store
 from tests.bench.generate import Layout
@@ -142,24 +144,6 @@ class Recorder:
     def calls(self) -> list[Call]:
         """All calls, in order."""
         return [call for call, _ in self.paths]
-
-
-class Gate(Recorder):
-    """A hook that stops before one of its calls until it is let on."""
-
-    def __init__(self, number: int | None = None) -> None:
-        super().__init__()
-        self._number = number
-        self.calls_made = 0
-        self.reached = threading.Event()
-        self.may_go = threading.Event()
-
-    def __call__(self, operation: str, path: Path) -> None:
-        """Count, and wait at the right one."""
-        self.calls_made += 1
-        if self.calls_made - 1 == self._number:
-            self.reached.set()
-            assert self.may_go.wait(60)
 
 
 class Killer(Recorder):
@@ -341,11 +325,11 @@ def attempt(work: Callable[[], Any]) -> Failure | None:
     return None
 
 
-def become_nobody() -> None:
-    """Give up root's rights, which would make every permission vanish."""
+def become_nobody(*groups: int) -> None:
+    """Give up root's rights, which would make every permission vanish; be of *groups* only."""
     if os.getuid() == 0:
-        os.setgroups([])
-        os.setgid(65534)
+        os.setgroups(groups)
+        os.setgid(groups[0] if groups else 65534)
         os.setuid(65534)
 
 
@@ -393,6 +377,29 @@ def problems(path: Path, scratch: Path, composites: Mapping[str, str]) -> list[s
     return found
 
 
+def said_well(error: LayerstoreError) -> None:
+    """Check the manners of *error*: one line, and a second one with what to do, which a terminal can show."""
+    message, hint = str(error), error.hint or ""
+    assert message, "an error without words"
+    # There is nothing to do about a setting that is not supported, and the system's own words have to do.
+    assert hint or isinstance(error, Unsupported | StorageIO), f"no hint: {message}"
+    assert not {"\n", "\r"} & set(message + hint)
+    (message + hint).encode()
+
+
+@contextmanager
+def refused(tree: Path, *classes: type[LayerstoreError], naming: str = "") -> Iterator[None]:
+    """Expect one of *classes*, well said, and all below *tree* as it was; lock files name their last holder."""
+    before = snapshot(tree)
+    with pytest.raises(classes) as caught:
+        yield
+    said_well(caught.value)
+    assert naming in f"{caught.value} {caught.value.hint}"
+    now = snapshot(tree)
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    assert [name for name in changed if not name.endswith((".lock", "lock.mdb"))] == []
+
+
 def leftovers(path: Path) -> list[str]:
     """Return what lies in the store's ``tmp/``."""
     return sorted(os.listdir(path / "tmp")) if (path / "tmp").is_dir() else []
@@ -403,15 +410,3 @@ def copied(source: Path, target: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, symlinks=True)
     return target
-
-
-@contextmanager
-def tmpfs(folder: Path, size_bytes: int) -> Iterator[bool]:
-    """Mount a small filesystem on *folder*; yield whether that is allowed here."""
-    folder.mkdir(parents=True, exist_ok=True)
-    is_mounted = os.getuid() == 0 and os.system(f"mount -t tmpfs -o size={size_bytes} tmpfs {folder} 2>/dev/null") == 0
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            os.system(f"umount -l {folder}")

@@ -34,7 +34,6 @@ from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,
     Failure,
-    Gate,
     Recorder,
     attempt,
     begun,
@@ -54,10 +53,6 @@ STEPS = (1, 2, 3, 4, 5, 6)
 HURT = "hurt"
 """The run of what is harmed and repaired."""
 PROCESSES = 4
-SECONDS = 6.0
-"""How long processes are at it in a usual run."""
-PAIRS = 3
-"""At so many pairs of steps two verbs meet in a usual run."""
 QUIET_SECONDS_MAX = 90.0
 """After so long without a word a process hangs."""
 GRACE_SECONDS = 3.0
@@ -291,29 +286,21 @@ def _at_peace(path: Path, arena: Arena) -> list[str]:
     return found + problems(path, path.parent, composites)
 
 
-def _survives(folder: Path, arena: Arena, seconds: float) -> None:
+@pytest.mark.fault(47, 48, 49, 50)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(6.0, marks=pytest.mark.full), pytest.param(240.0, marks=pytest.mark.exhaustive)],
+)
+def test_killed_processes_lose_nothing(fast_path: Path, arena: Arena, seconds: float) -> None:
+    """Ingesting, composing, collecting, dropping, verifying, harming and repairing for some seconds."""
     seed = seeded("at once").randrange(10**9)
-    killed, done = _melee(folder, arena, seconds, seed)
-    count = len(saved(folder))
+    killed, done = _melee(fast_path, arena, seconds, seed)
+    count = len(saved(fast_path))
     print(f"{killed} killed in {seconds:g} s; {count} commits reported; {dict(sorted(done.items()))}")
-    assert in_child(_at_peace, folder / "store", arena, timeout_seconds=600.0).needed() == []
+    assert in_child(_at_peace, fast_path / "store", arena, timeout_seconds=600.0).needed() == []
     assert killed
     assert count
-
-
-@pytest.mark.full
-@pytest.mark.fault(47, 48, 49, 50)
-def test_killed_processes_lose_nothing(fast_path: Path, arena: Arena) -> None:
-    """Ingesting, composing, collecting, dropping, verifying, harming and repairing for some seconds."""
-    _survives(fast_path, arena, SECONDS)
-
-
-@pytest.mark.fault(47, 48, 49, 50)
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-def test_killed_processes_lose_nothing_in_the_long_run(fast_path: Path, arena: Arena) -> None:
-    """For minutes."""
-    _survives(fast_path, arena, 240.0)
 
 
 # -- suspended ones ------------------------------------------------------------------------------------------------
@@ -407,44 +394,21 @@ def _old(path: Path) -> None:
             os.utime(file, (1, 1))
 
 
-Deed = Callable[[Store, Arena], object]
+class Gate:
+    """A hook that counts calls, and stops before the one of this number until it is let on."""
 
+    def __init__(self, number: int | None = None) -> None:
+        self._number = number
+        self.calls_made = 0
+        self.reached = threading.Event()
+        self.may_go = threading.Event()
 
-def _collects(store: Store, arena: Arena) -> object:
-    return store.gc(Keep(last=1), runs=["run"])
-
-
-def _saves_again(store: Store, arena: Arena) -> object:
-    return store.ingest(arena.source(1), run="again")
-
-
-def _saves_half(store: Store, arena: Arena) -> object:
-    return store.ingest(arena.source(2), run="run", policy="parity")
-
-
-def _saves_the_same(store: Store, arena: Arena) -> object:
-    return store.ingest(arena.source(1), run="run")
-
-
-def _pins(store: Store, arena: Arena) -> object:
-    return store.pin("named", "run@1")
-
-
-def _composes(store: Store, arena: Arena) -> object:
-    return store.compose("run@1").write(store.path.parent / "out", durable=False)
-
-
-def _drops(store: Store, arena: Arena) -> object:
-    return store.drop("run@3")
-
-
-def _undrops(store: Store, arena: Arena) -> object:
-    return store.undrop("run@2")
-
-
-def _collects_without_a_lock(store: Store, arena: Arena) -> object:
-    vars(store.repo)["lock_gc"] = lambda: contextlib.nullcontext(_NoHold())
-    return _collects(store, arena)
+    def __call__(self, operation: str, path: Path) -> None:
+        """Count, and wait at the right one."""
+        self.calls_made += 1
+        if self.calls_made - 1 == self._number:
+            self.reached.set()
+            assert self.may_go.wait(60)
 
 
 class _NoHold:
@@ -454,35 +418,47 @@ class _NoHold:
         """Find it held."""
 
 
-MEETING: list[Deed] = [
-    _saves_again,
-    _saves_the_same,
-    _saves_half,
-    _pins,
-    _composes,
-    _drops,
-    _undrops,
-    _collects_without_a_lock,
-]
+def _collect(store: Store, arena: Arena) -> object:
+    return store.gc(Keep(last=1), runs=["run"])
 
 
-def _run_with(path: Path, arena: Arena, deed: Deed, gate: Gate, failures: list[BaseException]) -> None:
+def _collect_without_a_lock(store: Store, arena: Arena) -> object:
+    vars(store.repo)["lock_gc"] = lambda: contextlib.nullcontext(_NoHold())
+    return _collect(store, arena)
+
+
+Deed = Callable[[Store, Arena], object]
+COLLECTS = "collects"
+MEETING: dict[str, Deed] = {
+    "saves again": lambda store, arena: store.ingest(arena.source(1), run="again"),
+    "saves the same": lambda store, arena: store.ingest(arena.source(1), run="run"),
+    "saves half": lambda store, arena: store.ingest(arena.source(2), run="run", policy="parity"),
+    "pins": lambda store, arena: store.pin("named", "run@1"),
+    "composes": lambda store, arena: store.compose("run@1").write(store.path.parent / "out", durable=False),
+    "drops": lambda store, arena: store.drop("run@3"),
+    "undrops": lambda store, arena: store.undrop("run@2"),
+    "collects without a lock": _collect_without_a_lock,
+}
+DEEDS = MEETING | {COLLECTS: _collect}
+
+
+def _run_with(path: Path, arena: Arena, deed: str, gate: Gate, failures: list[BaseException]) -> None:
     try:
         with Store(path, hook=gate) as store:
-            deed(store, arena)
+            DEEDS[deed](store, arena)
     except BaseException as error:  # noqa: BLE001  # the caller judges it
         failures.append(error)
     finally:
         gate.reached.set()
 
 
-def _meet(path: Path, arena: Arena, deed: Deed, at: int, collected: int) -> list[str]:
+def _meet(path: Path, arena: Arena, deed: str, at: int, collected: int) -> list[str]:
     """Let a collection come to its step *collected* while *deed* waits at its step *at*; then both go on, in turn."""
     mine, theirs = Gate(at), Gate(collected)
     failed: list[BaseException] = []
     gc_failed: list[BaseException] = []
     doing = threading.Thread(target=_run_with, args=(path, arena, deed, mine, failed))
-    collecting = threading.Thread(target=_run_with, args=(path, arena, _collects, theirs, gc_failed))
+    collecting = threading.Thread(target=_run_with, args=(path, arena, COLLECTS, theirs, gc_failed))
     doing.start()
     assert mine.reached.wait(60)
     collecting.start()
@@ -496,27 +472,17 @@ def _meet(path: Path, arena: Arena, deed: Deed, at: int, collected: int) -> list
 
 
 def _meeting_problems(
-    path: Path, arena: Arena, deed: Deed, failed: list[BaseException], gc_failed: list[BaseException]
+    path: Path, arena: Arena, deed: str, failed: list[BaseException], gc_failed: list[BaseException]
 ) -> list[str]:
     found = [f"the collection failed: {error!r}" for error in gc_failed]
     # Only who needs the very commit that is collected may be told so, and to repeat the command.
-    allowed: list[type[Exception]] = [] if deed is _saves_again else [Conflict, NotFound]
-    found += [f"{deed.__name__} failed: {error!r}" for error in failed if not isinstance(error, tuple(allowed))]
-    composites = {"run@3": arena.digests[3]}
-    if deed is _drops and not failed:
-        with Store(path) as store:
-            store.undrop("run@3")  # whatever was collected meanwhile, what was dropped is in the trash
-    if deed is _undrops and not failed:
-        with Store(path) as store:
-            shown = {f"{entry.run}@{entry.step}" for entry in store.log()}
-        composites |= {"run@2": arena.digests[2]} if "run@2" in shown else {}
-    if deed is _saves_again and not failed:
-        composites["again@1"] = arena.digests[1]
-    if deed is _pins and not failed:
-        composites["named"] = arena.digests[1]
-    out = path.parent / "out"
-    if deed is _composes and out.exists() == bool(failed):
+    allowed = () if deed == "saves again" else (Conflict, NotFound)
+    found += [f"it failed: {error!r}" for error in failed if not isinstance(error, allowed)]
+    composites, out = {"run@3": arena.digests[3]}, path.parent / "out"
+    if deed == "composes" and out.exists() == bool(failed):
         found.append(f"there is {'a' if failed else 'no'} target")
+    if not failed:
+        composites |= _brought(path, arena, deed)
     shutil.rmtree(out, ignore_errors=True)
     found += problems(path, path.parent, composites)
     with Store(path) as store:
@@ -526,17 +492,27 @@ def _meeting_problems(
     return found
 
 
-def _calls(path: Path, arena: Arena, deed: Deed) -> int:
+def _brought(path: Path, arena: Arena, deed: str) -> dict[str, str]:
+    """Return what has to be there, with its digest, once *deed* has reported success."""
+    found = {"saves again": {"again@1": arena.digests[1]}, "pins": {"named": arena.digests[1]}}.get(deed, {})
+    with Store(path) as store:
+        if deed == "drops":
+            store.undrop("run@3")  # whatever was collected meanwhile, what was dropped is in the trash
+        if deed == "undrops" and any((entry.run, entry.step) == ("run", 2) for entry in store.log()):
+            found = {"run@2": arena.digests[2]}
+    return found
+
+
+def _calls(path: Path, arena: Arena, deed: str) -> int:
     gate, failed = Gate(), list[BaseException]()
     _run_with(path, arena, deed, gate, failed)
     assert failed == []
     return gate.calls_made
 
 
-def _meetings(folder: Path, arena: Arena, deed: Deed, count: int | None, seed: int) -> tuple[int, int, list[str]]:
+def _meetings(folder: Path, arena: Arena, deed: str, count: int, seed: int) -> tuple[int, int, list[str]]:
     """Let *deed* meet a collection at *count* pairs of steps, or at all; return how many there are and were."""
     vars(transfer)["WORKERS_MAX"] = 1
-    chance = random.Random(seed)
     with init(folder / "before") as store:
         for step in (1, 2, 3):
             store.ingest(arena.source(step), run="run")
@@ -547,38 +523,32 @@ def _meetings(folder: Path, arena: Arena, deed: Deed, count: int | None, seed: i
         _old(folder / "store")
         return folder / "store"
 
-    mine, theirs = _calls(fresh(), arena, deed), _calls(fresh(), arena, _collects)
+    mine, theirs = _calls(fresh(), arena, deed), _calls(fresh(), arena, COLLECTS)
     shutil.rmtree(folder / "out", ignore_errors=True)
     pairs = [(at, collected) for at in range(mine) for collected in range(theirs + 1)]
+    chosen = random.Random(seed).sample(pairs, min(count, len(pairs)))
     found = []
-    chosen = pairs if count is None else chance.sample(pairs, min(count, len(pairs)))
     for at, collected in chosen:
         wrong = _meet(fresh(), arena, deed, at, collected)
-        found += [f"{deed.__name__} at {at}, collection at {collected}: {each}" for each in wrong]
+        found += [f"{deed} at {at}, collection at {collected}: {each}" for each in wrong]
     return len(pairs), len(chosen), found
 
 
 @pytest.mark.fault(49, 50, 51)
-@pytest.mark.parametrize("deed", MEETING, ids=lambda deed: deed.__name__[1:])
-@pytest.mark.sample(1, always=("drops",))
-def test_whatever_meets_a_collection_is_whole_or_refused(fast_path: Path, arena: Arena, deed: Deed) -> None:
-    """A sample of pairs of steps: an ingest of what goes, one that inherits from it, a pin and a composite of it."""
-    seed = seeded(deed.__name__).randrange(10**9)
-    pairs, count, found = in_child(_meetings, fast_path, arena, deed, PAIRS, seed).needed()
-    print(f"{deed.__name__}: {count} of {pairs} pairs")
-    assert found == []
-
-
-@pytest.mark.fault(49, 50, 51)
-@pytest.mark.exhaustive
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("deed", MEETING, ids=lambda deed: deed.__name__[1:])
-def test_whatever_meets_a_collection_anywhere_is_whole_or_refused(fast_path: Path, arena: Arena, deed: Deed) -> None:
-    """A thousand pairs, or all where there are fewer."""
-    seed = seeded(deed.__name__).randrange(10**9)
-    outcome = in_child(_meetings, fast_path, arena, deed, 1000, seed, timeout_seconds=7000.0)
-    pairs, count, found = outcome.needed()
-    print(f"{deed.__name__}: {count} of {pairs} pairs")
+@pytest.mark.parametrize("deed", MEETING)
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(3, marks=pytest.mark.sample(1, by="deed", always=("drops",))),
+        pytest.param(1000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_whatever_meets_a_collection_is_whole_or_refused(fast_path: Path, arena: Arena, deed: str, count: int) -> None:
+    """Pairs of steps of an ingest of what goes, one that inherits from it, a pin and a composite of it, and others."""
+    seed = seeded(deed).randrange(10**9)
+    outcome = in_child(_meetings, fast_path, arena, deed, count, seed, timeout_seconds=7000.0)
+    pairs, done, found = outcome.needed()
+    print(f"{deed}: {done} of {pairs} pairs")
     assert found == []
 
 

@@ -34,18 +34,14 @@ from tests.faults.harness import (
     traced,
     wait_for,
 )
-from tests.faults.verbs import VERBS, WRITES, fresh, make_scene, repeated, wrong
+from tests.faults.verbs import VERBS, WRITES, aftermath, fresh
+
+EVERY_CALL = pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)], id="every call")
 
 
 def with_one_worker() -> None:
     """Let the verbs of this process make their calls in one order: the nth of a kind is then always the same one."""
     vars(transfer)["WORKERS_MAX"] = 1
-
-
-@pytest.fixture(scope="module")
-def scene(fast_module_path: Path) -> Path:
-    """Return the scene that every crash starts from; it is copied, never changed."""
-    return make_scene(fast_module_path / "scene", layout="hf")
 
 
 # -- at the seam ---------------------------------------------------------------------------------------------------
@@ -54,11 +50,6 @@ def scene(fast_module_path: Path) -> Path:
 def _crash(folder: Path, name: str, call: Call) -> None:
     with_one_worker()
     VERBS[name](folder, Killer(call))
-
-
-def aftermath(folder: Path, name: str, *, is_done: bool = False) -> list[str]:
-    """Return what is wrong in *folder* now, and after the verb was repeated."""
-    return wrong(folder, name, is_done=is_done) + repeated(folder, name)
 
 
 def _aftermaths(folder: Path, name: str) -> list[str]:
@@ -79,8 +70,8 @@ def _dry_pass(folder: Path, name: str) -> list[Call]:
     return recorder.calls
 
 
-def crash_points(calls: list[Call], chance: random.Random) -> list[Call]:
-    """Return a sample: one of first and last calls of an operation, one of others."""
+def _sample(calls: list[Call], chance: random.Random) -> list[Call]:
+    """Return one of the first and last calls of an operation, and one of the others."""
     last = {call.operation: call for call in sorted(calls)}
     ends = {call for call in calls if call.ordinal == 1} | set(last.values())
     both = (sorted(ends), sorted(set(calls) - ends))
@@ -92,9 +83,19 @@ def _as_it_is(work: Callable[..., object], *arguments: object) -> object:
     return work(*arguments)
 
 
-def _crash_everywhere(
-    scene: Path, path: Path, name: str, points: list[Call], *, around: Callable[..., object] = _as_it_is
+def _without_links(work: Callable[..., object], *arguments: object) -> object:
+    vars(os)["link"] = refuse_links
+    return work(*arguments)
+
+
+def _crash_at(
+    count: int | None, scene: Path, path: Path, name: str, *, around: Callable[..., object] = _as_it_is
 ) -> None:
+    """Kill the verb *name* at *count* of its calls, or at all of them."""
+    calls = in_child(around, _dry_pass, fresh(scene, path / "dry", name), name).needed()
+    points = calls if count is None else _sample(calls, seeded(name))[:count]
+    print(f"{name}: {len(points)} of {len(calls)} crash points")
+
     def crash(call: Call) -> None:
         folder = fresh(scene, path / str(call), name)
 
@@ -110,70 +111,28 @@ def _crash_everywhere(
         list(pool.map(crash, points))
 
 
-def _crash_some(
-    scene: Path, path: Path, name: str, *, share: int | None, around: Callable[..., object] = _as_it_is
-) -> None:
-    """Kill the verb *name* at *share* of its calls, or at all of them."""
-    calls = in_child(around, _dry_pass, fresh(scene, path / "dry", name), name).needed()
-    chance = seeded(name)
-    points = calls if share is None else crash_points(calls, chance)[:share]
-    print(f"{name}: {len(points)} of {len(calls)} crash points")
-    _crash_everywhere(scene, path, name, points, around=around)
-
-
 @pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44, 103)
 @pytest.mark.known_fault("llmtailor 10")
 @pytest.mark.parametrize("name", WRITES)
-@pytest.mark.sample(4, always=("gc",))
-def test_a_kill_at_any_step_loses_nothing(fast_path: Path, scene: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(1, marks=pytest.mark.sample(4, by="name", always=("gc",))),
+        pytest.param(2, marks=pytest.mark.full),
+        EVERY_CALL,
+    ],
+)
+def test_a_kill_at_any_step_loses_nothing(fast_path: Path, scene: Path, name: str, count: int | None) -> None:
     """After a kill at a step of the sample, everything earlier is whole and the verb succeeds."""
-    _crash_some(scene, fast_path, name, share=1)
+    _crash_at(count, scene, fast_path, name)
 
 
-@pytest.mark.full
-@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44, 103)
-@pytest.mark.parametrize("name", WRITES)
-def test_a_kill_at_some_steps_loses_nothing(fast_path: Path, scene: Path, name: str) -> None:
-    """The same for each verb, at the ends of what it does and between."""
-    _crash_some(scene, fast_path, name, share=2)
-
-
-@pytest.mark.fault(1, 2, 3, 4, 7, 11, 12, 13, 14, 44, 103)
-@pytest.mark.known_fault("llmtailor 10")
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", WRITES)
-def test_a_kill_at_every_step_loses_nothing(fast_path: Path, scene: Path, name: str) -> None:
-    """The same for every single step."""
-    _crash_some(scene, fast_path, name, share=None)
-
-
-# -- without hard links --------------------------------------------------------------------------------------------
-
-_MOVERS = ["ingest", "replace", "drop", "undrop", "gc", "repair"]
-"""The verbs that give a file another name while something still counts on the one that it has."""
-
-
-def _without_links(work: Callable[..., object], *arguments: object) -> object:
-    vars(os)["link"] = refuse_links
-    return work(*arguments)
-
-
-@pytest.mark.full
-@pytest.mark.fault(4, 11, 12, 30)
-@pytest.mark.parametrize("name", _MOVERS)
-def test_a_kill_without_hard_links_loses_nothing(fast_path: Path, scene: Path, name: str) -> None:
+@pytest.mark.fault(4, 11, 12, 14, 30)
+@pytest.mark.parametrize("name", ["ingest", "replace", "drop", "undrop", "gc", "repair", "migrate"])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.full), EVERY_CALL])
+def test_a_kill_without_hard_links_loses_nothing(fast_path: Path, scene: Path, name: str, count: int | None) -> None:
     """Where a file has one name only, what is moved is at one of its two places, and both are looked at."""
-    _crash_some(scene, fast_path, name, share=2, around=_without_links)
-
-
-@pytest.mark.fault(4, 11, 12, 30)
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", _MOVERS)
-def test_a_kill_without_hard_links_loses_nothing_anywhere(fast_path: Path, scene: Path, name: str) -> None:
-    """The same for every single step."""
-    _crash_some(scene, fast_path, name, share=None, around=_without_links)
+    _crash_at(count, scene, fast_path, name, around=_without_links)
 
 
 # -- below the seam ------------------------------------------------------------------------------------------------

@@ -8,32 +8,15 @@ Limits, full disks and what strace injects are tried on every verb in test_limit
 from __future__ import annotations
 
 import errno as errnos
-import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from layerstore.storage import no_hook
-from layerstore.store import Store
-from tests.faults.harness import (
-    Call,
-    Failure,
-    Recorder,
-    Refuser,
-    attempt,
-    become_nobody,
-    copied,
-    descriptors,
-    in_child,
-    leftovers,
-    problems,
-    seeded,
-    snapshot,
-)
-from tests.faults.verbs import VERBS, WRITES, facts_of, fresh, make_scene, wrong
+from tests.faults.harness import Call, Failure, Recorder, Refuser, attempt, descriptors, in_child, seeded, snapshot
+from tests.faults.verbs import VERBS, WRITES, fresh, litter, wrong
 
 EXIT_CODES = {
     errnos.ENOSPC: 23,
@@ -58,22 +41,13 @@ ANSWERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def scene(fast_module_path: Path) -> Path:
-    """Return the scene that verbs begin at; it is copied, never changed."""
-    return make_scene(fast_module_path / "scene", layout="hf")
-
-
-# -- at the seam ---------------------------------------------------------------------------------------------------
-
-
 def _dry_pass(folder: Path, name: str) -> list[Call]:
     recorder = Recorder()
     VERBS[name](folder, recorder)
     return recorder.calls
 
 
-def refused(folder: Path, name: str, call: Call, number: int, lasting: bool) -> list[str]:
+def _refused(folder: Path, name: str, call: Call, number: int, lasting: bool) -> list[str]:
     """Run the verb *name* while *call* fails with *number*; return all that is not as it should be."""
     hook = Refuser(call, number, lasting=lasting)
     target = snapshot(folder / "out")
@@ -93,122 +67,47 @@ def refused(folder: Path, name: str, call: Call, number: int, lasting: bool) -> 
 
 
 def _complaints(folder: Path, hook: Refuser, failure: Failure | None, number: int, *, lasting: bool) -> list[str]:
-    found: list[str] = []
-    if failure is None:
-        # Only what is done to be helpful may fail unseen.
-        found += (
-            [] if _ends_all_the_same(hook.failed, number) else [f"success was reported although {hook.failed} failed"]
-        )
-    elif failure.kind != "StorageIO" or failure.exit_code != EXIT_CODES[number]:
+    found = litter(folder, "out.partial-*" if lasting else "out.*")
+    if failure is None and not _may_fail_unseen(hook.failed, number):
+        found.append(f"success was reported although {hook.failed} failed")
+    elif failure is not None and (failure.kind != "StorageIO" or failure.exit_code != EXIT_CODES[number]):
         found.append(f"it failed otherwise: {failure.trace}")
-    beside = folder.glob("out.partial-*" if lasting else "out.*")
-    litter = [*leftovers(folder / "store"), *leftovers(folder / "new"), *(path.name for path in beside)]
-    found += [f"left behind: {litter}"] if litter else []
     synced = [path for call, path in hook.paths if call.operation == "fsync" and path.is_file()]
-    found += ["a failed fsync was tried again"] if any(synced.count(path) > 1 for path in hook.failed) else []
-    return found
+    return found + (["a failed fsync was tried again"] if any(synced.count(path) > 1 for path in hook.failed) else [])
 
 
-def _ends_all_the_same(failed: list[Path], number: int) -> bool:
+def _may_fail_unseen(failed: list[Path], number: int) -> bool:
     """Whether a collection has no need of it: it tells the time by its host's clock, or makes room and goes on."""
     return all(path.name == "tmp" or (path.parent.name == "aside" and number == errnos.ENOSPC) for path in failed)
 
 
-def _refuse_everywhere(scene: Path, path: Path, name: str, points: list[Call]) -> None:
+@pytest.mark.fault(14, 16, 17, 23, 28)
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(1, marks=pytest.mark.sample(2, by="name", always=("ingest",))),
+        pytest.param(4, marks=pytest.mark.full),
+        pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)], id="every call"),
+    ],
+)
+def test_an_error_at_any_step_is_reported_and_harmless(
+    scene: Path, fast_path: Path, name: str, count: int | None
+) -> None:
+    """Calls of the sample fail: the code says why, nothing is left behind, and a repeat succeeds."""
+    calls = sorted(in_child(_dry_pass, fresh(scene, fast_path / "dry", name), name).needed())
+    asked = [call for call in calls if call.operation in ANSWERS]
+    points = asked if count is None else sorted(seeded(name).sample(asked, min(len(asked), count)))
+    cases = [(call, number, False) for call in points for number in ANSWERS[call.operation]]
+    cases += [(call, errnos.ENOSPC, True) for call in points[::4]]
+    print(f"{name}: {len(cases)} refusals at {len(points)} calls")
+
     def refuse(case: tuple[Call, int, bool]) -> None:
         call, number, lasting = case
-        folder = fresh(scene, path / f"{call}-{number}-{lasting}", name)
-        outcome = in_child(refused, folder, name, call, number, lasting)
+        folder = fresh(scene, fast_path / f"{call}-{number}-{lasting}", name)
+        outcome = in_child(_refused, folder, name, call, number, lasting)
         assert outcome.needed() == [], f"{name}: {call} fails with {errnos.errorcode[number]}{' for good' * lasting}"
         shutil.rmtree(folder)
 
-    cases = [(call, number, False) for call in points for number in ANSWERS.get(call.operation, ())]
-    cases += [(call, errnos.ENOSPC, True) for call in points[::4] if call.operation in ANSWERS]
-    print(f"{name}: {len(cases)} refusals at {len(points)} calls")
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(refuse, cases))
-
-
-def _refuse_some(scene: Path, path: Path, name: str, count: int | None) -> None:
-    calls = sorted(in_child(_dry_pass, fresh(scene, path / "dry", name), name).needed())
-    asked = [call for call in calls if call.operation in ANSWERS]
-    chosen = asked if count is None else sorted(seeded(name).sample(asked, min(len(asked), count)))
-    _refuse_everywhere(scene, path, name, chosen)
-
-
-@pytest.mark.fault(16, 17, 23, 28)
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.sample(2, always=("ingest",))
-def test_an_error_at_any_step_is_reported_and_harmless(scene: Path, fast_path: Path, name: str) -> None:
-    """One call of the sample fails: the code says why, nothing is left behind, and a repeat succeeds."""
-    _refuse_some(scene, fast_path, name, 1)
-
-
-@pytest.mark.full
-@pytest.mark.fault(16, 17, 23, 28)
-@pytest.mark.parametrize("name", WRITES)
-def test_an_error_at_some_steps_is_reported_and_harmless(scene: Path, fast_path: Path, name: str) -> None:
-    """The same for each verb."""
-    _refuse_some(scene, fast_path, name, 4)
-
-
-@pytest.mark.fault(16, 17, 23, 28)
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", WRITES)
-def test_an_error_at_every_step_is_reported_and_harmless(scene: Path, fast_path: Path, name: str) -> None:
-    """The same for every single call."""
-    _refuse_some(scene, fast_path, name, None)
-
-
-# -- read-only -----------------------------------------------------------------------------------------------------
-
-
-def _as_nobody(folder: Path, earlier: dict[str, str]) -> list[str]:
-    # Once as root: nobody may not be allowed to import what is still missing.
-    assert problems(copied(folder / "store", folder / "warm"), folder / "scratch", earlier) == []
-    become_nobody()
-    before = snapshot(folder / "store")
-    found = problems(folder / "store", folder / "scratch", earlier)
-    second = folder.parent / "sources" / "second"
-    with Store(folder / "store") as store:
-        found += [] if store.show("run@2").step == 2 and store.ls("run@2") else ["show or ls says something else"]
-        writes: dict[str, Callable[[], object]] = {
-            "ingest": lambda: store.ingest(second, run="run"),
-            "another run": lambda: store.ingest(second, run="new"),
-            "pin": lambda: store.pin("named", "run@2"),
-            "drop": lambda: store.drop("run@2"),
-            "gc": store.gc,
-            "reindex": store.reindex,
-        }
-        for name, write in writes.items():
-            failure = attempt(write)
-            if failure is None or failure.exit_code != 12:
-                found.append(f"{name}: {failure and failure.trace}")
-    return found + (["the store has changed"] if snapshot(folder / "store") != before else [])
-
-
-def _open_to_all(folder: Path) -> None:
-    for path in [folder, *folder.parents][:-1]:
-        if path.stat().st_uid == os.getuid() and path != Path("/dev/shm"):
-            path.chmod(0o755)
-    (folder / "scratch").mkdir(exist_ok=True)
-    (folder / "scratch").chmod(0o777)
-
-
-@pytest.mark.fault(27)
-@pytest.mark.parametrize("has_index", [True, False])
-def test_a_store_without_write_permission_can_be_read(scene: Path, fast_path: Path, has_index: bool) -> None:
-    """Questions and composites work, everything that writes exits with 12, and nothing changes."""
-    folder = fresh(scene, fast_path / "locked", "ingest")
-    if not has_index:
-        shutil.rmtree(folder / "store" / "manifest")
-    for each in (folder, scene):
-        _open_to_all(each)
-    for path in [folder / "store", *(folder / "store").rglob("*")]:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-
-    outcome = in_child(_as_nobody, folder, {"run@2": facts_of(folder)["first"]})
-
-    assert outcome.needed() == []
-    assert {notice.split(":")[0] for notice in outcome.notices} <= {"IndexNotice"}

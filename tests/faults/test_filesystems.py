@@ -1,17 +1,8 @@
-"""
-Real filesystems, mounted from images: what the doctor says of each, and a store that lives there.
-
-Skipped where mounting is not allowed, or a filesystem's tools are not installed.
-"""
+"""Real filesystems, mounted from images: what the doctor says of each, and a store that lives there."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,51 +11,12 @@ import layerstore
 from layerstore.check.doctor import Diagnosis
 from layerstore.storage import IndexNotice, WeakDurability
 from layerstore.store import Store
+from tests.faults.disks import is_remounted, mounted
 from tests.faults.harness import composed, problems, tiny_checkpoint
 
 pytestmark = pytest.mark.full
 
-IMAGE_BYTES = 320 << 20  # XFS wants 300
-MAKERS = {"ext4": ["mkfs.ext4", "-q"], "xfs": ["mkfs.xfs", "-q"], "btrfs": ["mkfs.btrfs", "-q"], "vfat": ["mkfs.vfat"]}
 EVERYWHERE = {"exclusive create", "hard links", "rename", "race", "fsync", "clock"}
-
-
-def run(*command: object) -> bool:
-    """Run a tool; return whether it went well."""
-    if shutil.which(str(command[0])) is None:
-        pytest.skip(f"{command[0]} is not installed")
-    return subprocess.run([*map(str, command)], check=False, capture_output=True).returncode == 0
-
-
-@pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[ExitStack]:
-    """Unmount afterwards what a test mounts."""
-    if os.getuid() != 0:
-        pytest.skip("only root may mount")
-    with ExitStack() as stack:
-        yield stack
-
-
-def mounted(kind: str, folder: Path, mounts: ExitStack) -> Path:
-    """Mount a new filesystem of *kind* in *folder*."""
-    folder.mkdir()
-    if kind == "tmpfs":
-        command: list[object] = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder]
-    elif kind == "bindfs":
-        behind = folder.with_name("behind")
-        behind.mkdir()
-        command = ["bindfs", behind, folder]
-    else:
-        image = folder.with_name("image")
-        image.touch()
-        os.truncate(image, IMAGE_BYTES)
-        if not run(*MAKERS[kind], image):
-            pytest.skip(f"{kind} cannot be made here")
-        command = ["mount", "-o", "loop", image, folder]
-    if not run(*command):
-        pytest.skip(f"{kind} cannot be mounted here")
-    mounts.callback(run, "umount", "-l", folder)
-    return folder
 
 
 def verdicts(diagnosis: Diagnosis) -> dict[str, str]:
@@ -81,14 +33,14 @@ def texts(diagnosis: Diagnosis) -> dict[str, str]:
     return {finding.check: finding.text for finding in diagnosis.findings}
 
 
-def live_there(folder: Path, scratch: Path) -> None:
+def live_there(place: Path, scratch: Path) -> None:
     """Make a store, save, collect, compose and verify it."""
-    with layerstore.init(folder / "store") as store:
+    with layerstore.init(place / "store") as store:
         for step in (2, 4):
             store.ingest(tiny_checkpoint(scratch / f"step{step}", step=step), run="run")
         store.gc(layerstore.Keep(last=1))
         expected = composed(store, "run@4", scratch)
-    assert problems(folder / "store", scratch, {"run@4": expected}) == []
+    assert problems(place / "store", scratch, {"run@4": expected}) == []
 
 
 @pytest.mark.parametrize(
@@ -99,75 +51,62 @@ def live_there(folder: Path, scratch: Path) -> None:
         pytest.param("btrfs", "works", marks=pytest.mark.exhaustive),
     ],
 )
-def test_disks_keep_every_promise(mounts: ExitStack, tmp_path: Path, kind: str, reflink: str) -> None:
+def test_disks_keep_every_promise(tmp_path: Path, kind: str, reflink: str) -> None:
     """The doctor finds no problem, tells reflinks from copies, and a store lives there."""
-    folder = mounted(kind, tmp_path / "disk", mounts)
+    with mounted(kind, tmp_path / "disk") as place:
+        diagnosis = layerstore.doctor(place / "store")
 
-    diagnosis = layerstore.doctor(folder / "store")
-
-    assert diagnosis.problems == []
-    assert dict.fromkeys(EVERYWHERE, "ok") == {check: verdicts(diagnosis)[check] for check in EVERYWHERE}
-    assert texts(diagnosis)["filesystem"].startswith(f"{kind}, mounted at ")
-    assert texts(diagnosis)["reflink"].startswith(reflink)
-    assert texts(diagnosis)["locks"].startswith("flock keeps")
-    live_there(folder, tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == sorted({"store", *_of_the_filesystem(kind)})
-
-
-def _of_the_filesystem(kind: str) -> set[str]:
-    return {"lost+found"} if kind == "ext4" else set()
+        assert diagnosis.problems == []
+        assert dict.fromkeys(EVERYWHERE, "ok") == {check: verdicts(diagnosis)[check] for check in EVERYWHERE}
+        assert texts(diagnosis)["filesystem"].startswith(f"{kind}, mounted at ")
+        assert texts(diagnosis)["reflink"].startswith(reflink)
+        assert texts(diagnosis)["locks"].startswith("flock keeps")
+        live_there(place, tmp_path)
+        assert {path.name for path in place.iterdir()} - {"lost+found"} == {"store"}
 
 
 @pytest.mark.exhaustive
-def test_memory_is_a_problem_and_works(mounts: ExitStack, tmp_path: Path) -> None:
+def test_memory_is_a_problem_and_works(tmp_path: Path) -> None:
     """Everything works there, until the power goes."""
-    folder = mounted("tmpfs", tmp_path / "disk", mounts)
-
-    diagnosis = layerstore.doctor(folder)
-
-    assert [finding.check for finding in diagnosis.problems] == ["filesystem"]
-    live_there(folder, tmp_path)
+    with mounted("tmpfs", tmp_path / "disk", 64 << 20) as place:
+        assert [finding.check for finding in layerstore.doctor(place).problems] == ["filesystem"]
+        live_there(place, tmp_path)
 
 
-def test_fuse_is_taken_for_a_network(mounts: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuse_is_taken_for_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can tell what is behind it: the index lies elsewhere, locks are leases, and a store lives there."""
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "index"))
-    folder = mounted("bindfs", tmp_path / "disk", mounts)
+    with mounted("bindfs", tmp_path / "disk") as place:
+        diagnosis = layerstore.doctor(place / "store")
 
-    diagnosis = layerstore.doctor(folder / "store")
-
-    assert verdicts(diagnosis)["filesystem"] == "note"
-    assert texts(diagnosis)["locks"].startswith("leases; flock works")
-    assert texts(diagnosis)["index"].startswith(f"at {tmp_path}/index/STORE-ID")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WeakDurability)  # what FUSE answers to fsync depends on its version
-        live_there(folder, tmp_path)
-    assert not (folder / "store" / "manifest").exists()
-    assert list((folder / "store" / "locks").glob("gc.lock.*"))
+        assert verdicts(diagnosis)["filesystem"] == "note"
+        assert texts(diagnosis)["locks"].startswith("leases; flock works")
+        assert texts(diagnosis)["index"].startswith(f"at {tmp_path}/index/STORE-ID")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WeakDurability)  # what FUSE answers to fsync depends on its version
+            live_there(place, tmp_path)
+        assert not (place / "store" / "manifest").exists()
+        assert list((place / "store" / "locks").glob("gc.lock.*"))
 
 
-def test_a_filesystem_without_links_is_no_place(mounts: ExitStack, tmp_path: Path) -> None:
+def test_a_filesystem_without_links_is_no_place(tmp_path: Path) -> None:
     """The doctor says so, and ``init`` fails instead of making half a store."""
-    folder = mounted("vfat", tmp_path / "disk", mounts)
-
-    diagnosis = layerstore.doctor(folder)
-
-    assert verdicts(diagnosis)["hard links"] == "problem"
-    with pytest.raises(layerstore.LayerstoreError):
-        layerstore.init(folder / "store")
+    with mounted("vfat", tmp_path / "disk") as place:
+        assert verdicts(layerstore.doctor(place))["hard links"] == "problem"
+        with pytest.raises(layerstore.LayerstoreError):
+            layerstore.init(place / "store")
 
 
-@pytest.mark.parametrize("kind", ["ext4"])
-def test_a_read_only_mount_is_told(mounts: ExitStack, tmp_path: Path, kind: str) -> None:
+def test_a_read_only_mount_is_told(tmp_path: Path) -> None:
     """A store there can be read; a new one cannot be made."""
-    folder = mounted(kind, tmp_path / "disk", mounts)
-    layerstore.init(folder / "store").close()
-    if not run("mount", "-o", "remount,ro", folder):
-        pytest.skip("remounting is not allowed here")
+    with mounted("ext4", tmp_path / "disk") as place:
+        layerstore.init(place / "store").close()
+        if not is_remounted(place, "ro"):
+            pytest.skip("remounting is not allowed here")
 
-    old, new = layerstore.doctor(folder / "store"), layerstore.doctor(folder / "new")
+        old, new = layerstore.doctor(place / "store"), layerstore.doctor(place / "new")
 
-    assert (verdicts(old)["writing"], verdicts(new)["writing"]) == ("note", "problem")
-    with warnings.catch_warnings(), Store(folder / "store") as store:
-        warnings.simplefilter("ignore", IndexNotice)
-        assert store.log() == []
+        assert (verdicts(old)["writing"], verdicts(new)["writing"]) == ("note", "problem")
+        with warnings.catch_warnings(), Store(place / "store") as store:
+            warnings.simplefilter("ignore", IndexNotice)
+            assert store.log() == []

@@ -1,18 +1,10 @@
-"""
-Stores in places that are not one user's own disk: on a network, shared by users, without an index.
-
-The system's list of mounts is made up where it takes a network; users are real.
-"""
+"""Stores on a network, by a list of mounts that is made up, and without an index."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import stat
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +13,9 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import InvalidInput
 from layerstore.storage import IndexNotice, files, locks, manifest_directory
-from tests.faults.harness import Failure, attempt, composed, in_child, problems, tiny_checkpoint
+from tests.faults.harness import composed, in_child, tiny_checkpoint
 
 pytestmark = pytest.mark.full
-
-NOBODY, OTHER, GROUP = 65534, 65533, 65533
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +23,6 @@ def sources(fast_module_path: Path) -> Path:
     """Return a folder with two checkpoints."""
     for step in (2, 4):
         tiny_checkpoint(fast_module_path / f"step{step}", step=step)
-    # Others than who runs the tests read them too; what is executable belongs to a commit.
-    for each in (fast_module_path, *fast_module_path.rglob("*")):
-        each.chmod(0o755 if each.is_dir() else 0o644)
     return fast_module_path
 
 
@@ -140,114 +127,26 @@ def test_two_stores_may_be_given_one_folder_for_the_index(
 # -- without an index ----------------------------------------------------------------------------------------------
 
 
-def _forbidden(path: Path) -> None:
-    os.environ["LAYERSTORE_MANIFEST_DIR"] = "/proc/nowhere"
-
-
-def _unwanted(path: Path) -> None:
-    os.environ["LAYERSTORE_NO_INDEX"] = "1"
-
-
-def _without(how: Callable[[Path], None], path: Path, sources: Path, scratch: Path) -> dict[str, object]:
+def _without(variable: str, value: str, path: Path, sources: Path, scratch: Path) -> dict[str, object]:
     layerstore.init(path).close()
-    how(path)
+    os.environ[variable] = value
     return use_all(path, sources, scratch)
 
 
-@pytest.mark.parametrize("how", [_forbidden, _unwanted])
+@pytest.mark.fault(100)
+@pytest.mark.parametrize(
+    ("variable", "value", "notices"),
+    [("LAYERSTORE_MANIFEST_DIR", "/proc/nowhere", {"IndexNotice"}), ("LAYERSTORE_NO_INDEX", "1", set())],
+)
 def test_every_verb_works_without_an_index(
-    sources: Path, fast_path: Path, expected: dict[str, object], how: Callable[[Path], None]
+    sources: Path, fast_path: Path, expected: dict[str, object], variable: str, value: str, notices: set[str]
 ) -> None:
     """It cannot be made, or is not wanted: the same answers, with a notice unless that was asked for."""
-    outcome = in_child(_without, how, fast_path / "store", sources, fast_path)
+    outcome = in_child(_without, variable, value, fast_path / "store", sources, fast_path)
 
     assert outcome.needed() == expected
     assert not (fast_path / "store" / "manifest" / "data.mdb").exists()
-    kinds = {notice.split(":")[0] for notice in outcome.notices}
-    assert kinds == (set() if how is _unwanted else {"IndexNotice"})
-
-
-# -- several users -------------------------------------------------------------------------------------------------
-
-
-def _as_user(sources: Path, user: int, umask: int, work: Callable[..., object], *args: object) -> object:
-    # Once as root: others may not be allowed to import what is still missing.
-    with tempfile.TemporaryDirectory() as folder:
-        _make_and_ingest(Path(folder) / "warm", sources / "step2")
-        problems(Path(folder) / "warm", Path(folder), {})
-    os.umask(umask)
-    if os.getuid() == 0:
-        os.setgroups([])
-        os.setgid(GROUP)
-        os.setuid(user)
-    return work(*args)
-
-
-def _ingest(path: Path, source: Path, run: str) -> Failure | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", IndexNotice)
-        return attempt(lambda: Store(path).ingest(source, run=run))
-
-
-def _make_and_ingest(path: Path, source: Path) -> None:
-    with layerstore.init(path) as store:
-        store.ingest(source, run="run")
-
-
-@pytest.fixture
-def shared(sources: Path) -> Iterator[Path]:
-    """Yield a folder of a group that two users are in."""
-    if os.getuid() != 0:
-        pytest.skip("only root may become others")
-    folder = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp") / f"layerstore-shared-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.chown(folder, NOBODY, GROUP)
-    folder.chmod(0o2775)
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize(
-    "umask", [0o027, *(pytest.param(mask, marks=pytest.mark.exhaustive) for mask in (0o077, 0o002))]
-)
-def test_modes_follow_the_umask(shared: Path, sources: Path, umask: int) -> None:
-    """Every file and folder of a store, its index and its locks included."""
-    in_child(_as_user, sources, NOBODY, umask, _make_and_ingest, shared / "store", sources / "step2").needed()
-
-    for path in [shared / "store", *(shared / "store").rglob("*")]:
-        mode = stat.S_IMODE(path.stat().st_mode) & 0o777
-        assert mode == (0o777 if path.is_dir() else 0o666) & ~umask, path
-
-
-def test_two_users_share_a_store(shared: Path, sources: Path, fast_path: Path) -> None:
-    """A common group, the setgid bit and umask 002 are enough: each uses what the other has saved."""
-    path = shared / "store"
-    in_child(_as_user, sources, NOBODY, 0o002, _make_and_ingest, path, sources / "step2").needed()
-
-    again = in_child(_as_user, sources, OTHER, 0o002, _ingest, path, sources / "step2", "theirs").needed()
-    new = in_child(_as_user, sources, OTHER, 0o002, _ingest, path, sources / "step4", "run").needed()
-
-    assert (again, new) == (None, None)
-    assert problems(path, fast_path, {}) == []
-
-
-def test_what_another_user_may_not_write_is_said_with_owner_and_mode(
-    shared: Path, sources: Path, fast_path: Path
-) -> None:
-    """Exit code 12, the path, whose it is, and how a store is shared; nothing is harmed."""
-    path = shared / "store"
-    in_child(_as_user, sources, NOBODY, 0o022, _make_and_ingest, path, sources / "step2").needed()
-
-    failure = in_child(_as_user, sources, OTHER, 0o022, _ingest, path, sources / "step4", "theirs").needed()
-
-    assert failure.exit_code == 12
-    assert str(path) in failure.message
-    assert f"user {NOBODY}'s" in failure.hint
-    assert "with mode 2755" in failure.hint
-    assert f"you are user {OTHER}" in failure.hint
-    assert "umask 002" in failure.hint
-    assert problems(path, fast_path, {}) == []
+    assert {notice.split(":")[0] for notice in outcome.notices} == notices
 
 
 # -- jobs on a network ---------------------------------------------------------------------------------------------

@@ -18,36 +18,21 @@ import pytest
 
 from layerstore import store as store_module
 from layerstore.storage import Files, Hook, NewFile
-from tests.faults import older, verbs
+from tests.faults import verbs
 from tests.faults.harness import in_child, seeded
 from tests.faults.simulated_disk import Choice, Disk, Trace, TracedFiles, Tree, digest, samples, written
 from tests.faults.test_crash import with_one_worker
-from tests.faults.verbs import VERBS, WRITES, fresh, make_scene, repeated, wrong
+from tests.faults.verbs import VERBS, WRITES, fresh, wrong
 
-IMAGES = 2
-"""How many of a verb's images are looked at in a usual run."""
 AT_EACH_MOMENT = 5
-"""How many of each moment in an exhaustive one."""
+"""How many images of each moment are looked at in an exhaustive run."""
 CLEARS_AWAY = {"gc", "trim", "empty", "unpin", "migrate"}
 """Verbs that end by removing things: what was removed last may be back, and nothing names it."""
 
 
-@pytest.fixture(scope="module")
-def scene(fast_module_path: Path) -> Path:
-    """Return the scene that a power cut starts from in a usual run; it is copied, never changed."""
-    return make_scene(fast_module_path / "scene")
-
-
-@pytest.fixture(scope="module")
-def scene_with_files(fast_module_path: Path) -> Path:
-    """Return one with gathered weights, and files that are kept as they are."""
-    return make_scene(fast_module_path / "hf" / "scene", layout="hf")
-
-
 def aftermath(folder: Path, name: str, *, is_done: bool) -> list[str]:
     """Return what is wrong after a power cut, by which the verb *name* is done or not, and after it was repeated."""
-    found = wrong(folder, name, is_done=is_done and name not in CLEARS_AWAY)
-    return found + repeated(folder, name)
+    return verbs.aftermath(folder, name, is_done=is_done and name not in CLEARS_AWAY)
 
 
 # -- images --------------------------------------------------------------------------------------------------------
@@ -68,7 +53,7 @@ def trace(folder: Path, name: str, files: type[TracedFiles] = TracedFiles) -> Tr
     """Run the verb *name* in *folder*, all of whose operations are noted."""
     with_one_worker()
     noted = Trace(folder)
-    users, plain = (store_module, verbs, older), Files
+    users, plain = (store_module, verbs), Files
 
     def seam(hook: Hook = noted) -> Files:
         return files(noted) if hook is noted else Files(hook)
@@ -104,11 +89,7 @@ def _lost(picks: dict[Choice, int]) -> list[Choice]:
     return [choice for choice, way in picks.items() if way != choice.kept]
 
 
-Look = Callable[..., list[str]]
-"""What looks at the outcome of a verb, and perhaps repeats it."""
-
-
-def image_problems(tree: Tree, folder: Path, name: str, *, is_done: bool, look: Look) -> list[str]:
+def image_problems(tree: Tree, folder: Path, name: str, *, is_done: bool, look: Callable[..., list[str]]) -> list[str]:
     """Return what is wrong with the image *tree*, which *folder* is to hold."""
     shutil.rmtree(folder, ignore_errors=True)
     written(tree, folder)
@@ -149,39 +130,25 @@ def _some(found: list[Image], most: int, chance: random.Random) -> list[Image]:
 # -- the promises --------------------------------------------------------------------------------------------------
 
 
-def _survives(scene: Path, path: Path, name: str, most: int | None) -> None:
+@pytest.mark.fault(8, 9, 103)
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(
+    "most",
+    [
+        pytest.param(2, marks=pytest.mark.sample(2, by="name", always=("ingest", "gc"))),
+        pytest.param(4, marks=pytest.mark.full),
+        pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)], id="every moment"),
+    ],
+)
+def test_a_power_cut_loses_nothing(fast_path: Path, scene: Path, name: str, most: int | None) -> None:
+    """A sample of what may be lost: what was reported is there, what is there is whole, and the verb repeats."""
     seed = seeded(name).randrange(10**9)
-    outcome = in_child(_looked_at, fresh(scene, path / "cut", name), name, seed, most, timeout_seconds=7000.0)
+    outcome = in_child(_looked_at, fresh(scene, fast_path / "cut", name), name, seed, most, timeout_seconds=7000.0)
 
     operations, count, bad = outcome.needed()
     print(f"{name}: {count} images of {operations} operations")
     assert bad == []
     assert count
-
-
-@pytest.mark.fault(8, 9, 103)
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.sample(2, always=("ingest", "gc"))
-def test_a_power_cut_loses_nothing(fast_path: Path, scene: Path, name: str) -> None:
-    """A sample of what may be lost: what was reported is there, what is there is whole, and the verb repeats."""
-    _survives(scene, fast_path, name, IMAGES)
-
-
-@pytest.mark.full
-@pytest.mark.fault(8, 9, 103)
-@pytest.mark.parametrize("name", WRITES)
-def test_more_power_cuts_lose_nothing(fast_path: Path, scene: Path, name: str) -> None:
-    """The same for each verb."""
-    _survives(scene, fast_path, name, 4)
-
-
-@pytest.mark.fault(8, 9, 103)
-@pytest.mark.exhaustive
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", WRITES)
-def test_a_power_cut_at_any_moment_loses_nothing(fast_path: Path, scene_with_files: Path, name: str) -> None:
-    """The same for every moment, and with every kind of object."""
-    _survives(scene_with_files, fast_path, name, None)
 
 
 # -- that it can fail ----------------------------------------------------------------------------------------------

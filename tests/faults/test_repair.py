@@ -1,4 +1,4 @@
-"""Promises of ``repair``: what another store has sound is fetched as it was, the rest is told, nothing is guessed."""
+"""Promises of ``repair``, and of an ingest that finds damage: sound copies are fetched, the rest is told."""
 
 import dataclasses
 import errno
@@ -17,7 +17,7 @@ from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, St
 from layerstore.format import digest, make_commit, pack, unpack
 from layerstore.format.envelope import seal, unseal
 from layerstore.history.references import resolve
-from layerstore.model import CommitRecord, Observed, Part
+from layerstore.model import Observed, Part
 from layerstore.progress import Silent
 from layerstore.storage import Files, IndexNotice, OpenFile, open_repository
 from layerstore.store import restore_identity
@@ -42,13 +42,9 @@ def version_of(store: Store, ref: str, layer: str) -> Path:
     return store.path / "objects" / version[:2] / version
 
 
-def state_of(store: Store, ref: str) -> Path:
-    """Return the file of rank 0's state."""
-    return store.repo.layout.object(_record(store, ref).states[0].id)
-
-
-def _record(store: Store, ref: str) -> CommitRecord:
-    return resolve(store.repo, ref).record
+def state_of(store: Store, ref: str, layer: str = "") -> Path:
+    """Return the file of rank 0's state, which is no layer's."""
+    return store.repo.layout.object(resolve(store.repo, ref).record.states[0].id)
 
 
 def record_of(store: Store, ref: str) -> Path:
@@ -123,10 +119,13 @@ def test_an_object_is_fetched_from_a_copy_of_the_store(
     """Whatever became of it: verify names commit and layers, repair moves it to the trash and takes the copy's."""
     shutil.copytree(store.path, folder / "copy")
     sound = masters(store, "r@20")
-    path = what(store, "r@20") if what is state_of else what(store, "r@20", "model.layers.0")
+    path = what(store, "r@20", "model.layers.0")
     before = path.read_bytes()
     harm(path)
 
+    with pytest.raises(IntegrityError):
+        store.compose("r@20").write(folder / "out")
+    assert not (folder / "out").exists()
     verdict = store.verify(read_data=True)
     (damage,) = verdict.damaged
     planned = store.repair(read_data=True, sources=[folder / "copy"], dry_run=True)
@@ -161,6 +160,8 @@ def test_swapped_objects_are_both_put_right(store: Store, folder: Path) -> None:
     other.rename(one)
     one.with_name("x").rename(other)
 
+    with pytest.raises(IntegrityError):
+        store.compose("r@20").write(folder / "out")
     assert len(store.repair(read_data=True, sources=[folder / "copy"]).fetched) == 2
     assert store.verify(read_data=True).ok
 
@@ -213,7 +214,7 @@ def test_a_save_of_an_attempt_that_was_left_is_healed_by_its_checkpoint(store: S
     assert commits == [entry.commit for entry in store.log()]
 
 
-@pytest.mark.parametrize("policy", ["full", "parity", "filter"])
+@pytest.mark.parametrize("policy", ["full", "filter"])
 def test_a_step_below_a_fork_is_healed_by_its_checkpoint_under_any_policy(folder: Path, policy: str) -> None:
     """What that policy would leave out is written again too: the commit that lacks it had saved it."""
     with layerstore.init(folder / "forked") as store:
@@ -248,27 +249,19 @@ def test_a_copy_that_is_damaged_too_is_passed_over(store: Store, folder: Path) -
     assert not both.exists()
 
 
-def test_what_lies_aside_is_no_damage(store: Store) -> None:
-    """A collection was stopped after it had moved the object: it is found there, by readers as by verify."""
+@pytest.mark.parametrize("at_its_place", [None, b"?"], ids=["nothing", "something else"])
+def test_what_lies_aside_is_not_lost(store: Store, at_its_place: bytes | None) -> None:
+    """A collection was stopped after it had moved the object: it is found there, whatever got its name meanwhile."""
     path = object_of(store, "r@20", "lm_head")
     aside = store.path / "gc" / "aside"
     aside.mkdir(parents=True, exist_ok=True)
     path.rename(aside / path.name)
+    if at_its_place is not None:
+        path.write_bytes(at_its_place)
 
-    assert store.verify(read_data=True).ok
-    assert not store.repair(read_data=True).has_done
-
-
-def test_what_lies_aside_stands_in_for_what_is_damaged_at_its_place(store: Store) -> None:
-    """Something else got its name meanwhile: once that is out of the way nothing is lost."""
-    path = object_of(store, "r@20", "lm_head")
-    aside = store.path / "gc" / "aside"
-    aside.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path, aside / path.name)
-    path.write_bytes(b"?")
-
-    assert [damage.id for damage in store.verify().damaged] == [path.name]
-    assert not store.repair().has_lost
+    assert [damage.id for damage in store.verify().damaged] == ([] if at_its_place is None else [path.name])
+    done = store.repair()
+    assert (done.has_done, done.has_lost) == (at_its_place is not None, False)
     assert store.verify(read_data=True).ok
 
 
@@ -591,19 +584,8 @@ def test_what_nfs_leaves_of_a_removed_file_is_no_stranger(store: Store) -> None:
     assert not store.repair().has_done
 
 
-@pytest.mark.fault(41)
-def test_a_lost_index_is_no_damage(store: Store) -> None:
-    """It is made afresh from the records."""
-    shutil.rmtree(store.path / "manifest")
-
-    with layerstore.open(store.path) as fresh:
-        assert fresh.verify().ok
-        assert not fresh.repair().has_done
-        assert [entry.step for entry in fresh.log()] == [20, 10]
-
-
 @pytest.mark.fault(43)
-@pytest.mark.parametrize("harm", [flip, remove, become_folder, lambda path: path.write_text("")])
+@pytest.mark.parametrize("harm", [flip, remove, become_folder])
 def test_store_json_comes_back_when_the_records_agree(store: Store, harm: Callable[[Path], None]) -> None:
     """Only with its id, which the hint names, and only if the records say the same."""
     sound = masters(store, "r@20")
@@ -652,15 +634,6 @@ def test_an_identity_of_a_newer_format_is_not_replaced(store: Store) -> None:
 
     with pytest.raises(Unsupported):
         restore_identity(store.path, store.id)
-
-
-@pytest.mark.fault(95)
-def test_a_missing_folder_of_records_is_not_repaired_away(store: Store) -> None:
-    """Without it nothing is known: it is put back from a copy, by a user."""
-    (store.path / "commits").rename(store.path.parent / "elsewhere")
-
-    with pytest.raises(IntegrityError, match="commits"), layerstore.open(store.path) as fresh:
-        fresh.repair()
 
 
 # -- beside others -------------------------------------------------------------------------------------------------
@@ -726,12 +699,6 @@ def test_another_store_is_only_read_and_may_be_damaged(store: Store, folder: Pat
     assert store.verify(read_data=True).ok
 
 
-def test_all_bytes_or_a_part_of_them(store: Store) -> None:
-    """Both at once say nothing."""
-    with pytest.raises(InvalidInput, match="all of the data and a part of it"):
-        store.verify(read_data=True, read_data_subset="1/2")
-
-
 def test_repairing_a_sound_store_does_nothing(store: Store, folder: Path) -> None:
     """Not even a folder, whatever another store has besides."""
     shutil.copytree(store.path, folder / "copy")
@@ -748,21 +715,22 @@ def test_repairing_a_sound_store_does_nothing(store: Store, folder: Path) -> Non
 
 
 class _Meanwhile:
-    """A progress that does something as a phase begins."""
+    """A progress that does something once, as a phase begins."""
 
     def __init__(self, phase: str, deed: Callable[[], object]) -> None:
-        self._phase = phase
-        self._deed = deed
-        self.is_done = False
+        self._deeds = {phase: deed}
 
     def start(self, what: str, total_bytes: int) -> None:
-        """Do it, once."""
-        if what == self._phase and not self.is_done:
-            self.is_done = True
-            self._deed()
+        """Do it, if this is the phase."""
+        self._deeds.pop(what, lambda: None)()
 
     def advance(self, size_bytes: int) -> None:
         """Ignore the bytes."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was done."""
+        return not self._deeds
 
 
 @pytest.mark.parametrize("phase", ["records of r", "version blobs", "verify"])
@@ -778,10 +746,8 @@ def test_a_collection_beside_a_verify_is_no_damage(store: Store, phase: str) -> 
     time.sleep(0.02)  # nothing that goes has the time of this very tick
     meanwhile = _Meanwhile(phase, collect)
 
-    verdict = store.verify(read_data=True, progress=meanwhile)
-
+    assert store.verify(read_data=True, progress=meanwhile).damaged == ()
     assert meanwhile.is_done
-    assert verdict.damaged == ()
 
 
 # -- what has passed -----------------------------------------------------------------------------------------------
@@ -831,16 +797,8 @@ def test_a_passing_read_error_moves_nothing(store: Store, times: int) -> None:
 def part(store: Store) -> Path:
     """Return a part of a save under way."""
     made = Part(
-        session="5" * 32,
-        save=0,
-        rank=0,
-        agreement="",
-        layers=(),
-        state=None,
-        bytes_new=0,
-        bytes_reused=0,
-        failure="",
-    )
+        session="5" * 32, save=0, rank=0, agreement="", layers=(), state=None, bytes_new=0, bytes_reused=0, failure=""
+    )  # fmt: skip
     store.repo.parts.open_session(made.session)
     store.repo.parts.publish(made)
     return store.path / "parts" / made.session / "0.0"
@@ -891,7 +849,7 @@ def test_a_pin_on_a_bad_sector_does_not_keep_repair_from_the_rest(store: Store) 
 
 def test_a_record_that_is_wrong_about_a_size_costs_no_object(store: Store) -> None:
     """The object's bytes are what its name says: the record is the damage, and all others keep what they have."""
-    record = _record(store, "r@20")
+    record = resolve(store.repo, "r@20").record
     first = record.layers[0]
     wrong = dataclasses.replace(
         first, version=dataclasses.replace(first.version, size_bytes=first.version.size_bytes + 1)
@@ -932,4 +890,96 @@ def test_a_repair_that_has_lost_its_lock_stops(store: Store, folder: Path) -> No
 
     assert composed(store, "r@10", folder)
     store.repair(read_data=True, sources=[folder / "copy"])
+    assert store.verify(read_data=True).ok
+
+
+# -- what an ingest heals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("run", ["r", "other"])
+@pytest.mark.parametrize("harm", [flip, truncate], ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("what", [object_of, version_of, state_of], ids=lambda what: what.__name__)
+@pytest.mark.sample(5)
+def test_rot_that_is_reused_is_replaced(
+    store: Store, folder: Path, what: Callable[..., Path], harm: Callable[[Path], None], run: str
+) -> None:
+    """Whatever it is and whichever run asks: the bytes in hand take its place, and that is told."""
+    path = what(store, "r@10", "lm_head")
+    harm(path)
+
+    ingested = store.ingest(folder / "10", run=run)
+
+    assert (ingested.objects_healed, ingested.reused_read) == (1, True)
+    assert any("1 object in the store was damaged" in note and path.name in note for note in ingested.notes)
+    assert store.verify(read_data=True).ok
+    store.compose(f"{run}@10").write(folder / "out")
+    assert not list((store.path / "tmp").iterdir())
+
+
+@pytest.mark.fault(35, 36)
+@pytest.mark.parametrize("harm", [flip, remove], ids=lambda harm: harm.__name__)
+def test_all_of_it_may_have_rotted(store: Store, folder: Path, harm: Callable[[Path], None]) -> None:
+    """Every object and blob is written again; the next ingest finds them sound and writes nothing."""
+    files = [path for path in (store.path / "objects").rglob("*") if path.is_file()]
+    for path in files:
+        harm(path)
+
+    healed, again = ([store.ingest(folder / step, run="r") for step in ("10", "20")] for _ in range(2))
+
+    assert sum(each.objects_new for each in healed) == len(files)
+    assert sum(each.objects_healed for each in healed) == (len(files) if harm is flip else 0)
+    assert [(each.objects_new, each.objects_healed, each.notes) for each in again] == [(0, 0, ())] * 2
+    assert store.verify(read_data=True).ok
+
+
+@pytest.mark.fault(35)
+def test_rot_of_a_save_that_an_attempt_left_is_replaced(store: Store, folder: Path) -> None:
+    """The checkpoint is known as that of the earlier attempt: no commit is added, its object is healed all the same."""
+    flip(object_of(store, "r@20", "lm_head"))
+    generate(folder / "15", layers=2, hidden=8, vocab=8, step=15, seed=15)
+    store.ingest(folder / "15", run="r", rollback=True)
+
+    assert store.ingest(folder / "20", run="r").objects_healed == 1
+    assert store.verify(read_data=True).ok
+
+
+@pytest.mark.fault(35)
+def test_a_trusted_store_is_not_read(store: Store, folder: Path) -> None:
+    """The size has to do: rot stays where it is, and whoever asked for that is told that nothing was read."""
+    flip(object_of(store, "r@20", "lm_head"))
+
+    ingested = store.ingest(folder / "20", run="other", trust_store=True)
+
+    assert (ingested.objects_healed, ingested.reused_read) == (0, False)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        store.compose("other@20").write(folder / "out")
+
+
+@pytest.mark.fault(38)
+def test_a_link_in_the_place_of_an_object_is_refused(store: Store, folder: Path) -> None:
+    """It is nobody's rot: it is neither followed nor replaced."""
+    path = object_of(store, "r@20", "lm_head")
+    become_link(path)
+
+    with pytest.raises(IntegrityError, match="is not a regular file"):
+        store.ingest(folder / "20", run="other")
+    assert path.is_symlink()
+
+
+@pytest.mark.fault(49)
+def test_what_a_repair_takes_away_meanwhile_is_written_all_the_same(store: Store, folder: Path) -> None:
+    """The ingest has found the rot before it, and has the bytes: nothing of it is missing afterwards."""
+    damaged = object_of(store, "r@20", "lm_head")
+    flip(damaged)
+
+    def meanwhile(operation: str, path: Path) -> None:
+        if (operation, path) == ("mkdir", damaged.parent):
+            with layerstore.open(store.path) as repairing:
+                repairing.repair(read_data=True)
+
+    with Store(store.path, hook=meanwhile) as ingesting:
+        ingesting.ingest(folder / "20", run="other")
+
+    assert damaged.is_file()
     assert store.verify(read_data=True).ok

@@ -11,15 +11,15 @@ import errno as errnos
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import in_child, leftovers, seeded, traced
-from tests.faults.verbs import WRITES, fresh, make_scene, repeated, wrong
+from tests.faults.harness import in_child, seeded, traced
+from tests.faults.verbs import WRITES, fresh, litter, repeated, wrong
 
 SAMPLE = 3
 """Refused calls in a usual run."""
@@ -76,20 +76,11 @@ class Refusal:
         return f"{self.verb}: {self.call} {self.ordinal} fails with {errnos.errorcode[self.number]}"
 
 
-@pytest.fixture(scope="module")
-def scene(fast_module_path: Path) -> Path:
-    """Return the scene that verbs begin at; it is copied, never changed."""
-    return make_scene(fast_module_path / "scene", layout="hf")
-
-
 def _judged(folder: Path, refusal: Refusal, is_done: bool) -> list[str]:
     """Return what is wrong after a run, and after the verb was called again."""
-    name = refusal.verb
-    found = wrong(folder, name, is_done=is_done)
-    litter = [*leftovers(folder / "store"), *(path.name for path in folder.glob("*.partial-*"))]
-    if litter and refusal.call not in _CLEANS_UP:
-        found.append(f"left behind: {litter}")
-    return found + [f"afterwards: {problem}" for problem in repeated(folder, name)]
+    found = wrong(folder, refusal.verb, is_done=is_done)
+    found += [] if refusal.call in _CLEANS_UP else litter(folder)
+    return found + [f"afterwards: {problem}" for problem in repeated(folder, refusal.verb)]
 
 
 def _ordinals(scene: Path, folder: Path, name: str) -> Iterator[tuple[str, int]]:
@@ -108,15 +99,6 @@ def _ordinals(scene: Path, folder: Path, name: str) -> Iterator[tuple[str, int]]
     shutil.rmtree(folder)
 
 
-def _refusals(scene: Path, folder: Path, names: Iterable[str]) -> list[Refusal]:
-    return [
-        Refusal(name, call, ordinal, number)
-        for name in names
-        for call, ordinal in _ordinals(scene, folder / f"dry-{name}", name)
-        for number in CALLS[call]
-    ]
-
-
 def _refused(scene: Path, folder: Path, refusal: Refusal) -> None:
     fresh(scene, folder, refusal.verb)
     inject = f"inject={refusal.call}:error={errnos.errorcode[refusal.number]}:when={refusal.ordinal}"
@@ -130,28 +112,25 @@ def _refused(scene: Path, folder: Path, refusal: Refusal) -> None:
     shutil.rmtree(folder)
 
 
-def _refuse_all(scene: Path, fast_path: Path, refusals: list[Refusal]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        folders = [fast_path / f"refused-{number}" for number in range(len(refusals))]
-        list(pool.map(lambda case: _refused(scene, *case), zip(folders, refusals, strict=True)))
-    print(f"{len(refusals)} calls refused")
-
-
 @pytest.mark.full
-@pytest.mark.fault(16, 17, 18, 22, 23, 28)
-@pytest.mark.usefixtures("strace")
-def test_a_refused_call_is_an_error_or_without_effect(scene: Path, fast_path: Path) -> None:
-    """One call of a verb, chosen at random, a few times."""
-    chance = seeded("refused calls")
-    refusals = _refusals(scene, fast_path, chance.sample(WRITES, 1))
-    _refuse_all(scene, fast_path, chance.sample(refusals, SAMPLE))
-
-
 @pytest.mark.fault(16, 17, 18, 22, 23, 28, 99)
-@pytest.mark.exhaustive
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(SAMPLE, marks=pytest.mark.sample(1, by="name")),
+        pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)], id="every call"),
+    ],
+)
 @pytest.mark.usefixtures("strace")
-def test_every_refused_call_is_an_error_or_without_effect(scene: Path, fast_path: Path, name: str) -> None:
-    """Each call of each verb, with all that the system could answer to it."""
-    _refuse_all(scene, fast_path, _refusals(scene, fast_path, [name]))
+def test_a_refused_call_is_an_error_or_without_effect(
+    scene: Path, fast_path: Path, name: str, count: int | None
+) -> None:
+    """Calls of the sample, with all that the system could answer to them."""
+    asked = list(_ordinals(scene, fast_path / "dry", name))
+    refusals = [Refusal(name, call, ordinal, number) for call, ordinal in asked for number in CALLS[call]]
+    chosen = refusals if count is None else seeded("refused calls").sample(refusals, count)
+    with ThreadPoolExecutor(2) as pool:
+        folders = [fast_path / f"refused-{number}" for number in range(len(chosen))]
+        list(pool.map(lambda case: _refused(scene, *case), zip(folders, chosen, strict=True)))
+    print(f"{name}: {len(chosen)} calls refused")

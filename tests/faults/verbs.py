@@ -13,42 +13,56 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from layerstore import Keep
-from layerstore.errors import AlreadyExists, NotFound
+from layerstore.errors import AlreadyExists, NotFound, Unsupported
+from layerstore.format.identity import FORMAT
 from layerstore.history.references import resolve
+from layerstore.migrations import migrate
 from layerstore.storage import Files, Hook, make_store, no_hook
 from layerstore.store import Store, init
-from tests.bench.generate import Layout
 from tests.compat.format1 import as_format_1
-from tests.faults.harness import composed, copied, fingerprint, flip, problems, snapshot, truth
-from tests.faults.older import migrate_hooked, unmigrated_problems
+from tests.faults.harness import (
+    composed,
+    copied,
+    fingerprint,
+    flip,
+    leftovers,
+    problems,
+    snapshot,
+    truth,
+)
 from tests.faults.saving import begun_after
 from tests.generated import generate
 
 Verb = Callable[[Path, Hook], object]
+Deed = Callable[[Store, Path], object]
+"""What a verb does with a store that is open, in the folder that `fresh` has made."""
 
 
-def _source(folder: Path, name: str) -> Path:
+def source(folder: Path, name: str) -> Path:
+    """Return the checkpoint or store *name* of the scene that *folder* was made from."""
     return folder.parent / "sources" / name
 
 
 def facts_of(folder: Path) -> dict[str, str]:
     """Return what the checkpoints compose to, and the commits that inherit half, by name."""
-    found: dict[str, str] = json.loads(_source(folder, "facts.json").read_text())
+    found: dict[str, str] = json.loads(source(folder, "facts.json").read_text())
     return found
 
 
-def make_scene(folder: Path, *, layout: Layout = "raw") -> Path:
+def make_scene(folder: Path) -> Path:
     """
     Make the stores that verbs begin at, with the checkpoints and facts that they need, in *folder*; return it.
 
     ``plain`` has ``run@2`` and the pin ``kept``. In ``rich`` that was replaced, ``run@4`` was added, and ``run@6`` is
     in the trash with the replaced one. ``rotten`` has lost its record; ``harmed`` has damage of every kind that its
-    ``copy`` can heal, and a pin that nobody can. ``older`` is ``plain`` in the format before this one.
+    ``copy`` can heal, and a pin that nobody can. ``older`` is ``rich`` in the format before this one, with an object
+    that an interrupted collection had moved aside.
     """
     for name, step, seed in (("first", 2, 0), ("second", 4, 0), ("third", 6, 0), ("other", 2, 1)):
-        generate(folder / name, layers=1, hidden=8, vocab=8, step=step, seed=seed, layout=layout)
+        generate(folder / name, layers=1, hidden=8, vocab=8, step=step, seed=seed, layout="hf")
     facts = {}
     with init(folder / "plain") as store:
         store.ingest(folder / "first", run="run", pin="kept")
@@ -58,18 +72,18 @@ def make_scene(folder: Path, *, layout: Layout = "raw") -> Path:
             store.ingest(folder / name, run="run", replace=replace)
             facts[name] = composed(store, "run@2" if replace else "run", folder)
         store.drop("run@6")
-    for name, verb in (("half", do_inherit), ("saved", do_save)):
+    for name, verb in (("half", "inherit"), ("saved", "save")):
         work = folder / "work" / name
         work.mkdir(parents=True)
         _link(folder, work)
         copied(folder / "plain", work / "store")
-        verb(work, no_hook)
+        VERBS[verb](work, no_hook)
         with Store(work / "store") as store:
             facts[name] = composed(store, "run", folder)
     with Store(copied(folder / "plain", folder / "rotten")) as store:
         flip(next(store.repo.layout.run("run").iterdir()))
     _make_harmed(folder)
-    as_format_1(copied(folder / "plain", folder / "older"))
+    _move_aside(as_format_1(copied(folder / "rich", folder / "older")))
     (folder / "facts.json").write_text(json.dumps(facts))
     return folder
 
@@ -88,6 +102,13 @@ def _make_harmed(folder: Path) -> None:
         for path in hurt:
             flip(path)
         (place.run("run") / "notes.txt").write_text("?")
+
+
+def _move_aside(older: Path) -> None:
+    aside = older / "gc" / ("0" * 32) / "aside"
+    aside.mkdir(parents=True)
+    path = min(path for path in (older / "objects").glob("*/*"))
+    path.rename(aside / path.name)
 
 
 def _link(scene: Path, folder: Path) -> None:
@@ -109,177 +130,79 @@ def fresh(scene: Path, folder: Path, name: str) -> Path:
 # -- the verbs -----------------------------------------------------------------------------------------------------
 
 
-def do_init(folder: Path, hook: Hook) -> object:
-    """Make a store where there is none."""
-    return make_store(folder / "new", Files(hook))
+def _ingest(name: str, **options: Any) -> Deed:
+    return lambda store, folder: store.ingest(source(folder, name), **{"run": "run"} | options)
 
 
-def do_ingest(folder: Path, hook: Hook) -> object:
-    """Add a step."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.ingest(_source(folder, "second"), run="run")
-
-
-def do_inherit(folder: Path, hook: Hook) -> object:
-    """Add a step that inherits half of its layers, and pin it."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.ingest(_source(folder, "second"), run="run", policy="parity", pin="half")
-
-
-def do_begin(folder: Path, hook: Hook) -> object:
-    """Begin another run."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.ingest(_source(folder, "second"), run="new")
-
-
-def do_replace(folder: Path, hook: Hook) -> object:
-    """Put another commit in the place of one that is there."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.ingest(_source(folder, "other"), run="run", replace=True)
-
-
-def do_heal(folder: Path, hook: Hook) -> object:
-    """Ingest what is there, and whose record is damaged."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.ingest(_source(folder, "first"), run="run")
-
-
-def do_save(folder: Path, hook: Hook) -> object:
+def _save(store: Store, folder: Path) -> object:
     """Let two ranks save half of a step while they train, and join their parts; unless it is there."""
-    with Store(folder / "store", hook=hook) as store:
-        if resolve(store.repo, "run").record.step >= 4:
-            return None
-        save = begun_after(store, _source(folder, "second"), half=True)
-        save.write_all()
-        return save.finish()
+    if resolve(store.repo, "run").record.step >= 4:
+        return None
+    save = begun_after(store, source(folder, "second"), half=True)
+    save.write_all()
+    return save.finish()
 
 
-def do_pin(folder: Path, hook: Hook) -> object:
-    """Give a commit a name."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.pin("named", "run@2")
-
-
-def do_unpin(folder: Path, hook: Hook) -> object:
-    """Take a name away, unless it is gone."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.delete_pin("kept") if store.repo.records.pin_names() else None
-
-
-def do_drop(folder: Path, hook: Hook) -> object:
-    """Drop a commit, unless it is in the trash."""
-    with Store(folder / "store", hook=hook) as store:
-        try:
-            return store.drop("run@4")
-        except NotFound:
-            return None
-
-
-def do_undrop(folder: Path, hook: Hook) -> object:
-    """Bring a dropped commit back, unless it is there."""
-    with Store(folder / "store", hook=hook) as store:
-        try:
-            return store.undrop("run@6")
-        except NotFound:
-            return None  # it is there, and perhaps still in the trash, too
-
-
-def do_gc(folder: Path, hook: Hook) -> object:
-    """Keep the newest of two commits; what the other one needs is pinned in part, or in the trash."""
-    return _collected(folder, hook, Keep(last=1))
-
-
-def do_trim(folder: Path, hook: Hook) -> object:
-    """Drop the moments of the older of two commits."""
-    return _collected(folder, hook, Keep(drop_optimizer_older_than=1))
-
-
-def do_empty(folder: Path, hook: Hook) -> object:
-    """Empty the trash."""
-    return _collected(folder, hook, None, empty_trash=True)
-
-
-def _collected(folder: Path, hook: Hook, keep: Keep | None, *, empty_trash: bool = False) -> object:
-    time.sleep(0.02)  # nothing that goes has the time of this very tick
-    with Store(folder / "store", hook=hook) as store:
+def _collect(keep: Keep | None, *, empty_trash: bool = False) -> Deed:
+    def collect(store: Store, folder: Path) -> object:
+        time.sleep(0.02)  # nothing that goes has the time of this very tick
         return store.gc(keep, grace_seconds=0, empty_trash=empty_trash)
 
-
-def do_repair(folder: Path, hook: Hook) -> object:
-    """Put right what is wrong, from a copy."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.repair(read_data=True, sources=[_source(folder, "copy")])
+    return collect
 
 
-def do_migrate(folder: Path, hook: Hook) -> object:
-    """Take a store of an older format to today's."""
-    return migrate_hooked(folder / "store", hook)
+def _verify(store: Store, folder: Path) -> object:
+    verdict = store.verify(read_data=True)
+    assert verdict.ok, f"sound, and called damaged: {verdict.damaged}"
+    return verdict
 
 
-def do_reindex(folder: Path, hook: Hook) -> object:
-    """Make the index afresh."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.reindex()
+def _unless(error: type[Exception], deed: Deed) -> Deed:
+    """Let *deed* do nothing where *error* says that it is done."""
+
+    def tried(store: Store, folder: Path) -> object:
+        with contextlib.suppress(error):
+            return deed(store, folder)
+        return None
+
+    return tried
 
 
-def do_verify(folder: Path, hook: Hook) -> object:
-    """Read every byte; all is as it was written."""
-    with Store(folder / "store", hook=hook) as store:
-        verdict = store.verify(read_data=True)
-        assert verdict.ok, f"sound, and called damaged: {verdict.damaged}"
-        return verdict
+DEEDS: dict[str, Deed] = {
+    "ingest": _ingest("second"),
+    "inherit": _ingest("second", policy="parity", pin="half"),
+    "begin": _ingest("second", run="new"),
+    "replace": _ingest("other", replace=True),
+    "heal": _ingest("first"),
+    "save": _save,
+    "pin": lambda store, _: store.pin("named", "run@2"),
+    "unpin": lambda store, _: store.delete_pin("kept") if store.repo.records.pin_names() else None,
+    "drop": _unless(NotFound, lambda store, _: store.drop("run@4")),
+    "undrop": _unless(NotFound, lambda store, _: store.undrop("run@6")),
+    "gc": _collect(Keep(last=1)),
+    "trim": _collect(Keep(drop_optimizer_older_than=1)),
+    "empty": _collect(None, empty_trash=True),
+    "repair": lambda store, folder: store.repair(read_data=True, sources=[source(folder, "copy")]),
+    "reindex": lambda store, _: store.reindex(),
+    "verify": _verify,
+    "compose": _unless(AlreadyExists, lambda store, folder: store.compose("run@2").write(folder / "out")),
+    "export": _unless(AlreadyExists, lambda store, folder: store.compose("run@2").export(folder / "exported")),
+    "overwrite": lambda store, folder: store.compose("run@2").write(folder / "out", force=True),
+}
 
 
-def do_compose(folder: Path, hook: Hook) -> object:
-    """Write a checkpoint where nothing is."""
-    with Store(folder / "store", hook=hook) as store:
-        return _written(lambda: store.compose("run@2").write(folder / "out"))
+def _in_store(deed: Deed) -> Verb:
+    def verb(folder: Path, hook: Hook) -> object:
+        with Store(folder / "store", hook=hook) as store:
+            return deed(store, folder)
 
-
-def do_export(folder: Path, hook: Hook) -> object:
-    """Write a folder for Transformers."""
-    with Store(folder / "store", hook=hook) as store:
-        return _written(lambda: store.compose("run@2").export(folder / "exported"))
-
-
-def do_overwrite(folder: Path, hook: Hook) -> object:
-    """Write a checkpoint in the place of another one."""
-    with Store(folder / "store", hook=hook) as store:
-        return store.compose("run@2").write(folder / "out", force=True)
-
-
-def _written(write: Callable[[], object]) -> object:
-    try:
-        return write()
-    except AlreadyExists:
-        return None  # it failed behind the last rename
+    return verb
 
 
 VERBS: dict[str, Verb] = {
-    verb.__name__[3:]: verb
-    for verb in (
-        do_init,
-        do_ingest,
-        do_inherit,
-        do_begin,
-        do_replace,
-        do_heal,
-        do_save,
-        do_pin,
-        do_unpin,
-        do_drop,
-        do_undrop,
-        do_gc,
-        do_trim,
-        do_empty,
-        do_repair,
-        do_migrate,
-        do_reindex,
-        do_verify,
-        do_compose,
-        do_export,
-        do_overwrite,
-    )
+    "init": lambda folder, hook: make_store(folder / "new", Files(hook)),
+    **{name: _in_store(deed) for name, deed in DEEDS.items()},
+    "migrate": lambda folder, hook: migrate(folder / "store", Files(hook)),
 }
 WRITES = [name for name in VERBS if name not in {"verify", "export"}]
 """Those whose calls are killed, cut and refused one by one."""
@@ -296,6 +219,7 @@ _ADDS = {
     "pin": {"named": "first"},
     "undrop": {"run@6": "third"},
 }
+_RICH = {name for name, begin in BEGINS_AT.items() if begin in {"rich", "older"}}
 _REMOVES = {"unpin": "kept", "drop": "run@4", "gc": "run@2"}
 _REMOVES_BYTES = {"unpin", "gc", "trim", "empty", "heal", "migrate"}
 """Verbs after which bytes may be gone that were there before; all others at most move them."""
@@ -312,7 +236,7 @@ def wrong(folder: Path, name: str, *, is_done: bool) -> list[str]:
     if name == "repair":
         return _wrong_after_repair(folder, facts, is_done=is_done)
     if name == "migrate":
-        unfinished = unmigrated_problems(folder / "store", _source(folder, "older"), is_done=is_done)
+        unfinished = _wrong_unless_migrated(folder, is_done=is_done)
         if unfinished is not None:
             return unfinished
     if name == "heal" and not is_done and _is_rotten(folder / "store"):
@@ -327,13 +251,29 @@ def wrong(folder: Path, name: str, *, is_done: bool) -> list[str]:
     return found
 
 
+def _wrong_unless_migrated(folder: Path, *, is_done: bool) -> list[str] | None:
+    """Return what is wrong with a store whose migration has not come to its end; None if it has."""
+    store = folder / "store"
+    if json.loads((store / "store.json").read_bytes())["format"] != FORMAT:
+        now = snapshot(store)
+        found = [
+            f"{name} is gone" for name, content in truth(source(folder, "older")).items() if now.get(name) != content
+        ]
+        return [*found, *(["the store is not migrated"] if is_done else [])]
+    try:
+        Store(store).close()
+    except Unsupported as error:
+        return [] if "interrupted" in str(error) and not is_done else [f"it does not open: {error}"]
+    return ["migrating is left behind"] if is_done and list(store.glob("migrating*")) else None
+
+
 def _wrong_commits(folder: Path, name: str, facts: dict[str, str], *, is_done: bool) -> list[str]:
     """Return which commits and pins are not there, or have other bytes, of those that have to be there."""
     store, scratch = folder / "store", folder.parent / f"{folder.name}-scratch"
     found: list[str] = []
     known, trash, trimmed = _known(store)
     expected = {"run@2": "first", "kept": "first"}
-    if BEGINS_AT.get(name) == "rich":
+    if name in _RICH:
         expected |= {"run@2": "other", "run@4": "second"}
     expected |= {ref: each for ref, each in _ADDS.get(name, {}).items() if is_done or ref in known}
     going = _REMOVES.get(name)
@@ -353,7 +293,7 @@ def _wrong_commits(folder: Path, name: str, facts: dict[str, str], *, is_done: b
             del expected["run@2"]
     if name == "drop" and "run@4" not in known | trash:
         found.append("run@4 is lost")
-    if BEGINS_AT.get(name) == "rich" and name != "empty" and "run@6" not in known | trash:
+    if name in _RICH and name != "empty" and "run@6" not in known | trash:
         found.append("run@6, which was in the trash, is lost")
     return found + problems(store, scratch, {ref: facts[each] for ref, each in expected.items()})
 
@@ -389,10 +329,10 @@ def _wrong_after_trim(path: Path, *, is_done: bool) -> list[str]:
 
 def _wrong_after_repair(folder: Path, facts: dict[str, str], *, is_done: bool) -> list[str]:
     """Nothing sound is hurt at any moment, and not a byte is gone; in the end all is whole but one pin."""
-    scratch, harmed = folder.parent / f"{folder.name}-scratch", _source(folder, "harmed")
+    scratch, harmed = folder.parent / f"{folder.name}-scratch", source(folder, "harmed")
     there = set(truth(folder / "store").values())
     found = [f"{name} is gone" for name, content in truth(harmed).items() if content not in there]
-    sound = snapshot(_source(folder, "copy"))
+    sound = snapshot(source(folder, "copy"))
     hurt = {name for name, content in snapshot(harmed).items() if sound.get(name) != content}
     with Store(folder / "store") as store:
         damaged = {damage.path for damage in store.verify(read_data=True).damaged}
@@ -407,7 +347,7 @@ def _wrong_after_repair(folder: Path, facts: dict[str, str], *, is_done: bool) -
 
 
 def _wrong_target(folder: Path, name: str, facts: dict[str, str], *, is_done: bool) -> list[str]:
-    older = fingerprint(_source(folder, "other"))
+    older = fingerprint(source(folder, "other"))
     if not (folder / "out").exists():
         # Between the two renames of a replacement there is no target, but both folders are whole.
         is_lost = name == "overwrite" and older not in [fingerprint(path) for path in folder.glob("out.*")]
@@ -428,3 +368,15 @@ def repeated(folder: Path, name: str) -> list[str]:
     lost: Iterable[str] = () if name in _REMOVES_BYTES else before
     found = [f"{path} is gone" for path in lost if before[path] not in now and not path.startswith(("tmp/", "parts/"))]
     return found + wrong(folder, name, is_done=True)
+
+
+def aftermath(folder: Path, name: str, *, is_done: bool = False) -> list[str]:
+    """Return what is wrong in *folder* now, and once the verb *name* was repeated."""
+    return wrong(folder, name, is_done=is_done) + repeated(folder, name)
+
+
+def litter(folder: Path, *patterns: str) -> list[str]:
+    """Return what a verb that ended by itself has left behind in ``tmp/``, or beside its target."""
+    beside = [path.name for pattern in patterns or ("*.partial-*",) for path in folder.glob(pattern)]
+    found = [*leftovers(folder / "store"), *leftovers(folder / "new"), *beside]
+    return [f"left behind: {found}"] if found else []

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import layerstore
 from layerstore.store import Store
-from tests.faults.harness import tmpfs
+from tests.faults.disks import is_remounted, mounted
 from tests.forked import Nursery
 from tests.live.heard import due, losses, one
 
@@ -24,23 +24,8 @@ LAYERS = 6
 @pytest.fixture(params=["tmpfs", pytest.param("ext4", marks=pytest.mark.exhaustive)])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """Yield a small disk of its own."""
-    if request.param == "tmpfs":
-        with tmpfs(tmp_path / "disk", DISK_BYTES) as is_mounted:
-            if not is_mounted:
-                pytest.skip("mounting is not allowed here")
-            yield tmp_path / "disk"
-        return
-    image, folder = tmp_path / "image", tmp_path / "disk"
-    folder.mkdir()
-    image.touch()
-    os.truncate(image, DISK_BYTES)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
-    if subprocess.run(["mount", "-o", "loop", image, folder], check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+    with mounted(request.param, tmp_path / "disk", DISK_BYTES) as place:
+        yield place
 
 
 @pytest.mark.fault(16)
@@ -114,12 +99,13 @@ def test_what_cannot_be_attached_to_is_refused_on_every_rank(
     for path in (store, other):
         layerstore.init(path).close()
     shutil.copytree(store, copy)
-    with tmpfs(tmp_path / "disk", 16 << 20) as is_mounted:
+    with ExitStack() as stack:
         pairs = {"other": (store, other), "copy": (store, copy), "none": (store, tmp_path / "nothing")}
-        if is_mounted:
-            layerstore.init(tmp_path / "disk" / "store").close()
-            subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
-            pairs["read-only"] = (tmp_path / "disk" / "store", tmp_path / "disk" / "store")
+        if os.getuid() == 0:
+            place = stack.enter_context(mounted("tmpfs", tmp_path / "disk"))
+            layerstore.init(place / "store").close()
+            assert is_remounted(place, "ro")
+            pairs["read-only"] = (place / "store", place / "store")
         options = {"stores": {name: tuple(map(str, paths)) for name, paths in pairs.items()}}
         with ranks.launch(f"{PROGRAMS}:refused", options, folder=tmp_path, name="refused") as launch:
             launch.done()
