@@ -339,19 +339,5 @@ def _number(count: int) -> str:
 
 
 def _fields(found: "Estimate", assumed: set[str]) -> dict[str, object]:
-    model = found.model
-    return {
-        "model": {
-            "name": model.name,
-            "architecture": model.architecture,
-            "source": model.source,
-            "parameters": model.parameters,
-            "trained": found.trained,
-            "layers": found.layers,
-        },
-        **json_fields(found.training),
-        "held_share": found.held_share,
-        "lines": [json_fields(line) for line in found.lines],
-        "assumed": sorted(assumed),
-        "assumptions": list(found.assumptions),
-    }
+    model = json_fields(found.model) | {"trained": found.trained, "layers": found.layers}
+    return {"model": model, **json_fields(found.training), **json_fields(found), "assumed": sorted(assumed)}

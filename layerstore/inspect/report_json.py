@@ -17,7 +17,7 @@ from layerstore.errors import Unsupported
 from layerstore.gc import CommitFate
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
 from layerstore.inspect.report import Report, RetentionReport, RunReport, ShownSave, collect_report, thinned
-from layerstore.inspect.stats import Stats
+from layerstore.inspect.stats import Stats, stats_fields
 from layerstore.json_fields import json_fields
 from layerstore.model import LayerEntry, Origin
 from layerstore.policy.keep import Keep
@@ -91,7 +91,7 @@ def report_page(report: Report) -> bytes:
 
 
 def _stats(found: Stats) -> dict[str, object]:
-    fields = found.json_fields()
+    fields = stats_fields(found)
     runs = fields["runs"]
     assert isinstance(runs, list)
     return {

@@ -14,7 +14,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format.records import commit_id
 from layerstore.history import objects_of_state
-from layerstore.json_fields import json_fields, json_value
+from layerstore.json_fields import json_fields
 from layerstore.model import (
     BlobRef,
     Commit,
@@ -99,27 +99,15 @@ class Stats:
         """The share of the logical bytes that is not stored."""
         return 1 - self.unique_bytes / self.logical_bytes if self.logical_bytes else 0.0
 
-    def json_fields(self) -> dict[str, object]:
-        """Return it as JSON has it; of a run counted alone nobody knows what only it needs."""
-        own = {} if self.run is None else {"own_bytes": None}
-        runs = [json_fields(run) | own for run in self.runs]
-        kinds = [{"kind": name, "objects": of.count} | json_fields(of) for name, of in self.kinds.items()]
-        layers = [{"layer": name, "versions": of.count} | json_fields(of) for name, of in self.layers.items()]
-        return {
-            "run": self.run,
-            "commits": self.commits,
-            "pins": self.pins,
-            "logical_bytes": self.logical_bytes,
-            "unique_bytes": self.unique_bytes,
-            "physical_bytes": self.physical_bytes,
-            "saved_ratio": self.saved_ratio,
-            "unneeded": json_value(self.unneeded),
-            "missing": self.missing,
-            "runs": runs,
-            "kinds": kinds,
-            "layers": layers,
-            "left_out": list(self.left_out),
-        }
+
+def stats_fields(found: Stats) -> dict[str, object]:
+    """Return *found* as JSON has it; of a run counted alone nobody knows what only it needs."""
+    own = {} if found.run is None else {"own_bytes": None}
+    return json_fields(found) | {
+        "runs": [json_fields(run) | own for run in found.runs],
+        "kinds": [{"kind": name, "objects": of.count} | json_fields(of) for name, of in found.kinds.items()],
+        "layers": [{"layer": name, "versions": of.count} | json_fields(of) for name, of in found.layers.items()],
+    }
 
 
 @dataclass(slots=True)
