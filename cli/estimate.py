@@ -245,7 +245,7 @@ def _tell(found: "Estimate", assumed: set[str], *, measured: Path | None) -> Non
         f"{shown(model.name)}{kind}: {_number(model.parameters)} parameters in {counted(found.layers, 'layer')}{frozen}"
     )
     say(
-        f"{counted(training.world_size, 'rank')}; {counted(training.saves, 'save')} in {training.steps:,} steps, "
+        f"{counted(training.world_size, 'rank')}; {counted(training.saves, 'save')} in {counted(training.steps, 'step')}, "
         f"one every {_time(training.interval_seconds)}"
     )
     say()

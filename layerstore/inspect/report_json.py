@@ -85,7 +85,7 @@ def report_page(report: Report) -> bytes:
             return page
         shown = thinned(shown)
     raise Unsupported(
-        f"a page about {len(report.runs)} runs has more than {PAGE_BYTES_MAX:,} bytes",
+        f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",
         hint="layerstore report --run RUN makes one about a single run; --json has no bound",
     )
 
