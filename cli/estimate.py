@@ -245,8 +245,8 @@ def _tell(found: "Estimate", assumed: set[str], *, measured: Path | None) -> Non
         f"{shown(model.name)}{kind}: {_number(model.parameters)} parameters in {counted(found.layers, 'layer')}{frozen}"
     )
     say(
-        f"{counted(training.world_size, 'rank')}; {counted(training.saves, 'save')} in {counted(training.steps, 'step')}, "
-        f"one every {_time(training.interval_seconds)}"
+        f"{counted(training.world_size, 'rank')}; {counted(training.saves, 'save')} in "
+        f"{counted(training.steps, 'step')}, one every {_time(training.interval_seconds)}"
     )
     say()
     columns = [Column("SAVED BY", folds=True), Column("A SAVE", "right"), Column("LARGEST", "right")]
