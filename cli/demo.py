@@ -1,7 +1,6 @@
 """``layerstore demo``: a training run goes through a store, and comes out the same."""
 
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +8,7 @@ import typer
 
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, shown, size
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.live.demo import DemoResult
@@ -138,19 +138,8 @@ def _verdict(result: "DemoResult") -> str:
 
 def _fields(result: "DemoResult") -> dict[str, object]:
     return {
-        "identical": result.identical,
-        "problems": result.problems,
-        "resumed_from": result.resumed_from,
-        "saved": [asdict(saved) for saved in result.saved],
-        "losses": [{**asdict(loss), "identical": loss.identical} for loss in result.losses],
-        "layers": result.layers,
-        "mixture": {**asdict(result.mixture), "loss": result.mixture_loss},
-        "other_ranks": asdict(result.resized),
-        "gc": asdict(result.collected),
+        **json_fields(result),
+        "mixture": json_fields(result.mixture) | {"loss": result.mixture_loss},
         "seconds": result.seconds["total"],
         "seconds_by_part": {part: spent for part, spent in result.seconds.items() if part != "total"},
-        "sizes": result.sizes,
-        "dir": str(result.folder),
-        "store": str(result.store),
-        "report": str(result.report),
     }

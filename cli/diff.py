@@ -64,7 +64,7 @@ def _warn(found: "Diff") -> None:
             continue
         for side, count in ((found.a, layer.distance.nonfinite_a), (found.b, layer.distance.nonfinite_b)):
             if count:
-                say_warning(f"{layer.layer} of {side.name} holds {counted(count, 'number')} that are NaN or infinite")
+                say_warning(f"{layer.layer} of {side.name} has NaN or infinity in {counted(count, 'number')}")
         if layer.distance.left_out:
             names = ", ".join(layer.distance.left_out[:4])
             say_warning(f"{layer.layer}: not comparable, so left out: {names}")

@@ -245,8 +245,8 @@ def _tell(found: "Estimate", assumed: set[str], *, measured: Path | None) -> Non
         f"{shown(model.name)}{kind}: {_number(model.parameters)} parameters in {counted(found.layers, 'layer')}{frozen}"
     )
     say(
-        f"{counted(training.world_size, 'rank')}; {counted(training.saves, 'save')} in {training.steps:,} steps, "
-        f"one every {_time(training.interval_seconds)}"
+        f"{counted(training.world_size, 'rank')}; {counted(training.saves, 'save')} in "
+        f"{counted(training.steps, 'step')}, one every {_time(training.interval_seconds)}"
     )
     say()
     columns = [Column("SAVED BY", folds=True), Column("A SAVE", "right"), Column("LARGEST", "right")]
@@ -339,19 +339,5 @@ def _number(count: int) -> str:
 
 
 def _fields(found: "Estimate", assumed: set[str]) -> dict[str, object]:
-    model = found.model
-    return {
-        "model": {
-            "name": model.name,
-            "architecture": model.architecture,
-            "source": model.source,
-            "parameters": model.parameters,
-            "trained": found.trained,
-            "layers": found.layers,
-        },
-        **json_fields(found.training),
-        "held_share": found.held_share,
-        "lines": [json_fields(line) for line in found.lines],
-        "assumed": sorted(assumed),
-        "assumptions": list(found.assumptions),
-    }
+    model = json_fields(found.model) | {"trained": found.trained, "layers": found.layers}
+    return {"model": model, **json_fields(found.training), **json_fields(found), "assumed": sorted(assumed)}

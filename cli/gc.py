@@ -20,7 +20,7 @@ from layerstore.cli.render import (
     say_warning,
     size,
 )
-from layerstore.json_fields import iso_time
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.gc import CommitFate, GcOutcome, Gone
@@ -238,38 +238,23 @@ def _fields(outcome: "GcOutcome", *, dry_run: bool) -> dict[str, object]:
         "commits_removed": len(outcome.removed),
         "objects_removed": outcome.objects.count - outcome.waiting.count,
         "bytes_freed": outcome.bytes_freed,
-        "removed": [{**_named(fate), "reason": fate.goes_because, **_bytes_freed(fate)} for fate in outcome.removed],
+        "removed": [
+            {
+                **_named(fate),
+                "reason": fate.goes_because,
+                "bytes_freed": fate.bytes_freed,
+                "bytes_freed_later": fate.bytes_freed_later,
+            }
+            for fate in outcome.removed
+        ],
         "kept": [
             {**_named(fate), "reason": ", ".join(fate.kept_by), "loses_moments": fate.loses_moments}
             for fate in outcome.commits
             if fate.kept_by
         ],
-        "pins": list(outcome.pins),
-        "orphans": _numbers(outcome.orphans),
-        "young": _numbers(outcome.young),
-        "unfinished": _numbers(outcome.unfinished),
-        "trash": _numbers(outcome.trash),
-        "waiting": _numbers(outcome.waiting),
-        "unserved": [
-            {"reference": each.reference, "policy": each.policy, "layers": each.layers} for each in outcome.unserved
-        ],
+        **json_fields(outcome),
     }
 
 
 def _named(fate: "CommitFate") -> dict[str, object]:
-    return {
-        "run": fate.run,
-        "step": fate.step,
-        "attempt": fate.attempt,
-        "commit": fate.commit,
-        "reference": fate.reference,
-        "time": iso_time(fate.time_ns) if fate.time_ns else None,
-    }
-
-
-def _bytes_freed(fate: "CommitFate") -> dict[str, int]:
-    return {"bytes_freed": fate.bytes_freed, "bytes_freed_later": fate.bytes_freed_later}
-
-
-def _numbers(of: "Gone") -> dict[str, int]:
-    return {"count": of.count, "bytes": of.size_bytes}
+    return json_fields(fate) | ({} if fate.time_ns else {"time": None})

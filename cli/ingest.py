@@ -36,6 +36,7 @@ from layerstore.cli.render import (
     shown,
     size,
 )
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.ingest import Ingested
@@ -259,28 +260,7 @@ def _written_again(ingested: "Ingested") -> Iterator[str]:
 
 def _fields_of_all(taken: Taken, *, one: bool, all_: bool) -> dict[str, object]:
     """Return the fields of one checkpoint as they are, those of several as a list: with ``--all`` always."""
-    fields = [_fields(ingested) for ingested in taken.saved]
+    fields = [json_fields(ingested) for ingested in taken.saved]
     if all_:
         return {"commits": fields, "problems": taken.problem_fields}
     return fields[0] if one else {"commits": fields}
-
-
-def _fields(ingested: "Ingested") -> dict[str, object]:
-    return {
-        "run": ingested.run,
-        "step": ingested.step,
-        "attempt": ingested.attempt,
-        "commit": ingested.commit,
-        "is_new": ingested.is_new,
-        "record_healed": ingested.record_healed,
-        "layers": len(ingested.layers),
-        "layers_saved": len(ingested.layers_saved),
-        "objects_new": ingested.objects_new,
-        "objects_reused": ingested.objects_reused,
-        "bytes_new": ingested.bytes_new,
-        "bytes_reused": ingested.bytes_reused,
-        "objects_healed": ingested.objects_healed,
-        "reused_read": ingested.reused_read,
-        "bytes_derived": ingested.bytes_derived,
-        "seconds": ingested.seconds,
-    }

@@ -7,6 +7,7 @@ import typer
 
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
 from layerstore.cli.render import Column, counted, say, say_json, say_table, shown, size, with_store
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.migrations import Migration, Step
@@ -38,7 +39,7 @@ def migrate(
     work = migrations.plan_migration if dry_run else migrations.migrate
     migration = work(store or DEFAULT_STORE)
     if as_json:
-        return say_json(_fields(migration, dry_run=dry_run))
+        return say_json(json_fields(migration) | {"dry_run": dry_run})
     if not migration.steps:
         return say(
             f"nothing to do: {shown(migration.path)} is of format {migration.format}, which this layerstore writes"
@@ -48,7 +49,7 @@ def migrate(
 
 def _list(steps: Sequence["Step"], *, as_json: bool) -> None:
     if as_json:
-        return say_json({"format": steps[-1].target, "steps": [_step_fields(step) for step in steps]})
+        return say_json({"format": steps[-1].target, "steps": [json_fields(step) for step in steps]})
     say(f"this layerstore reads and writes format {steps[-1].target}")
     rows = [[f"{step.source} to {step.target}", shown(step.summary)] for step in steps]
     return say_table([Column("STEP"), Column("WHAT CHANGES", folds=True)], rows)
@@ -77,26 +78,3 @@ def _say_done(migration: "Migration") -> None:
             say(f"  what they replace is in {shown(taken.backup)}")
     say(f"{shown(migration.path)} is of format {migration.format} now")
     say(with_store("check it with layerstore verify; remove the backup once you are sure"))
-
-
-def _step_fields(step: "Step") -> dict[str, object]:
-    return {"source": step.source, "target": step.target, "summary": step.summary}
-
-
-def _fields(migration: "Migration", *, dry_run: bool) -> dict[str, object]:
-    return {
-        "path": str(migration.path),
-        "found": migration.found,
-        "format": migration.format,
-        "dry_run": dry_run,
-        "unfinished": migration.is_unfinished,
-        "steps": [
-            _step_fields(taken.step)
-            | {
-                "files": taken.files,
-                "bytes": taken.size_bytes,
-                "backup": None if taken.backup is None else str(taken.backup),
-            }
-            for taken in migration.steps
-        ],
-    }

@@ -18,7 +18,7 @@ from layerstore.cli.render import (
     shown,
     with_store,
 )
-from layerstore.json_fields import iso_time
+from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore import Store
@@ -141,15 +141,4 @@ def _row(pin: "Pin", reference: str, *, with_mixtures: bool) -> list[str]:
 def _fields(pin: "Pin") -> dict[str, object]:
     from layerstore.history import is_mixture
 
-    return {
-        "pin": pin.name,
-        "run": pin.record.run,
-        "step": pin.record.step,
-        "commit": pin.base,
-        "time": iso_time(pin.observed.time_ns),
-        "layers": len(pin.record.layers),
-        "attempt": pin.record.attempt,
-        "mixture": is_mixture(pin.record, pin.base),
-        "policy": pin.record.policy.name,
-        "policy_parameters": _settings(pin),
-    }
+    return json_fields(pin) | {"mixture": is_mixture(pin.record, pin.base), "policy_parameters": _settings(pin)}

@@ -37,7 +37,9 @@ def stats(
     if found.missing:
         say_warning(f"missing: {counted(found.missing, 'object')}; layerstore verify says which")
     if as_json:
-        say_json(found.json_fields())
+        from layerstore.inspect import stats_fields
+
+        say_json(stats_fields(found))
     else:
         _tell(found)
 

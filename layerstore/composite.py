@@ -5,7 +5,6 @@ A composite: the answer to a query, as its users hold it.
     composite.write("resume")
 """
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,10 @@ from layerstore.compose import (
 )
 from layerstore.history import Staleness, check_staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
-from layerstore.model import LayerEntry, Pin, Saving
+from layerstore.model import LayerEntry, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
 from layerstore.storage import Repository
-
-StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """
-What ``--json`` prints of a result, field by field: the one way from a dataclass to plain JSON.
+The one way from a dataclass to JSON: what ``--json`` prints of a result, field by field.
 
-The names here are documented (docs/reference/cli.md) and programs rely on them: attributes may be renamed, these not.
+These names are documented (docs/reference/cli.md), and programs rely on them: attributes may be renamed, these may not.
 """
 
 import math
@@ -11,9 +11,12 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 
-# Class -> its fields in JSON, in order: the name of an attribute, or ``name=attribute`` where they differ.
+# Class -> its fields in JSON, in order: the name of an attribute, or ``name=attribute`` where they differ;
+# ``name=#attribute`` counts what the attribute holds.
 # A dataclass that is not here has all its fields under their own names.
 _FIELDS = {
+    "Ingested": "run step attempt commit is_new record_healed layers=#layers layers_saved=#layers_saved objects_new "
+    "objects_reused bytes_new bytes_reused objects_healed reused_read bytes_derived seconds",
     "LogEntry": "run attempt step commit time=time_ns layers_saved bytes_new pins has_moments",
     "SaveTiming": "blocked_seconds durable_seconds visible_seconds copied_bytes written_bytes queued",
     "LayerLine": "layer run attempt step version parameters frozen bytes=bytes_by_kind",
@@ -23,10 +26,17 @@ _FIELDS = {
     "Diff": "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b",
     "DiffSide": "run step commit pin world_size",
     "LayerDiff": "layer same=is_same status kinds bytes_changed",
+    "Stats": "run commits pins logical_bytes unique_bytes physical_bytes saved_ratio unneeded missing runs kinds "
+    "layers left_out",
     "Amount": "logical_bytes unique_bytes",
+    "Pin": "pin=name run=record.run step=record.step commit=base time=observed.time_ns layers=#record.layers "
+    "attempt=record.attempt policy=record.policy.name",
     "CommitRecord": "run attempt step",
     "DroppedCommit": "commit=commit.id time=commit.observed.time_ns dropped=dropped_ns",
     "Dropped": "run step attempt commit bytes=size_bytes inherited_by pins tip is_tip",
+    "GcOutcome": "pins orphans young unfinished trash waiting unserved",
+    "CommitFate": "run step attempt commit reference time=time_ns",
+    "Gone": "count bytes=size_bytes",
     "Verdict": "ok damaged orphans records objects bytes_read objects_read sample hurt=standing.hurt "
     "whole=standing.whole",
     "Damage": "kind id path needed_by reason costs",
@@ -37,7 +47,15 @@ _FIELDS = {
     "Fetched": "kind path from=source bytes=size_bytes",
     "PinElsewhere": "pin=name reference store=source",
     "Diagnosis": "ok path findings versions",
+    "Migration": "path found format unfinished=is_unfinished steps",
+    "Taken": "source=step.source target=step.target summary=step.summary files bytes=size_bytes backup",
+    "Step": "source target summary",
+    "Estimate": "held_share lines assumptions",
+    "Model": "name architecture source parameters",
     "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement",
+    "DemoResult": "identical problems resumed_from saved losses layers other_ranks=resized gc=collected sizes "
+    "dir=folder store report",
+    "StepLoss": "step uninterrupted resumed identical",
     "EstimateLine": "saved_by policy first_bytes average_bytes largest_bytes cycle_saves run_bytes save_seconds "
     "history_saves history_seconds",
 }
@@ -49,10 +67,6 @@ def json_fields(result: object) -> dict[str, object]:
 
     Times in nanoseconds become ISO 8601, numbers that JSON lacks (NaN and the infinities) become null.
     """
-    own = getattr(result, "json_fields", None)
-    if own is not None:  # whose fields are no mere list of attributes
-        fields_of_its_own: dict[str, object] = own()
-        return fields_of_its_own
     names = _FIELDS.get(type(result).__name__)
     if names is None:
         assert is_dataclass(result), f"{type(result).__name__} is no dataclass"
@@ -62,7 +76,9 @@ def json_fields(result: object) -> dict[str, object]:
 
 
 def _plain(owner: object, attribute: str) -> object:
-    value = attrgetter(attribute)(owner)
+    value = attrgetter(attribute.removeprefix("#"))(owner)
+    if attribute.startswith("#"):
+        return len(value)
     return iso_time(value) if attribute.endswith("_ns") else json_value(value)
 
 

@@ -5,11 +5,15 @@ Their fields are the fields of the records and blobs on disk (docs/reference/for
 a new or renamed field here is a change of format.
 """
 
+import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType, Protocol
 
 from layerstore.tree import Tree
+
+StrPath = str | os.PathLike[str]
+"""A path as users give it."""
 
 # Marks a field that holds a tree: it is kept in the encoding of format/treecodec.py.
 AS_TREE = {"tree": True}

@@ -1,5 +1,5 @@
 """
-The store: opens the repo and hands out the verbs.
+The store: opens a repository and hands out the verbs. Each verb imports its room when it is called.
 
     store = layerstore.open("runs/store")
     commit = store.ingest("out/checkpoint-200", run="sft")
@@ -9,68 +9,24 @@ The store: opens the repo and hands out the verbs.
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from layerstore.check import (
-    Diagnosis,
-    Repaired,
-    RestoredIdentity,
-    Verdict,
-    diagnose,
-    execute_repair,
-    opened_sources,
-    parse_sample,
-    plan_repair,
-    verify_store,
-)
-from layerstore.check import restore_identity as restored_identity
-from layerstore.compose import (
-    compose_by_policy,
-    compose_by_recipe,
-    compose_exact,
-    compose_latest,
-    losses_told,
-)
-from layerstore.compose import without_damaged as avoid_damage
-from layerstore.composite import Composite, StrPath
 from layerstore.errors import InvalidInput, LayerstoreError
-from layerstore.gc import (
-    Dropped,
-    DroppedCommit,
-    GcOutcome,
-    GcRequest,
-    damaged_records,
-    dropped,
-    execute_drop,
-    execute_gc,
-    give_up,
-    plan_drop,
-    plan_gc,
-    undrop,
-)
-from layerstore.history import references_to, resolve
-from layerstore.ingest import Ingested, execute_ingest, plan_ingest
-from layerstore.inspect import (
-    CommitView,
-    Diff,
-    LayerLine,
-    LogEntry,
-    LogPage,
-    Report,
-    Stats,
-    compare,
-    count_bytes,
-    describe_commit,
-    layer_lines,
-    make_report,
-    read_log,
-)
 from layerstore.layout import layout_at
-from layerstore.model import Commit, Pin, Saving
-from layerstore.policy import EXACT, Keep, Policy, checked, policy_named
+from layerstore.model import Commit, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
-from layerstore.publish import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
 from layerstore.storage import Files, Hook, Repository, SaveTiming, make_store, no_hook, open_repository, read_timings
-from layerstore.zero3 import Survey, checkpoints_below
+
+if TYPE_CHECKING:
+    from layerstore.check import Diagnosis, Repaired, RestoredIdentity, Verdict
+    from layerstore.composite import Composite
+    from layerstore.gc import Dropped, DroppedCommit, GcOutcome
+    from layerstore.history import Resolved
+    from layerstore.ingest import Ingested
+    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Report, Stats
+    from layerstore.policy import Keep, Policy
+    from layerstore.publish import Unpinned
+    from layerstore.zero3 import Survey
 
 
 class Store:
@@ -126,13 +82,13 @@ class Store:
         layer_pattern: str | None = None,
         allowed_globals: Iterable[str] = (),
         follow: bool = False,
-        policy: str | Policy = "full",
+        policy: "str | Policy" = "full",
         rollback: bool = False,
         resumed_from: str | None = None,
         pin: str | None = None,
         trust_store: bool = False,
         progress: Progress | None = None,
-    ) -> Ingested:
+    ) -> "Ingested":
         """
         Store the ZeRO-3 *checkpoint*: a folder of DeepSpeed, the HF Trainer, Accelerate or Lightning.
 
@@ -145,6 +101,10 @@ class Store:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
+        from layerstore.ingest import execute_ingest, plan_ingest
+        from layerstore.policy import checked, policy_named
+        from layerstore.publish import check_pin_free, check_pin_name
+
         if pin is not None:
             check_pin_name(self._repo, pin)
         plan = plan_ingest(
@@ -172,11 +132,11 @@ class Store:
         self,
         ref: str | None = None,
         *,
-        policy: str | Policy = "latest",
+        policy: "str | Policy" = "latest",
         recipe: StrPath | None = None,
         run: str | None = None,
         without_damaged: bool = False,
-    ) -> Composite:
+    ) -> "Composite":
         """
         Choose the layers of a composite on top of the commit *ref*; write it with ``.write(folder)``.
 
@@ -186,29 +146,27 @@ class Store:
         With *without_damaged* every byte is read first, and a damaged layer's newest sound version is used in its
         place: ``recipe_notes`` says which.
         """
-        composite = self._composite(ref, policy=policy, recipe=recipe, run=run)
-        if without_damaged and policy == EXACT:
-            raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
-        if without_damaged:
-            return Composite(self._repo, avoid_damage(self._repo, composite.composition))
-        return composite
+        from layerstore.compose import compose_by_policy, compose_by_recipe, compose_exact
+        from layerstore.compose import without_damaged as avoid_damage
+        from layerstore.composite import Composite
+        from layerstore.policy import EXACT, checked, policy_named
 
-    def _composite(
-        self, ref: str | None, *, policy: str | Policy, recipe: StrPath | None, run: str | None
-    ) -> Composite:
         if recipe is not None:
             if ref is not None or policy != "latest":
                 raise InvalidInput("a recipe names its base and its layers", hint="leave the reference and policy out")
-            return Composite(self._repo, compose_by_recipe(self._repo, Path(recipe), run=run))
-        if run is not None:
+            composition = compose_by_recipe(self._repo, Path(recipe), run=run)
+        elif run is not None:
             raise InvalidInput("run= is for recipes", hint="name the run in the reference")
-        resolved = resolve(self._repo, ref)
-        if policy == EXACT:
-            return Composite(self._repo, compose_exact(self._repo, resolved))
-        chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
-        return Composite(self._repo, compose_by_policy(self._repo, resolved, chosen))
+        elif policy == EXACT:
+            if without_damaged:
+                raise InvalidInput("exact takes no layer from another step", hint="leave without_damaged out")
+            composition = compose_exact(self._repo, self._resolved(ref))
+        else:
+            chosen = policy_named(policy) if isinstance(policy, str) else checked(policy)
+            composition = compose_by_policy(self._repo, self._resolved(ref), chosen)
+        return Composite(self._repo, avoid_damage(self._repo, composition) if without_damaged else composition)
 
-    def log(self, run: str | None = None, *, limit: int | None = None, before: str | None = None) -> list[LogEntry]:
+    def log(self, run: str | None = None, *, limit: int | None = None, before: str | None = None) -> "list[LogEntry]":
         """
         Return the commits of *run*, or of every run by name, newest step first.
 
@@ -223,41 +181,55 @@ class Store:
         limit: int | None = None,
         before: str | None = None,
         graph: bool = False,
-    ) -> LogPage:
+    ) -> "LogPage":
         """Return what `log` does, how many commits follow, and with *graph* a drawing of all attempts."""
+        from layerstore.inspect import read_log
+
         return read_log(self._repo, run=run, limit=limit, before=before, graph=graph)
 
     def timings(self, run: str) -> dict[tuple[int, int], SaveTiming]:
         """Return what the saves of *run* took that were made while training, by attempt and step."""
         return read_timings(self._repo, run)
 
-    def show(self, ref: str | None = None) -> CommitView:
+    def show(self, ref: str | None = None) -> "CommitView":
         """Return everything about one commit."""
-        resolved = resolve(self._repo, ref)
+        from layerstore.compose import compose_latest, losses_told
+        from layerstore.inspect import describe_commit
+
+        resolved = self._resolved(ref)
         with losses_told(self._repo, compose_latest(resolved)):
             return describe_commit(self._repo, resolved)
 
-    def ls(self, ref: str | None = None, *, layer: str | None = None) -> list[LayerLine]:
+    def ls(self, ref: str | None = None, *, layer: str | None = None) -> "list[LayerLine]":
         """Return the layers of one commit with their sizes, or only *layer*."""
-        resolved = resolve(self._repo, ref)
+        from layerstore.compose import compose_latest, losses_told
+        from layerstore.inspect import layer_lines
+
+        resolved = self._resolved(ref)
         with losses_told(self._repo, compose_latest(resolved)):
             return layer_lines(self._repo, resolved.record.layers, layer=layer)
 
-    def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> Diff:
+    def diff(self, a: str, b: str, *, stat: bool = False, progress: Progress | None = None) -> "Diff":
         """
         Compare the commits *a* and *b*, of one run or of two, layer by layer and kind by kind.
 
         With *stat* also measure how far the masters moved; objects are verified before they are measured.
         """
-        sides = resolve(self._repo, a), resolve(self._repo, b)
+        from layerstore.inspect import compare
+
+        sides = self._resolved(a), self._resolved(b)
         return compare(self._repo, *sides, stat=stat, progress=progress or Silent())
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
         """Return for each of *saves* the reference that means it and no other: ``RUN~1@STEP`` if it was left."""
+        from layerstore.history import references_to
+
         return references_to(self._repo, saves)
 
-    def stats(self, run: str | None = None, *, progress: Progress | None = None) -> Stats:
+    def stats(self, run: str | None = None, *, progress: Progress | None = None) -> "Stats":
         """Count logical, unique and physical bytes: of the whole store, or of what *run* needs."""
+        from layerstore.inspect import count_bytes
+
         return count_bytes(self._repo, run=run, progress=progress or Silent())
 
     def report(
@@ -265,9 +237,9 @@ class Store:
         out: StrPath | None = None,
         *,
         run: str | None = None,
-        keep: Keep | None = None,
+        keep: "Keep | None" = None,
         progress: Progress | None = None,
-    ) -> Report:
+    ) -> "Report":
         """
         Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
 
@@ -278,35 +250,47 @@ class Store:
             AlreadyExists: Something else is at *out*.
             NotFound: There is no such run.
         """
+        from layerstore.inspect import make_report
+
         path = None if out is None else Path(out)
         return make_report(self._repo, path, run=run, keep=keep, progress=progress or Silent())
 
     def pin(self, name: str, ref: str | None = None) -> Pin:
         """Give the commit *ref* the name *name*; a pin outlives the commit it was made from."""
-        return make_pin(self._repo, name, resolve(self._repo, ref))
+        from layerstore.publish import make_pin
+
+        return make_pin(self._repo, name, self._resolved(ref))
 
     def pins(self) -> list[Pin]:
         """Return all readable pins, by name."""
+        from layerstore.publish import read_pins
+
         return read_pins(self._repo)[0]
 
     def damaged_pins(self) -> dict[str, LayerstoreError]:
         """Return the names of pins that cannot be read, and why."""
+        from layerstore.publish import read_pins
+
         return read_pins(self._repo)[1]
 
-    def delete_pin(self, name: str) -> Unpinned | None:
+    def delete_pin(self, name: str) -> "Unpinned | None":
         """
         Delete the pin *name*, readable or not; a visible commit stays.
 
         Returns whether what it meant is visible; None where the pin could not be read.
         """
+        from layerstore.publish import delete_pin
+
         return delete_pin(self._repo, name)
 
-    def drop(self, ref: str, *, dry_run: bool = False) -> Dropped:
+    def drop(self, ref: str, *, dry_run: bool = False) -> "Dropped":
         """
         Move the commit *ref* to the trash; `undrop` moves it back until a collection empties the trash, by age.
 
         Commits that inherited its layers keep them. With *dry_run* nothing is written.
         """
+        from layerstore.gc import execute_drop, plan_drop
+
         return plan_drop(self._repo, ref) if dry_run else execute_drop(self._repo, ref)
 
     def give_up(self, ref: str, *, dry_run: bool = False) -> tuple[str, ...]:
@@ -315,6 +299,8 @@ class Store:
 
         What only they need goes with the next collection, which they have held up until then.
         """
+        from layerstore.gc import damaged_records, give_up
+
         names = damaged_records(self._repo, ref)
         if not dry_run:
             give_up(self._repo, names)
@@ -328,23 +314,27 @@ class Store:
             NotFound: It is not in the trash.
             Conflict: Another commit has its place by now.
         """
+        from layerstore.gc import undrop
+
         return undrop(self._repo, ref)
 
-    def dropped(self, run: str | None = None) -> list[DroppedCommit]:
+    def dropped(self, run: str | None = None) -> "list[DroppedCommit]":
         """Return the commits in the trash, of *run* or of all, newest step first."""
+        from layerstore.gc import dropped
+
         return dropped(self._repo, run)
 
     def gc(
         self,
-        keep: Keep | None = None,
+        keep: "Keep | None" = None,
         *,
         runs: Iterable[str] | None = None,
         grace_seconds: float | None = None,
         empty_trash: bool = False,
         dry_run: bool = False,
-        confirmed: GcOutcome | None = None,
+        confirmed: "GcOutcome | None" = None,
         progress: Progress | None = None,
-    ) -> GcOutcome:
+    ) -> "GcOutcome":
         """
         Remove the commits that *keep* does not name, of *runs* or of all, and what nothing needs then.
 
@@ -360,6 +350,9 @@ class Store:
             Locked: Another collection is under way.
             Conflict: More would go than in the plan that was confirmed; nothing was removed.
         """
+        from layerstore.gc import GcRequest, execute_gc, plan_gc
+        from layerstore.policy import Keep
+
         request = GcRequest(
             keep=keep or Keep(),
             runs=runs,
@@ -379,15 +372,17 @@ class Store:
         read_data_subset: str | None = None,
         seed: int | None = None,
         progress: Progress | None = None,
-    ) -> Verdict:
+    ) -> "Verdict":
         """
         Check the whole store, or what *ref* needs; *read_data* also re-hashes every object.
 
         With *read_data_subset* only a part of them: ``10%`` any tenth, which *seed* decides, ``3/10`` the third tenth.
         """
+        from layerstore.check import parse_sample, verify_store
+
         if read_data and read_data_subset is not None:
             raise InvalidInput("all of the data and a part of it are to be read", hint="leave one of the two out")
-        only = None if ref is None else resolve(self._repo, ref)
+        only = None if ref is None else self._resolved(ref)
         return verify_store(
             self._repo,
             only=only,
@@ -400,10 +395,10 @@ class Store:
         self,
         *,
         read_data: bool = False,
-        sources: Iterable[StrPath] = (),
+        sources: "Iterable[StrPath]" = (),
         dry_run: bool = False,
         progress: Progress | None = None,
-    ) -> Repaired:
+    ) -> "Repaired":
         """
         Move what is damaged to the trash, and fetch the same from the stores *sources*; nothing is guessed.
 
@@ -413,6 +408,8 @@ class Store:
             InvalidInput: A source is no store.
             Locked: A collection or another repair is under way.
         """
+        from layerstore.check import execute_repair, opened_sources, plan_repair
+
         repair = plan_repair if dry_run else execute_repair
         with opened_sources(self._repo, map(Path, sources)) as others:
             return repair(self._repo, others, read_data=read_data, progress=progress or Silent())
@@ -424,6 +421,11 @@ class Store:
         with repo.lock_index():
             return repo.catalog.rebuild()
 
+    def _resolved(self, ref: str | None) -> "Resolved":
+        from layerstore.history import resolve
+
+        return resolve(self._repo, ref)
+
 
 def init(path: StrPath) -> Store:
     """Make the folder *path* a store and open it; raises AlreadyExists where there is one."""
@@ -431,23 +433,29 @@ def init(path: StrPath) -> Store:
     return Store(path)
 
 
-def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> RestoredIdentity | None:
+def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> "RestoredIdentity | None":
     """
     Write the ``store.json`` of the store at *path* again, which is damaged or gone; None where it had not to be.
 
     Raises:
         InvalidInput: The records there do not say that they are of the store *store_id*.
     """
+    from layerstore.check import restore_identity as restored_identity
+
     return restored_identity(layout_at(Path(path)), Files(), store_id, dry_run=dry_run)
 
 
-def find_checkpoints(*folders: StrPath) -> Survey:
+def find_checkpoints(*folders: StrPath) -> "Survey":
     """Return every ZeRO-3 checkpoint below *folders* in the order of their steps; ingest each by folder and tag."""
+    from layerstore.zero3 import checkpoints_below
+
     return checkpoints_below(map(Path, folders))
 
 
-def doctor(path: StrPath) -> Diagnosis:
+def doctor(path: StrPath) -> "Diagnosis":
     """Try out whether the promises of a store can be kept at *path*: a store, or a folder that may become one."""
+    from layerstore.check import diagnose
+
     return diagnose(Path(path), Files())
 
 
@@ -456,13 +464,12 @@ def open_store(path: StrPath) -> Store:
     return Store(path)
 
 
-def as_store(store: Store | StrPath) -> Store:
+def as_store(store: "Store | StrPath") -> Store:
     """Return *store*, opened if it is a path."""
     return store if isinstance(store, Store) else open_store(store)
 
 
 __all__ = [
-    "Composite",
     "Store",
     "StrPath",
     "as_store",

@@ -75,7 +75,7 @@ class Storage:
     The memory that one or more tensors view; two tensors share memory exactly when they share this object.
 
     *content* says where its bytes come from: ``Located`` when read from a ``.pt`` file, ``bytes`` when held.
-    Repository above put recipes of their own there.
+    Rooms above put content of their own there.
     """
 
     dtype: str

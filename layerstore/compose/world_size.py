@@ -165,8 +165,8 @@ def _gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
         strange = [name for name in stored if strip_wrappers(name) not in bare]
         if strange:
             yield (
-                f"{file.path} has {len(strange)} tensors under names that no layer has ({strange[0]!r} …), as the base "
-                "saved them: a resume does not read them; for from_pretrained use compose --format hf, not this folder"
+                f"{file.path} has tensors under names that no layer has ({len(strange)}, first: {strange[0]!r}), "
+                "as the base saved them: a resume does not read them; for from_pretrained use compose --format hf"
             )
     for kept in first.files:
         if WEIGHTS_FILE.fullmatch(kept.path):

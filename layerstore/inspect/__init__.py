@@ -7,7 +7,7 @@ from layerstore.inspect.model_shapes import Model, made_up, model_at, model_of_c
 from layerstore.inspect.report import Report, RetentionReport
 from layerstore.inspect.report_json import make_report, report_fields, rules_of
 from layerstore.inspect.show import CommitView, LayerLine, describe_commit, layer_lines
-from layerstore.inspect.stats import Stats, count_bytes
+from layerstore.inspect.stats import Stats, count_bytes, stats_fields
 
 __all__ = [
     "CommitView",
@@ -38,4 +38,5 @@ __all__ = [
     "read_log",
     "report_fields",
     "rules_of",
+    "stats_fields",
 ]

@@ -5,9 +5,8 @@ They are those of `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run`
 Of a long history only some saves are shown; totals count all of them.
 """
 
-import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerstore.compose import compose_by_policy
@@ -15,7 +14,7 @@ from layerstore.errors import IntegrityError, LayerstoreError
 from layerstore.gc import CommitFate, GcOutcome, GcRequest, plan_gc
 from layerstore.history import Resolved, Staleness, references_to, staleness_of
 from layerstore.inspect.log import LogEntry, log_entry, names_of_pins
-from layerstore.inspect.stats import Amounts, Growth, Stats, count, views_of
+from layerstore.inspect.stats import Amounts, Growth, Stats, commits_of, count_bytes, views_of
 from layerstore.model import Commit, CommitId, LayerEntry
 from layerstore.policy import Filter, Keep, Parity
 from layerstore.progress import Progress
@@ -29,9 +28,8 @@ _CELL_BYTES = 22
 # Saves in a picture: more columns would be narrower than a pointer.
 COLUMNS_MAX = 360
 
-# Layers in a picture: more rows would be thinner than its lines. Bytes of their names.
+# Layers in a picture: more rows would be thinner than its lines.
 _LAYERS_MAX = 1000
-_NAMES_BYTES_MAX = 100_000
 
 # Runs and problems that are listed.
 _RUNS_MAX = 200
@@ -140,40 +138,27 @@ def collect_report(repo: Repository, *, run: str | None, keep: Keep | None, prog
         NotFound: There is no such run.
         InvalidInput: No commit has the metric that *keep* goes by.
     """
-    views = views_of(repo, run)
+    stats = count_bytes(repo, run=run, progress=progress)
     retention = _retention(repo, run, keep, progress=progress)
     outcome = None if retention is None else retention.outcome
     fates = {} if outcome is None else {fate.commit: fate for fate in outcome.commits}
-    pins = names_of_pins(repo)
-    listed = [view for view in views if view.visible or view.damaged]
+    listed = [view for view in views_of(repo, run) if view.visible or view.damaged]
     shown = listed[:_RUNS_MAX]
-    wishes = [_wish(view) for view in shown]
-    room = {view.run: saves for view, saves in zip(shown, shares(wishes, bytes_max=_FACTS_BYTES), strict=True)}
-    runs, problems = list[RunReport](), list[str]()
-
-    def tap(view: RunView, commits: Iterable[Commit]) -> Iterator[Commit]:
-        if view.run not in room:
-            yield from commits
-            return
-        collecting = _Collecting(repo, view, fates=fates, pins=pins, room=room[view.run])
-        for commit in commits:
-            collecting.add(commit)
-            progress.advance(1)
-            yield commit
-        runs.append(collecting.done())
-        problems.extend(collecting.growth.left_out)
-
     progress.start("records", sum(len(view.visible) for view in shown))
-    counted = count(repo, views, run=run, progress=progress, tap=tap)
+    room, pins, problems = rooms(shown), names_of_pins(repo), list(stats.left_out)
+    runs = [
+        _run_report(repo, view, fates=fates, pins=pins, room=room[view.run], problems=problems, progress=progress)
+        for view in shown
+    ]
     return Report(
         path=str(repo.layout.root),
         store_id=repo.identity.store_id,
         time_ns=time.time_ns(),
-        stats=counted,
+        stats=stats,
         runs=tuple(runs),
         runs_left_out=len(listed) - len(shown),
         retention=retention,
-        left_out=tuple(dict.fromkeys([*counted.left_out, *problems]))[:_PROBLEMS_MAX],
+        left_out=tuple(dict.fromkeys(problems))[:_PROBLEMS_MAX],
     )
 
 
@@ -202,168 +187,126 @@ def thinned(report: Report) -> Report | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """How many saves a run has to show, and what they take."""
-
-    saves: int
-    bytes_fixed: int
-    """What the run takes before its first save."""
-    bytes_per_save: int
-
-
-def _wish(view: RunView) -> Wish:
-    layers, _ = _rows(view.visible)
-    return Wish(
-        saves=len(view.visible),
-        bytes_fixed=sum(map(_name_bytes, layers)),
-        bytes_per_save=_SAVE_BYTES + _CELL_BYTES * len(layers),
+def _run_report(
+    repo: Repository,
+    view: RunView,
+    *,
+    fates: Mapping[str, CommitFate],
+    pins: Mapping[str, list[str]],
+    room: int,
+    problems: list[str],
+    progress: Progress,
+) -> RunReport:
+    """Return the facts about one run, of which *room* saves are shown; add to *problems* what cannot be read."""
+    growth, took, shown = Growth(repo), read_timings(repo, view.run), _chosen(view.visible, pins, room)
+    saves, times, total = list[ShownSave](), dict[tuple[int, int], int](), Amounts()
+    for commit in commits_of(repo, view, problems):
+        own = growth.add(commit)
+        total += own
+        place = commit.record.attempt, commit.record.step
+        times[place] = commit.observed.time_ns
+        progress.advance(1)
+        if commit.id in shown:
+            entry, fate = log_entry(commit, pins.get(commit.id, ())), fates.get(commit.id)
+            asked = _asked(repo, commit, view)
+            saves.append(_save(commit, entry, asked, own=own, total=total, timing=took.get(place), fate=fate))
+    problems += growth.left_out
+    layers = _layer_names(view.visible)
+    references = references_to(repo, [save.entry for save in saves])
+    return RunReport(
+        run=view.run,
+        commits=len(times),
+        attempts=len(view.attempts),
+        first_ns=min(times.values(), default=0),
+        last_ns=max(times.values(), default=0),
+        layers=layers[:_LAYERS_MAX],
+        layers_left_out=len(layers[_LAYERS_MAX:]),
+        saves=tuple(replace(save, reference=name) for save, name in zip(saves, references, strict=True)),
+        times_ns=times,
+        total=total,
+        timings=tuple(timing for _, timing in sorted(took.items())),
     )
 
 
-def _rows(rows: Sequence[RecordRow]) -> tuple[tuple[str, ...], int]:
-    """Return the layers of *rows*, those of the newest model first, and how many there is no room for."""
+def _layer_names(rows: Sequence[RecordRow]) -> tuple[str, ...]:
+    """Return the layers of *rows*, those of the newest model first."""
     models = dict.fromkeys(row.layer_names for row in reversed(rows))
-    names = list(dict.fromkeys(name for model in models for name in model))
-    shown, size_bytes = 0, 0
-    for name in names[:_LAYERS_MAX]:
-        size_bytes += _name_bytes(name)
-        if size_bytes > _NAMES_BYTES_MAX:
-            break
-        shown += 1
-    return tuple(names[:shown]), len(names) - shown
+    return tuple(dict.fromkeys(name for model in models for name in model))
 
 
-def _name_bytes(name: str) -> int:
-    return len(json.dumps(name)) + 1
+def _save(
+    commit: Commit,
+    entry: LogEntry,
+    asked: Mapping[str, Mapping[str, LayerEntry]],
+    *,
+    own: Amounts,
+    total: Amounts,
+    timing: SaveTiming | None,
+    fate: CommitFate | None,
+) -> ShownSave:
+    record = commit.record
+    movements = record.policy.decisions.get("movements")
+    return ShownSave(
+        entry=entry,
+        reference="",
+        turn=record.save_number,
+        policy=record.policy.name,
+        layers={each.layer: each for each in record.layers},
+        asked=asked,
+        movements={
+            str(layer): moved
+            for layer, moved in (movements.items() if isinstance(movements, dict) else ())
+            if isinstance(moved, float)
+        },
+        staleness=staleness_of(record, record.layers),
+        own=own,
+        total=total,
+        timing=timing,
+        fate=fate,
+    )
 
 
-class _Collecting:
-    """Collects the facts about one run, commit by commit."""
-
-    def __init__(
-        self,
-        repo: Repository,
-        view: RunView,
-        *,
-        fates: Mapping[str, CommitFate],
-        pins: Mapping[str, list[str]],
-        room: int,
-    ) -> None:
-        self._repo = repo
-        self._view = view
-        self._fates = fates
-        self._pins = pins
-        self._timings = read_timings(repo, view.run)
-        self.growth = Growth(repo)
-        self._shown = self._chosen(view.visible, room)
-        self._commits = 0
-        self._saves: list[ShownSave] = []
-        self._total = Amounts()
-        self._times: dict[tuple[int, int], int] = {}
-
-    def add(self, commit: Commit) -> None:
-        """Add *commit*, the next by attempt and step."""
-        own = self.growth.add(commit)
-        self._total += own
-        self._commits += 1
-        self._times[commit.record.attempt, commit.record.step] = commit.observed.time_ns
-        if commit.id in self._shown:
-            self._saves.append(self._save(commit, own=own))
-
-    def done(self) -> RunReport:
-        """Return the run, once all of its commits were added."""
-        layers, layers_left_out = _rows(self._view.visible)
-        references = references_to(self._repo, [save.entry for save in self._saves])
-        return RunReport(
-            run=self._view.run,
-            commits=self._commits,
-            attempts=len(self._view.attempts),
-            first_ns=min(self._times.values(), default=0),
-            last_ns=max(self._times.values(), default=0),
-            layers=layers,
-            layers_left_out=layers_left_out,
-            saves=tuple(replace(save, reference=name) for save, name in zip(self._saves, references, strict=True)),
-            times_ns=self._times,
-            total=self._total,
-            timings=tuple(timing for _, timing in sorted(self._timings.items())),
-        )
-
-    def _chosen(self, rows: Sequence[RecordRow], room: int) -> set[CommitId]:
-        """Choose which of *rows* are shown, pinned ones and the ends of attempts first."""
-        attempts = [row.attempt for row in rows]
-        ends = {place for place, attempt in enumerate(attempts) if attempts[place - 1 : place] != [attempt]}
-        ends |= {place - 1 for place in ends if place}
-        pinned = {place for place, row in enumerate(rows) if row.id in self._pins}
-        return {rows[place].id for place in chosen(len(rows), room=room, wanted=ends | pinned)} if room else set()
-
-    def _save(self, commit: Commit, *, own: Amounts) -> ShownSave:
-        record = commit.record
-        layers = {entry.layer: entry for entry in record.layers}
-        movements = record.policy.decisions.get("movements")
-        return ShownSave(
-            entry=log_entry(commit, self._pins.get(commit.id, ())),
-            reference="",
-            turn=record.save_number,
-            policy=record.policy.name,
-            layers=layers,
-            asked=self._asked(commit, layers),
-            movements={
-                str(layer): moved
-                for layer, moved in (movements.items() if isinstance(movements, dict) else ())
-                if isinstance(moved, float)
-            },
-            staleness=staleness_of(record, record.layers),
-            own=own,
-            total=self._total,
-            timing=self._timings.get((record.attempt, record.step)),
-            fate=self._fates.get(commit.id),
-        )
-
-    def _asked(self, commit: Commit, own: Mapping[str, LayerEntry]) -> dict[str, dict[str, LayerEntry]]:
-        """Return the layers of a composite at *commit* by each policy, where they are not its *own*."""
-        found: dict[str, dict[str, LayerEntry]] = {}
-        for policy in ASKED:
-            try:
-                composition = compose_by_policy(self._repo, Resolved.of_commit(commit), policy, view=self._view)
-            except LayerstoreError:
-                found[policy.name] = {}  # `compose` would refuse, and say why
-                continue
-            layers = {entry.layer: entry for entry in composition.layers}
-            if layers != own:
-                found[policy.name] = layers
-        return found
+def _asked(repo: Repository, commit: Commit, view: RunView) -> dict[str, dict[str, LayerEntry]]:
+    """Return the layers of a composite at *commit* by each policy, where they are not the commit's own."""
+    found: dict[str, dict[str, LayerEntry]] = {}
+    for policy in ASKED:
+        try:
+            composition = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view)
+        except LayerstoreError:
+            found[policy.name] = {}  # `compose` would refuse, and say why
+            continue
+        if composition.layers != commit.record.layers:
+            found[policy.name] = {entry.layer: entry for entry in composition.layers}
+    return found
 
 
 # -- which saves of a long history are shown ------------------------------------------------------------------------
 
 
-def shares(wishes: Sequence[Wish], *, bytes_max: int) -> list[int]:
+def rooms(views: Sequence[RunView]) -> dict[str, int]:
     """
-    Return how many saves each of *wishes* may show, so that all of them together take about *bytes_max*.
+    Return how many saves of each run are shown, so that the page has room for all of them.
 
-    Larger runs get what small ones leave over. If there are too many runs, the last ones get nothing.
-
-    >>> small, large = (Wish(saves=n, bytes_fixed=0, bytes_per_save=10) for n in (2, 500))
-    >>> shares([small, large], bytes_max=1000), shares([large, large], bytes_max=15)
-    ([2, 98], [1, 0])
+    Large runs get what small ones leave over.
     """
-    found = [0] * len(wishes)
-    left = bytes_max
-    shown = []
-    for index, wish in enumerate(wishes):
-        least = wish.bytes_fixed + wish.bytes_per_save
-        if wish.saves and least <= left:
-            shown.append(index)
-            left -= least
-            found[index] = 1
-    shown.sort(key=lambda index: wishes[index].saves * wishes[index].bytes_per_save)
-    for place, index in enumerate(shown):
-        wish = wishes[index]
-        more = min(left // (len(shown) - place) // wish.bytes_per_save, wish.saves - 1, COLUMNS_MAX - 1)
-        found[index] += more
-        left -= more * wish.bytes_per_save
+    found: dict[str, int] = {}
+    left = _FACTS_BYTES
+    size = {view.run: _SAVE_BYTES + _CELL_BYTES * len(_layer_names(view.visible)) for view in views}
+    ordered = sorted(views, key=lambda view: len(view.visible) * size[view.run])
+    for place, view in enumerate(ordered):
+        share = left // (len(ordered) - place) // size[view.run]
+        found[view.run] = min(share, len(view.visible), COLUMNS_MAX)
+        left -= found[view.run] * size[view.run]
     return found
+
+
+def _chosen(rows: Sequence[RecordRow], pins: Mapping[str, list[str]], room: int) -> set[CommitId]:
+    """Choose which of *rows* are shown, pinned ones and the ends of attempts first."""
+    attempts = [row.attempt for row in rows]
+    ends = {place for place, attempt in enumerate(attempts) if attempts[place - 1 : place] != [attempt]}
+    ends |= {place - 1 for place in ends if place}
+    pinned = {place for place, row in enumerate(rows) if row.id in pins}
+    return {rows[place].id for place in chosen(len(rows), room=room, wanted=ends | pinned)} if room else set()
 
 
 def chosen(count: int, *, room: int, wanted: Collection[int] = ()) -> list[int]:

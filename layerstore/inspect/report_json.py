@@ -17,7 +17,7 @@ from layerstore.errors import Unsupported
 from layerstore.gc import CommitFate
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
 from layerstore.inspect.report import Report, RetentionReport, RunReport, ShownSave, collect_report, thinned
-from layerstore.inspect.stats import Stats
+from layerstore.inspect.stats import Stats, stats_fields
 from layerstore.json_fields import json_fields
 from layerstore.model import LayerEntry, Origin
 from layerstore.policy import Keep
@@ -84,13 +84,13 @@ def report_page(report: Report) -> bytes:
             return page
         shown = thinned(shown)
     raise Unsupported(
-        f"a page about {len(report.runs)} runs has more than {PAGE_BYTES_MAX:,} bytes",
+        f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",
         hint="layerstore report --run RUN makes one about a single run; --json has no bound",
     )
 
 
 def _stats(found: Stats) -> dict[str, object]:
-    fields = found.json_fields()
+    fields = stats_fields(found)
     runs = fields["runs"]
     assert isinstance(runs, list)
     return {

@@ -5,7 +5,7 @@ Stats: how much a store would hold, holds, and takes on disk; and how each commi
 both by listed sizes; *physical* is what the files take on disk.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +14,7 @@ from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
 from layerstore.format import commit_id
 from layerstore.history import objects_of_state
-from layerstore.json_fields import json_fields, json_value
+from layerstore.json_fields import json_fields
 from layerstore.model import (
     BlobRef,
     Commit,
@@ -34,9 +34,6 @@ VERSION, STATE, RECORD = "version", "state", "record"
 """Kinds besides those of layers' objects: version blobs; everything that is no layer; commit records and pins."""
 
 _KINDS = (*(kind.value for kind in Kind), VERSION, STATE, RECORD)
-
-Tap = Callable[[RunView, Iterable[Commit]], Iterable[Commit]]
-"""Sees a run's commits as they are read, and yields every one of them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,27 +95,15 @@ class Stats:
         """The share of the logical bytes that is not stored."""
         return 1 - self.unique_bytes / self.logical_bytes if self.logical_bytes else 0.0
 
-    def json_fields(self) -> dict[str, object]:
-        """Return it as JSON has it; of a run counted alone nobody knows what only it needs."""
-        own = {} if self.run is None else {"own_bytes": None}
-        runs = [json_fields(run) | own for run in self.runs]
-        kinds = [{"kind": name, "objects": of.count} | json_fields(of) for name, of in self.kinds.items()]
-        layers = [{"layer": name, "versions": of.count} | json_fields(of) for name, of in self.layers.items()]
-        return {
-            "run": self.run,
-            "commits": self.commits,
-            "pins": self.pins,
-            "logical_bytes": self.logical_bytes,
-            "unique_bytes": self.unique_bytes,
-            "physical_bytes": self.physical_bytes,
-            "saved_ratio": self.saved_ratio,
-            "unneeded": json_value(self.unneeded),
-            "missing": self.missing,
-            "runs": runs,
-            "kinds": kinds,
-            "layers": layers,
-            "left_out": list(self.left_out),
-        }
+
+def stats_fields(found: Stats) -> dict[str, object]:
+    """Return *found* as JSON has it; of a run counted alone nobody knows what only it needs."""
+    own = {} if found.run is None else {"own_bytes": None}
+    return json_fields(found) | {
+        "runs": [json_fields(run) | own for run in found.runs],
+        "kinds": [{"kind": name, "objects": of.count} | json_fields(of) for name, of in found.kinds.items()],
+        "layers": [{"layer": name, "versions": of.count} | json_fields(of) for name, of in found.layers.items()],
+    }
 
 
 @dataclass(slots=True)
@@ -154,8 +139,9 @@ class _Tally:
                 self.runs[known.bit_length() - 1].own_bytes -= ref.size_bytes
             self.users[ref.id] = known | bit
 
-    def add_record(self, index: int, size_bytes: int, path: Path) -> None:
+    def add_record(self, index: int, repo: Repository, path: Path) -> None:
         """Count a record or pin, which no two runs share."""
+        size_bytes = repo.files.size(path) or 0
         for amount in (self.kinds[RECORD], self.runs[index]):
             amount.logical_bytes += size_bytes
             amount.unique_bytes += size_bytes
@@ -166,31 +152,15 @@ class _Tally:
 
 def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress) -> Stats:
     """
-    Count what the store holds, or what *run* needs of it.
+    Count what the store holds, or what *run* needs of it; damage is left out and named.
 
-    What is damaged is left out and named. Raises NotFound if there is no such run.
-    """
-    return count(repo, views_of(repo, run), run=run, progress=progress)
-
-
-def views_of(repo: Repository, run: str | None) -> list[RunView]:
-    """Return the view of every run, or of *run* alone; raises NotFound if there is no such run."""
-    return [repo.catalog.view(name) for name in (repo.catalog.runs() if run is None else [run])]
-
-
-def count(
-    repo: Repository, views: Iterable[RunView], *, run: str | None, progress: Progress, tap: Tap | None = None
-) -> Stats:
-    """
-    Count what *views* hold: all runs, or *run* alone.
-
-    Every record, version blob and state blob is read once; *tap* sees the commits of each run on the way.
+    Every version blob and state blob is read once. Raises NotFound if there is no such run.
     """
     tally = _Tally()
     versions: dict[tuple[BlobRef, int], int] = {}
     states: dict[tuple[BlobRef, int], int] = {}
     pins = 0
-    for index, is_pin, record in _holders(repo, tally, views, run, tap or (lambda _, commits: commits)):
+    for index, is_pin, record in _holders(repo, tally, run):
         pins += is_pin
         for entry in record.layers:
             tally.layers.setdefault(entry.layer, Amount())
@@ -225,9 +195,7 @@ def count(
 # -- what is needed ------------------------------------------------------------------------------------------------
 
 
-def _holders(
-    repo: Repository, tally: _Tally, views: Iterable[RunView], only: str | None, tap: Tap
-) -> Iterator[tuple[int, bool, CommitRecord]]:
+def _holders(repo: Repository, tally: _Tally, only: str | None) -> Iterator[tuple[int, bool, CommitRecord]]:
     """Yield every visible commit, and every pin of something else, with the index of its run."""
     visible: set[CommitId] = set()
     indexes: dict[str, int] = {}
@@ -238,35 +206,38 @@ def _holders(
             tally.runs.append(RunStats(run=run))
         return indexes[run]
 
-    def add_record(index: int, path: Path) -> None:
-        tally.add_record(index, repo.files.size(path) or 0, path)
-
-    for view in views:
-        tally.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
+    for view in views_of(repo, only):
         index = index_of(view.run)
-        for commit in tap(view, _commits(repo, tally, view)):
+        tally.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
+        for commit in commits_of(repo, view, tally.left_out):
             visible.add(commit.id)
             tally.runs[index].commits += 1
-            add_record(index, repo.layout.record(view.run, commit.record.step, commit.id))
+            tally.add_record(index, repo, repo.layout.record(view.run, commit.record.step, commit.id))
             yield index, False, commit.record
     pins, damaged = read_pins(repo)
     tally.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
     for pin in pins:
         if only in {None, pin.record.run}:
             index = index_of(pin.record.run)
-            add_record(index, repo.layout.pin(pin.name))
+            tally.add_record(index, repo, repo.layout.pin(pin.name))
             if commit_id(pin.record) not in visible:
                 yield index, True, pin.record
 
 
-def _commits(repo: Repository, tally: _Tally, view: RunView) -> Iterator[Commit]:
+def views_of(repo: Repository, run: str | None) -> list[RunView]:
+    """Return the view of every run, or of *run* alone; raises NotFound if there is no such run."""
+    return [repo.catalog.view(name) for name in (repo.catalog.runs() if run is None else [run])]
+
+
+def commits_of(repo: Repository, view: RunView, problems: list[str]) -> Iterator[Commit]:
+    """Yield the visible commits of *view*; add to *problems* which cannot be read."""
     for row in view.visible:
         try:
             yield repo.catalog.commit(row.name)
         except NotFound:
             continue  # gc has just removed it
         except IntegrityError as exc:
-            tally.left_out.append(f"{row.run}@{row.step}: {exc}")
+            problems.append(f"{row.run}@{row.step}: {exc}")
 
 
 def _by_blob(uses: dict[tuple[BlobRef, int], int]) -> Iterator[tuple[BlobRef, dict[int, int]]]:
@@ -384,12 +355,15 @@ class Growth:
             stored |= self._stored_weights.get(_key(entry.version), frozenset())
         derived = 0
         for ref in record.states:
-            state = self._state(ref)
-            parts = [ref] if state is None else [ref, *objects_of_state(state)]
-            if state is not None:
-                logical += sum(part.size_bytes for part in parts)
-                unique += self._new_bytes(parts)
-                derived += _derived_bytes(state, stored)
+            try:
+                state = self._repo.state(ref)
+            except LayerstoreError as exc:
+                self.left_out.append(str(exc))
+                continue
+            parts = [ref, *objects_of_state(state)]
+            logical += sum(part.size_bytes for part in parts)
+            unique += self._new_bytes(parts)
+            derived += _derived_bytes(state, stored)
         return Amounts(
             logical_bytes=logical,
             unique_bytes=unique,
@@ -416,15 +390,6 @@ class Growth:
         if unlike := frozenset(tensor.name for of in weights for tensor in of.tensors) & trained:
             self._stored_weights[key] = unlike
         return self._new_bytes(parts)
-
-    def _state(self, ref: BlobRef) -> RankState | None:
-        try:
-            return self._repo.state(ref)
-        except LayerstoreError as exc:
-            problem = str(exc)
-            if problem not in self.left_out:
-                self.left_out.append(problem)
-            return None
 
     def _new_bytes(self, refs: Iterable[BlobRef]) -> int:
         new = 0

@@ -149,7 +149,7 @@ class Transaction:
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:
             raise Overtaken(
-                f"{len(lost)} objects of {called} were removed while it was written (first: {lost[0].id})",
+                f"objects of {called} were removed while it was written ({len(lost)}, first: {lost[0].id})",
                 hint="repeat the command: it writes them again",
             )
 

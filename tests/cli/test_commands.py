@@ -12,7 +12,7 @@ from tests.faults.harness import flip, object_of
 from tests.generated import generate
 
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
-PIN_FIELDS_SINCE = ["attempt", "mixture", "policy", "policy_parameters"]
+PIN_FIELDS_SINCE = ["attempt", "policy", "mixture", "policy_parameters"]
 
 INGEST_FIELDS = [
     "run",

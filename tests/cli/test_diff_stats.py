@@ -98,7 +98,7 @@ def test_diff_warns_of_numbers_that_are_none(run: Run, store: Path, tmp_path: Pa
     spoilt = [layer for layer in programs.fields["layers"] if layer["nonfinite_b"]]
     assert people.code == 0
     assert [(layer["nonfinite_a"], layer["nonfinite_b"], layer["relative_l2"]) for layer in spoilt] == [(0, 1, None)]
-    assert f"warning: {spoilt[0]['layer']} of sft@6 holds 1 number that are NaN" in people.err
+    assert f"warning: {spoilt[0]['layer']} of sft@6 has NaN or infinity in 1 number" in people.err
     assert "NaN" not in json.dumps(programs.fields)
 
 

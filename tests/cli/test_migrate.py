@@ -125,7 +125,7 @@ def test_programs_get_the_same_fields(run: Run, old: Path) -> None:
     done = run("migrate", "--json", "--store", old).fields
     nothing = run("migrate", "--json", "--store", old).fields
 
-    assert list(planned) == list(done) == ["schema", "path", "found", "format", "dry_run", "unfinished", "steps"]
+    assert list(planned) == list(done) == ["schema", "path", "found", "format", "unfinished", "steps", "dry_run"]
     assert (planned["found"], planned["format"], planned["dry_run"]) == (1, 2, True)
     assert list(planned["steps"][0]) == ["source", "target", "summary", "files", "bytes", "backup"]
     assert done["steps"] == [planned["steps"][0] | {"backup": f"{old}/backups/format-1.1"}]

@@ -106,5 +106,10 @@ def test_importing_the_library_loads_next_to_nothing() -> None:
 
 
 def test_the_library_does_not_load_what_only_some_commands_need(tmp_path: Path) -> None:
-    """Opening a store loads neither numpy nor what parses recipes, draws tables or reads command lines."""
-    assert _loaded(["numpy", "yaml", "rich", "typer", "click", "unittest", "asyncio"], cwd=tmp_path) == []
+    """Opening a store loads no verb's room, nor numpy, nor what parses recipes, draws tables or reads commands."""
+    rooms = [
+        f"layerstore.{room}" for room in ("zero3", "policy", "history", "ingest", "compose", "gc", "check", "inspect")
+    ]
+    others = ["numpy", "yaml", "rich", "typer", "click", "unittest", "asyncio"]
+
+    assert _loaded([*rooms, *others], cwd=tmp_path) == []

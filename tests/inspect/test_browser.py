@@ -2,17 +2,13 @@
 
 import re
 import shutil
-import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.format import make_commit
-from layerstore.storage import Files, open_repository
 from tests.inspect.chromium import Browser, Page, opened, program
 from tests.inspect.made_up import STARTED_NS, History, build
 from tests.inspect.test_page import HOSTILE, HOSTILE_RUN
@@ -274,31 +270,6 @@ def test_what_a_collection_has_done_and_would_do(browser: Browser, tmp_path: Pat
     assert "would remove no commit: all 2 stay. It would free nothing." in after
 
 
-def test_what_was_there_already_is_not_called_written(browser: Browser, tmp_path: Path) -> None:
-    """A run whose writers had nothing to write is told in words, and a part of nothing is no part."""
-    path = tmp_path / "store"
-    build(path, History(run="full", saves=2, layers=4, has_objects=False))
-    repo = open_repository(path, Files())
-    commit = repo.catalog.commit(repo.catalog.view("full").visible[0].name)
-    again = make_commit(replace(commit.record, run="again"), replace(commit.observed, bytes_new=0))
-    repo.layout.run("again").mkdir()
-    repo.layout.record("again", again.record.step, again.id).write_bytes(repo.records.encode(again))
-    repo.catalog.close()
-    with layerstore.open(path) as store:
-        store.report(tmp_path / "report.html", run="again")
-    with opened(browser, tmp_path / "report.html") as page:
-        text = page.text("#picked-facts") + page.text("#storage-facts")
-        page.look("document.getElementById('storage').scrollIntoView({block: 'center'})")
-        box = page.look("document.querySelector('#storage svg').getBoundingClientRect().toJSON()")
-        page.mouse("mouseMoved", box["x"] + 200, box["y"] + box["height"] / 2)
-        tip = page.text("#tip")
-
-    for told in (text, tip):
-        assert not re.search(r"\b0 B\b", told)
-        assert "nothing had to be written, the store had all of it" in told
-    assert "Its writers had nothing to put into the store, which had all of it." in text
-
-
 def test_narrow_and_wide_windows(page: Page) -> None:
     """The page itself never scrolls sideways; pictures are drawn anew, and what was picked stays."""
     page.press("Tab")
@@ -319,13 +290,8 @@ def test_it_is_printed(page: Page) -> None:
 
     assert printed.startswith(b"%PDF-")
     assert 2 <= len(re.findall(rb"/Type /Page\b", printed)) <= 8
-    assert any(zlib.decompress(part, bufsize=1 << 20) for part in _streams(printed))
     assert page.look("getComputedStyle(document.getElementById('theme')).display") == "none"
     assert page.look("getComputedStyle(document.getElementById('composite')).maxHeight") == "none"
-
-
-def _streams(printed: bytes) -> list[bytes]:
-    return re.findall(rb"/FlateDecode.*?stream\r?\n(.*?)endstream", printed, re.DOTALL)[:1]
 
 
 @pytest.mark.fault(71)

@@ -2,9 +2,7 @@
 
 import math
 import shutil
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from layerstore.errors import NotFound
 from layerstore.inspect import report_fields
 from layerstore.inspect.report import RunReport
 from layerstore.inspect.stats import Amounts
-from layerstore.model import Commit
-from layerstore.storage import RecordName, RecordStore
 from tests.inspect.made_up import LAYER_BYTES, History, build
 from tests.unit.checkpoints import checkpoint
 
@@ -184,24 +180,6 @@ def test_a_kept_step_that_lacks_two_policies_is_one_step(store: Store) -> None:
     assert sorted(told["unserved_policies"]) == ["filter", "parity"]
 
 
-def test_every_record_is_read_once(drifting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what counts bytes and by what shows saves, together; what policies ask for older ones besides is left out."""
-    read: Counter[str] = Counter()
-    seam = RecordStore.read
-
-    def noted(self: RecordStore, name: RecordName) -> Commit:
-        read[name.id] += 1
-        return seam(self, name)
-
-    with layerstore.open(drifting) as store:
-        entries = store.log()
-        monkeypatch.setattr(RecordStore, "read", noted)
-        monkeypatch.setattr("layerstore.inspect.report.ASKED", ())
-        store.report()
-
-    assert read == Counter(entry.commit for entry in entries)
-
-
 def test_where_a_collection_would_refuse_that_is_told(store: Store) -> None:
     """An object is missing: everything else is told all the same."""
     line = store.show("other@8").layers[0]
@@ -319,10 +297,3 @@ def test_a_long_run_is_sampled_and_counted_whole(tmp_path: Path) -> None:
 def steps_of(run: RunReport, attempt: int) -> list[int]:
     """Return the steps of one attempt that are shown."""
     return [save.entry.step for save in run.saves if save.entry.attempt == attempt]
-
-
-def test_amounts_add_up_field_by_field() -> None:
-    """No field is forgotten."""
-    one = Amounts(logical_bytes=1, unique_bytes=2, inherited_bytes=3, derived_bytes=4, written_bytes=5)
-
-    assert astuple(one + one) == (2, 4, 6, 8, 10)

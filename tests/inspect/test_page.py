@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import layerstore
 from layerstore.errors import AlreadyExists, InvalidInput, StorageIO, Unsupported
 from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
-from layerstore.inspect.report import Wish, shares
+from layerstore.inspect.report import rooms
 from layerstore.inspect.report_json import report_fields, report_page
 from tests.inspect.made_up import History, build
 
@@ -194,14 +195,14 @@ def test_what_is_too_large_all_the_same_is_thinned(tmp_path: Path, monkeypatch: 
 
 
 def test_room_that_a_small_run_leaves_goes_to_a_large_one() -> None:
-    """No run gets more than it has, all together no more than there is, and none is skipped while there is room."""
-    wishes = [Wish(saves=saves, bytes_fixed=50, bytes_per_save=100) for saves in (1, 1000, 5, 0, 1000)]
+    """No run shows more saves than it has, nor all together more than the page has room for."""
+    views: Any = [
+        SimpleNamespace(run=f"run-{saves}-{layers}", visible=[SimpleNamespace(layer_names=("layer",) * layers)] * saves)
+        for saves, layers in ((1, 1), (900, 1), (5, 1), (0, 1), (901, 1))
+    ]
 
-    found = shares(wishes, bytes_max=20_000)
-
-    assert (found[0], found[2], found[3]) == (1, 5, 0)
-    assert found[1] == found[4] > 90
-    assert sum(count * 100 + 50 * (count > 0) for count in found) <= 20_000
+    assert list(rooms(views).values()) == [0, 1, 5, 360, 360]
+    assert sum(rooms([*views, *views[:3]] * 100).values()) < 2_000
 
 
 # -- the file ------------------------------------------------------------------------------------------------------

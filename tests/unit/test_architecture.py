@@ -1,8 +1,7 @@
 """
 The rooms of the house and who may enter them, checked on the syntax trees of every module.
 
-Each rule carries its reason, and a failure prints it: whoever breaks a rule learns what it protects.
-Nothing is imported here, so that a module that cannot even be imported is judged all the same.
+Each rule carries its reason, which a failure prints. Nothing is imported, so a broken module is judged too.
 """
 
 import ast
@@ -58,7 +57,7 @@ FLOORS = {
     "cli": 13,
     "migrations": 13,
 }
-# Repository whose files only their own room imports: others come in by ``__init__``. A room is added once that holds.
+# Rooms that others import from ``__init__`` alone. A room is added once that holds.
 DOORS: set[str] = {
     "check",
     "compose",
@@ -75,7 +74,7 @@ DOORS: set[str] = {
     "zero3",
     "zero3.pt",
 }
-# Repository inside a room, with the same rule.
+# Rooms inside a room, with the same rule.
 INNER_DOORS = ("layerstore.live.saver", "layerstore.live.engine", "layerstore.live.ranks", "layerstore.live.demo")
 MAPPED = ("cli", "migrations")
 MIGRATION_ROOMS = {"format", "storage", "migrations"}
@@ -85,20 +84,16 @@ STEP_IMPORTS = {"layerstore.errors", "layerstore.format", "layerstore.migrations
 # Of the format a step uses what no format changes: msgpack's one spelling, and the checksum.
 STEP_NAMES = {"Plain", "digest", "pack", "pack_again", "unpack"}
 
-WHY_DOWN = (
-    "imports go down only (errors, limits, dtypes, model, layers, tree <- format <- storage | zero3 | policy <- "
-    "history <- publish <- ingest, compose, gc, check <- inspect <- composite <- store <- live, remote <- cli, "
-    "migrations): a lower room that knows an upper one can be neither understood nor tested without it"
-)
+WHY_DOWN = "a lower room that knows an upper one can be neither understood nor tested without it (FLOORS, above)"
 WHY_STRANGERS = (
-    "storage and zero3 never see each other, and neither do other rooms of one floor: the disk must not know "
-    "DeepSpeed's files, so that either can change alone; ops introduces them. export is of their floor because it is "
-    "what zero3 is, for the files of other tools: pure plans, which ops fills, so that a Composite can offer them"
+    "rooms of one floor do not know each other: storage must not know DeepSpeed's files, nor zero3 the store's, "
+    "so that either can change alone; ingest and compose bring them together"
 )
-WHY_MIGRATIONS = "migrations are frozen: they may use format and storage, because everything above moves on"
+WHY_DOORS = "what a room offers stands in its __init__: behind it, files may be cut and renamed unnoticed"
+WHY_MIGRATIONS = "migrations are frozen: they use format and storage alone, because everything above moves on"
 WHY_SHORT = (
-    "cli and migrations are visible from the repository root, but installed as layerstore.cli and "
-    "layerstore.migrations: the short form works here and nowhere else"
+    "cli and migrations lie at the repository's root, but are installed as layerstore.cli and layerstore.migrations: "
+    "the short form works here and nowhere else"
 )
 
 # Library -> the modules that may import it (a trailing dot means the whole room), and why no other may.
@@ -109,14 +104,13 @@ FOREIGN = {
     "isal": (("layerstore.format.hashing",), "the checksums of the format are defined once"),
     "numpy": (
         ("layerstore.zero3.rounding", "layerstore.distance", "layerstore.compose.tensors", "layerstore.live."),
-        "rounding makes weights, distance measures masters, tensors hands arrays out, live has what a user has in "
-        "client_state; everything else moves bytes",
+        "only these compute with numbers or hand out arrays; everything else moves bytes",
     ),
     "yaml": (
         ("layerstore.policy.recipe.document",),
-        "only its parser is used: what constructs values from other people's text could execute it",
+        "only its parser is used: its constructors could execute other people's text",
     ),
-    "safetensors": ((), "it maps the files that it reads, and holds the tensors that it writes: ADR 30"),
+    "safetensors": ((), "it maps what it reads and holds what it writes in memory: ADR 30"),
     "typer": (("layerstore.cli.",), "a library does not talk to terminals"),
     "click": (("layerstore.cli.",), "a library does not talk to terminals"),
     "rich": (("layerstore.cli.",), "a library does not talk to terminals"),
@@ -126,32 +120,31 @@ FOREIGN = {
     "accelerate": (("layerstore.live.",), "importing accelerate takes seconds"),
 }
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
-# A callback is a subclass of theirs; nothing imports it but `layerstore.transformers`, when it is asked for it.
-# Nothing imports saved_names: it is a program.
+# trainer subclasses their callback, and `layerstore.transformers` loads it on demand; saved_names is a program.
 EAGER = {"layerstore.live.trainer", "layerstore.live.saved_names"}
 WHY_LAZY = "heavy libraries are imported inside the functions that need them: `import layerstore` must stay fast"
 
 EXECUTING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg"}
-WHY_NO_PICKLE = "a pickle can execute anything: .pt files are read by zero3/pt's own inert reader, with no fallback"
+WHY_NO_PICKLE = "a pickle can execute anything: zero3/pt reads .pt files itself, inertly, with no fallback"
 
-# Modules that use the operating system's files themselves, and why each may. All others go through storage/files.py.
+# Modules that touch files themselves, and why each may. All others go through storage/files.py.
 OWN_FILES = {
     "layerstore.storage.files": "it is the seam",
     "layerstore.storage.handles": "its open files",
     "layerstore.storage.locks": "locks are descriptors, and no promise rests on them",
     "layerstore.storage.preflight": "it looks at LMDB's file before LMDB does",
     "layerstore.storage.environment": "LMDB owns its folder; its lock file is only given its blocks beforehand",
-    "layerstore.storage.catalog": "it drops the index as a whole: no truth is in it",
-    "layerstore.live.saver.collector": "it talks with its process by files without a name, nothing of the store",
-    "layerstore.live.scratch": "its folders are for libraries to look at, and gone with the process at the latest",
+    "layerstore.storage.catalog": "it deletes the index as a whole, which is only a cache",
+    "layerstore.live.saver.collector": "it talks with its process through files without a name",
+    "layerstore.live.scratch": "its folders are for libraries to read, and end with the process",
     "layerstore.zero3.sourcefile": "it reads the source, which is not the store",
     "layerstore.zero3.discovery": "it looks at the source's folders, which are not the store",
 }
 WHY_SEAM = (
-    "only storage/files.py opens or changes files: durability, error mapping and the tests' faults all live at that "
-    "one seam, and a write beside it is neither synced nor tested"
+    "storage/files.py alone opens and changes files: a write beside it is neither synced, nor are its errors mapped, "
+    "nor can tests inject faults into it"
 )
-# No part of the store: what the command line writes is for people, and the demo has processes, logs and folders.
+# What the command line and the demo write is no part of the store.
 SEAM_EXEMPT = ("layerstore.cli.", "layerstore.live.demo.")
 
 OS_CALLS = _words(
@@ -167,7 +160,7 @@ PATH_CALLS = _words(
     """
 )
 FILE_MODULES = {"shutil", "tempfile", "fcntl", "mmap"}
-# Objects with methods of the same names that are the seam, or stand on it.
+# Objects whose methods of these names are the seam, or stand on it.
 SEAM_OBJECTS = {"files", "_files", "self", "objects", "_store", "lmdb"}
 
 MODULE_LINES_MAX = 500
@@ -319,7 +312,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_rooms_of_one_floor_do_not_see_each_other() -> None:
-    """Storage, zero3, policy and export are strangers, and so are live and remote."""
+    """Storage, zero3 and policy are strangers, and so are ingest and compose, live and remote."""
     report(
         (
             f"{module.at(found.node)}: {module.name} imports {found.target}"
@@ -342,7 +335,7 @@ def test_rooms_are_entered_by_their_doors() -> None:
             and module.room != room_of(found.target)
             and found.target.removeprefix("layerstore.") not in DOORS
         ),
-        "what a room offers stands in its __init__: behind it, files may be cut and named anew, and nobody notices",
+        WHY_DOORS,
     )
 
 
@@ -358,7 +351,7 @@ def test_inner_rooms_are_entered_by_their_doors() -> None:
             # A door may offer a function that is called as its file is: `attach`, `resume`, `capture`.
             and not (isinstance(found.node, ast.ImportFrom) and found.node.module == door)
         ),
-        "what a room offers stands in its __init__: its files may be cut and renamed without anybody noticing",
+        WHY_DOORS,
     )
 
 
