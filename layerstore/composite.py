@@ -83,7 +83,7 @@ class Composite:
 
     @property
     def name(self) -> str:
-        """The reference that means the base and no other commit: ``RUN~1@STEP`` if its attempt was left."""
+        """The reference to the base: ``RUN@STEP``, or ``RUN~1@STEP`` if its attempt was left."""
         return reference_to(self._repo, self._composition.base)
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
@@ -93,7 +93,10 @@ class Composite:
     @property
     def layers(self) -> dict[str, LayerChoice]:
         """Every layer, in the model's order, and where it comes from."""
-        return {entry.layer: _choice(entry) for entry in self._composition.layers}
+        return {
+            entry.layer: LayerChoice(run=entry.origin.run, step=entry.origin.step, version=entry.version.id)
+            for entry in self._composition.layers
+        }
 
     @property
     def staleness(self) -> Staleness:
@@ -102,16 +105,16 @@ class Composite:
 
     @property
     def older_than_due(self) -> tuple[str, ...]:
-        """Layers that were due where they are taken from, and were not written there: an older version stands in."""
+        """Layers that were due where they are taken from but not written there: an older version is used."""
         return self._composition.older_than_due
 
     @property
     def recipe_notes(self) -> tuple[str, ...]:
-        """What the recipe leaves to defaults, and what of it has no meaning here."""
+        """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than asked."""
         return self._composition.notes
 
     def summary(self) -> dict[str, object]:
-        """Return all of this for programs, as it is written to ``layerstore.json`` beside the shards."""
+        """Return all of this for programs, as ``layerstore.json`` beside the shards has it."""
         return self._composition.summary()
 
     def check(self, *, max_staleness: int | None = None) -> None:
@@ -140,7 +143,7 @@ class Composite:
             return layer_lines(self._repo, self._composition.layers)
 
     def notes(self, *, world_size: int | None = None, adam_step: AdamStep = "unify") -> tuple[str, ...]:
-        """Return, in plain sentences, what would not carry over; raises as ``write`` would."""
+        """Return what would not carry over, in plain sentences; raises as ``write`` would."""
         with losses_told(self._repo, self._composition):
             return plan_ranks(self._repo, self._composition, world_size=world_size, adam_step=adam_step).notes
 
@@ -223,7 +226,3 @@ class Composite:
                 force=force,
                 progress=progress or Silent(),
             )
-
-
-def _choice(entry: LayerEntry) -> LayerChoice:
-    return LayerChoice(run=entry.origin.run, step=entry.origin.step, version=entry.version.id)

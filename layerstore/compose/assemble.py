@@ -1,14 +1,14 @@
 """
 Move bytes from objects into the files of a new folder, as other modules have planned them.
 
-One thread copies while others verify and convert ahead of it, and one more syncs what is complete:
-two copying threads would only compete for the disk. Memory does not grow with the model.
+One thread copies, others verify and convert ahead of it, and one more syncs what is complete: two copying threads
+would only compete for the disk. Memory does not grow with the model.
 """
 
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from layerstore.zero3 import DerivedCheck, OutputFile, Piece, convert, newly_inf
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4
 
-# Files written at a time, and files that may wait for their fsync: a folder of thousands must not exhaust descriptors.
+# Files written at a time, and files that may wait for their fsync: thousands must not exhaust the descriptors.
 _OPEN_MAX = 16
 _CLOSING_MAX = 64
 
@@ -56,18 +56,25 @@ class _Task:
 
 @contextmanager
 def assembling(
-    repo: Repository, folder: Path, *, verify: bool, durable: bool, is_export: bool = False, progress: Progress
+    repo: Repository,
+    folder: Path,
+    *,
+    verify: bool,
+    durable: bool,
+    is_export: bool = False,
+    last: Mapping[str, bytes] | None = None,
+    progress: Progress,
 ) -> Iterator["Assembly"]:
     """
     Lend what writes files to *folder*; once the body is done they are complete, and with *durable* on the disk.
 
-    In an export, conversions are the work itself, not a by-product of copies: they get a thread more, count as
-    progress, and values that become infinite are counted.
+    *last* are small files that must not appear before all others are complete, in their order. In an export,
+    conversions are the work itself: they get a thread more, count as progress, and new infinities are counted.
     """
     with (
         # Hashing fills the memory bus with one thread; where rounding is left, two share it.
         ThreadPoolExecutor(2 if is_export or not verify else 1, thread_name_prefix="verify") as ahead,
-        _Closing(durable=durable) as closing,
+        ThreadPoolExecutor(1, thread_name_prefix="fsync") as behind,
         ExitStack() as stack,
     ):
         assembly = Assembly(
@@ -78,13 +85,14 @@ def assembling(
             is_export=is_export,
             progress=progress,
             _ahead=ahead,
-            _closing=closing,
+            _behind=behind,
             _stack=stack,
         )
         yield assembly
-        stack.pop_all()  # whoever closes the files has to sync them first
-        closing.take(assembly.kept_open)
-    for path, data in assembly.last.items():
+        stack.pop_all()  # these files have to be synced before they are closed
+        assembly.close()
+    for path, data in (last or {}).items():
+        assembly.bytes_written += len(data)
         with repo.files.create(folder / path) as file:
             file.write_at(0, data)
             if durable:
@@ -104,15 +112,15 @@ class Assembly:
     durable: bool
     is_export: bool
     progress: Progress
-    kept_open: list[NewFile] = field(default_factory=list)
-    last: dict[str, bytes] = field(default_factory=dict)
-    """Small files that must not appear before all others are complete, in their order."""
     bytes_written: int = 0
     converted: dict[Path, dict[int, Converted]] = field(default_factory=dict)
     """By file and offset."""
     _ahead: ThreadPoolExecutor
-    _closing: "_Closing"
+    _behind: ThreadPoolExecutor
     _stack: ExitStack
+    _shared: list[NewFile] = field(default_factory=list)
+    """Files that stay open until the end."""
+    _closing: deque[Future[None]] = field(default_factory=deque)
     _verified: set[str] = field(default_factory=set)
     _cut: dict[Path, dict[int, int]] = field(default_factory=dict)
     """Checksum of each part of a slice that was copied, by file and offset."""
@@ -120,7 +128,7 @@ class Assembly:
     def open_shared(self, output: OutputFile) -> NewFile:
         """Create a file that is supplied by several calls of `write`; it stays open until the end."""
         file = self._create(output, self._stack)
-        self.kept_open.append(file)
+        self._shared.append(file)
         return file
 
     def write(self, outputs: Iterable[OutputFile], shared: Sequence[Supply] = ()) -> None:
@@ -136,18 +144,32 @@ class Assembly:
                 own = [(self._create(output, stack), output) for output in batch]
                 self._move([*((file, output.pieces) for file, output in own), *shared])
                 for file, output in own:
-                    self._finish(file, output)
+                    cut = self._cut.pop(file.path, {})
+                    for offset, data in () if output.finish is None else output.finish(cut):
+                        file.write_at(offset, data)
                 stack.pop_all()
-            self._closing.take(file for file, _ in own)
+            self._close(file for file, _ in own)
             shared = ()
 
-    def write_last(self, path: str, data: bytes) -> None:
-        """Write a small file once all others are complete."""
-        self.last[path] = data
-        self.bytes_written += len(data)
+    def close(self) -> None:
+        """Wait until all files are synced, where that is asked for, and closed."""
+        self._close(self._shared)
+        for done in self._closing:
+            done.result()
+
+    def _close(self, files: Iterable[NewFile]) -> None:
+        """Sync and close *files*, which are complete, in the background; wait if too many are open."""
+        self._closing.extend(self._behind.submit(self._sync, file) for file in files)
+        while len(self._closing) > _CLOSING_MAX:
+            self._closing.popleft().result()
+
+    def _sync(self, file: NewFile) -> None:
+        with file:
+            if self.durable:
+                file.sync()
 
     def check_converted(self, path: str, checks: Iterable[DerivedCheck]) -> None:
-        """Raise if a tensor of the file *path* that was rounded again is not, bit for bit, what it once was."""
+        """Raise if a tensor of the file *path* was rounded to other bits than when it was saved."""
         if not self.verify:
             return
         parts = self.converted.get(self.folder / path, {})
@@ -172,12 +194,6 @@ class Assembly:
             file.make_executable()
         self.bytes_written += output.size_bytes
         return file
-
-    def _finish(self, file: NewFile, output: OutputFile) -> None:
-        """Write what depends on the checksums of bytes that had to be moved first."""
-        cut = self._cut.pop(file.path, {})
-        for offset, data in () if output.finish is None else output.finish(cut):
-            file.write_at(offset, data)
 
     def _move(self, supplies: Iterable[Supply]) -> None:
         """Move the bytes of all *supplies*; raise if an object turns out to be damaged, before or after its copy."""
@@ -236,35 +252,6 @@ class Assembly:
             file.write_at(offset, data)
             offset, checksum = offset + len(data), crc32(data, checksum)
         self._cut.setdefault(file.path, {})[piece.offset] = checksum
-
-
-class _Closing:
-    """Syncs and closes finished files in the background; leaving it waits for all of them."""
-
-    def __init__(self, *, durable: bool) -> None:
-        self._durable = durable
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fsync")
-        self._pending: deque[Future[None]] = deque()
-
-    def take(self, files: Iterable[NewFile]) -> None:
-        """Take over *files*, which are complete; wait if too many are open."""
-        self._pending.extend(self._pool.submit(self._finish, file) for file in files)
-        while len(self._pending) > _CLOSING_MAX:
-            self._pending.popleft().result()
-
-    def _finish(self, file: NewFile) -> None:
-        with file:
-            if self._durable:
-                file.sync()
-
-    def __enter__(self) -> "_Closing":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._pool.shutdown(wait=True)
-        if error is None:
-            for done in self._pending:
-                done.result()
 
 
 def _inside(path: str) -> str:

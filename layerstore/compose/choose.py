@@ -1,12 +1,12 @@
 """
 Choose what a composite consists of: a version for each layer, and the base commit that supplies everything else.
 
-A composition is pure data. A policy says which save each layer comes from (a recipe: see ``recipes``);
-here is also checked whether the chosen versions fit together.
+A composition is pure data. A policy says which save each layer comes from (for recipes see ``recipes``).
+This module also checks whether the chosen versions fit together.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayoutMismatch
@@ -16,6 +16,8 @@ from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
 from layerstore.zero3 import undivided
+
+_AGE_FIELDS = ("layer", "run", "attempt", "step", "steps", "saves")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +36,11 @@ class Composition:
     layers: tuple[LayerEntry, ...]
     """The chosen version of every layer, in the model's order."""
     older_than_due: tuple[str, ...] = ()
-    """Layers that were due at their chosen save but not written there: the version inherited by that save is used."""
+    """Layers that were due at their chosen save but not written there: the version that it inherited is used."""
     notes: tuple[str, ...] = ()
-    """What a recipe leaves to defaults, and which of its settings have no effect; which layers are older than asked."""
+    """What a recipe leaves to defaults, which of its settings have no effect, which layers are older than asked."""
     chosen_from: tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...] = ()
-    """
-    The records that it rests on, and the layers that their rows in the index gave.
-
-    These are read and checked before anything is composed.
-    """
+    """The records that it rests on, and what the index says of their layers: checked before anything is written."""
 
     @property
     def staleness(self) -> Staleness:
@@ -85,31 +83,18 @@ class Composition:
             "parameters": dict(self.parameters),
             "layers": {
                 entry.layer: {
-                    "run": entry.origin.run,
-                    "attempt": entry.origin.attempt,
-                    "step": entry.origin.step,
+                    **{name: getattr(entry.origin, name) for name in ("run", "attempt", "step")},
                     "version": entry.version.id,
                 }
                 for entry in self.layers
             },
             "staleness": {
-                "oldest": _age_fields(staleness.oldest),
+                "oldest": {name: getattr(staleness.oldest, name) for name in _AGE_FIELDS},
                 "optimizer_steps": {str(step): count for step, count in staleness.optimizer_steps.items()},
                 "layers": {age.layer: {"steps": age.steps, "saves": age.saves} for age in staleness.layers},
             },
             "older_than_due": list(self.older_than_due),
         }
-
-
-def _age_fields(age: LayerAge) -> dict[str, object]:
-    return {
-        "layer": age.layer,
-        "run": age.run,
-        "attempt": age.attempt,
-        "step": age.step,
-        "steps": age.steps,
-        "saves": age.saves,
-    }
 
 
 def compose_latest(resolved: Resolved) -> Composition:
@@ -194,15 +179,22 @@ def check_members(repo: Repository, composition: Composition) -> list[LayerVersi
     versions = [repo.version_of(entry) for entry in composition.layers]
     own = {entry.layer: entry for entry in composition.base.layers}
     for entry, version in zip(composition.layers, versions, strict=True):
-        if own[entry.layer].version != entry.version:
-            base = _version_of_base(repo, own[entry.layer], taken=entry)
-            problem = None if base is None else difference(base, version)
-            if problem is not None:
-                theirs, ours = references_to(repo, [entry.origin, composition.base])
-                raise LayoutMismatch(
-                    f"{entry.layer} of {theirs} does not fit {ours}: {problem}",
-                    hint="take this layer from a save of the same model and optimizer",
-                )
+        bases = own[entry.layer]
+        if bases.version == entry.version:
+            continue
+        try:
+            problem = difference(repo.version_of(bases), version)
+        except IntegrityError:
+            # A run has one model: its older version will do without the base's, and is measured when it is written.
+            if entry.origin.run != bases.origin.run:
+                raise
+            problem = None
+        if problem is not None:
+            theirs, ours = references_to(repo, [entry.origin, composition.base])
+            raise LayoutMismatch(
+                f"{entry.layer} of {theirs} does not fit {ours}: {problem}",
+                hint="take this layer from a save of the same model and optimizer",
+            )
     return versions
 
 
@@ -227,48 +219,33 @@ def check_whole(repo: Repository, composition: Composition, *, world_size: int |
         )
 
 
-def _version_of_base(repo: Repository, own: LayerEntry, *, taken: LayerEntry) -> LayerVersion | None:
-    """
-    Return the base's own version of a layer; None where that is lost and an older save of the same run is *taken*.
-
-    A run has one model, so the composite is good without it; assembly still finds lengths that do not fit.
-    """
-    try:
-        return repo.version_of(own)
-    except IntegrityError:
-        if taken.origin.run != own.origin.run:
-            raise
-        return None
-
-
 def difference(base: LayerVersion, other: LayerVersion) -> str | None:
     """Return in words how the version *other* of a layer does not fit *base*; None where it does."""
-    for what, ours, theirs in (
-        ("parameter", base.parameters, other.parameters),
-        ("buffer", base.buffers, other.buffers),
-    ):
-        found = _named_difference(what, {each.name: each for each in ours}, {each.name: each for each in theirs})
-        if found is not None:
-            return found
-    missing = sorted(base.optimizer_states ^ other.optimizer_states)
-    if missing:
-        name, state = missing[0]
-        has_it = "only the base has" if missing[0] in base.optimizer_states else "the base has no"
+    ours, theirs = _by_name(base), _by_name(other)
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        return f"{_kind(ours.get(name) or theirs[name])} {name!r} is {'missing' if name in ours else 'not in the base'}"
+    for name, mine in ours.items():
+        if mine != theirs[name]:
+            return f"{_kind(mine)} {name!r} is {_facts(theirs[name])}, in the base {_facts(mine)}"
+    for name, state in sorted(base.optimizer_states ^ other.optimizer_states):
+        has_it = "only the base has" if (name, state) in base.optimizer_states else "the base has no"
         return f"{has_it} the optimizer state {state!r} of {name!r}"
     return None
 
 
-def _named_difference(what: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        return f"{what} {name!r} is {'missing' if name in ours else 'not in the base'}"
-    for name, mine in ours.items():
-        if mine != theirs[name]:
-            return f"{what} {name!r} is {_facts(theirs[name])}, in the base {_facts(mine)}"
-    return None
+def _by_name(version: LayerVersion) -> dict[str, Parameter | Buffer]:
+    parameters = {item.name: item for item in version.parameters}
+    return {**parameters, **{item.name: item for item in version.buffers}}
 
 
-def _facts(item: object) -> str:
-    shape = "×".join(map(str, getattr(item, "shape", ()))) or "a scalar"
-    aliases: Sequence[str] = getattr(item, "aliases", ())
-    tied = f", tied with {', '.join(aliases)}" if aliases else ""
-    return f"{getattr(item, 'dtype', '')} {shape}{', frozen' if getattr(item, 'frozen', False) else ''}{tied}"
+def _kind(item: Parameter | Buffer) -> str:
+    return "parameter" if isinstance(item, Parameter) else "buffer"
+
+
+def _facts(item: Parameter | Buffer) -> str:
+    facts = f"{item.dtype} {'×'.join(map(str, item.shape)) or 'a scalar'}"
+    if isinstance(item, Parameter) and item.frozen:
+        facts += ", frozen"
+    if isinstance(item, Parameter) and item.aliases:
+        facts += f", tied with {', '.join(item.aliases)}"
+    return facts

@@ -1,6 +1,4 @@
-"""
-Damage that a composite meets: told by layer, told from what a collection took, or avoided by older versions.
-"""
+"""Damage that a composite meets: reported by layer, told apart from a collection, or avoided by older versions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,24 +38,23 @@ def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
 
 def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError) -> None:
     """Let *exc* begin with the layer that has *lost* an object, and name the ways on."""
-    entry = next((each for each in composition.layers if _has(repo, each.version, lost)), None)
-    of_base = references_to(repo, [composition.base])[0]
-    called = of_base if entry is None else references_to(repo, [entry.origin])[0]
-    exc.locate(of_base if entry is None else f"{entry.layer} of {called}")
+    base, entry = composition.base, next((each for each in composition.layers if _has(repo, each.version, lost)), None)
+    [called] = of_base = references_to(repo, [base])
+    if entry is not None:
+        [called] = references_to(repo, [entry.origin])
+    exc.locate(called if entry is None else f"{entry.layer} of {called}")
     if entry is not None and saved_at(repo, entry.origin) is None:
-        called = of_base  # the layer has outlived the commit that saved it
+        [called] = of_base  # the layer has outlived the commit that saved it
     option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # what is missing is found without
     # Of a pin the base may be gone: then there is no reference to narrow it by.
-    narrow = f" {typed(called)}" if saved_at(repo, composition.base) is not None else ""
+    narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
     older = "" if entry is None else "compose --without-damaged takes older versions; "
     exc.hint = f"layerstore verify{narrow}{option} says which composites still stand; {older}or {exc.hint}"
 
 
 def _has(repo: Repository, version: BlobRef, lost: str) -> bool:
-    if version.id == lost:
-        return True
     try:
-        return any(ref.id == lost for ref in named_by(repo, version))
+        return version.id == lost or any(ref.id == lost for ref in named_by(repo, version))
     except IntegrityError:
         return False  # lost itself: nobody has come to its objects
 
@@ -103,10 +100,13 @@ def _problem(repo: Repository, entry: LayerEntry) -> LayerstoreError | None:
 
 
 def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> LayerEntry | None:
-    """Return the newest other version of a layer in the base's history that is sound, and fits where that is known."""
+    """Return the layer's newest other version in the base's history that is sound, and fits where that is known."""
     base = composition.base
     view = repo.catalog.find(base.run)
-    like = _version(repo, damaged)
+    try:
+        like = repo.version_of(damaged)
+    except IntegrityError:
+        like = None
     seen = {damaged.version}
     for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
         entry = row.entries([damaged.layer]).get(damaged.layer)
@@ -117,10 +117,3 @@ def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> L
             repo.catalog.check(row.name, [entry])
             return entry
     return None
-
-
-def _version(repo: Repository, entry: LayerEntry) -> LayerVersion | None:
-    try:
-        return repo.version_of(entry)
-    except IntegrityError:
-        return None

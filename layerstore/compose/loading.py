@@ -1,10 +1,10 @@
-"""One rank of a composite in memory: what fills each of its buffers, read from the objects and verified."""
+"""Load one rank of a composite into memory: what fills each of its buffers, read from the objects and verified."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from layerstore.compose.choose import Composition
 from layerstore.compose.world_size import AdamStep, plan_ranks
@@ -39,24 +39,28 @@ def plan_load(
     """
     ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
     state = ranks.state(rank)
-    groups = sub_group_shapes(TreeView(state.model.tree, path=PurePosixPath(state.model.path)))
+    groups = sub_group_shapes(TreeView.of(state.model))
     verified: set[str] = set()
 
     def fill(storage: Storage, target: memoryview) -> None:
-        content = storage.content
+        content, path = storage.content, state.optimizer.path
         if isinstance(content, bytes):
             target[:] = content
             return
         if isinstance(content, ObjectContent):
-            place = whole(content, 0)
-            parts = [
-                StoragePart(size_bytes=place.size_bytes, checksum=None, source=(place.object, place.object_offset))
-            ]
-        else:
-            path = state.optimizer.path
-            parts = filling_of(storage, ranks.slices, groups, rank=rank, world_size=world_size, path=path)
+            repo.objects.verify(content.object)
+            _read_stretch(repo, content.object, whole(content, 0).object_offset, target)
+            return
+        parts = filling_of(storage, ranks.slices, groups, rank=rank, world_size=world_size, path=path)
         _verify(repo, parts, verified)
-        _read(repo, parts, target)
+        offset = 0
+        for part in parts:
+            into = target[offset : offset + part.size_bytes]
+            if part.source is None:
+                into[:] = bytes(part.size_bytes)
+            else:
+                _read_stretch(repo, *part.source, into)
+            offset += part.size_bytes
 
     return RankLoad(state=state, notes=ranks.notes, fill=fill, content=partial(content_of, repo))
 
@@ -89,17 +93,6 @@ def _verify(repo: Repository, parts: Iterable[StoragePart], verified: set[str]) 
         for _ in pool.map(repo.objects.verify, new):
             pass  # raises where one is damaged
     verified.update(ref.id for ref in new)
-
-
-def _read(repo: Repository, parts: Iterable[StoragePart], target: memoryview) -> None:
-    offset = 0
-    for part in parts:
-        into = target[offset : offset + part.size_bytes]
-        if part.source is None:
-            into[:] = bytes(part.size_bytes)
-        else:
-            _read_stretch(repo, *part.source, into)
-        offset += part.size_bytes
 
 
 def _read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:

@@ -1,11 +1,11 @@
 """
-PEFT's adapters in what is composed and exported: which there are, their names in files, and their files.
+PEFT's adapters: which ones a composite has, their names in files, and their files.
 
 A parameter of the adapter ``default`` is ``….lora_A.default.weight`` in the model and ``….lora_A.weight`` in its file,
 since loading gives the adapter a new name. Adapters other than ``default`` have folders of their own.
 
-The base's own file of an adapter is kept byte for byte; tensors of other saves are put in their places. Without such a
-file, an export makes one by PEFT's rule for LoRA.
+The base's own file of an adapter is kept, with the tensors of other saves in their places. Without such a file, an
+export makes one by PEFT's rule for LoRA.
 """
 
 import json
@@ -72,11 +72,6 @@ def name_in_file(parameter: str, adapter: str) -> str | None:
     return None
 
 
-def _plain_name(parameter: str) -> str:
-    """Return the name in an adapter's file of a parameter that is of no adapter: the model's own, unwrapped."""
-    return ".".join(_parts(parameter))
-
-
 def _parts(parameter: str) -> list[str]:
     return [part for part in parameter.removeprefix("module.").split(".") if part not in WRAPPER_COMPONENTS]
 
@@ -104,7 +99,7 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
         if any(part == _TO_SAVE or _LORA.fullmatch(part) for part in parameter.split(".")):
             name = name_in_file(parameter, adapter)
         else:
-            name = _plain_name(parameter) if suffix and parameter.endswith(suffix) else None
+            name = ".".join(_parts(parameter)) if suffix and parameter.endswith(suffix) else None
         if name is not None:
             found[name] = parameter
     return found
@@ -130,7 +125,7 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _
     suppliers: dict[str, tuple[str, int]] = {}
     for parameter in slices.parameters.values():
         for name in (parameter.name, *parameter.aliases):
-            own_name = name_in_file(name, adapter) or _plain_name(name)
+            own_name = name_in_file(name, adapter) or ".".join(_parts(name))
             suppliers.setdefault(own_name, (parameter.name, prod(parameter.shape)))
     tensors = tensors_in(Path(file.path), header, size_bytes, suppliers)
     return _AdapterFile(file=file, header=header, tensors=tensors, size_bytes=size_bytes)
@@ -221,12 +216,22 @@ def plan_adapters(
                     f"the base has {config.path}, but the chosen layers have no parameter of adapter {adapter!r}",
                     hint="an adapter that is not trained is not in the checkpoint: take it from where it came from",
                 )
-            made = weights_file(path, (_tensor(name, slices.parameter(of), dtype) for name, of in names.items()))
+            parameters = {name: slices.parameter(of) for name, of in names.items()}
+            made = weights_file(
+                path, (_tensor(name, of.name, of.shape, of.dtype, dtype) for name, of in parameters.items())
+            )
             output = made.output(slices)
         weights.append(made)
         outputs.append(output)
     used = {tensor.layer_name for of in weights for tensor in of.tensors}
-    _check_all_used(slices, used)
+    trained = [name for name, parameter in slices.parameters.items() if not parameter.frozen and name not in used]
+    if trained:  # PEFT itself would leave it out in silence
+        more = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+        raise Unsupported(
+            f"{trained[0]!r}{more} is trained and belongs to no adapter with a config: PEFT's folder has no place for "
+            "it",
+            hint="compose --format zero3 keeps it; PEFT keeps whole modules that modules_to_save names",
+        )
     left = len(slices.parameters.keys() - used)
     note = f"{left} frozen weights are left out: PeftModel.from_pretrained takes them from the base model"
     return weights, [*outputs, *map(plan_source_file, configs.values())], [note] if left else []
@@ -236,15 +241,9 @@ def _as_saved(
     stored: _AdapterFile, slices: Slices, *, own: Collection[str], dtype: str | None
 ) -> tuple[WeightsFile, OutputFile]:
     """Return the base's own file with the values of the chosen layers; laid out anew for another *dtype*."""
-    path, shapes = stored.file.path, {name: of.get("shape") for name, of in json.loads(stored.header[8:]).items()}
+    path, entries = stored.file.path, json.loads(stored.header[8:])
     tensors = tuple(
-        OutputTensor(
-            name=tensor.name,
-            dtype=_wanted(dtype, tensor.dtype),
-            shape=tuple(shapes[tensor.name]),
-            source=TensorSource.PARAMETER,
-            layer_name=tensor.supplier,
-        )
+        _tensor(tensor.name, tensor.supplier, tuple(entries[tensor.name]["shape"]), tensor.dtype, dtype)
         for tensor in stored.tensors
     )
     if any(made.dtype != tensor.dtype for made, tensor in zip(tensors, stored.tensors, strict=True)):
@@ -266,26 +265,11 @@ def _as_saved(
     return made, _patched(stored, slices, slices.parameters.keys() - own)
 
 
-def _tensor(name: str, parameter: Parameter, dtype: str | None) -> OutputTensor:
+def _tensor(name: str, supplier: str, shape: tuple[int, ...], own_dtype: str, dtype: str | None) -> OutputTensor:
     return OutputTensor(
         name=name,
-        dtype=_wanted(dtype, parameter.dtype),
-        shape=parameter.shape,
+        dtype=dtype if dtype and own_dtype in FLOATS else own_dtype,
+        shape=shape,
         source=TensorSource.PARAMETER,
-        layer_name=parameter.name,
+        layer_name=supplier,
     )
-
-
-def _wanted(dtype: str | None, own: str) -> str:
-    return dtype if dtype and own in FLOATS else own
-
-
-def _check_all_used(slices: Slices, used: Collection[str]) -> None:
-    """Raise if a trained parameter is in no adapter's file: PEFT itself would leave it out in silence."""
-    left = [name for name, parameter in slices.parameters.items() if not parameter.frozen and name not in used]
-    if left:
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        raise Unsupported(
-            f"{left[0]!r}{more} is trained and belongs to no adapter with a config: PEFT's folder has no place for it",
-            hint="compose --format zero3 keeps it; PEFT keeps whole modules that modules_to_save names",
-        )

@@ -6,6 +6,7 @@ Errors begin with the place in the recipe and end with what to do about it.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ from layerstore.storage import RecordName, RecordRow, Repository
 
 if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe
+
+Found = tuple[RecordRow | None, Mapping[str, LayerEntry]]
+"""The row of the commit that a reference means, None for a pin, and what it has of the wanted layers."""
 
 
 def _read_recipe(repo: Repository, path: Path) -> "Recipe":
@@ -56,19 +60,13 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
     if base.pin is not None and any(choice.run is None for choice in taken.values()):
         with recipe.base.spot.located():
             back = _back_of(repo, record)
-    sources = _Sources(repo, {layer: of.reference(run=record.run, back=back) for layer, of in taken.items()})
-    layers = {entry.layer: entry for entry in record.layers}
     notes = [*plan.notes]
     if recipe.base.run is None and run is None and recipe.run_hint not in {None, name}:
         notes.append(f"the recipe speaks of run {recipe.run_hint!r}, which is not in the store: {name!r} is meant")
-    for layer, choice in taken.items():
-        with _explained(choice, record.run):
-            layers[layer], is_older = sources.entry(layer)
-        if is_older:
-            notes.append(
-                f"{choice.spot}: {layer} was not saved at {sources.references[layer]}, which has its version of step "
-                f"{layers[layer].origin.step}"
-            )
+    found = _found(repo, taken, notes, run=record.run, back=back)
+    layers = {entry.layer: entry for entry in record.layers}
+    for _, entries in found:
+        layers |= entries
     return Composition(
         base=record,
         commit=base.commit,
@@ -77,44 +75,37 @@ def compose_by_recipe(repo: Repository, path: Path, *, run: str | None) -> Compo
         parameters={"recipe": recipe.name, "grammar": recipe.grammar},
         layers=tuple(layers[layer] for layer in plan.layers),
         notes=tuple(notes),
-        chosen_from=sources.chosen_from,
+        chosen_from=tuple((row.name, tuple(entries.values())) for row, entries in found if row is not None),
     )
 
 
-class _Sources:
-    """The commits that layers are taken from."""
-
-    def __init__(self, repo: Repository, references: Mapping[str, str]) -> None:
-        self.references = references
-        """By layer."""
-        self._repo = repo
-        self._pins = frozenset(repo.records.pin_names())
-        self._found: dict[str, tuple[RecordRow | Resolved, dict[str, LayerEntry]]] = {}
-
-    def entry(self, layer: str) -> tuple[LayerEntry, bool]:
-        """Return the version of *layer*, and whether an earlier save than the named one wrote it."""
-        reference = self.references[layer]
-        if reference not in self._found:
-            self._found[reference] = self._look(reference)
-        source, entries = self._found[reference]
-        if layer not in entries:
-            raise NotFound(
-                f"{reference} has no layer {layer!r}", hint="take this layer from a save of the same model", layer=layer
-            )
-        return entries[layer], not isinstance(source, Resolved) and not entries[layer].saved_by(source)
-
-    @property
-    def chosen_from(self) -> tuple[tuple[RecordName, tuple[LayerEntry, ...]], ...]:
-        """The records whose rows gave layers, and which."""
-        rows = ((source, entries) for source, entries in self._found.values() if not isinstance(source, Resolved))
-        return tuple((source.name, tuple(entries.values())) for source, entries in rows)
-
-    def _look(self, reference: str) -> tuple[RecordRow | Resolved, dict[str, LayerEntry]]:
-        source = locate(self._repo, reference, pins=self._pins)
-        if isinstance(source, Resolved):
-            return source, {entry.layer: entry for entry in source.record.layers}
-        wanted = [layer for layer, of in self.references.items() if of == reference]
-        return source, source.entries(wanted)
+def _found(repo: Repository, taken: Mapping[str, "Choice"], notes: list[str], *, run: str, back: int) -> list[Found]:
+    """Look up what each layer is *taken* from, each run and each commit once; *notes* gets the older layers."""
+    references = {layer: choice.reference(run=run, back=back) for layer, choice in taken.items()}
+    pins, view_of = frozenset(repo.records.pin_names()), cache(repo.catalog.view)
+    found: dict[str, Found] = {}
+    for layer, choice in taken.items():
+        reference = references[layer]
+        with _explained(choice, run):
+            if reference not in found:
+                wanted = [other for other, its in references.items() if its == reference]
+                source = locate(repo, reference, pins=pins, view_of=view_of)
+                if isinstance(source, Resolved):
+                    of_pin = {entry.layer: entry for entry in source.record.layers if entry.layer in wanted}
+                    found[reference] = None, of_pin
+                else:
+                    found[reference] = source, source.entries(wanted)
+            row, entries = found[reference]
+            if layer not in entries:
+                raise NotFound(
+                    f"{reference} has no layer {layer!r}",
+                    hint="take this layer from a save of the same model",
+                    layer=layer,
+                )
+        if row is not None and not entries[layer].saved_by(row):
+            step = entries[layer].origin.step
+            notes.append(f"{choice.spot}: {layer} was not saved at {reference}, which has its version of step {step}")
+    return list(found.values())
 
 
 def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
@@ -129,20 +120,18 @@ def _open_run(repo: Repository, recipe: "Recipe", run: str | None) -> str:
         try:
             return only_run(repo)
         except InvalidInput as exc:
-            _explain_open_run(recipe, exc)
+            step, path = recipe.base.step, recipe.base.path
+            if path is None:
+                exc.message = f"base {step} is a step of which run? {exc.message}"
+                exc.hint = f"write base: RUN@{step}, or pass --run RUN"
+            else:
+                hint = recipe.run_hint
+                found = "names no run" if hint is None else f"would be of run {hint!r}, which is not here"
+                exc.message = f"{path} {found}; {exc.message}"
+                exc.hint = (
+                    f"pass --run RUN, or write RUN/checkpoint-{step} and the like wherever the recipe says model:"
+                )
             raise
-
-
-def _explain_open_run(recipe: "Recipe", problem: InvalidInput) -> None:
-    """Say in *problem* where in the recipe the missing run can be written."""
-    step = recipe.base.step
-    if recipe.base.path is None:
-        problem.message = f"base {step} is a step of which run? {problem.message}"
-        problem.hint = f"write base: RUN@{step}, or pass --run RUN"
-        return
-    found = "names no run" if recipe.run_hint is None else f"would be of run {recipe.run_hint!r}, which is not here"
-    problem.message = f"{recipe.base.path} {found}; {problem.message}"
-    problem.hint = f"pass --run RUN, or write RUN/checkpoint-{step} and the like wherever the recipe says model:"
 
 
 def _back_of(repo: Repository, record: CommitRecord) -> int:

@@ -1,12 +1,11 @@
 """
-The states of a composite's ranks: the base's own, or what becomes of them at another world size.
+The states of a composite's ranks: the base's own, or what they become at another world size.
 
-Whatever does not carry over is said in a note.
+A note says what does not carry over.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from typing import Literal
 
 from layerstore.compose.choose import Composition, check_members, check_whole
@@ -61,18 +60,19 @@ class RankStates:
 
     def state(self, rank: int) -> RankState:
         """Return the state of *rank*."""
-        state = self._state(rank)
+        if self.regrouping is None:
+            state = self.repo.state(self.base.states[rank])
+        else:
+            state = self._regrouped(self.regrouping, rank)
         return state if self.steps is None else with_own_steps(state, self.steps)
 
-    def _state(self, rank: int) -> RankState:
-        if self.regrouping is None:
-            return self.repo.state(self.base.states[rank])
+    def _regrouped(self, regrouping: Regrouping, rank: int) -> RankState:
         # Ranks that the base had keep their own state; new ones are made from the first rank's, which every base has.
         # Files for all ranks, gathered weights among them, stay with the first.
         has_own = rank < self.base.world_size
         template = self.repo.state(self.base.states[rank if has_own else 0])
         files = tuple(file for file in template.files if not RANDOM_STATE.fullmatch(file.path)) if has_own else ()
-        state = regrouped(template, self.regrouping, rank=rank)
+        state = regrouped(template, regrouping, rank=rank)
         return replace(state, files=files, gathered=template.gathered if has_own else ())
 
 
@@ -85,10 +85,15 @@ def plan_ranks(
     Raises:
         InvalidInput: *world_size* or *adam_step* has no such value.
         LayoutMismatch: The layers do not fit together, the base has no moments, its sub-groups cannot be made anew,
-            or no counter fits all layers of one.
+            or the layers of one have different counters.
     """
     base = composition.base
-    _check_has_moments(base)
+    if WITHOUT_MOMENTS in base.flags:
+        called = f"{base.run}@{base.step}"
+        raise LayoutMismatch(
+            f"{called} has no optimizer moments any more: a collection has dropped them",
+            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR; or choose a newer step",
+        )
     check_whole(repo, composition, world_size=world_size)
     versions = check_members(repo, composition)
     slices = Slices(versions)
@@ -103,7 +108,10 @@ def plan_ranks(
     if count != base.world_size:
         regrouping = plan_regrouping(first, world_size=count)
         notes += _notes_of_states(repo, base, first, world_size=count)
-    layers = zip(composition.layers, versions, strict=True)
+    steps = None
+    if adam_step == "per-layer":
+        layers = zip(composition.layers, versions, strict=True)
+        steps = {of.name: (entry.layer, entry.optimizer_step) for entry, version in layers for of in version.parameters}
     states = RankStates(
         repo=repo,
         base=base,
@@ -111,30 +119,12 @@ def plan_ranks(
         versions=versions,
         slices=slices,
         regrouping=regrouping,
-        steps=_own_steps(layers) if adam_step == "per-layer" else None,
+        steps=steps,
         notes=tuple(notes),
     )
-    if states.steps is not None:
-        # Whether the layers of each sub-group agree is the same for all ranks: raise before anything is written.
-        states.state(0)
+    if steps is not None:
+        states.state(0)  # raises, before anything is written, where the layers of a sub-group do not agree
     return states
-
-
-def _check_has_moments(base: CommitRecord) -> None:
-    if WITHOUT_MOMENTS in base.flags:
-        called = f"{base.run}@{base.step}"
-        raise LayoutMismatch(
-            f"{called} has no optimizer moments any more: a collection has dropped them",
-            hint=f"its weights are there: layerstore compose {called} --format hf -o DIR; or choose a newer step",
-        )
-
-
-def _own_steps(layers: Iterable[tuple[LayerEntry, LayerVersion]]) -> dict[str, tuple[str, int | None]]:
-    return {
-        parameter.name: (entry.layer, entry.optimizer_step)
-        for entry, version in layers
-        for parameter in version.parameters
-    }
 
 
 # -- what does not carry over --------------------------------------------------------------------------------------
@@ -145,8 +135,7 @@ def _buffer_notes(slices: Slices, world_size: int) -> Iterator[str]:
     if odd:
         name, shards = next(iter(odd.items()))
         others = f" and {len(odd) - 1} others" if len(odd) > 1 else ""
-        fate = _fate(shards, world_size)
-        yield f"buffer {name!r}{others} differed between the {shards} ranks that saved it: {fate}"
+        yield f"buffer {name!r}{others} differed between the {shards} ranks that saved it: {_fate(shards, world_size)}"
 
 
 def _fate(before: int, after: int) -> str:
@@ -157,7 +146,7 @@ def _fate(before: int, after: int) -> str:
 
 
 def _gathered_notes(first: RankState, slices: Slices) -> Iterator[str]:
-    """Name whole weights that do not follow from the layers: in a mixture they are still the base's."""
+    """Name gathered weights that do not follow from the layers: in a mixture they are still the base's."""
     known = {name for of in slices.parameters.values() for name in (of.name, *of.aliases)} | slices.buffers()
     bare = {strip_wrappers(name) for name in known}
     for file in first.gathered:
@@ -193,20 +182,20 @@ def _notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, 
             "so dropout and shuffling start from the seed"
         )
     if odd:
-        fate = _fate(base.world_size, world_size)
-        yield f"the ranks saved different values of {', '.join(map(repr, odd))}: {fate}"
+        names = ", ".join(map(repr, odd))
+        yield f"the ranks saved different values of {names}: {_fate(base.world_size, world_size)}"
     yield from _batch_notes(first, base.world_size, world_size)
 
 
 def _own_values(state: RankState) -> dict[str, bytes]:
-    """Return whatever the rank's trees hold besides slices, by key, as bytes that can be compared."""
-    outer = _view(state.optimizer)["optimizer_state_dict"]
-    values: dict[Tree, Tree] = {**outer.mapping(), **_view(state.model).mapping()}
+    """Return what the rank's trees hold besides slices, by key, as bytes that can be compared."""
+    outer = TreeView.of(state.optimizer)["optimizer_state_dict"]
+    values: dict[Tree, Tree] = {**outer.mapping(), **TreeView.of(state.model).mapping()}
     return {str(key): same_bytes(value) for key, value in values.items() if key not in _OF_THE_FIRST}
 
 
 def _batch_notes(first: RankState, before: int, after: int) -> Iterator[str]:
-    config = config_of(_view(first.model))
+    config = config_of(TreeView.of(first.model))
     if config is None:
         yield (
             "DeepSpeed's config is not in the checkpoint: sub-groups were made for its default sub_group_size, "
@@ -242,10 +231,6 @@ def _batch(config: Mapping[Tree, Tree], world_size: int) -> tuple[int | None, in
     if whole is not None and micro is not None and accumulation is None:
         accumulation = whole // (world_size * micro) or None
     return micro, accumulation or 1
-
-
-def _view(file: TreeFile) -> TreeView:
-    return TreeView(file.tree, path=PurePosixPath(file.path))
 
 
 def _ranks(count: int) -> str:

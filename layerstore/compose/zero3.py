@@ -62,12 +62,7 @@ def execute_compose(
     progress: Progress,
 ) -> Written:
     """
-    Write *composition* to the folder *out*, which appears whole or not at all.
-
-    It is for *world_size* ranks, by default as many as the base has. The optimizer's step counters are the base's;
-    with *adam_step* ``per-layer`` each layer's own, where the optimizer's groups allow that.
-    Without *verify* only sizes are checked. Without *durable* a power cut may tear the folder.
-    With *force* a folder that is there is replaced once the new one is complete.
+    Write *composition* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
 
     Raises:
         AlreadyExists: *out* is there and *force* was not given.
@@ -78,13 +73,19 @@ def execute_compose(
     base, tag = composition.base, composition.base.layout.tag
     target = checked_target(repo, out, _CHECKPOINT, force=force)
     ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
+    summary = {
+        "schema": _SUMMARY_SCHEMA,
+        **composition.summary(),
+        "world_size": ranks.world_size,
+        "adam_step": adam_step,
+        "notes": [*composition.notes, *ranks.notes],
+    }
+    last = {SUMMARY: json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n", LATEST: tag.encode()}
     with (
         appearing(repo, target, is_older_form=_older_form(repo, target.path, tag=tag)) as partial,
-        assembling(repo, partial, verify=verify, durable=durable, progress=progress) as assembly,
+        assembling(repo, partial, verify=verify, durable=durable, last=last, progress=progress) as assembly,
     ):
         _assemble(assembly, ranks, own=composition.own_parameters(ranks.versions))
-        assembly.write_last(SUMMARY, _summary(composition, ranks, adam_step))
-        assembly.write_last(LATEST, tag.encode())
     return Written(
         run=base.run,
         step=base.step,
@@ -119,18 +120,6 @@ def _assemble(assembly: Assembly, ranks: RankStates, *, own: frozenset[str]) -> 
     for of, _ in gathered:
         # Of a layer that the base saved itself, even the derived bytes are known.
         assembly.check_converted(of.path, derived_checks(of, slices, unchanged=own.__contains__))
-
-
-def _summary(composition: Composition, ranks: RankStates, adam_step: AdamStep) -> bytes:
-    """Return ``layerstore.json``."""
-    fields = {
-        "schema": _SUMMARY_SCHEMA,
-        **composition.summary(),
-        "world_size": ranks.world_size,
-        "adam_step": adam_step,
-        "notes": [*composition.notes, *ranks.notes],
-    }
-    return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _older_form(repo: Repository, target: Path, *, tag: str) -> Callable[[Path], bool]:

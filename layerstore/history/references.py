@@ -4,7 +4,7 @@ References: ``RUN@STEP``, ``RUN``, ``RUN~1``, ``RUN~1@STEP`` or a pin's name, to
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Self
@@ -90,8 +90,14 @@ def resolve(repo: Repository, text: str | None) -> Resolved:
     return Resolved.of_commit(repo.catalog.commit(found.name))
 
 
-def locate(repo: Repository, text: str, *, pins: Collection[str]) -> RecordRow | Resolved:
-    """Return the row of the commit that *text* means, or what one of *pins* means; raises as ``resolve`` does."""
+def locate(
+    repo: Repository, text: str, *, pins: Collection[str], view_of: Callable[[str], RunView] | None = None
+) -> RecordRow | Resolved:
+    """
+    Return the row of the commit that *text* means, or what one of *pins* means; raises as ``resolve`` does.
+
+    *view_of* returns a run's view to callers who look up many references of one run; by default it is read anew.
+    """
     reference = parse_reference(text)
     if reference.name in pins and not repo.records.names(reference.name):
         if reference.back or reference.step is not None:
@@ -104,7 +110,7 @@ def locate(repo: Repository, text: str, *, pins: Collection[str]) -> RecordRow |
             f"there is no run {text!r} in this store; of a commit's id 12 digits are needed",
             hint=did_you_mean(row.id[:12] for row in meant[:3]),
         )
-    return find_row(repo.catalog.view(reference.name), reference)
+    return find_row((view_of or repo.catalog.view)(reference.name), reference)
 
 
 def _by_id(repo: Repository, text: str) -> RecordRow | Resolved:

@@ -14,6 +14,16 @@ from layerstore.zero3 import convert
 from tests.unit.checkpoints import checkpoint, digests
 
 
+def write_composite(store: Store, out: Path, *, force: bool) -> object:
+    """Compose."""
+    return store.compose("sft").write(out, force=force)
+
+
+def write_export(store: Store, out: Path, *, force: bool) -> object:
+    """Export."""
+    return store.compose("sft").export(out, force=force)
+
+
 def add_file(out: Path) -> str:
     """Put a file of the user's into *out*."""
     (out / "notes.txt").write_text("mine")
@@ -36,6 +46,74 @@ def add_link(out: Path) -> str:
     """Put a link to nothing into *out*."""
     (out / "broken").symlink_to("nowhere")
     return "broken"
+
+
+@pytest.mark.fault(78)
+def test_what_may_not_be_a_target_is_refused(store: Store, tmp_path: Path) -> None:
+    """Nothing is written into the store or around it, through a link, or in the place of a file."""
+    store.ingest(checkpoint(tmp_path))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    before = digests(tmp_path)
+
+    for out, error, words in (
+        (store.path / "objects" / "new", InvalidInput, "is inside the store"),
+        (store.path, InvalidInput, "is inside the store"),
+        (store.path.parent, InvalidInput, "contains the store"),
+        (tmp_path / "file", AlreadyExists, "is not a folder"),
+        (tmp_path / "link", AlreadyExists, "is not a folder"),
+        (tmp_path / "file" / "out", InvalidInput, "file is not a folder"),
+        (Path("a\0b"), InvalidInput, "is no path"),
+    ):
+        for write in (write_composite, write_export):
+            with pytest.raises(error, match=words):
+                write(store, out, force=True)
+
+    assert before == digests(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.known_fault("llmtailor 9")
+def test_an_older_one_is_replaced_only_when_told_and_only_one_of_its_kind(store: Store, tmp_path: Path) -> None:
+    """Shards replace shards, an export an export, and neither a folder of something else."""
+    store.ingest(checkpoint(tmp_path, layout="hf"))
+    composite = store.compose("sft")
+    out = composite.export(tmp_path / "out", max_shard_size="2KB").out
+    shards = composite.write(tmp_path / "shards").out
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("mine")
+    before = digests(tmp_path)
+
+    for write, at in ((write_composite, shards), (write_export, out)):
+        with pytest.raises(AlreadyExists, match="is not empty; nothing was changed"):
+            write(store, at, force=False)
+    with pytest.raises(AlreadyExists, match="also holds 'global_step2'"):
+        composite.export(shards, force=True)
+    with pytest.raises(AlreadyExists, match="is not a checkpoint"):
+        composite.write(out, force=True)
+    with pytest.raises(AlreadyExists, match="is not an export"):
+        composite.export(tmp_path / "home", force=True)
+    assert before == digests(tmp_path)
+
+    composite.export(out, force=True)
+    composite.write(shards, force=True)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.known_fault("llmtailor 10")
+@pytest.mark.parametrize("fatal", ["create", "write", "fsync", "rename", "copy", "mkdir"])
+def test_an_error_anywhere_leaves_nothing(store: Store, tmp_path: Path, fatal: str) -> None:
+    """Whatever the disk refuses."""
+    store.ingest(checkpoint(tmp_path, layout="hf"))
+    neighbours = sorted(tmp_path.iterdir())
+
+    def hook(operation: str, path: Path) -> None:
+        if operation == fatal:
+            raise KeyboardInterrupt
+
+    with Store(store.path, hook=hook) as broken, pytest.raises(KeyboardInterrupt):
+        broken.compose("sft").write(tmp_path / "out")
+    assert neighbours == sorted(tmp_path.iterdir())
 
 
 @pytest.mark.known_fault("llmtailor 9")
@@ -61,7 +139,7 @@ def rounded_differently(data: Any, *, source: str, target: str) -> memoryview:
     return memoryview(rounded)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_weights_that_round_differently_stop_a_compose(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -78,16 +156,6 @@ def test_weights_that_round_differently_stop_a_compose(
 
     out = store.compose("sft").write(tmp_path / "out").out
     assert digests(source, leave_out="_states.pt") == digests(out, leave_out="_states.pt")
-
-
-def write_composite(store: Store, out: Path, *, force: bool) -> object:
-    """Compose."""
-    return store.compose("sft").write(out, force=force)
-
-
-def write_export(store: Store, out: Path, *, force: bool) -> object:
-    """Export."""
-    return store.compose("sft").export(out, force=force)
 
 
 def just_before(is_it: Callable[[str, Path], bool], do: Callable[[], object]) -> Hook:
@@ -112,14 +180,20 @@ def make_latest(out: Path) -> None:
     (out / "latest").write_text("mine")
 
 
-@pytest.mark.parametrize("come", [Path.mkdir, make_latest, Path.touch], ids=["empty folder", "full folder", "file"])
-@pytest.mark.parametrize("write", [write_composite, write_export])
-@pytest.mark.parametrize("force", [False, True], ids=["", "force"])
-@pytest.mark.parametrize("was_there", [False, True], ids=["from nothing", "from an empty folder"])
+@pytest.mark.parametrize(
+    ("come", "write", "force", "was_there"),
+    [
+        (Path.mkdir, write_composite, False, False),
+        (make_latest, write_composite, True, True),
+        (make_latest, write_export, False, True),
+        (Path.touch, write_export, True, False),
+    ],
+    ids=["empty folder", "full folder with force", "full folder", "file with force"],
+)
 def test_what_comes_to_the_target_meanwhile_stays(
-    store: Store, tmp_path: Path, write: Any, come: Callable[[Path], None], force: bool, was_there: bool
+    store: Store, tmp_path: Path, come: Callable[[Path], None], write: Any, force: bool, was_there: bool
 ) -> None:
-    """With and without --force: what was written is removed, and one error says so."""
+    """From nothing or from an empty folder: what was written is removed, and one error says so."""
     store.ingest(checkpoint(tmp_path))
     out = tmp_path / "out"
     if was_there:
@@ -135,20 +209,6 @@ def test_what_comes_to_the_target_meanwhile_stays(
     assert neighbours == sorted(tmp_path.iterdir())
     assert out.is_file() == (come is Path.touch)
     assert [path.name for path in out.glob("*")] == (["latest"] if come is make_latest else [])
-
-
-@pytest.mark.parametrize("force", [False, True], ids=["", "force"])
-def test_two_composes_to_one_folder_do_not_both_succeed(store: Store, tmp_path: Path, force: bool) -> None:
-    """The one that is later is refused, and what the first one wrote stays."""
-    store.ingest(checkpoint(tmp_path))
-    store.ingest(checkpoint(tmp_path, step=4), tag="global_step4")
-    out = tmp_path / "out"
-    hook = just_before(last_rename(out), lambda: store.compose("sft@2").write(out, force=force))
-    with Store(store.path, hook=hook) as hooked, pytest.raises(AlreadyExists, match="has come to be there meanwhile"):
-        hooked.compose("sft@4").write(out, force=force)
-
-    assert (out / "latest").read_text() == "global_step2"
-    assert not list(tmp_path.glob("out.*"))
 
 
 def test_force_replaces_only_the_folder_that_was_looked_at(store: Store, tmp_path: Path) -> None:

@@ -123,6 +123,18 @@ def test_the_bases_own_files_lend_their_names() -> None:
     assert choice.notes == []
 
 
+@pytest.mark.parametrize(("elements", "is_asked"), [(0, False), (1, True), (4, True)])
+def test_a_name_with_another_number_of_elements_is_asked_about(elements: int, is_asked: bool) -> None:
+    """It may be the parameter in another form; ZeRO-3 leaves empty ones where nobody gathers the weights."""
+    saved = [SavedTensor(name="a", dtype="BF16", shape=(elements,))]
+
+    if is_asked:
+        with pytest.raises(Unsupported, match="nobody knows"):
+            chosen(parameter("a"), saved=saved)
+    else:
+        assert [(tensor.name, tensor.shape) for tensor in chosen(parameter("a"), saved=saved).tensors] == [("a", (2,))]
+
+
 def test_checksums_are_kept_only_for_the_same_bytes() -> None:
     """Another type, or another version of the layer, has other bytes."""
     file = gathered(derived("a"))
@@ -131,11 +143,6 @@ def test_checksums_are_kept_only_for_the_same_bytes() -> None:
         chosen(parameter("a"), files=(file,), **options).tensors[0].crc32
         for options in ({}, {"dtype": "BF16"}, {"dtype": "F16"}, {"is_own": lambda name: False})
     ] == [7, 7, None, None]
-
-
-def test_a_shape_is_the_one_of_the_bases_own_file() -> None:
-    """Where both describe the same elements."""
-    assert chosen(parameter("a"), files=(gathered(derived("a"), shape=(1, 2)),)).tensors[0].shape == (1, 2)
 
 
 def test_adapters_keep_their_own_names_and_are_noted() -> None:
@@ -151,18 +158,13 @@ def test_adapters_keep_their_own_names_and_are_noted() -> None:
 
 
 def test_parameters_that_no_file_names_are_written_and_noted() -> None:
-    """An export has all weights."""
+    """An export has all weights, and what only the file has goes along as it is."""
+    extra = chosen(parameter("a"), files=(gathered(derived("a"), stored("extra")),), dtype="F32")
+    assert [(tensor.name, tensor.dtype) for tensor in extra.tensors] == [("a", "F32"), ("extra", "BF16")]
     choice = chosen(parameter("a"), parameter("module.b"), files=(gathered(derived("a")),))
 
     assert names(choice) == {"a": "a", "b": "module.b"}
     assert choice.notes == ["'module.b': in none of the base's own weights files; written under their own names"]
-
-
-def test_what_only_the_file_has_goes_along_as_it_is() -> None:
-    """Nobody need be asked: it cannot be a parameter in another form."""
-    choice = chosen(parameter("a"), files=(gathered(derived("a"), stored("extra")),), dtype="F32")
-
-    assert [(tensor.name, tensor.dtype) for tensor in choice.tensors] == [("a", "F32"), ("extra", "BF16")]
 
 
 def test_other_names_in_the_file_are_asked_for() -> None:
@@ -186,39 +188,12 @@ def test_other_names_in_the_file_are_asked_for() -> None:
     assert {tensor.name: tensor.crc32 for tensor in choice.tensors}["b.0"] == 1
 
 
-def test_other_names_that_nobody_knows_are_refused() -> None:
-    """They are no warning: whoever loads the folder would miss its weights."""
-    file = gathered(derived("a"), stored("extra"))
-
-    with pytest.raises(Unsupported, match="nobody knows"):
-        chosen(parameter("a"), parameter("b"), files=(file,))
-
-
 def test_a_parameter_that_no_name_in_the_file_means_is_refused() -> None:
     """Though all names there are understood."""
     file = gathered(derived("a"), stored("b.old"))
 
     with pytest.raises(Unsupported, match="no tensor there is 'c'"):
         chosen(parameter("a"), parameter("b"), parameter("c"), files=(file,), ask=lambda *_: {"b.old": whole("b")})
-
-
-def unknown(name: str, *, shape: tuple[int, ...]) -> SavedTensor:
-    """Return a tensor of a weights file that is kept byte for byte."""
-    return SavedTensor(name=name, dtype="BF16", shape=shape)
-
-
-def test_a_file_without_elements_lends_nothing() -> None:
-    """ZeRO-3 leaves such names where nobody gathers the weights."""
-    choice = chosen(parameter("a"), saved=[unknown("a", shape=(0,))])
-
-    assert [(tensor.name, tensor.shape) for tensor in choice.tensors] == [("a", (2,))]
-
-
-@pytest.mark.parametrize("elements", [1, 4])
-def test_a_name_with_another_number_of_elements_is_asked_about(elements: int) -> None:
-    """It is the parameter in another form, or none at all: nothing is cut short, and nothing padded."""
-    with pytest.raises(Unsupported, match="nobody knows"):
-        chosen(parameter("a"), saved=[unknown("a", shape=(elements,))])
 
 
 def test_without_a_file_all_names_are_asked_for() -> None:
@@ -228,13 +203,6 @@ def test_without_a_file_all_names_are_asked_for() -> None:
     choice = chosen(parameter("a"), parameter("b", aliases=("head",)), ask=lambda *_: answer, is_always_asked=True)
 
     assert names(choice) == {"old.b": "b", "old.a": "a"}
-
-
-def test_an_adapter_is_nothing_to_ask_about() -> None:
-    """Its names are its own library's."""
-    adapter = "base_model.model.lm_head.lora_A.default.weight"
-
-    assert names(chosen(parameter(adapter), is_always_asked=True)) == {adapter: adapter}
 
 
 def test_weights_unlike_their_layer_come_from_the_layer_and_are_noted() -> None:
@@ -249,23 +217,13 @@ def test_weights_unlike_their_layer_come_from_the_layer_and_are_noted() -> None:
     ]
 
 
-def test_names_that_would_meet_are_kept_apart() -> None:
-    """Both then keep the wrapper."""
-    choice = chosen(parameter("module.a"), parameter("_orig_mod.a"))
-
-    assert names(choice) == {"module.a": "module.a", "_orig_mod.a": "_orig_mod.a"}
-
-
-def test_two_tensors_of_one_name_are_refused() -> None:
-    """Nothing is dropped silently."""
-    with pytest.raises(Unsupported, match="two tensors would be called 'a'"):
-        chosen(parameter("b"), files=(gathered(derived("a", "b")), gathered(stored("a"))))
-
-
-def test_a_layer_that_is_missing_is_named() -> None:
-    """The base's file has a parameter that no chosen layer has."""
+def test_two_tensors_of_one_name_and_missing_layers_are_refused() -> None:
+    """Nothing is dropped silently; names that would meet without their wrappers keep them."""
+    assert names(chosen(parameter("module.a"), parameter("_orig_mod.a"))).keys() == {"module.a", "_orig_mod.a"}
     with pytest.raises(LayoutMismatch, match="'gone'"):
         chosen(parameter("a"), files=(gathered(derived("gone")),))
+    with pytest.raises(Unsupported, match="two tensors would be called 'a'"):
+        chosen(parameter("b"), files=(gathered(derived("a", "b")), gathered(stored("a"))))
 
 
 def test_what_is_no_floating_point_keeps_its_type() -> None:
