@@ -1,4 +1,4 @@
-"""What is wrong with a store, what that costs, and which composites still stand."""
+"""What is wrong with a store, which commits and layers are affected, and what can still be composed."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ class Cost:
     """What one commit or pin loses by a damage."""
 
     holder: str
-    """The commit or pin, as its user calls it."""
+    """Reference to the commit, or the pin's name."""
     layers: tuple[str, ...]
-    """Layers whose versions it has lost, in the model's order."""
+    """Layers whose versions are lost, in the model's order."""
     everything: bool
-    """Whether it is lost as a whole: its record, or what a rank has beside the layers."""
+    """Whether all of it is lost: its record, or a rank's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,58 +35,60 @@ class Damage:
     id: str
     path: str
     reason: str
-    costs: tuple[Cost, ...]
+    error: str = ""
+    """The kind of error that showed it."""
+    costs: tuple[Cost, ...] = ()
     """What that costs, by commit and pin."""
     size_bytes: int | None = None
-    """Of what is in the objects' folder: the size that it should have."""
+    """For objects and blobs: the expected size."""
     blobs: tuple[BlobRef, ...] = ()
     """
-    Of an object: the version and state blobs that name it, or it itself if it is one.
+    For an object: the version and state blobs that name it; for a blob: itself.
 
-    Each with the size that it is named with: who names the same blob with another one has lost nothing.
+    With the sizes that records name; holders that name another size are unaffected.
     """
 
     @property
     def needed_by(self) -> tuple[str, ...]:
-        """Commits and pins that cannot be composed as they are without it."""
+        """The commits and pins that it affects."""
         return tuple(cost.holder for cost in self.costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A commit or pin that has lost something; its record is not held, there may be very many."""
+    """A commit or pin that names damaged blobs; without its record, for memory's sake."""
 
     row: RecordRow
-    """Of the commit, or of what the pin keeps."""
     pin: str | None
+    """Its name, if it is a pin."""
     is_shown: bool
-    """Whether anybody can ask for it: a pin, or a commit that none hides."""
+    """Whether it is a pin or a visible commit."""
     lost: dict[BlobRef, tuple[str, ...]]
-    """Damaged blobs that it names, each with the layers of it; none of a state."""
-    origins: Mapping[Origin, frozenset[BlobRef]]
-    """The saves that these are of: their checkpoints have what is lost. A composite has layers of several."""
+    """The damaged blobs that it names, each with its layers; a state blob has none."""
+    origins: frozenset[Origin]
+    """The saves that wrote these blobs, whose checkpoints have what is lost."""
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that it has lost, in the model's order."""
+        """The lost layers, in the model's order."""
         return self.layers_in(self.lost)
 
     def layers_in(self, blobs: Collection[BlobRef]) -> tuple[str, ...]:
-        """Return the layers that it loses with *blobs*, in the model's order."""
+        """Return the layers lost with *blobs*, in the model's order."""
         gone = {layer for blob in blobs for layer in self.lost.get(blob, ())}
         return tuple(layer for layer in self.row.layer_names if layer in gone)
 
     @property
     def has_lost_state(self) -> bool:
-        """Whether what a rank has beside the layers is lost: then nothing can be composed on top of it."""
+        """Whether a rank's state is lost, without which nothing can be composed on this base."""
         return not all(self.lost.values())
 
 
 def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
     """
-    Return the commits and pins that name one of *blobs*, version or state blobs: all, or *only* one.
+    Return the commits and pins, by reference, that name one of these version or state *blobs*: all, or *only* one.
 
-    By what their users call them. Every record is read for it.
+    Reads every record.
     """
     found: list[Holder] = []
     views: dict[str, RunView | None] = {}
@@ -110,7 +112,7 @@ def _all_records(repo: Repository) -> Iterator[tuple[RecordRow, CommitRecord, st
             try:
                 commit = repo.records.read(name)
             except LayerstoreError:
-                continue  # damaged itself, which is told, or collected meanwhile
+                continue  # damaged, which verify reports by itself, or collected meanwhile
             yield _as_holder(Resolved.of_commit(commit))
     for pin in repo.records.readable_pins():
         yield _as_holder(Resolved.of_pin(pin))
@@ -130,18 +132,14 @@ def _lost(record: CommitRecord, blobs: Collection[BlobRef]) -> dict[BlobRef, tup
     return lost
 
 
-def _origins(record: CommitRecord, lost: Collection[BlobRef]) -> dict[Origin, frozenset[BlobRef]]:
+def _origins(record: CommitRecord, lost: Collection[BlobRef]) -> frozenset[Origin]:
     own = Origin(run=record.run, attempt=record.attempt, step=record.step, save_number=record.save_number)
     pairs = [*((entry.origin, entry.version) for entry in record.layers), *((own, state) for state in record.states)]
-    found: dict[Origin, frozenset[BlobRef]] = {}
-    for origin, blob in pairs:
-        if blob in lost:
-            found[origin] = found.get(origin, frozenset()) | {blob}
-    return found
+    return frozenset(origin for origin, blob in pairs if blob in lost)
 
 
 def _called(repo: Repository, holders: Sequence[Holder]) -> list[str]:
-    """Return what users call *holders*; commits that no reference tells apart are followed by their ids."""
+    """Return the references of *holders*, with the commit's id if a reference is ambiguous."""
     names = []
     for holder, reference in zip(holders, references_to(repo, [holder.row for holder in holders]), strict=True):
         plain = f"{holder.row.run}@{holder.row.step} (commit {holder.row.id[:_SHORT_ID_DIGITS]}, hidden)"
@@ -154,7 +152,7 @@ def _called(repo: Repository, holders: Sequence[Holder]) -> list[str]:
 
 
 class Costs:
-    """What the loss of blobs costs *holders*, which are given by what they are called; for many questions."""
+    """Answer what the loss of blobs costs *holders*; made once for many questions."""
 
     def __init__(self, holders: Mapping[str, Holder]) -> None:
         self._holders = list(holders.items())
@@ -164,43 +162,44 @@ class Costs:
                 self._having.setdefault(blob, []).append(number)
 
     def __call__(self, blobs: Collection[BlobRef]) -> tuple[Cost, ...]:
-        """Return what the loss of *blobs* costs, in the order of the holders."""
+        """Return what the loss of *blobs* costs, in the holders' order."""
         lost: dict[int, list[BlobRef]] = {}
         for blob in blobs:
             for number in self._having.get(blob, ()):
                 lost.setdefault(number, []).append(blob)
-        return tuple(self._cost(*self._holders[number], lost[number]) for number in sorted(lost))
+        costs = []
+        for number in sorted(lost):
+            name, holder = self._holders[number]
+            everything = any(not holder.lost[blob] for blob in lost[number])
+            costs.append(Cost(holder=name, layers=holder.layers_in(lost[number]), everything=everything))
+        return tuple(costs)
 
-    def _cost(self, name: str, holder: Holder, blobs: Collection[BlobRef]) -> Cost:
-        everything = any(not holder.lost[blob] for blob in blobs)
-        return Cost(holder=name, layers=holder.layers_in(blobs), everything=everything)
 
-
-# The newest hurt commits of a run are asked what else they can give; each costs some milliseconds.
+# So many of a run's newest damaged commits are asked what still stands; each costs some milliseconds.
 _COMMITS_MAX = 20
 WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hurt:
-    """A commit or pin that has lost something, and what it can still be asked for."""
+    """A damaged commit or pin, and what can still be composed on it."""
 
     reference: str
     layers: tuple[str, ...]
-    """Those that it has lost."""
+    """The lost layers."""
     everything: bool
-    """Whether what is no layer is lost too."""
+    """Whether a rank's state is lost too."""
     stands: tuple[str, ...] | None
-    """Policies that compose on top of it without the damage; ``weights``: only moments are lost. None: not asked."""
+    """Policies that avoid the damage, and ``weights`` if only moments are lost; None if that was not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What is hurt, and what stands."""
+    """Which commits and pins are damaged, and what is still intact."""
 
     hurt: tuple[Hurt, ...]
     whole: dict[str, str | None]
-    """Of every run that is hurt, the newest step that is whole as it is; None where there is none."""
+    """For every damaged run, its newest intact step, None if there is none."""
 
 
 def standing(
@@ -209,9 +208,9 @@ def standing(
     blobs: Mapping[BlobRef, Collection[ObjectId]],
 ) -> Standing:
     """
-    Return what of *holders* stands.
+    Return what is still intact of *holders*.
 
-    *blobs* are the version and state blobs that are hurt, each with what it has lost: objects, or itself.
+    *blobs* are the damaged version and state blobs, each with the objects that it lost, or itself.
     """
     asked: dict[str, int] = {}
     hurt = []
@@ -243,7 +242,7 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
         try:
             versions = versions_by(repo, resolved, policy, view)
         except LayerstoreError:
-            continue  # damaged records below it: what the policy would take is not known
+            continue  # a damaged record below it: what the policy would take is unknown
         if not any(version in blobs for version in versions.values()):
             found.append(policy.name)
     if all(_only_moments(repo, resolved, blob, blobs[blob]) for blob in holder.lost):
@@ -252,7 +251,7 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
 
 
 def _only_moments(repo: Repository, resolved: Resolved, blob: BlobRef, lost: Collection[ObjectId]) -> bool:
-    """Whether of a version only moments are lost, so that its weights can be exported."""
+    """Whether the version has lost nothing but moments, so that its weights can be exported."""
     entry = next(entry for entry in resolved.record.layers if entry.version == blob)
     try:
         version = repo.version_of(entry)
@@ -267,7 +266,7 @@ def _newest_whole(repo: Repository, run: str, lost: Collection[str]) -> str | No
         return None
     unreadable = max((name.step for name in view.damaged), default=-1)
     for row in view.history(view.attempts[-1]):
-        # At the step of a record that cannot be read nobody knows what is meant.
+        # What this step means is unknown if one of its records cannot be read.
         if row.id not in lost and row.step != unreadable:
             return references_to(repo, [row])[0]
     return None

@@ -1,11 +1,10 @@
 """
-Doctor: is this a place that the promises can be kept in?
+Doctor: can a store's promises be kept at this place?
 
-What they rest on is tried out, by several processes at once where that matters, and said in lines that can be pasted
-into a report. Works on a store, on one that cannot be opened, and on a folder that is none yet.
+Tries out what they rest on, with several processes where that matters. Works on a store, on one that cannot be opened,
+and on a folder that is not a store yet.
 """
 
-import functools
 import os
 import platform
 import resource
@@ -41,8 +40,9 @@ _SKEW_SECONDS_MAX = 5 * 60.0
 _FREE_BYTES_MIN = 1 << 30
 _FREE_FILES_MIN = 100_000
 _OPEN_FILES_MIN = 1024
-# What the catalog waits for before it believes a folder's times.
+# How long the catalog waits before it trusts a folder's times.
 _GRANULARITY_NS_MAX = 2 * 10**9
+_ELSEWHERE = "choose another filesystem"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,41 +51,42 @@ class Finding:
 
     check: str
     verdict: Verdict
-    """*problem*: a promise cannot be kept here; *note*: something to know."""
+    """A *problem* breaks a promise; a *note* does not."""
     text: str
     hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All of it."""
+    """The doctor's report."""
 
     path: str
     """As it was given."""
     findings: tuple[Finding, ...]
     versions: dict[str, str | None]
-    """Of what this is made of, None where it is not installed."""
+    """Of Python, the system and libraries; None for those not installed."""
 
     @property
     def problems(self) -> list[Finding]:
-        """What breaks a promise."""
+        """The findings that break a promise."""
         return [finding for finding in self.findings if finding.verdict == "problem"]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing does."""
+        """Whether there are none."""
         return not self.problems
 
 
 def diagnose(path: Path, files: Files) -> Diagnosis:
     """
-    Look at *path*: a store, or a folder that may become one. What is tried out there is removed again.
+    Examine *path*, a store or a folder that may become one; trial files are removed again.
 
     Raises:
-        InvalidInput: It is no path.
+        InvalidInput: It is not a path.
     """
     layout = layout_at(path)
-    findings = [*_store(path, layout, files), *_filesystem(layout.root), *_index(path, layout, files)]
+    findings = [*_store(path, layout, files), *_filesystem(layout.root)]
+    findings += _asked("index", lambda: _index(layout, files))
     place = _place(layout)
     if place is None:
         findings.append(_problem("writing", f"{_shown(layout.root)} is not a folder", hint="choose another path"))
@@ -110,7 +111,7 @@ def _problem(check: str, text: str, *, hint: str | None = None) -> Finding:
 
 
 def _shown(path: Path) -> str:
-    """Return *path* for a report that others will read: without the name of the home folder's owner."""
+    """Return *path* without the name of the user's home folder: reports are posted."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):
@@ -124,16 +125,11 @@ def _store(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
     try:
         repo = open_repository(path, files)
     except NoStore:
-        if not files.exists(layout.root):
-            yield _ok("store", f"none yet; layerstore init {path} makes one")
-        elif not files.is_directory(layout.root):
+        if files.exists(layout.root) and not files.is_directory(layout.root):
             yield _problem("store", "none, and this is no folder", hint="name a folder, there already or not")
-        elif files.names(layout.root):
-            yield _note(
-                "store",
-                "none, and this is not empty",
-                hint=f"a store wants a folder of its own: layerstore init {path / 'store'}",
-            )
+        elif files.is_directory(layout.root) and files.names(layout.root):
+            hint = f"a store wants a folder of its own: layerstore init {path / 'store'}"
+            yield _note("store", "none, and this is not empty", hint=hint)
         else:
             yield _ok("store", f"none yet; layerstore init {path} makes one")
     except LayerstoreError as exc:
@@ -150,7 +146,7 @@ def _store(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
 
 
 def _place(layout: Layout) -> Path | None:
-    """Return the folder to try things out in: the store's own for this, else the nearest that is there."""
+    """Return the folder for trials: the store's ``tmp/``, else the nearest existing folder."""
     if layout.identity.exists() and layout.tmp.is_dir():
         return layout.tmp
     nearest = next(folder for folder in (layout.root, *layout.root.parents) if folder.exists())
@@ -187,21 +183,17 @@ def _filesystem(root: Path) -> Iterator[Finding]:
         )
 
 
-def _index(path: Path, layout: Layout, files: Files) -> Iterator[Finding]:
+def _index(layout: Layout, files: Files) -> Iterator[Finding]:
     try:
         folder = manifest_directory(layout, store_id="STORE-ID")
     except LayerstoreError as exc:
         yield _problem("index", str(exc), hint=exc.hint)
         return
     mount = mount_of(folder)
-    kind = "an unknown filesystem" if mount is None else mount.kind
-    why = "inside the store" if folder == layout.manifest else f"at {_shown(folder)}"
+    where = "inside the store" if folder == layout.manifest else f"at {_shown(folder)}"
     if os.environ.get(MANIFEST_DIR_VARIABLE):
-        why += f", as {MANIFEST_DIR_VARIABLE} says"
-    yield from _asked("index", functools.partial(_index_works, layout, folder, f"{why}, on {kind}", files))
-
-
-def _index_works(layout: Layout, folder: Path, where: str, files: Files) -> Iterator[Finding]:
+        where += f", as {MANIFEST_DIR_VARIABLE} says"
+    where += f", on {'an unknown filesystem' if mount is None else mount.kind}"
     nearest = next(each for each in (folder, *folder.parents) if each.is_dir())
     if nearest == layout.manifest:
         nearest = layout.tmp if layout.tmp.is_dir() else layout.root
@@ -232,70 +224,59 @@ def _tried_out(layout: Layout, place: Path, files: Files) -> list[Finding]:
     try:
         with probes.scratch(files, place) as folder:
             return [
-                *_asked("writing", lambda: _modes(probes.modes(files, folder, of=whole))),
-                *_asked("exclusive create", lambda: _creates(probes.creates_exclusively(files, folder))),
-                *_asked("hard links", lambda: _links(probes.links_exclusively(files, folder))),
-                *_asked("rename", lambda: _renames(probes.renames_over(files, folder))),
+                *_asked("writing", lambda: [_modes(probes.modes(files, folder, of=whole))]),
+                *_asked("exclusive create", lambda: [_creates(probes.creates_exclusively(files, folder))]),
+                *_asked("hard links", lambda: [_links(probes.links_exclusively(files, folder))]),
+                *_asked("rename", lambda: [_renames(probes.renames_over(files, folder))]),
                 *_asked("race", lambda: _raced(race(folder), mount_of(layout.root))),
-                *_asked("fsync", lambda: _synced(probes.syncs(files, folder))),
-                *_asked("reflink", lambda: _shares(probes.shares_blocks(files, folder))),
+                *_asked("fsync", lambda: [_synced(probes.syncs(files, folder))]),
+                *_asked("reflink", lambda: [_shares(probes.shares_blocks(files, folder))]),
                 *_asked("names", lambda: _named(probes.names(files, folder))),
-                *_asked("clock", lambda: _clocked(probes.clock(files, folder))),
-                *_asked("space", lambda: _room(files, place)),
+                *_asked("clock", lambda: [_clocked(probes.clock(files, folder))]),
+                *_asked("space", lambda: [_room(files, place)]),
             ]
     except LayerstoreError as exc:
         return [_problem("writing", str(exc), hint=exc.hint)]
 
 
 def _asked(check: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return what *ask* finds; that it could not find out is a finding too."""
+    """Return what *ask* finds; that it failed is a finding too."""
     try:
         return list(ask())
     except LayerstoreError as exc:
         return [_problem(check, f"could not be tried: {exc}", hint=exc.hint)]
 
 
-def _modes(found: probes.Modes) -> Iterator[Finding]:
+def _modes(found: probes.Modes) -> Finding:
     text = f"possible; new files have the mode {found.new_file:04o}, new folders {found.new_folder:04o}"
     if found.is_open_to_all:
-        yield _note(
-            "writing",
-            f"{text}; but anybody may write here",
-            hint="checksums find accidents, not whoever changes a store on purpose: make a folder of your own in it",
-        )
-    elif found.is_of_another:
-        yield _note(
-            "writing",
-            f"{text}; the folder is another user's",
-            hint="a store that several share needs a common group, the setgid bit on its folders and umask 002 for all",
-        )
-    else:
-        yield _ok("writing", text)
+        hint = "checksums find accidents, not whoever changes a store on purpose: make a folder of your own in it"
+        return _note("writing", f"{text}; but anybody may write here", hint=hint)
+    if found.is_of_another:
+        hint = "a store that several share needs a common group, the setgid bit on its folders and umask 002 for all"
+        return _note("writing", f"{text}; the folder is another user's", hint=hint)
+    return _ok("writing", text)
 
 
-def _creates(is_exclusive: bool) -> Iterator[Finding]:
+def _creates(is_exclusive: bool) -> Finding:
     if is_exclusive:
-        yield _ok("exclusive create", "a file that is there is not created again")
-    else:
-        yield _problem("exclusive create", "a file that is there is created again", hint="choose another filesystem")
+        return _ok("exclusive create", "a file that is there is not created again")
+    return _problem("exclusive create", "a file that is there is created again", hint=_ELSEWHERE)
 
 
-def _links(is_exclusive: bool | None) -> Iterator[Finding]:
+def _links(is_exclusive: bool | None) -> Finding:
     if is_exclusive:
-        yield _ok("hard links", "a name that is taken is not given again")
-    elif is_exclusive is None:
-        yield _problem(
-            "hard links", "neither they nor renames keep a name that is taken", hint="choose another filesystem"
-        )
-    else:
-        yield _problem("hard links", "a name that is taken is given again", hint="choose another filesystem")
+        return _ok("hard links", "a name that is taken is not given again")
+    text = "a name that is taken is given again"
+    if is_exclusive is None:
+        text = "neither they nor renames keep a name that is taken"
+    return _problem("hard links", text, hint=_ELSEWHERE)
 
 
-def _renames(is_right: bool) -> Iterator[Finding]:
+def _renames(is_right: bool) -> Finding:
     if is_right:
-        yield _ok("rename", "replaces a file")
-    else:
-        yield _problem("rename", "does not replace a file", hint="choose another filesystem")
+        return _ok("rename", "replaces a file")
+    return _problem("rename", "does not replace a file", hint=_ELSEWHERE)
 
 
 def _raced(found: Race, mount: Mount | None) -> Iterator[Finding]:
@@ -307,7 +288,7 @@ def _raced(found: Race, mount: Mount | None) -> Iterator[Finding]:
     ]
     problems += [f"{found.torn} files seen while they were replaced were not whole"] if found.torn else []
     if problems:
-        yield _problem("race", f"{processes}: {'; '.join(problems)}", hint="choose another filesystem")
+        yield _problem("race", f"{processes}: {'; '.join(problems)}", hint=_ELSEWHERE)
     else:
         yield _ok("race", f"{processes}: one winner each of every create and link; no file was seen in part")
     if found.missing:
@@ -326,20 +307,16 @@ def _raced(found: Race, mount: Mount | None) -> Iterator[Finding]:
         yield _note("locks", "flock does not keep others out: two commands may do the same work, and harm nothing")
 
 
-def _synced(found: probes.Syncs) -> Iterator[Finding]:
+def _synced(found: probes.Syncs) -> Finding:
     times = f"file {found.file_seconds * 1000:.2f} ms, folder {found.folder_seconds * 1000:.2f} ms"
     if found.has_folders:
-        yield _ok("fsync", times)
-    else:
-        yield _problem(
-            "fsync",
-            f"{times}, but folders cannot be synced: a power cut may undo what was reported as saved",
-            hint="choose another filesystem for what must survive a power cut",
-        )
+        return _ok("fsync", times)
+    text = f"{times}, but folders cannot be synced: a power cut may undo what was reported as saved"
+    return _problem("fsync", text, hint="choose another filesystem for what must survive a power cut")
 
 
-def _shares(can_share: bool) -> Iterator[Finding]:
-    yield _ok("reflink", "works: compose shares blocks with the store" if can_share else "none: compose copies")
+def _shares(can_share: bool) -> Finding:
+    return _ok("reflink", "works: compose shares blocks with the store" if can_share else "none: compose copies")
 
 
 def _named(found: probes.Names) -> Iterator[Finding]:
@@ -351,16 +328,15 @@ def _named(found: probes.Names) -> Iterator[Finding]:
         yield _ok("names", "long ones, told apart by case")
 
 
-def _clocked(found: probes.Clock) -> Iterator[Finding]:
+def _clocked(found: probes.Clock) -> Finding:
     granularity = f"times are kept to {_granularity(found.granularity_ns)}"
     text = f"the filesystem's differs from this host's by {abs(found.ahead_seconds):.2f} s; {granularity}"
     if abs(found.ahead_seconds) > _SKEW_SECONDS_MAX:
         hint = "ages are told by the filesystem's clock, so nothing is lost; but the times that log shows are odd"
-        yield _note("clock", text, hint=hint)
-    elif found.granularity_ns > _GRANULARITY_NS_MAX:
-        yield _problem("clock", text, hint="choose another filesystem")
-    else:
-        yield _ok("clock", text)
+        return _note("clock", text, hint=hint)
+    if found.granularity_ns > _GRANULARITY_NS_MAX:
+        return _problem("clock", text, hint=_ELSEWHERE)
+    return _ok("clock", text)
 
 
 def _granularity(nanoseconds: int) -> str:
@@ -370,15 +346,15 @@ def _granularity(nanoseconds: int) -> str:
     return f"{nanoseconds} ns"
 
 
-def _room(files: Files, place: Path) -> Iterator[Finding]:
+def _room(files: Files, place: Path) -> Finding:
     room = files.room(place)
     many = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
     text = f"{room.free_bytes / 1e9:,.1f} of {room.total_bytes / 1e9:,.1f} GB free, {many}; a quota may allow less"
     has_few_files = room.free_files is not None and room.free_files < _FREE_FILES_MIN
     if room.free_bytes < _FREE_BYTES_MIN or has_few_files:
-        yield _note("space", text, hint="layerstore gc frees what nothing needs; layerstore stats says what is stored")
-    else:
-        yield _ok("space", text)
+        hint = "layerstore gc frees what nothing needs; layerstore stats says what is stored"
+        return _note("space", text, hint=hint)
+    return _ok("space", text)
 
 
 # -- around it -----------------------------------------------------------------------------------------------------

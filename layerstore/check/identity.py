@@ -1,4 +1,4 @@
-"""``store.json`` lost or damaged: the records say whose they are, so it can be written again and checked."""
+"""Write a lost or damaged ``store.json`` again, with the store id that most records state."""
 
 import re
 import time
@@ -18,21 +18,20 @@ class RestoredIdentity:
     """A ``store.json`` that was written again, or would be."""
 
     flags: tuple[str, ...]
-    """What the store needs of its readers and writers."""
+    """Features that readers and writers of the store must know."""
     is_assumed: bool
-    """Whether nothing said which flags it had: then it is assumed that it had none."""
+    """Whether its flags were unknown, and are assumed to be none."""
 
 
 def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bool = False) -> RestoredIdentity | None:
     """
-    Write ``store.json`` again for the store *store_id*; None where it had not to be.
+    Write ``store.json`` again for the store *store_id*; return None if the present one is intact.
 
-    Only if more records say that they are of this store than of any other. What is there goes to the trash first.
-    Flags that it still states are kept: whoever does not know them must not write there. Of one that is gone, or too
-    torn to be read, nobody knows which it had; the new one has none, and that is said.
+    More records have to state this id than any other. The old file goes to the trash; flags that can still be read in
+    it are kept, for an older layerstore must not write there.
 
     Raises:
-        InvalidInput: *store_id* is none, or the records speak of another store.
+        InvalidInput: *store_id* is malformed, or not the one that most records state.
         Unsupported: ``store.json`` is of another format.
     """
     if not _STORE_ID.fullmatch(store_id):
@@ -75,7 +74,7 @@ def _is_sound(layout: Layout, files: Files, store_id: str) -> bool:
 
 
 def _flags_left(layout: Layout, files: Files) -> tuple[str, ...] | None:
-    """Return the flags that what is there still states; those of another store's identity are not this one's."""
+    """Return the flags in the damaged file; None if it is gone, unreadable, or another store's."""
     what = str(layout.identity)
     try:
         data = files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
@@ -93,7 +92,7 @@ def _write(layout: Layout, files: Files, store_id: str, flags: tuple[str, ...], 
         files.make_directory(folder)
     if is_there:
         Trash(layout, files, RecordStore(layout, files, store_id=store_id)).take_damaged(layout.identity)
-    # When the store was made nobody knows any more; the time is for people.
+    # When the store was made is unknown; this is for people only.
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     identity = StoreIdentity(format=FORMAT, store_id=store_id, hash=HASH, created=created, flags=flags)
     with files.temporary(layout.tmp, encode_identity(identity)) as source:

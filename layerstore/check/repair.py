@@ -1,8 +1,8 @@
 """
-Repair: what is damaged moves to the trash, and the same name is fetched from another store that has it sound.
+Repair: damaged files move to the trash, and another store that has them intact supplies them.
 
-Nothing is guessed, proved from remains, or put together. What no source has stays reported: ingesting the checkpoint
-again puts objects back, and `drop` or `pin --delete` gives up a record or pin by name.
+Nothing is inferred. What no source has stays reported: ingesting the checkpoint again puts objects back; `drop` or
+`pin --delete` gives up a record or pin by name.
 """
 
 import contextlib
@@ -13,54 +13,52 @@ from pathlib import Path
 from layerstore.check.damage import Cost, Costs, Damage, holders_of
 from layerstore.check.verify import verify_store
 from layerstore.errors import (
-    PROCESS_ERRNOS,
     IntegrityError,
     InvalidInput,
     LayerstoreError,
     NotFound,
     Overtaken,
-    StorageIO,
     Unsupported,
 )
 from layerstore.history import objects_of_state, objects_of_version, references_to
-from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Part
+from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Origin
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
 from layerstore.storage import Files, RecordName, Repository, open_repository, read_chunks
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
-# A blob that is fetched names objects that nobody could look at before; what they lack is found by the next look.
+# A fetched blob names objects that could not be checked before, so the store is looked at again.
 _LOOKS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A damaged file that is in the trash, or would be."""
+    """A damaged file that was moved to the trash, or would be."""
 
     path: str
-    """Where it was, below the store."""
+    """Below the store."""
     kind: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A record or object that is whole again, or would be."""
+    """A record or object that was fetched, or would be."""
 
     kind: str
     path: str
     source: str
-    """The store that has it."""
+    """The store that it comes from."""
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinElsewhere:
-    """A damaged pin, as a source has it; ours may have been moved since."""
+    """A damaged pin as a source has it, which may be older than ours was."""
 
     name: str
     reference: str
-    """What it means there, as RUN@STEP; of a mixture its base."""
+    """RUN@STEP that it means there; of a composite, its base."""
     source: str
 
 
@@ -71,19 +69,19 @@ class Repaired:
     moved: tuple[Moved, ...] = ()
     fetched: tuple[Fetched, ...] = ()
     lost: tuple[Cost, ...] = ()
-    """What commits and pins lack that no source has."""
+    """What commits and pins still lack, because no source has it."""
     unreadable: tuple[str, ...] = ()
-    """Commits and pins whose record no source has: a collection stops at them."""
+    """Commits and pins whose record no source has; gc stops at them."""
     reingest: tuple[str, ...] = ()
-    """The saves that wrote what is lost: ingesting their checkpoints again puts it back."""
+    """The saves whose checkpoints, ingested again, put back what is lost."""
     pins_elsewhere: tuple[PinElsewhere, ...] = ()
     newer: tuple[str, ...] = ()
-    """What only a newer layerstore can read; it is left as it is."""
+    """Files that only a newer layerstore can read, left as they are."""
     reindexed: bool = False
 
     @property
     def has_done(self) -> bool:
-        """Whether there was anything to do."""
+        """Whether anything was done."""
         return bool(self.moved or self.fetched or self.reindexed)
 
     @property
@@ -95,10 +93,10 @@ class Repaired:
 @contextlib.contextmanager
 def opened_sources(repo: Repository, paths: Iterable[Path]) -> Iterator[tuple[Repository, ...]]:
     """
-    Open the stores at *paths*, which are only read, until the block is left.
+    Open the stores at *paths* for reading, until the block is left.
 
     Raises:
-        InvalidInput: One is no store, or the very store that is to be repaired.
+        InvalidInput: One is not a store, or is the store to be repaired.
     """
     with contextlib.ExitStack() as stack:
         found = []
@@ -118,15 +116,15 @@ def opened_sources(repo: Repository, paths: Iterable[Path]) -> Iterator[tuple[Re
 
 
 def plan_repair(repo: Repository, sources: Sequence[Repository], *, read_data: bool, progress: Progress) -> Repaired:
-    """Find out what would be done; nothing is written."""
+    """Return what `execute_repair` would do, without writing."""
     return _Repair(repo, sources, read_data=read_data, dry_run=True).look(progress)
 
 
 def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data: bool, progress: Progress) -> Repaired:
     """
-    Do what `plan_repair` finds.
+    Move damaged files to the trash, and fetch what *sources* have intact.
 
-    Stopped at any moment, it can be run again: what moved lies in the trash, what was fetched is whole.
+    If it is killed, repeat it: moved files are in the trash, fetched ones are complete.
 
     Raises:
         Locked: A collection or another repair is under way.
@@ -149,7 +147,7 @@ def execute_repair(repo: Repository, sources: Sequence[Repository], *, read_data
 
 
 class _Repair:
-    """One look at the store, and what follows from it."""
+    """One verify of the store, and what follows from it."""
 
     def __init__(self, repo: Repository, sources: Sequence[Repository], *, read_data: bool, dry_run: bool) -> None:
         self._repo = repo
@@ -170,7 +168,7 @@ class _Repair:
             if damage.kind in _OF_OBJECTS:
                 if not self._object(damage):
                     lost.append(damage)
-            elif self._is_newer(damage):
+            elif damage.error == Unsupported.kind:
                 newer.append(damage.path)
             elif damage.kind == "record":
                 if not self._record(damage):
@@ -180,14 +178,14 @@ class _Repair:
                 pins += self._pins_elsewhere(damage.id)
             elif damage.kind == "index":
                 reindexed = True
-            elif not self._is_readable_part(damage):
+            elif damage.error in {"", IntegrityError.kind}:  # a part that cannot be read just now may be intact
                 self._take_away(self._repo.layout.root / damage.path, damage)
         if reindexed and not self._dry_run:
             with self._repo.lock_index():
                 self._repo.catalog.rebuild()
         blobs = {blob for damage in lost for blob in damage.blobs}
         holders = holders_of(self._repo, blobs) if blobs else {}
-        origins = {origin for holder in holders.values() for origin in holder.origins}
+        origins = frozenset[Origin]().union(*(holder.origins for holder in holders.values()))
         return Repaired(
             moved=tuple(self._moved.values()),
             fetched=tuple(self._fetched.values()),
@@ -198,33 +196,6 @@ class _Repair:
             newer=tuple(newer),
             reindexed=reindexed,
         )
-
-    def _is_newer(self, damage: Damage) -> bool:
-        repo = self._repo
-        try:
-            if damage.kind == "pin":
-                repo.records.read_pin(damage.id)
-            elif damage.kind == "part":
-                return isinstance(dict(repo.parts.all()).get(repo.layout.root / damage.path), Unsupported)
-            elif damage.kind == "record" and (name := repo.records.name_at(repo.layout.root / damage.path)):
-                repo.records.read(name)
-        except Unsupported:
-            return True
-        except LayerstoreError:
-            return False
-        return False
-
-    def _is_readable_part(self, damage: Damage) -> bool:
-        """
-        Whether *damage* is of a part that can be read by now: its save goes on.
-
-        Raises:
-            StorageIO: There are too few descriptors, say, which says nothing of the part.
-        """
-        found = dict(self._repo.parts.all()).get(self._repo.layout.root / damage.path)
-        if isinstance(found, StorageIO) and found.errno in PROCESS_ERRNOS:
-            raise found
-        return isinstance(found, Part)
 
     def _take_away(self, path: Path, damage: Damage) -> None:
         if not self._dry_run and self._repo.trash.take_damaged(path) is None:
@@ -238,13 +209,12 @@ class _Repair:
     # -- objects -------------------------------------------------------------------------------------------------
 
     def _object(self, damage: Damage) -> bool:
-        """Move what lies at its place to the trash and fetch it; return whether a source has it."""
+        """Move the damaged file to the trash and fetch it; return whether a source has it."""
         assert damage.size_bytes is not None, "verify says the size of every object"
         ref = BlobRef(id=ObjectId(damage.id), size_bytes=damage.size_bytes)
         home = self._repo.layout.object(ref.id)
         if self._repo.objects.is_whole(home, ref.id):
-            # Whole, and not what a record takes it for: no source has a better one.
-            return False
+            return False  # a record names it with a wrong size: no source has a better one
         source = self._source_of(ref)
         if self._repo.files.exists(home):
             self._take_away(home, damage)
@@ -267,14 +237,12 @@ class _Repair:
     # -- records -------------------------------------------------------------------------------------------------
 
     def _record(self, damage: Damage) -> bool:
-        """Put back a record that a source has, with what it needs; return whether one does. Else it stays in place."""
-        repo = self._repo
-        path = repo.layout.root / damage.path
-        name = repo.records.name_at(path)
+        """Replace a record, and fetch what it needs; return whether a source has it. If none has, it stays in place."""
+        name = self._repo.records.name_at(self._repo.layout.root / damage.path)
         if name is None:
             return False
         for source in self._sources:
-            with contextlib.suppress(IntegrityError, NotFound):  # it lacks it, too, or has it damaged
+            with contextlib.suppress(IntegrityError, NotFound):  # missing or damaged there too
                 commit = source.records.read(name)
                 self._fetch_needs(commit.record, source)
                 self._put_back(name, commit, source, damage)
@@ -284,7 +252,7 @@ class _Repair:
     def _put_back(self, name: RecordName, commit: Commit, source: Repository, damage: Damage) -> None:
         repo = self._repo
         path = repo.layout.record(name.run, name.step, name.id)
-        # It keeps its place until it is replaced: whoever repeats a killed repair would not know of one that is gone.
+        # It stays in place until it is replaced, so that a repeated repair finds it again.
         if self._dry_run or not self._repo.trash.keep_damaged(path):
             self._take_away(path, damage)
         else:
@@ -302,10 +270,10 @@ class _Repair:
 
     def _fetch_needs(self, record: CommitRecord, source: Repository) -> None:
         """
-        Fetch what *record* needs and is not here.
+        Fetch what *record* needs and this store lacks.
 
         Raises:
-            IntegrityError: *source* lacks it, too, or has it damaged.
+            IntegrityError: It is missing or damaged in *source* too.
         """
         for entry in record.layers:
             self._fetch_missing(entry.version, source, objects_of_version(source.version(entry.version)))
@@ -320,6 +288,6 @@ class _Repair:
 
     def _pins_elsewhere(self, name: str) -> Iterator[PinElsewhere]:
         for source in self._sources:
-            with contextlib.suppress(LayerstoreError):  # none there, or as damaged
+            with contextlib.suppress(LayerstoreError):  # missing or damaged there too
                 record = source.records.read_pin(name).record
                 yield PinElsewhere(name=name, reference=f"{record.run}@{record.step}", source=str(source.layout.root))

@@ -1,25 +1,21 @@
 """
 Verify: is everything there, and is every byte as it was written?
 
-Quick: every record, pin and part by its checksum, every blob by its hash, every object by its size,
-and the index against the records. With *read_data* also the bytes of every object, or of a part of them.
-Nothing is changed, and one fault does not hide another.
+Always checked: every record, pin and part by its checksum, every blob by its hash, every object by its size, and the
+index against the records. With *read_data* also the bytes of every object, or of a sample. Nothing is changed.
 
-Memory does not grow with the records: what they name is kept in 28 bytes for each blob and object, and they are read
-once more if, and only if, something is damaged, to tell whose it is.
+Memory does not grow with the records: each blob and object that they name takes 28 bytes. Only if something is damaged
+are the records read a second time, to tell who needs it.
 """
 
 import contextlib
-import itertools
 import random
 import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
 from layerstore.check.damage import Cost, Costs, Damage, Holder, Standing, holders_of, standing
 from layerstore.errors import PROCESS_ERRNOS, IntegrityError, InvalidInput, LayerstoreError, StorageIO
@@ -37,24 +33,24 @@ _SEED_MAX = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The objects whose ids lie in one stretch of all ids; the last id is followed by the first."""
+    """The objects whose ids lie in one range of all ids, which may wrap around."""
 
     begin: int
     """Of the first 32 bits of an id."""
     length: int
     words: str
-    """What it is, for people; with it the same objects are read again."""
+    """How to ask for the same sample again."""
 
     def __contains__(self, ref: object) -> bool:
-        """Whether *ref* is one of them."""
+        """Whether *ref* is in the sample."""
         return isinstance(ref, BlobRef) and (int(ref.id[:8], 16) - self.begin) % _ALL < self.length
 
 
 def parse_sample(text: str, *, seed: int | None = None) -> Sample:
     """
-    Read ``10%``, any tenth, or ``3/10``, the third of ten tenths that together are everything.
+    Parse ``10%``, a random tenth of the objects, or ``3/10``, the third of ten tenths that together are everything.
 
-    A tenth is of the objects, not of their bytes. Which one is decided by *seed*, else at random.
+    *seed* repeats a random choice.
 
     >>> [sample.begin for sample in (parse_sample("1/4"), parse_sample("4/4"))]
     [0, 3221225472]
@@ -77,9 +73,7 @@ def parse_sample(text: str, *, seed: int | None = None) -> Sample:
     )
 
 
-Answer = TypeVar("Answer")
-
-# Objects that one thread looks at before it asks for more, and how many such shares wait: enough to keep all busy.
+# Objects that a thread takes at a time, and how many such shares are queued.
 _SHARE = 64
 _SHARES_MAX = 4 * WORKERS_MAX
 
@@ -90,7 +84,6 @@ class Verdict:
 
     damaged: tuple[Damage, ...]
     standing: Standing
-    """What the damage leaves."""
     orphans: int
     """Objects that nothing names: harmless, collected later."""
     records: int
@@ -99,7 +92,7 @@ class Verdict:
     objects_read: int
     bytes_read: int
     sample: str | None
-    """Which part of the objects was read, if not all; with these words the same one is read again."""
+    """The sample that was read, if not all; these words ask for the same one again."""
 
     @property
     def ok(self) -> bool:
@@ -107,44 +100,29 @@ class Verdict:
         return not self.damaged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fault:
-    """A damage whose costs are not known yet."""
-
-    kind: str
-    id: str
-    path: str
-    reason: str
-    size_bytes: int | None = None
-    blobs: tuple[BlobRef, ...] = ()
-    costs: tuple[Cost, ...] = ()
-
-
 @dataclass(slots=True)
 class _Named:
     """Everything that records, pins and parts name; shared by threads."""
 
     versions: PackedRefs = field(default_factory=PackedRefs)
-    """Each with the numbers of the layers that records have it as."""
+    """Each with the numbers of the layers that records name it for."""
     states: PackedRefs = field(default_factory=PackedRefs)
     objects: PackedRefs = field(default_factory=PackedRefs)
     """Each with the numbers of the blobs that name it."""
     under_way: PackedRefs = field(default_factory=PackedRefs)
-    """What parts name, which are of saves that are not complete yet, and what dropped commits need: no orphans."""
+    """What parts of incomplete saves and dropped commits need: not orphans."""
     layers: dict[str, int] = field(default_factory=dict)
     blobs: PackedList = field(default_factory=PackedList)
     """The blobs that name objects, by number."""
-    faults: list[_Fault] = field(default_factory=list)
+    faults: list[Damage] = field(default_factory=list)
     records: int = 0
     guard: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, fault: _Fault) -> None:
-        """Keep *fault*."""
+    def note(self, fault: Damage) -> None:
         with self.guard:
             self.faults.append(fault)
 
     def blobs_of(self, numbers: Iterable[int]) -> tuple[BlobRef, ...]:
-        """Return the blobs of these *numbers*."""
         return tuple(self.blobs[number] for number in numbers)
 
 
@@ -157,9 +135,7 @@ def verify_store(
     progress: Progress,
 ) -> Verdict:
     """
-    Check the store, or what *only* needs; return everything that is wrong.
-
-    With a *sample* that much is read.
+    Check the store, or what *only* needs, and read the data of all objects or of a *sample*.
     """
     named = _Named()
     if only is None:
@@ -167,9 +143,11 @@ def verify_store(
         _read_pins(repo, named)
         _read_beside(repo, named)
     else:
-        _name_all(named, "record", only.record, _called(only), "")
+        called = only.pin or f"{only.record.run}@{only.record.step}"
+        _name_all(named, "record", only.record, called, "")
     _read_blobs(repo, named, progress)
-    counted = _check_objects(repo, named, reads=_reader(read_data, sample), whole=only is None, progress=progress)
+    reads = (lambda ref: read_data) if sample is None else sample.__contains__
+    counted = _check_objects(repo, named, reads=reads, whole=only is None, progress=progress)
     holders = _holders(repo, named, only)
     damaged = _judged(named.faults, holders)
     return Verdict(
@@ -182,16 +160,6 @@ def verify_store(
         bytes_read=counted.bytes_read,
         sample=sample.words if sample is not None else None,
     )
-
-
-def _reader(read_data: bool, sample: Sample | None) -> Callable[[BlobRef], bool]:
-    if sample is not None:
-        return sample.__contains__
-    return lambda ref: read_data
-
-
-def _called(resolved: Resolved) -> str:
-    return resolved.pin or f"{resolved.record.run}@{resolved.record.step}"
 
 
 # -- what is named -------------------------------------------------------------------------------------------------
@@ -207,7 +175,7 @@ def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
             path = repo.layout.record(name.run, name.step, name.id)
             called = f"{name.run}@{name.step}"
             try:
-                commit = _twice(partial(repo.records.read, name))
+                commit = repo.records.read(name)
             except LayerstoreError as exc:
                 if repo.files.exists(path):  # else removed meanwhile
                     named.note(_lost_record("record", name.id, repo.layout.name(path), exc, called))
@@ -217,16 +185,16 @@ def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
             row = indexed.get(path.name)
             if row is not None and row != row_of(commit):
                 problem = f"the index tells {called} differently than its record does"
-                named.note(_Fault(kind="index", id=run, path="manifest", reason=problem))
+                named.note(Damage(kind="index", id=run, path="manifest", reason=problem))
 
 
-def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, called: str) -> _Fault:
+def _lost_record(kind: str, name: str, path: str, problem: LayerstoreError, called: str) -> Damage:
     cost = Cost(holder=called, layers=(), everything=True)
-    return _Fault(kind=kind, id=name, path=path, reason=_reason(problem), costs=(cost,))
+    return Damage(kind=kind, id=name, path=path, reason=_reason(problem), costs=(cost,), error=problem.kind)
 
 
 def _reason(problem: LayerstoreError) -> str:
-    """Return why something is called damaged; raise what is no fault of its own."""
+    """Return why something counts as damaged; raise if our own process is out of a resource."""
     if isinstance(problem, StorageIO) and problem.errno in PROCESS_ERRNOS:
         raise problem
     return str(problem)
@@ -247,7 +215,7 @@ def _read_pins(repo: Repository, named: _Named) -> None:
     for name in repo.records.pin_names():
         path = repo.layout.pin(name)
         try:
-            pin = _twice(partial(repo.records.read_pin, name))
+            pin = repo.records.read_pin(name)
         except LayerstoreError as exc:
             if repo.files.exists(path):  # else deleted meanwhile
                 named.note(_lost_record("pin", name, repo.layout.name(path), exc, name))
@@ -256,14 +224,14 @@ def _read_pins(repo: Repository, named: _Named) -> None:
 
 
 def _read_beside(repo: Repository, named: _Named) -> None:
-    """Look at what is no commit: strangers, parts of saves under way, and the trash."""
+    """Look at everything but commits and pins: strangers, parts of saves under way, and the trash."""
     for stranger in repo.records.strangers():
         problem = IntegrityError("it is not a record or a pin, and nothing reads it")
-        named.note(_Fault(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem)))
+        named.note(Damage(kind="stranger", id=stranger.name, path=repo.layout.name(stranger), reason=str(problem)))
     for path, part in repo.parts.all():
         if isinstance(part, LayerstoreError):
-            reason = f"{part}; its save will be given up"
-            named.note(_Fault(kind="part", id=path.name, path=repo.layout.name(path), reason=reason))
+            reason = f"{_reason(part)}; its save will be given up"
+            named.note(Damage(kind="part", id=path.name, path=repo.layout.name(path), reason=reason, error=part.kind))
             continue
         refs = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*refs, *([] if part.state is None else [part.state])):
@@ -296,7 +264,7 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
             number = named.blobs.append(ref)
             progress.advance(ref.size_bytes)
             try:
-                for each in _twice(partial(objects_of, ref, numbers)):
+                for each in objects_of(ref, numbers):
                     named.objects.add(each, number)
             except LayerstoreError as exc:
                 named.note(_lost_object(repo, kind, ref, exc, (ref,)))
@@ -304,9 +272,9 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
 
 def _lost_object(
     repo: Repository, kind: str, ref: BlobRef, problem: LayerstoreError, blobs: tuple[BlobRef, ...]
-) -> _Fault:
+) -> Damage:
     path = repo.layout.object_name(ref.id)
-    return _Fault(kind=kind, id=ref.id, path=path, reason=_reason(problem), size_bytes=ref.size_bytes, blobs=blobs)
+    return Damage(kind=kind, id=ref.id, path=path, reason=_reason(problem), size_bytes=ref.size_bytes, blobs=blobs)
 
 
 # -- what is there -------------------------------------------------------------------------------------------------
@@ -336,7 +304,7 @@ def _check_objects(
                 if repo.objects.find(ref) is None:
                     raise missing(ref)
                 if reads(ref):
-                    _twice(partial(repo.objects.verify, ref))
+                    repo.objects.verify(ref)
                     progress.advance(ref.size_bytes)
             except LayerstoreError as exc:
                 owners = (ref,) if numbers is None else named.blobs_of(numbers)
@@ -368,14 +336,6 @@ def _refs(named: _Named) -> Iterator[BlobRef]:
         yield from {ref: None for each in (named.versions, named.states, named.objects) for ref in each.part(at)}
 
 
-def _twice(read: Callable[[], Answer]) -> Answer:
-    """Read once more what seems damaged: a passing fault of memory or bus is not the disk's."""
-    try:
-        return read()
-    except LayerstoreError:
-        return read()
-
-
 # -- what that costs -----------------------------------------------------------------------------------------------
 
 
@@ -384,34 +344,26 @@ def _holders(repo: Repository, named: _Named, only: Resolved | None) -> dict[str
     return holders_of(repo, blobs, only=only) if blobs else {}
 
 
-def _judged(faults: Iterable[_Fault], holders: dict[str, Holder]) -> tuple[Damage, ...]:
-    """Return the damage with its costs; what nothing needs any more is none."""
+def _judged(faults: Iterable[Damage], holders: dict[str, Holder]) -> tuple[Damage, ...]:
+    """Return *faults* with their costs, without those of blobs that no record names any more."""
     damaged: list[Damage] = []
     costs_of = Costs(holders)
     known: dict[tuple[BlobRef, ...], tuple[Cost, ...]] = {}
     for fault in faults:
-        if fault.blobs and fault.blobs not in known:
+        if not fault.blobs:
+            damaged.append(fault)
+            continue
+        if fault.blobs not in known:
             known[fault.blobs] = costs_of(fault.blobs)
-        costs = known[fault.blobs] if fault.blobs else fault.costs
-        if fault.blobs and not costs:
-            continue  # collected meanwhile, with all that needed it
-        damaged.append(
-            Damage(
-                kind=fault.kind,
-                id=fault.id,
-                path=fault.path,
-                reason=fault.reason,
-                costs=costs,
-                size_bytes=fault.size_bytes,
-                blobs=fault.blobs,
-            )
-        )
+        if known[fault.blobs]:
+            damaged.append(replace(fault, costs=known[fault.blobs]))
     return tuple(damaged)
 
 
 def _lost_blobs(damaged: Iterable[Damage]) -> dict[BlobRef, list[ObjectId]]:
-    """Return the blobs that are hurt, each with what it has lost."""
+    """Return the damaged blobs, each with the objects that it has lost."""
     found: dict[BlobRef, list[ObjectId]] = {}
-    for damage, blob in itertools.chain.from_iterable(((each, blob) for blob in each.blobs) for each in damaged):
-        found.setdefault(blob, []).append(ObjectId(damage.id))
+    for damage in damaged:
+        for blob in damage.blobs:
+            found.setdefault(blob, []).append(ObjectId(damage.id))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -71,19 +72,16 @@ def races() -> None:
 
 
 @pytest.mark.usefixtures("races")
-def test_a_good_place_has_no_problems(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_good_place_has_no_problems(tmp_path: Path) -> None:
     """Everything is tried out, with real processes, below a folder that is not there yet."""
     diagnosis = layerstore.doctor(tmp_path / "new" / "store")
 
-    checks = [finding.check for finding in diagnosis.findings]
+    checks = {finding.check for finding in diagnosis.findings}
     assert diagnosis.problems == [] or found(diagnosis, "filesystem").verdict == "problem"
-    assert {
-        *("store", "filesystem", "index", "writing", "exclusive create", "hard links", "rename", "race", "locks"),
-        *("fsync", "reflink", "names", "clock", "space"),
-    } <= set(checks)
+    assert checks >= set("store filesystem index writing rename race locks fsync reflink names clock space".split())  # noqa: SIM905
+    assert {"exclusive create", "hard links"} <= checks
     assert found(diagnosis, "store").text == f"none yet; layerstore init {tmp_path}/new/store makes one"
-    assert found(diagnosis, "race").verdict == "ok"
-    assert found(diagnosis, "locks").text.startswith("flock keeps other processes out")
+    assert (found(diagnosis, "race").verdict, found(diagnosis, "locks").verdict) == ("ok", "ok")
     assert tree(tmp_path) == []
 
 
@@ -192,21 +190,18 @@ def test_an_index_that_is_forced_onto_a_network_is_a_problem(tmp_path: Path, mon
     assert re.search(rf"at {tmp_path}/fast/STORE-ID-\w{{8}}, as LAYERSTORE_MANIFEST_DIR says, on ext4", chosen.text)
 
 
-@pytest.mark.parametrize(("kind", "verdict"), [("tmpfs", "problem"), ("overlay", "note"), ("xfs", "ok")])
+@pytest.mark.parametrize(
+    ("kind", "verdict"), [("tmpfs", "problem"), ("overlay", "note"), ("xfs", "ok"), (None, "note")]
+)
 def test_what_goes_with_the_power_or_the_container_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, verdict: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, verdict: str
 ) -> None:
-    """Memory keeps no promise."""
-    mounted(monkeypatch, tmp_path / "scratch", kind)
+    """Memory keeps no promise; and not every system lists its mounts."""
+    mounted(monkeypatch, tmp_path / "scratch", kind or "xfs")
+    if kind is None:
+        monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "none")
 
     assert found(layerstore.doctor(tmp_path / "scratch"), "filesystem").verdict == verdict
-
-
-def test_where_nobody_can_tell_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every system lists its mounts."""
-    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "none")
-
-    assert found(layerstore.doctor(tmp_path), "filesystem").verdict == "note"
 
 
 # -- what fails ----------------------------------------------------------------------------------------------------
@@ -231,13 +226,6 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(layerstore.doctor(tmp_path), "hard links")
 
         assert (finding.verdict, finding.text) == ("problem", "neither they nor renames keep a name that is taken")
-
-
-def test_a_link_that_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes second must be told so."""
-    monkeypatch.setattr(Files, "link_exclusive", lambda self, source, target: bool(source.rename(target)))
-
-    assert found(layerstore.doctor(tmp_path), "hard links").verdict == "problem"
 
 
 def test_folders_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,19 +257,9 @@ def test_a_disk_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monk
     assert tree(tmp_path) == []
 
 
-def test_a_full_disk_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even a folder can be made there."""
-    monkeypatch.setattr(Path, "mkdir", refuse(errno.ENOSPC))
-
-    finding = found(layerstore.doctor(tmp_path), "writing")
-
-    assert finding.verdict == "problem"
-    assert "No space left on device" in finding.text
-
-
 @pytest.mark.parametrize(
     ("ahead", "granularity_ns", "verdict"),
-    [(0.0, 1, "ok"), (301.0, 1, "note"), (-301.0, 1, "note"), (299.0, 1, "ok"), (0.0, 2 * 10**9, "ok")],
+    [(-301.0, 1, "note"), (299.0, 1, "ok"), (0.0, 2 * 10**9, "ok"), (0.0, 3 * 10**9, "problem")],
 )
 def test_clocks_that_disagree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float, granularity_ns: int, verdict: str
@@ -292,19 +270,9 @@ def test_clocks_that_disagree(
     assert found(layerstore.doctor(tmp_path), "clock").verdict == verdict
 
 
-def test_the_granularity_of_times_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole seconds look like whole seconds."""
-    fine = probes.clock(Files(), tmp_path).granularity_ns
-    monkeypatch.setattr(Files, "modified_ns", lambda self, path: 1_700_000_001 * 10**9)
-    (tmp_path / "touched").unlink()
-
-    assert fine < 10**6
-    assert probes.clock(Files(), tmp_path).granularity_ns == 10**9
-
-
 @pytest.mark.parametrize(
     ("free_bytes", "free_files", "verdict"),
-    [(10**12, None, "ok"), (10**12, 10**6, "ok"), (10**8, None, "note"), (10**12, 5, "note"), (10**12, 0, "note")],
+    [(10**12, None, "ok"), (10**12, 10**6, "ok"), (10**8, None, "note"), (10**12, 5, "note")],
 )
 def test_little_room_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, free_files: int | None, verdict: str
@@ -334,30 +302,15 @@ def test_a_filesystem_that_does_not_keep_its_word_loses_the_race(
     assert sum(map(bool, (lost.created_wrongly, lost.linked_wrongly, lost.torn))) == 1
 
 
-@pytest.mark.parametrize(("how", "words"), [("fails", "made up"), ("dies", "ended without a word")])
-def test_a_race_that_cannot_be_run_is_an_error(tmp_path: Path, how: str, words: str) -> None:
-    """The contestant's own words."""
-    with pytest.raises(LayerstoreError, match=words):
-        race(tmp_path, command=[*CHEAT, how], rounds=2)
-
-
 def test_a_name_that_is_missing_for_a_moment_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some FUSE filesystems replace in two steps: a reader may find nothing, never something wrong."""
-    gone = race(tmp_path, command=[*CHEAT, "vanishes"], rounds=5)
+    """Some FUSE filesystems replace in two steps: a reader may find nothing, and nothing wrong."""
+    gone = dataclasses.replace(race(tmp_path, command=[*CHEAT, "vanishes"], rounds=5), flock="blind")
     monkeypatch.setattr(ops_doctor, "race", lambda folder: gone)
 
-    findings = [finding for finding in layerstore.doctor(tmp_path).findings if finding.check == "race"]
+    findings = [each for each in layerstore.doctor(tmp_path).findings if each.check in {"race", "locks"}]
 
     assert gone.missing > 0
-    assert [finding.verdict for finding in findings] == ["ok", "note"]
-
-
-def test_flock_that_nobody_minds_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No promise rests on it."""
-    blind = Race(contestants=4, rounds=25, created_wrongly=0, linked_wrongly=0, torn=0, missing=0, flock="blind")
-    monkeypatch.setattr(ops_doctor, "race", lambda folder: blind)
-
-    assert found(layerstore.doctor(tmp_path), "locks").verdict == "note"
+    assert [finding.verdict for finding in findings] == ["ok", "note", "note"]
 
 
 @pytest.mark.parametrize("name", ["NAME", "n" * 200])

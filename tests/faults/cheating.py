@@ -56,16 +56,7 @@ class Vanishing(Files):
         raise StorageIO(f"cannot open {path}", errno=errno.ENOENT, filename=str(path))
 
 
-class Failing(Files):
-    """Answers with an error."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Fail."""
-        raise StorageIO(f"cannot rename to {target}: made up", errno=5, filename=str(target))
-
-
-CHEATS = {"links": Linking, "creates": Creating, "tears": Tearing, "vanishes": Vanishing, "fails": Failing}
+CHEATS = {"links": Linking, "creates": Creating, "tears": Tearing, "vanishes": Vanishing}
 
 if __name__ == "__main__":
-    if sys.argv[1] != "dies":
-        contest(CHEATS[sys.argv[1]](), Path(sys.argv[2]), int(sys.argv[3]), sys.stdin, sys.stdout)
+    contest(CHEATS[sys.argv[1]](), Path(sys.argv[2]), int(sys.argv[3]), sys.stdin, sys.stdout)
