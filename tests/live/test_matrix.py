@@ -226,22 +226,10 @@ def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
     ("what", "error", "words"),
     [
         ("object", "TypeError", "client_state.epoch.best[1] is a builtins.object (on rank 1)"),
-        ("lambda", "TypeError", "client_state.hook is a builtins.builtin_function_or_method (on rank 1)"),
-        ("complex128", "TypeError", "client_state.phases.first is a torch.Tensor of torch.complex128 (on rank 1)"),
-        ("sparse", "TypeError", "client_state.counts[0] is a torch.Tensor of torch.float32 in layout torch.sparse_coo"),
-        ("cyclic", "TypeError", "client_state cannot be kept: maximum recursion depth exceeded"),
         ("steps", "Conflict", "they are at step 100, 101"),
         ("extra_files", "InvalidInput", "no/such/file: no such file (on rank 0)"),
-        ("outside", "InvalidInput", "'../tokenizer.json', which is not below the checkpoint's folder"),
         ("going_back", "Conflict", "step 0 is not after step 1"),
-        ("text", "InvalidInput", "step= is '7', no whole number (on rank 1)"),
-        ("negative", "InvalidInput", "step= is -1; steps are counted from 0, and have at most 18 digits (on rank 1)"),
-        ("late", "InvalidInput", "step= is 9223372036854775808; steps are counted from 0"),
-        ("no_path", "InvalidInput", "os.PathLike object"),
-        ("no_name", "InvalidInput", "os.PathLike object"),
         ("pin", "InvalidInput", "pin= is 7, no name (on rank 1)"),
-        ("list", "TypeError", "client_state is a list, no dictionary (on rank 1)"),
-        ("pairs", "InvalidInput", "extra_files is a list; it maps names to paths (on rank 1)"),
     ],
 )
 def test_what_one_rank_cannot_save_every_rank_refuses(trained: Launched, what: str, error: str, words: str) -> None:

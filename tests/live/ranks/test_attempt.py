@@ -19,7 +19,7 @@ from layerstore import Keep, Store
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, StorageIO
 from layerstore.history.place import Place
-from layerstore.live.engine.resume import place_resumed
+from layerstore.live.engine.savers import place_resumed
 from layerstore.live.ranks.attempt import AttemptLock
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import Fork
