@@ -11,14 +11,11 @@ from tests.live.cases import (
     BEFORE_FIRST,
     CASE_OF,
     CASES,
-    CPU_ADAM,
     EXCLUDED,
     FROZEN,
     GIVEN_UP,
     OVERFLOW,
     POLICIES,
-    POLICY_CASE,
-    RANK_BUFFERS,
     SCENARIO_CASES,
     Case,
 )
@@ -168,36 +165,6 @@ def test_frozen_weights_are_read_once(trained: Launched) -> None:
     assert objects == objects[:1] * len(commits)
     assert "weights" not in seen(trained, CASE_OF[EXCLUDED])["staged"]
     assert layers.isdisjoint(entry.layer for commit in saved_of(trained, EXCLUDED) for entry in commit.layers)
-
-
-def test_buffers_are_kept_by_rank_only_where_they_differ(trained: Launched) -> None:
-    """Running statistics follow each rank's batches; a constant is one object."""
-    if trained.world_size == 1:
-        pytest.skip("one device: there are no ranks that could differ")
-    by_rank, alike = (
-        {
-            stored.shards
-            for entry in saved_of(trained, name)[-1].layers
-            for stored in trained.store.repo.version_of(entry).objects
-            if stored.kind is Kind.BUFFERS
-        }
-        for name in (RANK_BUFFERS, CPU_ADAM)
-    )
-
-    assert by_rank == {trained.world_size}
-    assert alike == {1}
-
-
-def test_policies_save_different_layers(trained: Launched) -> None:
-    """Otherwise their comparison with an ingest would say nothing."""
-    saves = seen(trained, CASE_OF[POLICY_CASE])["saves"]
-
-    due = {policy: [len(save["layers_due"]) for save in saves[policy].values()] for policy in POLICIES}
-
-    full = due["latest"][0]
-    assert due["latest"] == [full] * 8
-    assert len({tuple(numbers) for numbers in due.values()}) == len(POLICIES)
-    assert all(numbers[0] == full > min(numbers) > 0 for policy, numbers in due.items() if policy != "latest")
 
 
 def test_all_ranks_decide_alike(trained: Launched) -> None:
