@@ -28,7 +28,7 @@ from layerstore.compose import (
 )
 from layerstore.history import Staleness, check_staleness, reference_to, references_to
 from layerstore.inspect import LayerLine, layer_lines
-from layerstore.model import LayerEntry, Pin, Saving, StrPath
+from layerstore.model import Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
 from layerstore.publish import make_pin
 from layerstore.storage import Repository

@@ -37,7 +37,7 @@ def room_of(path: str) -> str:
     """
     Return the room of the file at *path*, below the root of the repository.
 
-    >>> room_of("layerstore/live/saver/clock.py"), room_of("layerstore/policy/recipe/own.py"), room_of("cli/gc.py")
+    >>> room_of("layerstore/live/saver/results.py"), room_of("layerstore/policy/recipe/own.py"), room_of("cli/gc.py")
     ('layerstore/live/saver', 'layerstore/policy', 'cli')
     """
     parts = path.split("/")[:-1]

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from layerstore.errors import IntegrityError, LayoutMismatch
-from layerstore.history import LayerAge, Past, Resolved, Staleness, references_to, staleness_of
-from layerstore.model import CommitId, CommitRecord, LayerEntry, LayerVersion, PolicyUse
+from layerstore.history import Past, Resolved, Staleness, references_to, staleness_of
+from layerstore.model import Buffer, CommitId, CommitRecord, LayerEntry, LayerVersion, Parameter, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree

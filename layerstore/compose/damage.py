@@ -8,7 +8,7 @@ from layerstore.compose.choose import Composition, difference
 from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, NotFound
 from layerstore.history import named_by, objects_of_state, references_to, saved_at, saves_below
 from layerstore.layers import typed
-from layerstore.model import BlobRef, LayerEntry, LayerVersion
+from layerstore.model import BlobRef, LayerEntry
 from layerstore.storage import Repository
 
 

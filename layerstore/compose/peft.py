@@ -19,7 +19,7 @@ from layerstore.compose.loading import content_of, header_of
 from layerstore.compose.safetensors import FLOATS, OutputTensor, Run, WeightsFile, parameter_pieces, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
-from layerstore.model import Parameter, SourceFile, TensorSource
+from layerstore.model import SourceFile, TensorSource
 from layerstore.storage import Repository
 from layerstore.zero3 import GatheredSource, OutputFile, Piece, Slices, merged, plan_source_file, tensors_in, whole
 

@@ -16,7 +16,7 @@ from layerstore.history import Resolved, locate, only_run, resolve
 from layerstore.layers import typed
 from layerstore.limits import RECIPE_BYTES_MAX
 from layerstore.model import CommitRecord, LayerEntry
-from layerstore.storage import RecordName, RecordRow, Repository
+from layerstore.storage import RecordRow, Repository
 
 if TYPE_CHECKING:
     from layerstore.policy.recipe import Choice, Recipe

@@ -13,7 +13,7 @@ from layerstore.compose.safetensors import WEIGHTS_FILE
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.layers import strip_wrappers
-from layerstore.model import CommitRecord, LayerEntry, LayerVersion, RankState, TensorSource, TreeFile
+from layerstore.model import CommitRecord, LayerVersion, RankState, TensorSource
 from layerstore.storage import Repository
 from layerstore.tree import Tree
 from layerstore.zero3 import (

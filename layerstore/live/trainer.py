@@ -72,9 +72,7 @@ class LayerstoreCallback(TrainerCallback):
 
     def _resumed_step(self, engine: Any) -> int:
         """Return the step of this run that *engine* resumed from, 0 if none."""
-        found = engine.checkpoint_engine
-        loaded = found.loaded if isinstance(found, StoreCheckpointEngine) else None
-        loaded = filled_with(engine) or loaded
+        loaded = filled_with(engine)
         return loaded.base.step if loaded is not None and loaded.base.run == self._run else 0
 
 

@@ -19,7 +19,7 @@ from layerstore.check import doctor as ops_doctor
 from layerstore.check import probes
 from layerstore.check.doctor import Diagnosis, Finding
 from layerstore.check.probes import Race, race
-from layerstore.errors import InvalidInput, LayerstoreError, StorageIO
+from layerstore.errors import InvalidInput, StorageIO
 from layerstore.storage import Files, files
 from layerstore.storage.files import Room
 from tests.cli.conftest import Run
@@ -199,7 +199,7 @@ def test_what_goes_with_the_power_or_the_container_is_told(
     """Memory keeps no promise; and not every system lists its mounts."""
     mounted(monkeypatch, tmp_path / "scratch", kind or "xfs")
     if kind is None:
-        monkeypatch.setattr(placement, "_MOUNTS", tmp_path / "none")
+        monkeypatch.setattr(files, "_MOUNTS", tmp_path / "none")
 
     assert found(layerstore.doctor(tmp_path / "scratch"), "filesystem").verdict == verdict
 

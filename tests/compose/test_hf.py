@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from layerstore import Composite, Store
 from layerstore.compose import assemble, compose_latest
 from layerstore.compose.hf import config_with_dtype, goes_along, parse_config
-from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
-from layerstore.format import encode_version, ref_of
+from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.history.references import resolve
 from layerstore.limits import PAGE_BYTES
-from layerstore.model import BlobRef, Kind
-from layerstore.storage import Files, ObjectStore, Repository, open_repository
+from layerstore.model import Kind
+from layerstore.storage import Files, Repository, open_repository
 from layerstore.tree import Located
 from layerstore.zero3.pt import layout_pt, read_pt
 from tests.compose.test_target import rounded_differently

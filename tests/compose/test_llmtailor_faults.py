@@ -17,7 +17,8 @@ import pytest
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import NotFound, SourceCheckpoint
 from layerstore.model import BlobRef
-from layerstore.storage import NewFile, ObjectStore, OpenFile
+from layerstore.storage import NewFile, ObjectStore, OpenFile, RunView
+from layerstore.storage.catalog import Catalog
 from layerstore.tree import Tree
 from layerstore.zero3.pt import read_pt
 from tests.bench.shapes import GROUPINGS, ModelShape

@@ -8,7 +8,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.compose import assemble
-from layerstore.errors import AlreadyExists, IntegrityError
+from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput
 from layerstore.storage import Hook
 from layerstore.zero3 import convert
 from tests.unit.checkpoints import checkpoint, digests

@@ -12,7 +12,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.compose import Composition, compose_latest, execute_compose
-from layerstore.errors import AlreadyExists, IntegrityError, InvalidInput, LayoutMismatch
+from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
 from layerstore.history.references import resolve
 from layerstore.model import LayerEntry

@@ -10,7 +10,6 @@ import layerstore
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
 from layerstore.model import LayerEntry
-from layerstore.storage import IndexNotice
 from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}

@@ -45,7 +45,6 @@ class Course:
 SMALL = "1MiB"
 """Less than one save takes of a rank: its copies wait for the disk."""
 
-FAST = Course(name="fast", steps=50)
 SLOW = Course(name="slow", steps=50, write_seconds=0.001, host_buffer=SMALL)
 UNGATED = Course(name="ungated", steps=4, write_seconds=0.01, host_buffer=SMALL, is_gated=False)
 SKIPPING = Course(name="skipping", steps=12, write_seconds=0.005, host_buffer=SMALL, on_pressure="skip")
@@ -53,4 +52,4 @@ DEGRADING = Course(name="degrading", steps=12, write_seconds=0.005, host_buffer=
 
 STUCK = Course(name="stuck", steps=40, write_seconds=0.0001, host_buffer="64MiB", on_pressure="degrade", is_stuck=True)
 
-COURSES = (FAST, SLOW, UNGATED, SKIPPING, DEGRADING, STUCK)
+COURSES = (SLOW, UNGATED, SKIPPING, DEGRADING, STUCK)

@@ -12,14 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 import layerstore
-from layerstore.live.saver.settings import Mode, Pressure
-from layerstore.storage import handles
+from layerstore.live.saver.settings import Mode
 from layerstore.store import Store
-from tests.forked import tell
 from tests.live.faulty import RUN, STEPS
-from tests.live.tiny import Faults, attempt, build, done, fail, slow, told, train
+from tests.live.tiny import Faults, attempt, build, done, fail, told, train
 
-BIG = 256
 """So wide a model has more state than the smallest pool holds."""
 
 
@@ -131,36 +128,4 @@ def refused(options: Any) -> None:
         attempt(lambda path=path: layerstore.attach(engine, path, run=RUN), name)  # type: ignore[misc]
         attempt(lambda path=path: layerstore.resume(engine, path, run=RUN), f"{name}, resume")  # type: ignore[misc]
     train(engine, STEPS)
-    done()
-
-
-def pressed(options: Any) -> None:
-    """Save at each step to a disk that cannot keep up, with a pool that is smaller than the state."""
-    ways: tuple[Pressure, ...] = ("wait", "skip", "degrade")
-    # So small a model would be in the stream's buffer as a whole, and never wait for the disk.
-    vars(handles)["STREAM_BYTES"] = 1 << 16
-    for pressure in ways:
-        used: list[int] = []
-        faults = Faults()
-        with Store(options["store"], hook=faults) as store:
-            engine = build(BIG)
-            saver = layerstore.attach(
-                engine, store, run=pressure, policy="parity", host_buffer="1MB", on_pressure=pressure
-            )
-            pool = saver._pool
-
-            def look(path: Path) -> None:
-                used.append(pool.used_bytes)  # noqa: B023
-                slow(0.01 if path.parent.name == "tmp" else 0)(path)
-
-            faults.on("write", "/tmp/", look)
-            train(engine, 6, saver=saver, save_at=range(7), name=pressure)
-            saver.wait()
-            faults.clear()
-            for step in (8, 9):
-                train(engine, step, saver=saver, save_at=(step,), name=pressure)
-                saver.wait()
-            saver.close()
-            told(saver, pressure)
-            tell("used", name=pressure, most=max(used), size=pool.size_bytes)
     done()

@@ -4,7 +4,7 @@
         -m tests.live.hugging_face --out OUT --part train
 
 ``train`` trains each job twice, once saved as these libraries save and once to the store, and leaves some of them in
-the middle. ``resume`` is another process, which goes on with those, and so is ``more``. ``one`` is a single rank.
+the middle. ``resume`` is another process, which goes on with those.
 """
 
 from __future__ import annotations
@@ -87,13 +87,12 @@ def resume_all(out: Path) -> None:
     store = out / "store"
     # Without layerstore at first: from here on nothing of it knows this process.
     refused(out, out / "left" / "checkpoint-2")
-    # The best state so far is in a folder of pointers: only with layerstore could it be loaded at the end.
-    job(out, "from-composed", resume=str(out / "composed"), best=False)
     job(out, "left", store=store, resume=True, trace="left-resumed")
     job(out, "from-signal", store=store, run="terminated", resume=str(out / "terminated" / "checkpoint-3"))
     job(out, "terminated-in-step", store=store, resume=True, trace="terminated-in-step-resumed")
     assert checkpoint(store, "referenced") is None
     job(out, "referenced", store=store, resume=checkpoint(store, "stored-False@2"))
+    job(out, "from-every", store=store, resume=checkpoint(store, "every@3"))
     accelerate_job(
         out,
         "accelerate-left",
@@ -101,21 +100,6 @@ def resume_all(out: Path) -> None:
         resume=out / "accelerate-left" / "checkpoints" / "checkpoint_0",
         trace="accelerate-left-resumed",
     )
-
-
-def resume_more(out: Path) -> None:
-    """Go on with what else can be named."""
-    store = out / "store"
-    job(out, "from-composed-parity", resume=str(out / "composed-parity"), best=False)
-    job(out, "mixed", store=store, resume=checkpoint(store, "every@4", policy="parity"), best=False)
-    job(out, "from-every", store=store, resume=checkpoint(store, "every@3"))
-
-
-def resume_on_one(out: Path) -> None:
-    """Go on with what two ranks have saved."""
-    job(out, "one-from-composed", resume=str(out / "composed-for-one"), best=False)
-    resume = checkpoint(out / "store", "stored-False@2")
-    job(out, "one-referenced", store=out / "store", resume=resume, best=False)
 
 
 def refused(out: Path, folder: Path) -> None:
@@ -187,7 +171,6 @@ def job(
     name: str,
     *,
     gather: bool = True,
-    best: bool = True,
     store: Path | None = None,
     run: str | None = None,
     resume: str | bool | None = None,
@@ -207,7 +190,7 @@ def job(
         callbacks.append(LayerstoreCallback(store, run=run or name, **settings))  # the one line of layerstore
     trainer = StepTrainer(
         model=models.llama(tied=False, dropout=DROPOUT),
-        args=arguments_of(out / name, gather=gather, best=best, limit=limit, jit=bool(terminate_at or terminate_in)),
+        args=arguments_of(out / name, gather=gather, limit=limit, jit=bool(terminate_at or terminate_in)),
         train_dataset=Batches(),
         eval_dataset=torch.utils.data.Subset(Batches(), range(40, 48)),
         callbacks=callbacks,
@@ -225,7 +208,7 @@ def job(
 
 
 def arguments_of(
-    folder: Path, *, gather: bool = True, best: bool = True, limit: int | None = None, jit: bool = False
+    folder: Path, *, gather: bool = True, limit: int | None = None, jit: bool = False
 ) -> TrainingArguments:
     """Return the arguments of all jobs; the best state is the first, so that loading it changes the weights."""
     config = zero_config()
@@ -238,7 +221,7 @@ def arguments_of(
         save_steps=SAVE_STEPS,
         eval_strategy="steps",
         eval_steps=SAVE_STEPS,
-        load_best_model_at_end=best,
+        load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
         greater_is_better=True,
         save_total_limit=limit,
@@ -323,7 +306,7 @@ def say(words: str) -> None:
         print(f"=== {words} {time.strftime('%X')}", flush=True)
 
 
-PARTS = {"train": train_all, "resume": resume_all, "more": resume_more, "one": resume_on_one}
+PARTS = {"train": train_all, "resume": resume_all}
 
 if __name__ == "__main__":
     main()

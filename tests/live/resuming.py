@@ -16,7 +16,7 @@ import json
 import random
 import shutil
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,6 @@ from tests.live.resumptions import (
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
-    SCHEDULES,
     USUAL,
     Resumption,
 )
@@ -148,28 +147,6 @@ def go_wrong(out: Path) -> None:
     with built_engine(RESUMPTION_OF[ODD].scenario) as engine:
         facts = resume_under_saver(engine, out)
     (out / f"{ATTACHED}.{dist.get_rank()}.json").write_text(json.dumps(facts))
-    (out / f"{SCHEDULES}.{dist.get_rank()}.json").write_text(json.dumps(change_schedules(out)))
-
-
-def change_schedules(out: Path) -> Facts:
-    """Resume with a schedule where there was none and without the one that there was; and between two batches."""
-    facts = Facts()
-    scenario = replace(RESUMPTION_OF[COMPOSITE].scenario, scheduler="torch")
-    with built_engine(scenario) as engine:
-        found = layerstore.resume(engine, out / "store", run=COMPOSITE, step=1)
-        assert found is not None
-        facts["with"] = {"resumed": told(found), "trace": [train_step(scenario, engine)]}
-    two_batches: dict[str, object] = {"gradient_accumulation_steps": 2}
-    scenario = replace(RESUMPTION_OF[ODD].scenario, scheduler="none", config=two_batches)
-    with built_engine(scenario) as engine:
-        engine.backward(models.loss_of(engine(**drawn(scenario, engine.device))))
-        engine.step()
-        facts["between"] = attempt(engine, out / "store", run=ODD, step=1)
-        train_step(scenario, engine)
-        found = layerstore.resume(engine, out / "store", run=ODD, step=1)
-        assert found is not None
-        facts["without"] = {"resumed": told(found)}
-    return facts
 
 
 def attempt(engine: Any, store: Path, **named: Any) -> str:

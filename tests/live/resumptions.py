@@ -52,7 +52,6 @@ FP16 = "fp16"
 FROZEN = "frozen"
 COMPOSITE = "composite"
 ATTACHED = "attached"
-SCHEDULES = "schedules"
 
 COMPILED = (FUSED_ADAM,)
 """Those whose optimizer DeepSpeed compiles first."""
@@ -108,9 +107,9 @@ DAMAGED: dict[str, tuple[Damage, ...]] = {
 """The engines that are asked to resume from what they cannot, and which of the last rank's objects are damaged."""
 
 MISFITS: dict[str, tuple[str, ...]] = {
-    ODD: ("tied", FROZEN, FP16, "fp32", COMPOSITE, "client_numpy"),
+    ODD: ("tied", COMPOSITE, "client_numpy"),
     FROZEN: (ODD,),
-    RANK_BUFFERS: (ODD,),
+    RANK_BUFFERS: (),
     FP16: (ODD, "fp32"),
 }
 """The runs of others that they are asked to resume from."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -49,21 +49,7 @@ def store_as_left(trained: Path) -> dict[str, list[int]]:
 def resumed(trained: Path, store_as_left: dict[str, list[int]]) -> Path:
     """Return what another process made of the jobs that were left."""
     assert store_as_left
-    with layerstore.open(trained / "store") as store:
-        store.compose("left@2").write(trained / "composed")
     train(PROGRAM, ["--out", str(trained), "--part", "resume"], log=trained / "resume.log")
-    return trained
-
-
-@pytest.fixture(scope="module")
-def resumed_otherwise(trained: Path, store_as_left: dict[str, list[int]]) -> Path:
-    """Return what became of a mixture, of a save without a folder, and of one rank."""
-    assert store_as_left
-    with layerstore.open(trained / "store") as store:
-        store.compose("every@4", policy="parity").write(trained / "composed-parity")
-        store.compose("stored-False@2").write(trained / "composed-for-one", world_size=1)
-    train(PROGRAM, ["--out", str(trained), "--part", "more"], log=trained / "more.log")
-    train(PROGRAM, ["--out", str(trained), "--part", "one"], log=trained / "one.log", world_size=1)
     return trained
 
 
@@ -196,11 +182,6 @@ def test_a_job_that_was_left_goes_on_from_its_folder(
     assert {row.attempt for row in store.repo.catalog.view("left").visible} == {1}
 
 
-def test_a_composed_folder_resumes_without_layerstore(resumed: Path) -> None:
-    """The Trainer alone goes on from what ``compose`` wrote out."""
-    assert trace(resumed, "from-composed") == trace(resumed, "files-True")[2:]
-
-
 def test_a_reference_resumes(resumed: Path) -> None:
     """No folder of the job is needed: the Trainer's own files come from the store, its random numbers too."""
     assert trace(resumed, "referenced") == trace(resumed, "files-True")[2:]
@@ -237,26 +218,9 @@ def test_saves_between_the_trainers_own(trained: Path, store_as_left: dict[str, 
     assert {"trainer_state.json", "scheduler.pt", "rng_state_0.pth"} <= kept
 
 
-@pytest.mark.exhaustive
-def test_a_save_without_a_folder_resumes(resumed_otherwise: Path) -> None:
+def test_a_save_without_a_folder_resumes(resumed: Path) -> None:
     """What ``every`` saved has all that a Trainer needs."""
-    assert trace(resumed_otherwise, "from-every") == trace(resumed_otherwise, "files-True")[3:]
-
-
-@pytest.mark.exhaustive
-def test_a_mixture_resumes_as_from_its_folder(resumed_otherwise: Path) -> None:
-    """A reference with a policy leads to the layers that ``compose`` would write out."""
-    assert trace(resumed_otherwise, "mixed") == trace(resumed_otherwise, "from-composed-parity")
-    assert weights(resumed_otherwise, "mixed") == weights(resumed_otherwise, "from-composed-parity")
-    assert trace(resumed_otherwise, "mixed") != trace(resumed_otherwise, "files-True")[4:]
-
-
-@pytest.mark.exhaustive
-def test_a_reference_resumes_on_another_number_of_ranks(resumed_otherwise: Path) -> None:
-    """One rank goes on with what two have saved, as from a folder composed for one."""
-    assert trace(resumed_otherwise, "one-referenced") == trace(resumed_otherwise, "one-from-composed")
-    assert weights(resumed_otherwise, "one-referenced") == weights(resumed_otherwise, "one-from-composed")
-    assert [entry["step"] for entry in trace(resumed_otherwise, "one-referenced")] == STEPS[2:]
+    assert trace(resumed, "from-every") == trace(resumed, "files-True")[3:]
 
 
 # -- pointers without layerstore -----------------------------------------------------------------------------------
@@ -322,12 +286,3 @@ def test_accelerate_goes_on_from_its_folder(resumed: Path, store_as_left: dict[s
     assert store_as_left["accelerate-left"] == [2]
     assert trace(resumed, "accelerate-left-resumed") == trace(resumed, "accelerate-files")[2:]
     assert steps(store, "accelerate-left") == SAVED
-
-
-def test_composed_folders_of_accelerate_are_whole(store: Store, tmp_path: Path) -> None:
-    """What ``compose`` writes has Accelerate's own files."""
-    store.compose("accelerate-stored@4").write(tmp_path / "composed")
-
-    names = {path.name for path in (tmp_path / "composed").iterdir()}
-    assert {"pytorch_model", "latest", "scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"} <= names
-    assert cast(Any, layerstore.find_checkpoints(tmp_path / "composed")).found[0].step is not None

@@ -60,7 +60,7 @@ def test_a_reference_becomes_a_folder_for_the_trainer(store: Store, tmp_path: Pa
     assert composition_of(store, the_pointer(Path(resume))) == store.compose("sft@2").composition
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_folder_is_for_as_many_ranks_as_there_are(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
@@ -73,16 +73,6 @@ def test_the_folder_is_for_as_many_ranks_as_there_are(
     saved_by = len(list((tmp_path / "checkpoint-4" / "global_step4").glob("*model_states.pt")))
     assert len(shards(Path(resume))) == 2 * ranks
     assert len(list(Path(resume).glob("rng_state*"))) == (ranks if ranks == saved_by else 0)
-
-
-def test_an_own_folder_is_made_where_none_is_named(store: Store) -> None:
-    """Two calls do not meet in one folder."""
-    first, second = (checkpoint(store, "sft") for _ in range(2))
-
-    assert first is not None
-    assert second is not None
-    assert first != second
-    assert Path(first, "trainer_state.json").is_file()
 
 
 def test_a_mixture_and_a_pin_are_led_to(store: Store, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from tests.live.resumptions import (
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
-    SCHEDULES,
     WHOLE,
     Resumption,
 )
@@ -142,30 +141,19 @@ def test_a_resumed_training_is_the_uninterrupted_one(both: tuple[Launched, Launc
     """Losses, norms, masters, moments, buffers, scaler, counters, schedule, random numbers and the user's own state."""
     check_the_same(*both, each)
 
+    first, _ = both
+    traces = [facts(first, each, rank)["trace"] for rank in range(first.world_size)]
+    if each.name == ODD:  # without the generators' states the comparison would fail
+        assert len({entry["loss"] for trace in traces for entry in trace}) == LAST * first.world_size
+    if each.name == FP16:
+        assert traces[0][each.at - 1]["skipped"] > 0
+
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("each", [each for each in RESUMPTIONS if not each.is_usual], ids=lambda each: each.name)
 def test_every_other_training_is_resumed_as_well(all_trainings: Trainings, each: Resumption) -> None:
     """So it is for everything that DeepSpeed trains in the other tests."""
     check_the_same(*all_trainings.again("cpu"), each)
-
-
-def test_the_random_numbers_matter(both: tuple[Launched, Launched]) -> None:
-    """Ranks and steps have batches of their own: without the generators' states the comparison would fail."""
-    first, _ = both
-    traces = [facts(first, RESUMPTION_OF[ODD], rank)["trace"] for rank in range(first.world_size)]
-    losses = [entry["loss"] for trace in traces for entry in trace]
-
-    assert len(set(losses)) == LAST * first.world_size
-
-
-def test_a_scaler_that_has_skipped_goes_on_skipping(both: tuple[Launched, Launched]) -> None:
-    """Updates were skipped before the resume and after it, at scales that are not the first one."""
-    trace = facts(both[0], RESUMPTION_OF[FP16])["trace"]
-    at = RESUMPTION_OF[FP16].at
-
-    assert trace[at - 1]["skipped"] > 0
-    assert len({entry["scale"] for entry in trace}) > 1
 
 
 # -- other world sizes ---------------------------------------------------------------------------------------------
@@ -317,13 +305,9 @@ def test_what_is_not_there_is_told(both: tuple[Launched, Launched], name: str) -
     ("name", "run", "words"),
     [
         (ODD, "tied", "parameter embed.weight and 26 more: in the engine and not in the checkpoint"),
-        (ODD, FROZEN, "trained parameter embed.weight and 8 more: in the engine and not in the checkpoint"),
-        (ODD, FP16, "the checkpoint was saved without bf16, the engine trains with it"),
-        (ODD, "fp32", "the checkpoint was saved without bf16, the engine trains with it"),
         (ODD, COMPOSITE, "the checkpoint has 1 param groups, the engine's optimizer has 2"),
         (ODD, "client_numpy", "the checkpoint has 2 sub-groups, the engine's optimizer 14, or of other sizes"),
         (FROZEN, ODD, "trained parameter embed.weight and 8 more: in the checkpoint and not in the engine"),
-        (RANK_BUFFERS, ODD, "parameter layers.0.0.weight and 7 more: in the engine and not in the checkpoint"),
         (FP16, ODD, "the checkpoint was saved with bf16, the engine trains without it"),
         (FP16, "fp32", "embed.weight in the checkpoint: float32; in the engine: float16"),
     ],
@@ -344,24 +328,6 @@ def test_of_a_damaged_object_every_rank_hears(ranks: tuple[Launched, Launched], 
     assert re.match(r"IntegrityError: \S+ of \S+@1: object ", last), last
     assert "is damaged" in last
     assert first == last.replace("IntegrityError: ", "IntegrityError: rank 1: ")
-
-
-def test_schedules_that_do_not_carry_over_are_told(both: tuple[Launched, Launched]) -> None:
-    """An engine may have a schedule that the checkpoint has not, or none; it trains on, and nobody is surprised."""
-    for found in of_all(both[1], SCHEDULES):
-        assert found["with"]["resumed"]["notes"] == [
-            "the checkpoint has no learning rate schedule: the engine's begins anew"
-        ]
-        assert [entry["step"] for entry in found["with"]["trace"]] == [2]
-        assert found["without"]["resumed"]["notes"] == [
-            "the engine has no learning rate schedule: the checkpoint's is left out"
-        ]
-
-
-def test_between_two_batches_of_an_update_nothing_is_resumed(both: tuple[Launched, Launched]) -> None:
-    """The gradients of the first one would go into the checkpoint's next update."""
-    for found in of_all(both[1], SCHEDULES):
-        assert found["between"].startswith("InvalidInput: gradients are being accumulated")
 
 
 # -- under a saver -------------------------------------------------------------------------------------------------

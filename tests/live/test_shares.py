@@ -72,8 +72,7 @@ def named(part: Part, which: str) -> ObjectId:
     return next(stored.id for layer in part.layers for stored in layer.objects if stored.kind == which)
 
 
-@pytest.mark.parametrize("which", ["master", "optimizer", "state"])
-@pytest.mark.parametrize("how", ["gone", "cut"])
+@pytest.mark.parametrize(("which", "how"), [("master", "gone"), ("state", "cut")])
 def test_a_save_whose_parts_name_what_is_not_there_is_given_up(saves: Saves, which: str, how: str) -> None:
     """Nothing becomes visible; the same layers can be saved again, and then are whole."""
     save = saves.begun(0)

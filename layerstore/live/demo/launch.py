@@ -27,21 +27,18 @@ POLL_SECONDS = 0.1
 STOP_SECONDS_MAX = 5.0
 """How long ranks may take to terminate before they are killed."""
 
-SILENCE_SECONDS_MAX = 300.0
-"""Ranks that print nothing for so long, and compile nothing, hang."""
-
-COMPILE_SECONDS_MIN = 2.0
-"""A child process of a rank that runs for so long is the compiler; others end at once."""
+SILENCE_SECONDS_MAX = 900.0
+"""Ranks that say nothing for so long hang; compiling DeepSpeed's operator takes minutes at most."""
 
 TAIL_LINES = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that a rank told, or that was observed."""
+    """Something that a rank told."""
 
     kind: str
-    """``rank`` (has started), ``connecting``, ``compiling`` (observed, not told), ``resumed``, ``step``, ``saved``."""
+    """``rank`` (it has started), ``resumed``, ``step`` or ``saved``."""
     number: int
     """The step; for ``rank`` the process id, for ``resumed`` the checkpoint's position."""
     loss: str
@@ -65,8 +62,6 @@ class Ranks:
         self._command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments]
         self._folder = folder
         self._count = count
-        self._pids: list[int] = []
-        self._children: dict[int, float] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Ranks":
@@ -117,7 +112,7 @@ class Ranks:
             LayerstoreError: It failed or hangs. The last lines of its log are in ``facts["tail"]``.
         """
         assert self._process is not None
-        heard, told_compiling = time.monotonic(), False
+        heard = time.monotonic()
         with self.log.open("rb") as output:
             rest = b""
             while True:
@@ -125,27 +120,14 @@ class Ranks:
                 *lines, rest = (rest + output.read()).split(b"\n")
                 for event in filter(None, map(_parse, lines)):
                     heard = time.monotonic()
-                    if event.kind == "rank":
-                        self._pids.append(event.number)
                     yield event
                 if status is not None:
                     break
-                if self._is_compiling():
-                    heard = time.monotonic()
-                    if not told_compiling:
-                        told_compiling = True
-                        yield Event(kind="compiling", number=0, loss="")
                 if time.monotonic() - heard > SILENCE_SECONDS_MAX:
                     raise self._silent()
                 time.sleep(POLL_SECONDS)
         if status != 0:
             raise self._failed(status)
-
-    def _is_compiling(self) -> bool:
-        """Whether some rank has had a child process for a while."""
-        now = time.monotonic()
-        self._children = {pid: self._children.get(pid, now) for rank in self._pids for pid in _children(rank)}
-        return any(now - since >= COMPILE_SECONDS_MIN for since in self._children.values())
 
     def _failed(self, status: int) -> LayerstoreError:
         reason = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
@@ -171,13 +153,6 @@ def _parse(line: bytes) -> Event | None:
         return None
     told = json.loads(text.removeprefix(MARK))
     return Event(kind=str(told["kind"]), number=int(told["number"]), loss=str(told["loss"]))
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []  # the rank has ended, or this kernel has no such file
 
 
 def _tail(log: Path) -> list[str]:

@@ -390,14 +390,15 @@ class _Demo:
         arguments = ["--steps", str(last), "--out", str(out), "--save-at", *map(str, saves)]
         arguments += ["--resume", *map(str, resume)] if resume else []
         with Ranks(_MODULE, arguments, count=count, folder=self._folder, log=log) as ranks:
-            self._audience.note(f"starting torch and DeepSpeed; their log is {log.relative_to(self._folder)}")
+            self._audience.note(
+                "starting torch and DeepSpeed, which compiles its C++ operator the first time, for a minute or more; "
+                f"their log is {log.relative_to(self._folder)}"
+            )
             current = 0
             for event in ranks.events():
                 if event.kind == "resumed":
                     current = event.number
                     self._audience.note(f"DeepSpeed has loaded {resume[current].relative_to(self._folder)}")
-                elif event.kind == "compiling":
-                    self._audience.note("DeepSpeed compiles its C++ operator: about a minute, once on this machine")
                 elif event.kind == "step":
                     losses[current][event.number] = float.fromhex(event.loss)
                     self._audience.step(event.number, steps=last, loss=losses[current][event.number])

@@ -56,7 +56,6 @@ def main() -> None:
     import deepspeed
     import torch.distributed as dist
 
-    tell("connecting")
     deepspeed.init_distributed(dist_backend="gloo")
     if not arguments.resume:
         train(build_engine(), steps=arguments.steps, out=arguments.out, saves=arguments.save_at)

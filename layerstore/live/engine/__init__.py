@@ -14,19 +14,11 @@ from layerstore.live.engine.deepspeed import (
     engine_of,
     engines_are_made_with,
 )
-from layerstore.live.engine.inert import Memory
+from layerstore.live.engine.inert import Memory, NotPlain
 from layerstore.live.engine.pointer_files import checkpoint
 from layerstore.live.engine.randomness import random_state
-from layerstore.live.engine.resume import (
-    Resumed,
-    check_run,
-    filled_with,
-    note_closed,
-    origin_of,
-    place_resumed,
-    resume,
-)
-from layerstore.live.engine.savers import OPEN_SAVERS
+from layerstore.live.engine.resume import Resumed, check_run, resume
+from layerstore.live.engine.savers import OPEN_SAVERS, filled_with, note_closed, origin_of, place_resumed
 
 __all__ = [
     "ENGINE_KEYS",
@@ -35,6 +27,7 @@ __all__ = [
     "Captured",
     "Engine",
     "Memory",
+    "NotPlain",
     "Resumed",
     "SavedStates",
     "StoreCheckpointEngine",

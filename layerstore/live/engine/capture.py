@@ -33,15 +33,17 @@ class Captured:
         return source, tuple(self.memory(part.path).mark_of(part.path) for part in source.slices)
 
 
-def check_client_state(client_state: Mapping[str, object]) -> str:
-    """Return what is wrong with *client_state*, empty if nothing: plain trees, tensors and numpy can be kept."""
+def check_client_state(client_state: Mapping[str, object]) -> None:
+    """
+    Make sure that *client_state* can be kept: plain trees, tensors and numpy's values.
+
+    Raises:
+        NotPlain: It cannot.
+    """
     try:
-        inert(dict(client_state), Memory("client_state"))
-    except NotPlain as exc:
-        return f"client_state.{exc.where} is a {exc.kind}"
+        inert(dict(client_state), Memory("client_state"), where="client_state")
     except (LayerstoreError, RecursionError) as exc:
-        return f"client_state cannot be kept: {exc}"
-    return ""
+        raise NotPlain(f"client_state cannot be kept: {exc}") from exc
 
 
 def capture(states: SavedStates, *, rank: int, folder: Path, pattern: re.Pattern[str] | None) -> Captured:

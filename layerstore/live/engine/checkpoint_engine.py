@@ -15,8 +15,7 @@ from layerstore.errors import Conflict, IntegrityError, Unsupported
 from layerstore.live.engine.deepspeed import Engine, SavedStates, engine_with
 from layerstore.live.engine.load import Loaded, whole_weights
 from layerstore.live.engine.pointer_files import composition_of, write_pointer
-from layerstore.live.engine.savers import AttachedSaver, wait_for_saves
-from layerstore.live.log import LOG
+from layerstore.live.engine.savers import AttachedSaver, filled_with, note_filled, wait_for_saves
 from layerstore.live.ranks import Exchange
 from layerstore.store import Store, open_store
 from layerstore.zero3 import Pointer, read_pointer
@@ -33,8 +32,6 @@ class StoreCheckpointEngine:
         self._savers: list[AttachedSaver] = []
         self._engine: Engine | None = None
         self._uninstall: Callable[[], None] | None = None
-        self.loaded: Composition | None = None
-        """What the engine was last filled with, if it came from a store."""
         self.trouble = ""
         """Why the engine's state must not be saved: a load has failed half-way."""
         self._held: dict[str, tuple[Any, Path]] = {}
@@ -123,16 +120,16 @@ class StoreCheckpointEngine:
         """
         self._is_whole, self._has_begun = is_whole, False
         try:
-            try:
-                yield
-            except BaseException:
-                if self._has_begun:
-                    self.trouble = "the last load_checkpoint failed half-way, so the engine holds parts of two states"
-                raise
-            if note and self._load is not None and self._known_engine().global_rank == 0:
-                LOG.warning("%s: %s", self._load[0].name, note)
+            yield
+        except BaseException:
             if self._has_begun:
-                self.went_to(self.loaded)
+                self.trouble = "the last load_checkpoint failed half-way, so the engine holds parts of two states"
+            raise
+        else:
+            if note and self._load is not None:
+                self._known_engine().warn(self._load[0].name, note)
+            if self._has_begun:
+                self.went_to(filled_with(self._raw_engine()))
         finally:
             self._is_whole, self._load = True, None
 
@@ -141,7 +138,8 @@ class StoreCheckpointEngine:
         if path.endswith(_MODEL):
             self.settle()  # loading changes masters without an update, so no gate would hold it
             self._load = self._agreed(Path(path))
-            self._has_begun, self.loaded = True, None
+            self._has_begun = True
+            note_filled(self._raw_engine(), None)
         if self._load is None or not path.endswith((_MODEL, _OPTIMIZER)):
             return self.real.load(path, map_location=map_location)
         _, loaded = self._load
@@ -149,7 +147,7 @@ class StoreCheckpointEngine:
             return loaded.model()
         optimizer = loaded.optimizer()
         self._load = None  # the optimizer's state is asked for last; now it is the engine's alone
-        self.loaded = loaded.composition
+        note_filled(self._raw_engine(), loaded.composition)
         return optimizer
 
     def whole_weights(self, path: Path) -> dict[str, Any] | None:
@@ -158,12 +156,10 @@ class StoreCheckpointEngine:
         if found is None:
             return None
         pointer, loaded = found
-        if self._load is not None and self._load[0] != pointer and self._known_engine().global_rank == 0:
-            LOG.warning(
-                "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names: "
-                "they are those of %s, all else is of %s",
-                pointer.name,
-                self._load[0].name,
+        if self._load is not None and self._load[0] != pointer:
+            self._known_engine().warn(
+                "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names",
+                f"they are those of {pointer.name}, all else is of {self._load[0].name}",
             )
         exchange = Exchange()
         try:
@@ -213,14 +209,17 @@ class StoreCheckpointEngine:
         store = self._store_of(pointer)
         composition = composition_of(store, pointer)
         with losses_told(store.repo, composition):
-            loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size)
+            loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size)
             notes = loaded.check_fits(engine, is_whole=self._is_whole)
-        for note in notes if engine.global_rank == 0 else ():
-            LOG.warning("%s: %s", pointer.name, note)
+        engine.warn(pointer.name, *notes)
         return pointer, loaded
 
     def _known_engine(self) -> Engine:
         return self._engine or Engine(engine_with(self))
+
+    def _raw_engine(self) -> Any:
+        """Return the engine itself, which may be one that no saver could be attached to."""
+        return engine_with(self) if self._engine is None else self._engine.engine
 
     def _store_of(self, pointer: Pointer) -> Store:
         if self.saver is not None and self.saver.store.id == pointer.store_id:

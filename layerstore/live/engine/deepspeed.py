@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.live.log import LOG
 from layerstore.live.scratch import put, scratch
 from layerstore.zero3 import read_latest
 
@@ -113,10 +114,10 @@ class Engine:
         """The number of ranks that share the optimizer's state."""
         return int(self._zero.partition_count)
 
-    @property
-    def global_rank(self) -> int:
-        """This rank among all processes."""
-        return int(self.engine.global_rank)
+    def warn(self, what: str, *notes: str) -> None:
+        """Log *notes* on *what*, on one of all processes."""
+        for note in notes if self.engine.global_rank == 0 else ():
+            LOG.warning("%s: %s", what, note)
 
     @property
     def step(self) -> int:

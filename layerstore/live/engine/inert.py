@@ -7,7 +7,7 @@ Nothing is written and no tensor is copied: storages point at the memory that ho
 from collections import OrderedDict
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from layerstore.dtypes import by_torch_name, knows_torch_name
 from layerstore.errors import Unsupported
@@ -21,15 +21,14 @@ _PROTOCOL = 2
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-class NotPlain(Exception):
-    """A value that no tree can hold: neither plain, nor a tensor, nor numpy's."""
+class NotPlain(TypeError):
+    """A value that no checkpoint can keep: neither plain, nor a tensor, nor numpy's."""
 
-    def __init__(self, where: str, value: object, trait: str = "") -> None:
-        """*trait* says what is wrong with a value of an acceptable class."""
+    @classmethod
+    def at(cls, where: str, value: object, trait: str = "") -> Self:
+        """Return the error for *value*; *trait* says what is wrong with one of an acceptable class."""
         kind = type(value)
-        self.where = where
-        self.kind = f"{kind.__module__}.{kind.__qualname__}{trait}"
-        super().__init__(f"{where or 'it'} is a {self.kind}")
+        return cls(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}{trait}")
 
 
 class Memory:
@@ -152,9 +151,9 @@ def _tensor(value: "torch.Tensor", memory: Memory, where: str) -> Tensor:
 
     is_parameter = type(value) is torch.nn.Parameter
     if not (is_parameter or type(value) is torch.Tensor):
-        raise NotPlain(where, value)
+        raise NotPlain.at(where, value)
     if trait := _strange_trait(value):
-        raise NotPlain(where, value, trait)
+        raise NotPlain.at(where, value, trait)
     attributes = vars(value)
     return Tensor(
         storage=memory.storage(value),
@@ -187,10 +186,10 @@ def _dtype_name(value: "torch.Tensor") -> str:
 def _object(value: object, memory: Memory, where: str) -> Tree:
     """Take apart an object of a class that checkpoints may name, as pickling would."""
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        raise NotPlain(where, value)
+        raise NotPlain.at(where, value)
     name = _name_of(type(value))
     if name not in INERT and not name.startswith("numpy."):
-        raise NotPlain(where, value)
+        raise NotPlain.at(where, value)
     if isinstance(value, complex):
         return Inert(name=name, arguments=(value.real, value.imag))
     call, arguments, *rest = cast("tuple[Any, ...]", value.__reduce_ex__(_PROTOCOL))
@@ -199,7 +198,7 @@ def _object(value: object, memory: Memory, where: str) -> Tree:
     called, arguments = (arguments[0], arguments[1:]) if made_by_new else (call, arguments)
     called_name = _name_of(called)
     if called_name not in INERT:
-        raise NotPlain(where, value)
+        raise NotPlain.at(where, value)
     return Inert(
         name=called_name,
         arguments=tuple(_argument(item, memory, where) for item in arguments),

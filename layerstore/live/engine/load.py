@@ -6,18 +6,18 @@ of the engine filled, or never, since it copies as many flat buffers as both sid
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from layerstore.compose import AdamStep, Composition, RankLoad, Tensors, plan_load
+from layerstore.compose import AdamStep, Composition, Tensors, plan_load
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.live.engine.deepspeed import Engine, SavedStates
 from layerstore.live.engine.revive import bytes_of, empty, revive
 from layerstore.store import Store
-from layerstore.tree import Storage, Tree
+from layerstore.tree import Storage
 
 if TYPE_CHECKING:
     import torch
@@ -28,41 +28,44 @@ _MODEL_HINT = "resume into the model that was saved"
 _GROUPS_HINT = "build the optimizer's param groups as they were, and keep sub_group_size"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """One rank's two files of a composite, as live objects that are made when first asked for."""
 
-    composition: Composition
-    load: RankLoad
-    _model: "_Revived"
-    _optimizer: "_Revived"
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         store: Store,
         composition: Composition,
         *,
         rank: int,
         world_size: int,
         adam_step: AdamStep = "unify",
-    ) -> Self:
-        """Plan what *rank* of *world_size* loads."""
-        load = plan_load(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
-        return cls(
-            composition=composition,
-            load=load,
-            _model=_Revived(load, load.state.model.tree),
-            _optimizer=_Revived(load, load.state.optimizer.tree),
-        )
+    ) -> None:
+        self.composition = composition
+        self.load = plan_load(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
 
     def model(self) -> dict[str, Any]:
-        """Return the content of ``model_states``."""
-        return self._model.get()
+        """Return the content of ``model_states`` in a new dict; the tensors have memory of their own."""
+        return dict(self._model)
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the content of ``optim_states``."""
-        return self._optimizer.get()
+        """Return the content of ``optim_states`` in a new dict."""
+        return dict(self._optimizer)
+
+    @cached_property
+    def _model(self) -> dict[str, Any]:
+        made: dict[str, Any] = revive(self.load.state.model.tree, self._filled)
+        return made
+
+    @cached_property
+    def _optimizer(self) -> dict[str, Any]:
+        made: dict[str, Any] = revive(self.load.state.optimizer.tree, self._filled)
+        return made
+
+    def _filled(self, storage: Storage) -> "torch.Tensor":
+        made = empty(storage)
+        if storage.elements:
+            self.load.fill(storage, bytes_of(made))
+        return made
 
     def check_fits(self, engine: Engine, *, is_whole: bool = True) -> tuple[str, ...]:
         """
@@ -91,35 +94,13 @@ class Loaded:
 
     def _check_precision(self, name: str) -> None:
         """Raise LayoutMismatch unless *name*, the engine's own optimizer file, is of the same precision."""
-        saved = PurePosixPath(self.load.state.optimizer.path).name.startswith("bf16_")
-        wanted = name.startswith("bf16_")
-        if saved != wanted:
-            words = {True: "with", False: "without"}
+        saved = PurePosixPath(self.load.state.optimizer.path).name
+        words = ["with" if each.startswith("bf16_") else "without" for each in (saved, name)]
+        if words[0] != words[1]:
             raise LayoutMismatch(
-                f"the checkpoint was saved {words[saved]} bf16, the engine trains {words[wanted]} it",
+                f"the checkpoint was saved {words[0]} bf16, the engine trains {words[1]} it",
                 hint="train in the same precision",
             )
-
-
-class _Revived:
-    """One of the two trees; its live objects are made once."""
-
-    def __init__(self, load: RankLoad, tree: Tree) -> None:
-        self._load = load
-        self._tree = tree
-        self._made: dict[str, Any] | None = None
-
-    def get(self) -> dict[str, Any]:
-        """Return the live objects in a new dict; the tensors have memory of their own."""
-        if self._made is None:
-            self._made = revive(self._tree, self._fill)
-        return dict(self._made)
-
-    def _fill(self, storage: Storage) -> Any:
-        made = empty(storage)
-        if storage.elements:
-            self._load.fill(storage, bytes_of(made))
-        return made
 
 
 def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Tensor]":
@@ -131,7 +112,7 @@ def whole_weights(store: Store, composition: Composition) -> "dict[str, torch.Te
     """
     composite = Composite(store.repo, composition)
     masters, frozen = composite.tensors("master"), composite.tensors("weights")
-    model = Loaded.of(store, composition, rank=0, world_size=composition.base.world_size).model()
+    model = Loaded(store, composition, rank=0, world_size=composition.base.world_size).model()
     found = {
         name: value.float() if value.is_floating_point() else value
         for name, value in model["module"].items()

@@ -5,24 +5,22 @@ The engine's own loader does it, fed from memory, so that persistent parameters,
 depends on the masters come out right. Which version of each layer is taken, a query says.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
-from layerstore.compose import AdamStep, Composition, compose_latest, losses_told
+from layerstore.compose import AdamStep, losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
-from layerstore.history import Place, Resolved, place_after, place_begun
 from layerstore.layers import check_name, parse_reference
+from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine
 from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
 from layerstore.live.engine.load import Loaded
 from layerstore.live.engine.randomness import read_random_state, set_random_state
-from layerstore.live.engine.savers import wait_for_saves
+from layerstore.live.engine.savers import note_filled, wait_for_saves
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.policy import Policy
-from layerstore.storage import RunView
 from layerstore.store import Store, StrPath, as_store
 from layerstore.zero3 import TreeView
 
@@ -70,7 +68,7 @@ def resume(
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
-    attached = known.checkpoint_engine if hasattr(known.checkpoint_engine, "went_to") else None
+    attached = known.checkpoint_engine if isinstance(known.checkpoint_engine, StoreCheckpointEngine) else None
     if attached is not None:
         attached.settle()  # first: the step asked for may still be on its way
     exchange = Exchange()
@@ -87,6 +85,7 @@ def resume(
         resumed = _fill(known, opened, composite, adam_step, exchange)
     finally:
         exchange.close()
+    note_filled(engine, composite.composition)
     if attached is not None:
         attached.went_to(composite.composition)
     return resumed
@@ -135,14 +134,12 @@ def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamSte
     """Fill *engine* from *composite*. Whatever can fail fails on every rank, before the engine is changed."""
     composition = composite.composition
     with exchange.together(), losses_told(store.repo, composition):
-        loaded = Loaded.of(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
+        loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
         notes = loaded.check_fits(engine)
         random_state = read_random_state(loaded.load.state, loaded.load.content)
     engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
     restored = random_state is not None and set_random_state(random_state)
-    for note in notes if engine.global_rank == 0 else ():
-        LOG.warning("%s: %s", composite.name, note)
-    _ORIGINS[engine.engine] = _Origin(filled=composition)
+    engine.warn(composite.name, *notes)
     state = loaded.load.state.model
     view = TreeView(state.tree, path=PurePosixPath(state.path))
     return Resumed(
@@ -156,49 +153,3 @@ def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamSte
         random_state_restored=restored and composition.base.world_size == engine.world_size,
         notes=notes,
     )
-
-
-# -- where the saves of an engine continue ---------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Origin:
-    """What the next save of an engine follows."""
-
-    filled: Composition | None = None
-    """What `resume` filled the engine with."""
-    closed: dict[tuple[str, str], Composition] = field(default_factory=dict)
-    """The newest commit of savers closed since then, by store and run."""
-
-
-_ORIGINS: "WeakKeyDictionary[Any, _Origin]" = WeakKeyDictionary()
-
-
-def origin_of(engine: Any, store: Store, run: str) -> Composition | None:
-    """Return what the next save of *engine* as *run* follows; None if nothing."""
-    origin = _ORIGINS.get(engine, _Origin())
-    return origin.closed.get((store.id, run), origin.filled)
-
-
-def filled_with(engine: Any) -> Composition | None:
-    """Return what `resume` last filled *engine* with; None if it never did."""
-    origin = _ORIGINS.get(engine)
-    return None if origin is None else origin.filled
-
-
-def note_closed(engine: Any, store: Store, run: str, *, attempt: int) -> None:
-    """Let the next saver of *run* continue *attempt*, whose saver is closed now."""
-    view = store.repo.catalog.find(run)
-    rows = [] if view is None else view.of_attempt(attempt)
-    if rows:
-        tip = Resolved.of_commit(store.repo.catalog.commit(rows[-1].name))
-        _ORIGINS.setdefault(engine, _Origin()).closed[store.id, run] = compose_latest(tip)
-
-
-def place_resumed(view: RunView | None, composition: Composition | None) -> Place:
-    """Return where saves go after an engine was filled from *composition*; None: from no commit."""
-    if composition is None:
-        return place_begun(view)
-    base = composition.base
-    record = composition.as_resolved().record
-    return place_after(view, record, of_commit=composition.commit, is_as_it_stands=record.layers == base.layers)

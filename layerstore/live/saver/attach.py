@@ -8,7 +8,6 @@ from typing import Any
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.format import object_id
 from layerstore.live.engine import Engine, StoreCheckpointEngine, check_run, origin_of, place_resumed
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
@@ -93,22 +92,14 @@ def _agreed(
         found = engine.checkpoint_engine
         if isinstance(found, StoreCheckpointEngine) and found.saves_to(opened, run):
             raise Conflict(f"the engine has a saver for run {run!r} of this store", hint="close that one first")
-        resumed = origin_of(engine.engine, opened, run) or _loaded(engine)
+        resumed = origin_of(engine.engine, opened, run)
         opened.repo.prepare_writing()
     stores = exchange.texts(f"{opened.id} at {opened.path}")
     for rank, other in enumerate(stores):
         if other.split()[0] != stores[0].split()[0]:
             raise InvalidInput(f"the ranks have different stores: rank 0 has {stores[0]}, rank {rank} has {other}")
-    wishes = exchange.texts(f"run {run}, {settings.of_all_ranks}, policy {policy.name}")
+    wishes = exchange.texts(f"run {run}, {settings.of_all_ranks}, policy {policy.name} {policy.parameters}")
     for rank, other in enumerate(wishes):
         if other != wishes[0]:
             raise InvalidInput(f"the ranks want different things: rank 0 {wishes[0]}; rank {rank} {other}")
-    if not exchange.is_same(object_id(repr(policy.parameters).encode())):
-        raise InvalidInput(f"the ranks want different settings of policy {policy.name!r}", hint="give all the same")
     return opened, resumed
-
-
-def _loaded(engine: Engine) -> Composition | None:
-    """Return what *engine* has loaded through pointers before a saver was attached."""
-    found = engine.checkpoint_engine
-    return found.loaded if isinstance(found, StoreCheckpointEngine) else None

@@ -1,13 +1,14 @@
 """
 The collection behind a saver: commits that its run need not keep are removed while training goes on.
 
-A thread of the committing rank waits for commits, and a helper process (``gc_process.py``) calls `Store.gc`, at the
-lowest priority. A thread alone would hold training up, because marking a store takes Python's one interpreter lock:
-on a store of 100,000 objects, training steps of 10 ms became 270 ms for the 17 s of a collection in a thread, and
-stayed at 9 ms beside a process.
+A thread of the committing rank waits for commits, and a helper process calls `Store.gc`, at the lowest priority. A
+thread alone would hold training up, because marking a store takes Python's interpreter lock: on a store of 100,000
+objects, training steps of 10 ms became 270 ms for the 17 s of a collection in a thread, and stayed at 9 ms beside a
+process.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from layerstore.errors import LayerstoreError
+from layerstore.errors import LayerstoreError, Locked
 from layerstore.gc import GcRequest, has_work
 from layerstore.live.log import LOG, words_of
 from layerstore.policy import Best, Keep
@@ -26,7 +27,13 @@ from layerstore.store import Store
 GRACE_SECONDS: float | None = None
 """The age from which unneeded objects are removed; None for the library's own."""
 
-_PROGRAM = Path(__file__).with_name("gc_process.py")
+# The process imports layerstore from where this one did, however training finds its modules; last: it shadows nothing.
+_PROGRAM = """
+import sys
+sys.path.append(sys.argv[1])
+from layerstore.live.saver.collector import answer_question
+answer_question()
+"""
 
 
 class Collector:
@@ -85,8 +92,6 @@ class Collector:
             "run": self._run_name,
             "keep": rules,
             "grace_seconds": GRACE_SECONDS,
-            # The process imports layerstore from where this one did, however training finds its modules.
-            "path": str(Path(__file__).parents[3]),
         }
 
     def _note(self, answer: dict[str, Any]) -> None:
@@ -94,7 +99,7 @@ class Collector:
             self._warn(answer["error"])
             return
         self.error = self._warned = ""
-        if answer["is_locked"]:
+        if "is_locked" in answer:
             LOG.info("another collection is under way: the next save tries again")
         elif answer["commits_removed"]:
             LOG.info("%d commits collected, %d bytes freed", answer["commits_removed"], answer["bytes_freed"])
@@ -110,19 +115,31 @@ class Collector:
 def _run_process(question: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of the helper process to *question*."""
     # Files, not pipes: a child that training forks meanwhile would hold a pipe open.
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
         asked.write(json.dumps(question).encode())
         asked.seek(0)
         # -P: modules are not looked for in the folder that training runs in.
-        code = subprocess.run(
-            [sys.executable, "-P", str(_PROGRAM)], stdin=asked, stdout=said, stderr=errors, check=False
-        ).returncode
-        for file in (said, errors):
-            file.seek(0)
-        if code:
-            lines = errors.read().decode(errors="replace").splitlines()
-            raise LayerstoreError(
-                f"the collecting process ended with {code}: {lines[-1] if lines else 'it said nothing'}"
-            )
-        answer: dict[str, Any] = json.loads(said.read().splitlines()[-1])
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[3])]
+        code = subprocess.run(command, stdin=asked, stdout=said, stderr=subprocess.STDOUT, check=False).returncode
+        said.seek(0)
+        last = (said.read().decode(errors="replace").splitlines() or ["it said nothing"])[-1]
+    if code:
+        raise LayerstoreError(f"the collecting process ended with {code}: {last}")
+    answer: dict[str, Any] = json.loads(last)
     return answer
+
+
+def answer_question() -> None:
+    """Collect as the question on stdin says, and print the answer: the helper process."""
+    question = json.load(sys.stdin)
+    os.nice(19)  # it computes when training does not
+    answer: dict[str, Any] = {}
+    try:
+        with Store(question["store"]) as store:
+            found = store.gc(Keep(**question["keep"]), runs=[question["run"]], grace_seconds=question["grace_seconds"])
+        answer = {"commits_removed": len(found.removed), "bytes_freed": found.bytes_freed}
+    except Locked:
+        answer = {"is_locked": True}
+    except LayerstoreError as exc:
+        answer = {"error": words_of(exc)}
+    sys.stdout.write(json.dumps(answer) + "\n")

@@ -5,7 +5,7 @@ It is measured from a fixed sample of the masters, chosen by place in the whole 
 number of ranks. Each rank samples what it holds; one small all-gather adds up the sums.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,41 +15,38 @@ from layerstore.distance import movement_of
 from layerstore.dtypes import by_code
 from layerstore.ingest import is_still, sampled
 from layerstore.live.engine import Captured
+from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.model import Kind
-from layerstore.zero3 import Share, slice_length, stretches
+from layerstore.zero3 import Share, SliceSource, slice_length, stretches
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(slots=True)
-class _Spots:
-    """The sampled elements of one storage, and the layer of each."""
-
-    places: "torch.Tensor"
-    """Indices, on the storage's device after the first sample."""
-    layers: "torch.Tensor"
-    dtype: str
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The sampled elements of the masters at one moment."""
+    """The sampled elements of the masters at one moment, of one storage after another."""
 
     share: Share
-    values: "dict[Path, torch.Tensor]"
+    values: "torch.Tensor"
 
 
 class MovementWatch:
     """One rank's sample of each layer as of its last save."""
 
     def __init__(self, exchange: Exchange) -> None:
+        import torch
+
         self._exchange = exchange
-        self._spots: dict[Path, _Spots] = {}
         self._layers: tuple[str, ...] = ()
         self._counts: list[int] = []
-        self._base: dict[Path, torch.Tensor] = {}
+        """The sampled elements of each layer on all ranks."""
+        self._places: dict[Path, torch.Tensor] = {}
+        """Where this rank's sampled elements are in each storage."""
+        self._layer_of = torch.empty(0, dtype=torch.long)
+        """The layer of each of this rank's sampled elements."""
+        self._base: torch.Tensor | None = None
         self._known: set[str] = set()
 
     def sample(self, captured: Captured) -> Sample:
@@ -57,33 +54,25 @@ class MovementWatch:
         import torch
 
         self._look_at(captured.share)
-        looked: dict[torch.device, dict[Path, torch.Tensor]] = {}
-        for path, spots in self._spots.items():
-            kind = getattr(torch, by_code(spots.dtype).torch_name)
-            held = captured.memory(path).bytes_of(path).view(kind)
-            spots.places = spots.places.to(held.device)  # where it stays
-            looked.setdefault(held.device, {})[path] = held[spots.places].to(torch.float64)
-        found: dict[Path, torch.Tensor] = {}
-        for of in looked.values():
-            # One transfer for all: each transfer waits for everything that the device has begun.
-            values = torch.cat(list(of.values())).to("cpu")
-            found |= zip(of, torch.split(values, [len(part) for part in of.values()]), strict=True)
-        return Sample(captured.share, found)
+        dtypes = {part.path: part.dtype for _, part in _masters(captured.share)}
+        found: list[torch.Tensor] = []
+        for path, places in self._places.items():
+            held = captured.memory(path).bytes_of(path).view(getattr(torch, by_code(dtypes[path]).torch_name))
+            self._places[path] = places.to(held.device)  # where it stays
+            found.append(held[self._places[path]].to(torch.float64))
+        # One transfer for all: each transfer waits for everything that the device has begun.
+        return Sample(captured.share, torch.cat(found).to("cpu") if found else torch.empty(0, dtype=torch.float64))
 
     def movements(self, sample: Sample) -> dict[str, float]:
         """Return how far each layer has moved since its last save. Collective."""
         import torch
 
-        dd, aa = (torch.zeros(len(self._layers), dtype=torch.float64) for _ in range(2))
-        for path, now in sample.values.items():
-            before = self._base.get(path)
-            if before is None:
-                continue
-            of = self._spots[path].layers
-            dd.index_add_(0, of, (now - before).square())
-            aa.index_add_(0, of, before.square())
-        totals = self._exchange.sums([*dd.tolist(), *aa.tolist()])
         count = len(self._layers)
+        dd, aa = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
+        if self._base is not None:
+            dd.index_add_(0, self._layer_of, (sample.values - self._base).square())
+            aa.index_add_(0, self._layer_of, self._base.square())
+        totals = self._exchange.sums([*dd.tolist(), *aa.tolist()])
         return {
             layer: movement_of(dd=totals[at], aa=totals[count + at], elements=self._counts[at])
             for at, layer in enumerate(self._layers)
@@ -92,61 +81,59 @@ class MovementWatch:
 
     def saved(self, sample: Sample, layers: frozenset[str]) -> None:
         """Measure *layers* from *sample* on."""
-        for path, now in sample.values.items():
-            before = self._base.get(path)
-            if before is None:
-                self._base[path] = now
-                continue
-            chosen = self._chosen(path, layers)
-            before[chosen] = now[chosen]
-        self._known |= layers
-
-    def forget(self) -> None:
-        """Forget all samples; each layer is measured again from its next save on."""
-        self._base.clear()
-        self._known.clear()
-
-    def _chosen(self, path: Path, layers: frozenset[str]) -> "torch.Tensor":
         import torch
 
-        wanted = torch.tensor([layer in layers for layer in self._layers])
-        return wanted[self._spots[path].layers]
+        if self._base is None:
+            self._base = sample.values
+        else:
+            wanted = torch.tensor([layer in layers for layer in self._layers])
+            self._base = torch.where(wanted[self._layer_of], sample.values, self._base)
+        self._known |= layers
+
+    def measure_base(self, captured: Callable[[], Captured], layers: frozenset[str]) -> None:
+        """Measure *layers* from what is *captured* now; if a rank cannot, from their next saves. Collective."""
+        try:
+            with self._exchange.together():
+                sample = self.sample(captured())
+        except Exception as exc:  # noqa: BLE001  # training goes on: layers that are not measured are due
+            LOG.warning("how far layers move is measured from their next save on: %s", exc)
+            self._forget()
+        else:
+            self.saved(sample, layers)
+
+    def _forget(self) -> None:
+        self._base = None
+        self._known.clear()
 
     def _look_at(self, share: Share) -> None:
         """Choose the elements once: an engine's masters stay in place."""
+        import torch
+
         layers = tuple(layer.layer for layer in share.layers)
-        if layers == self._layers and all(path in self._spots for path in _masters(share)):
+        if layers == self._layers and {part.path for _, part in _masters(share)} == self._places.keys():
             return
         self._layers = layers
         self._counts = [
             sum(end - begin for of in layer.parameters if not of.frozen for begin, end in sampled(prod(of.shape)))
             for layer in share.layers
         ]
-        self._spots = dict(_spots(share))
-        self.forget()
-
-
-def _masters(share: Share) -> set[Path]:
-    return {part.path for layer in share.layers for of in layer.objects if of.kind is Kind.MASTER for part in of.slices}
-
-
-def _spots(share: Share) -> Iterator[tuple[Path, _Spots]]:
-    import torch
-
-    places: dict[Path, list[int]] = {}
-    layers: dict[Path, list[int]] = {}
-    dtypes: dict[Path, str] = {}
-    for at, layer in enumerate(share.layers):
-        shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
-        for part in (part for of in layer.objects if of.kind is Kind.MASTER for part in of.slices):
+        places: dict[Path, list[int]] = {}
+        layer_of: dict[Path, list[int]] = {}
+        shapes = {of.name: of.shape for layer in share.layers for of in layer.parameters}
+        for at, part in _masters(share):
             first = part.offset_bytes // by_code(part.dtype).bytes
             own = _own_places(shapes[part.name], share)
             places.setdefault(part.path, []).extend(first + place for place in own)
-            layers.setdefault(part.path, []).extend([at] * len(own))
-            dtypes[part.path] = part.dtype
-    for path, found in places.items():  # some storages have no sampled element on this rank
-        of = torch.tensor(layers[path], dtype=torch.long)
-        yield path, _Spots(torch.tensor(found, dtype=torch.long), of, dtypes[path])
+            layer_of.setdefault(part.path, []).extend([at] * len(own))
+        self._places = {path: torch.tensor(found, dtype=torch.long) for path, found in places.items()}
+        self._layer_of = torch.tensor([at for path in places for at in layer_of[path]], dtype=torch.long)
+        self._forget()
+
+
+def _masters(share: Share) -> Iterator[tuple[int, SliceSource]]:
+    """Yield the slices of the masters, each with the number of its layer."""
+    for at, layer in enumerate(share.layers):
+        yield from ((at, part) for of in layer.objects if of.kind is Kind.MASTER for part in of.slices)
 
 
 def _own_places(shape: Sequence[int], share: Share) -> list[int]:

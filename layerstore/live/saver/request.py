@@ -1,17 +1,20 @@
-"""What one save is asked for. It is checked on each rank, and all ranks hear of a problem before any begins."""
+"""What one save is asked for, and the files that it keeps byte for byte: the user's, DeepSpeed's, and a trainer's."""
 
 import operator
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from layerstore.errors import InvalidInput
+from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.layers import ADAPTER_WEIGHTS
 from layerstore.limits import GIB
-from layerstore.live.engine import ENGINE_KEYS, FOLDER
-from layerstore.publish import check_pin_free, check_pin_name
+from layerstore.live.engine import ENGINE_KEYS, FOLDER, Engine, Memory, NotPlain, random_state
+from layerstore.live.log import LOG
+from layerstore.model import SourceLayout
+from layerstore.publish import KeptFile, check_pin_free, check_pin_name
 from layerstore.storage import Repository
-from layerstore.store import StrPath
-from layerstore.zero3 import read_source_file
+from layerstore.zero3 import beside_shards, flavour_of, rank_of_file, read_source_file
 
 _STEP_END = 10**18
 """Records are named with 18 digits."""
@@ -21,33 +24,19 @@ FILE_BYTES_MAX = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundFile:
-    """A file to be kept beside the shards."""
-
-    name: str
-    executable: bool
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
     """One rank's request for a save."""
 
     step: int
     client_state: dict[str, object]
-    folder: Path
+    folder: Path = FOLDER
     """The folder that the checkpoint would be in if it were files."""
     tag: str
-    files: tuple[FoundFile, ...] = ()
-    """The user's extra files."""
+    files: dict[str, Path] = field(default_factory=dict)
+    """The user's extra files, by their names in the folder."""
     pin: str | None = None
-    """The pin for the commit."""
     is_complete: bool
     """Whether no more files come: a trainer that saves to *folder* may still write beside the shards."""
-    mistyped: str = ""
-    """What in client_state cannot be kept."""
-    problem: str = ""
-    """The first thing that is wrong otherwise."""
 
 
 def read_request(
@@ -56,50 +45,34 @@ def read_request(
     run: str,
     tag: str,
     step: object,
-    engine_step: int,
     client_state: object,
     extra_files: object,
     pin: object,
 ) -> SaveRequest:
-    """Return what ``save`` was called with. Nothing is raised here: the other ranks wait to hear from this one."""
-    number, problems = (engine_step, []) if step is None else _whole(step, otherwise=engine_step)
-    kept: dict[str, object] = {}
-    mistyped = ""
-    if isinstance(client_state, Mapping):
-        kept = dict(client_state)
-    elif client_state is not None:
-        mistyped = f"client_state is a {type(client_state).__name__}, no dictionary"
-    taken = sorted(ENGINE_KEYS & kept.keys())
+    """
+    Return what ``save`` was called with.
+
+    Raises:
+        NotPlain: *client_state* is no mapping.
+        Exception: Something else is wrong, in any way: the caller reports it to the other ranks.
+    """
+    if not isinstance(client_state, Mapping | None):
+        raise NotPlain(f"client_state is a {type(client_state).__name__}, no dictionary")
+    taken = sorted(ENGINE_KEYS & (client_state or {}).keys())
     if taken:
-        problems.append(f"client_state has the key {taken[0]!r}, under which the engine saves state of its own")
-    files: tuple[FoundFile, ...] = ()
-    if extra_files is None or isinstance(extra_files, Mapping):
-        try:
-            files = tuple(read_files({_below(name): Path(path) for name, path in (extra_files or {}).items()}))
-        except Exception as exc:  # noqa: BLE001  # whatever the user passed: the other ranks wait to hear of it
-            problems.append(str(exc))
-    else:
-        problems.append(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
-    problems += _pin_problems(repo, pin, run=run, step=number)
+        raise InvalidInput(f"client_state has the key {taken[0]!r}, under which the engine saves state of its own")
+    if not isinstance(extra_files, Mapping | None):
+        raise InvalidInput(f"extra_files is a {type(extra_files).__name__}; it maps names to paths")
+    files = {_below(name): Path(path) for name, path in (extra_files or {}).items()}
+    number = _step(step)
+    if pin is not None:
+        if not isinstance(pin, str):
+            raise InvalidInput(f"pin= is {pin!r}, no name")
+        check_pin_name(repo, pin)
+        check_pin_free(repo, pin, run=run, step=number)
     return SaveRequest(
-        step=number,
-        client_state=kept,
-        folder=FOLDER,
-        tag=tag,
-        files=files,
-        pin=pin if isinstance(pin, str) else None,
-        is_complete=True,
-        mistyped=mistyped,
-        problem=next(iter(problems), ""),
+        step=number, client_state=dict(client_state or {}), tag=tag, files=files, pin=pin, is_complete=True
     )
-
-
-def read_files(named: Mapping[str, StrPath]) -> Iterator[FoundFile]:
-    """Read the files *named*, sorted by name."""
-    for name, path in sorted((name, Path(path)) for name, path in named.items()):
-        data = read_source_file(path, size_bytes_max=FILE_BYTES_MAX)
-        executable = path.suffix == ".py" or bool(path.stat().st_mode & 0o100)
-        yield FoundFile(name=name, executable=executable, data=data)
 
 
 def _below(name: str) -> str:
@@ -109,23 +82,75 @@ def _below(name: str) -> str:
     return str(path)
 
 
-def _whole(step: object, *, otherwise: int) -> tuple[int, list[str]]:
+def _step(step: object) -> int:
     try:
         number = operator.index(step)  # type: ignore[arg-type]  # whatever counts: numpy's numbers too
-    except TypeError:
-        return otherwise, [f"step= is {step!r}, no whole number"]
+    except TypeError as exc:
+        raise InvalidInput(f"step= is {step!r}, no whole number") from exc
     if not 0 <= number < _STEP_END:
-        return otherwise, [f"step= is {number}; steps are counted from 0, and have at most 18 digits"]
-    return number, []
+        raise InvalidInput(f"step= is {number}; steps are counted from 0, and have at most 18 digits")
+    return number
 
 
-def _pin_problems(repo: Repository, name: object, *, run: str, step: int) -> list[str]:
-    if name is not None and not isinstance(name, str):
-        return [f"pin= is {name!r}, no name"]
-    try:
-        if name is not None:
-            check_pin_name(repo, name)
-            check_pin_free(repo, name, run=run, step=step)
-    except Exception as exc:  # noqa: BLE001  # the other ranks wait to hear of it
-        return [str(exc)]
-    return []
+class SaveFiles:
+    """The files of one save on this rank. They are complete once they are sealed."""
+
+    def __init__(self, engine: Engine, memory: Memory, request: SaveRequest) -> None:
+        """Read the user's extra files, on the first rank."""
+        self._engine = engine
+        self._memory = memory
+        self._request = request
+        # Now, not when the folder is complete: training goes on drawing random numbers.
+        self._random = random_state(memory, rank=engine.rank, world_size=engine.world_size)
+        extra = request.files.items() if engine.rank == 0 else ()
+        self._extra = [self._read(name, path) for name, path in extra]
+        self._kept: tuple[KeptFile, ...] = ()
+        self._flavour = "raw"
+        self._is_sealed = threading.Event()
+
+    def wait(self) -> tuple[KeptFile, ...]:
+        """Return the files once they are sealed."""
+        self._is_sealed.wait()
+        return self._kept
+
+    def layout(self, *, layer_pattern: str | None) -> SourceLayout:
+        """Return the folder's layout as of the seal: a trainer may have removed the folder since."""
+        self._is_sealed.wait()
+        return SourceLayout(flavour=self._flavour, tag=self._request.tag, layer_pattern=layer_pattern)
+
+    def seal(self) -> None:
+        """Read the files as they are now. The main thread calls it before training goes on."""
+        if self._is_sealed.is_set():
+            return
+        try:
+            found = {file.name: file for file in (self._random, *self._beside(), *self._extra)}
+            self._kept = tuple(sorted(found.values(), key=lambda file: file.name))
+        finally:
+            self._is_sealed.set()  # in any case: a thread waits for it
+
+    def _beside(self) -> list[KeptFile]:
+        """Return DeepSpeed's scripts and the files in the folder; the first rank keeps those that belong to no rank."""
+        try:
+            self._flavour = flavour_of(self._request.folder, self._request.tag)
+            named = {path.name: path for path in self._engine.scripts} if self._engine.rank == 0 else {}
+            if not self._request.is_complete:
+                named |= self._own_files()
+            return [self._read(name, path) for name, path in named.items()]
+        except (LayerstoreError, OSError) as exc:
+            LOG.warning("files beside the shards are not kept: %s", exc)
+            return []
+
+    def _own_files(self) -> Iterator[tuple[str, Path]]:
+        for path in beside_shards(self._request.folder, self._request.tag):
+            owner = rank_of_file(path.name)
+            if (owner if owner is not None and owner < self._engine.world_size else 0) != self._engine.rank:
+                continue
+            if path.name == ADAPTER_WEIGHTS and path.stat().st_size > FILE_BYTES_MAX:
+                LOG.warning("%s is not kept: it is too large to be held in memory; --format hf makes it", path)
+            else:
+                yield path.relative_to(self._request.folder).as_posix(), path
+
+    def _read(self, name: str, path: Path) -> KeptFile:
+        data = read_source_file(path, size_bytes_max=FILE_BYTES_MAX)
+        executable = path.suffix == ".py" or bool(path.stat().st_mode & 0o100)
+        return KeptFile(name=name, executable=executable, place=self._memory.put(name, data), size_bytes=len(data))

@@ -17,12 +17,13 @@ import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from layerstore.compose import Composition
-from layerstore.errors import Conflict, Locked, StorageIO
+from layerstore.errors import Conflict, LayoutMismatch, Locked, StorageIO
 from layerstore.history import Place
 from layerstore.layers import compile_pattern
 from layerstore.live.engine import (
@@ -31,6 +32,7 @@ from layerstore.live.engine import (
     OPEN_SAVERS,
     Captured,
     Engine,
+    NotPlain,
     SavedStates,
     bytes_by_layer,
     capture,
@@ -40,7 +42,7 @@ from layerstore.live.engine import (
     note_closed,
     place_resumed,
 )
-from layerstore.live.log import LOG, words_of
+from layerstore.live.log import LOG
 from layerstore.live.ranks import (
     SAVES_MAX,
     AttemptLock,
@@ -52,12 +54,10 @@ from layerstore.live.ranks import (
     open_session,
 )
 from layerstore.live.saver.background import Background, wait_at_exit
-from layerstore.live.saver.clock import hold_training
 from layerstore.live.saver.collector import Collector
-from layerstore.live.saver.kept_files import SaveFiles
 from layerstore.live.saver.movements import MovementWatch, Sample
-from layerstore.live.saver.request import SaveRequest, read_request
-from layerstore.live.saver.results import Job, LastSave, Result, Results, Saved, Status, note_job
+from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
+from layerstore.live.saver.results import Job, LastSave, Result, Results, Saved, Status, hold_training, note_job
 from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
@@ -69,8 +69,16 @@ from layerstore.zero3 import Pointer, Share, undivided
 JOBS_MAX = 2
 """Saves under way at once; with ``on_pressure="wait"`` the next one waits until the oldest is on disk."""
 
-_Taken = tuple[Captured, SaveFiles, Sample | None]
-"""What one rank holds at a save: its state, its files, and the sample that movements are measured by."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stock:
+    """What one rank has to save."""
+
+    request: SaveRequest
+    captured: Captured
+    files: SaveFiles
+    sample: Sample | None
+    """What movements are measured by, if the policy asks for them."""
 
 
 class Saver:
@@ -150,17 +158,17 @@ class Saver:
                 exist, *step* is no step, or *pin* is taken.
             Conflict: *step* is not after the last one, or the ranks do not want the same.
         """
-        request = read_request(
+        read = partial(
+            read_request,
             self._repo,
             run=self.run,
             tag=tag or f"global_step{self._engine.step}",
-            step=step,
-            engine_step=self._engine.step,
+            step=self._engine.step if step is None else step,
             client_state=client_state,
             extra_files=extra_files,
             pin=pin,
         )
-        saved = self._save(request, lambda: self._states(request.tag, request.client_state))
+        saved = self._save(read, lambda request: self._states(request.tag, request.client_state))
         self._seal()
         return saved
 
@@ -173,23 +181,25 @@ class Saver:
         client_state = {key: value for key, value in states.model.items() if key not in ENGINE_KEYS}
         request = SaveRequest(step=self.step_of(), client_state=client_state, folder=folder, tag=tag, is_complete=False)
         excludes = self._settings.frozen == "exclude"
-        self._save(request, lambda: self._engine.without_frozen(states) if excludes else states)
+        self._save(lambda: request, lambda _: self._engine.without_frozen(states) if excludes else states)
 
     def _states(self, tag: str, client_state: Mapping[str, object]) -> SavedStates:
         return self._engine.states(tag, client_state, exclude_frozen=self._settings.frozen == "exclude")
 
-    def _save(self, request: SaveRequest, states: Callable[[], SavedStates]) -> Saved:
-        held, step = hold_training(self._engine.device), request.step
+    def _save(self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]) -> Saved:
+        held = hold_training(self._engine.device)
         if self._is_closed:
-            raise Conflict(f"step {step} is not saved: the saver is closed", hint="attach another one")
+            raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach another one")
         self._measure_base()
-        taken, trouble = self._take_stock(request, states)
-        mistyped = request.mistyped or check_client_state(request.client_state)
-        problem = request.problem or trouble or self._checkpoint_engine.trouble
-        agreed = agree_on_save(
-            self.exchange, self._report(step=step, is_mistyped=bool(mistyped), problem=mistyped or problem)
-        )
-        assert taken is not None, "a rank that could not capture has reported it"
+        try:
+            stock = self._take_stock(read, states)
+        except Exception as exc:
+            agree_on_save(
+                self.exchange, self._report(step=self._engine.step, problem=exc)
+            )  # which raises, on all ranks
+            raise
+        request, share, step = stock.request, stock.captured.share, stock.request.step
+        agreed = agree_on_save(self.exchange, self._report(step=step))
         self._learn(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
         repeated = self._last.same(step, updates=self._updates, pin=request.pin, has_extras=has_extras)
@@ -197,12 +207,18 @@ class Saver:
             return repeated  # the save before is not sealed: more files may come into its folder
         self._seal()
         if self._settings.on_pressure == "wait":
-            self._make_room()
-        captured, _, sample = taken
-        share = captured.share
+            while len(running := self._running()) >= JOBS_MAX:
+                running[0].is_written.wait()
         self._copier.follow()
-        movements = self._movements.movements(sample) if self._movements is not None and sample is not None else {}
-        due = self._due(share, movements)
+        movements = self._movements.movements(stock.sample) if self._movements and stock.sample else {}
+        of_policy = partial(
+            self._schedule.due,
+            tuple(layer.layer for layer in share.layers),
+            has_moments=has_moments(share),
+            movements=movements,
+            sizes=bytes_by_layer(share),
+        )
+        due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
         # Outcomes are reported for so many saves only, also where each is small enough to fit.
         if (agreed.is_pressed and self._settings.on_pressure == "skip") or self._schedule.open_for >= SAVES_MAX:
             number = self._schedule.skip(due)
@@ -211,9 +227,9 @@ class Saver:
         if agreed.is_pressed and self._settings.on_pressure == "degrade":
             sizes = {layer: -(-size // share.world_size) for layer, size in bytes_by_layer(share).items()}
             due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=has_moments(share))
-        job = self._begin(request, taken, due, movements)
-        if self._movements is not None and sample is not None:
-            self._movements.saved(sample, due)
+        job = self._begin(stock, due, movements)
+        if self._movements and stock.sample:
+            self._movements.saved(stock.sample, due)
         job.held.append(held)
         if self._settings.mode == "sync" and (request.is_complete or self._engine.ungated):
             self._finish(job)
@@ -294,8 +310,8 @@ class Saver:
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------
 
-    def _report(self, *, step: int = 0, is_mistyped: bool = False, problem: str = "") -> RankReport:
-        running = [job for job in self._jobs if not job.is_written.is_set()]
+    def _report(self, *, step: int = 0, problem: Exception | None = None) -> RankReport:
+        running = self._running()
         free = max(self._pool.size_bytes - self._pool.used_bytes, 0)
         last = self._jobs[-1].snapshot.size_bytes if self._jobs else 0
         return RankReport(
@@ -307,8 +323,8 @@ class Saver:
             failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
             outcomes=self._known_outcomes(),
             has_lost_base=self._background.has_lost_base,
-            is_mistyped=is_mistyped,
-            problem=problem,
+            is_mistyped=isinstance(problem, NotPlain),
+            problem="" if problem is None else " ".join(str(problem).split()) or type(problem).__name__,
         )
 
     def _known_outcomes(self) -> dict[int, bool]:
@@ -324,15 +340,14 @@ class Saver:
     def _learn(self, agreed: RankReport) -> None:
         for number in agreed.failed:
             self._background.give_up(number)  # the failed rank may not have been able to leave a failed part
-        for save in self._schedule.pending:
-            if agreed.outcomes.get(save.number) is False:
-                self._last.note_lost(save.number)
-        self._schedule.resolve(agreed.outcomes.items())
+        for number in self._schedule.pending:
+            if agreed.outcomes.get(number) is False:
+                self._last.note_lost(number)
+        self._schedule.resolve(agreed.outcomes)
         if agreed.has_lost_base:
             self._schedule.begin_anew()
             self._background.has_lost_base = False
-        pending = {save.number for save in self._schedule.pending}
-        while self._jobs and self._jobs[0].number not in pending and self._jobs[0].is_written.is_set():
+        while self._jobs and self._jobs[0].number not in self._schedule.pending and self._jobs[0].is_written.is_set():
             self._finished(self._jobs.popleft())
 
     def _finished(self, job: Job) -> None:
@@ -344,38 +359,31 @@ class Saver:
 
     # -- one save ------------------------------------------------------------------------------------------------
 
-    def _take_stock(self, request: SaveRequest, states: Callable[[], SavedStates]) -> tuple[_Taken | None, str]:
-        """Return what this rank holds, and why that cannot be saved, empty if it can: the other ranks wait to hear."""
-        try:
-            captured = capture(states(), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
-            files = SaveFiles(self._engine, captured.model, request)
-            sample = None if self._movements is None else self._movements.sample(captured)
-        except Exception as exc:  # noqa: BLE001  # it is reported: no rank saves what another one cannot
-            LOG.debug("what the engine holds could not be captured", exc_info=True)
-            return None, words_of(exc)
-        may_save_some = self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"
-        kept = undivided(captured.share.state) if may_save_some else ""
-        return (captured, files, sample), kept and (
-            f"the optimizer keeps {kept}, which cannot be cut into layers: "
-            "save all of them, with policy='full' and without on_pressure='degrade'"
-        )
+    def _take_stock(self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]) -> _Stock:
+        request = read()
+        check_client_state(request.client_state)
+        captured = capture(states(request), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
+        self._check_cuttable(captured.share)
+        if self._checkpoint_engine.trouble:
+            raise Conflict(self._checkpoint_engine.trouble)
+        files = SaveFiles(self._engine, captured.model, request)
+        sample = None if self._movements is None else self._movements.sample(captured)
+        return _Stock(request=request, captured=captured, files=files, sample=sample)
 
-    def _make_room(self) -> None:
-        running = [job for job in self._jobs if not job.is_written.is_set()]
-        for job in running[: len(running) - JOBS_MAX + 1]:
-            job.is_written.wait()
+    def _check_cuttable(self, share: Share) -> None:
+        """Raise LayoutMismatch if some layers alone are to be saved of a state that cannot be cut into layers."""
+        kept = undivided(share.state)
+        if kept and (self._schedule.policy.name != Latest.name or self._settings.on_pressure == "degrade"):
+            raise LayoutMismatch(
+                f"the optimizer keeps {kept}, which cannot be cut into layers: "
+                "save all of them, with policy='full' and without on_pressure='degrade'"
+            )
 
-    def _due(self, share: Share, movements: Mapping[str, float]) -> frozenset[str]:
-        def due() -> frozenset[str]:
-            layers = tuple(layer.layer for layer in share.layers)
-            sizes = bytes_by_layer(share)
-            return self._schedule.due(layers, has_moments=has_moments(share), movements=movements, sizes=sizes)
+    def _running(self) -> list[Job]:
+        return [job for job in self._jobs if not job.is_written.is_set()]
 
-        return agreed_layers(self.exchange, self._schedule.policy, due)
-
-    def _begin(self, request: SaveRequest, taken: _Taken, due: frozenset[str], movements: Mapping[str, float]) -> Job:
-        captured, files, _ = taken
-        share = captured.share
+    def _begin(self, stock: _Stock, due: frozenset[str], movements: Mapping[str, float]) -> Job:
+        request, captured, files, share = stock.request, stock.captured, stock.files, stock.captured.share
         number = self._schedule.begin(due, has_moments(share))
         work = ShareWork(
             session=self._session, save=self._saves, share=share, due=due, files=files.wait, mark=captured.mark
@@ -400,7 +408,7 @@ class Saver:
             snapshot=Snapshot(captured, changing(objects_due(share, due))),
             joint=joint,
             files=files,
-            queued=sum(not earlier.is_written.is_set() for earlier in self._jobs),
+            queued=len(self._running()),
         )
         self._saves += 1
         self._jobs.append(job)
@@ -412,16 +420,10 @@ class Saver:
         if self._movements is None or not self._is_unmeasured or self._is_closed:
             return
         self._is_unmeasured = False
-        try:
-            with self.exchange.together():
-                states = self._states("resumed", {})
-                captured = capture(states, rank=self._engine.rank, folder=FOLDER, pattern=self._pattern)
-                sample = self._movements.sample(captured)
-        except Exception as exc:  # noqa: BLE001  # training goes on: layers that are not measured are due
-            LOG.warning("how far layers move is measured from their next save on: %s", exc)
-            self._movements.forget()
-        else:
-            self._movements.saved(sample, frozenset(self._place.inherited))
+        self._movements.measure_base(
+            lambda: capture(self._states("resumed", {}), rank=self._engine.rank, folder=FOLDER, pattern=self._pattern),
+            frozenset(self._place.inherited),
+        )
 
     def _seal(self) -> None:
         """Read the files that have come into the folders of earlier saves, which are complete from here on."""

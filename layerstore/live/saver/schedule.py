@@ -16,14 +16,6 @@ from layerstore.tree import Tree
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A save whose outcome is not known yet."""
-
-    number: int
-    due: frozenset[str]
-
-
-@dataclass(slots=True)
 class Schedule:
     """The policy of a saver, and what it decides by."""
 
@@ -38,7 +30,8 @@ class Schedule:
     """Whether the optimizer had updated each layer when it was last saved."""
     owed: set[str] = field(default_factory=set)
     """Layers of saves that were given up, skipped or cut: they are due at the next one."""
-    pending: list[_Pending] = field(default_factory=list)
+    pending: dict[int, frozenset[str]] = field(default_factory=dict)
+    """What is due in each save whose outcome is not known yet, by number."""
 
     @classmethod
     def after(cls, place: Place, policy: Policy, *, run: str) -> Self:
@@ -84,25 +77,25 @@ class Schedule:
     def begin_anew(self) -> None:
         """Note that nothing can be inherited any more: every layer is due until it is saved."""
         self.visible, self.foreign = {}, frozenset()
-        for save in self.pending:
-            save.due = frozenset()  # these will be given up, too: none of them has every layer
+        # Pending saves will be given up, too: none of them has every layer.
+        self.pending = dict.fromkeys(self.pending, frozenset())
 
     @property
     def open_for(self) -> int:
         """How many saves ago the oldest pending one began."""
-        return self.number - self.pending[0].number if self.pending else 0
+        return self.number - min(self.pending, default=self.number)
 
     def last_saved(self) -> dict[str, int]:
         """Return the number of each layer's newest save, as if every pending one became visible."""
         found = dict(self.visible)
-        for save in self.pending:
-            found |= dict.fromkeys(save.due, save.number)
+        for number, due in self.pending.items():
+            found |= dict.fromkeys(due, number)
         return found
 
     def begin(self, due: frozenset[str], has_moments: Mapping[str, bool]) -> int:
         """Note that a save of *due* has begun; return its number."""
         number = self.number
-        self.pending.append(_Pending(number, due))
+        self.pending[number] = due
         self.had_moments |= {layer: has_moments[layer] for layer in due}
         self.owed -= due
         self.number += 1
@@ -133,15 +126,14 @@ class Schedule:
         self.owed |= due - chosen
         return frozenset(chosen)
 
-    def resolve(self, outcomes: Iterable[tuple[int, bool]]) -> None:
+    def resolve(self, outcomes: Mapping[int, bool]) -> None:
         """Note which saves became visible, and which were given up."""
-        outcome = dict(outcomes)
-        for save in [save for save in self.pending if save.number in outcome]:
-            self.pending.remove(save)
-            if outcome[save.number]:
-                self.visible |= dict.fromkeys(save.due, save.number)
+        for number in sorted(self.pending.keys() & outcomes.keys()):
+            due = self.pending.pop(number)
+            if outcomes[number]:
+                self.visible |= dict.fromkeys(due, number)
             else:
-                self.owed |= save.due
+                self.owed |= due
 
 
 def policy_use(policy: Policy, work: ShareWork, movements: Mapping[str, float]) -> PolicyUse:

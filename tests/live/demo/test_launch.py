@@ -44,20 +44,18 @@ def ranks_of(program: str, folder: Path, *, count: int) -> Ranks:
     return Ranks("program", [], count=count, folder=folder, log=folder / "log")
 
 
-def hear(ranks: Ranks, seen: list[Event], *, interrupt_at: str = "") -> None:
-    """Collect in *seen* what *ranks* tell, until they end or, as by Ctrl-C, an event of kind *interrupt_at*."""
-    for event in ranks.events():
-        seen.append(event)
-        if event.kind == interrupt_at:
-            raise KeyboardInterrupt
-
-
 def test_leaving_early_ends_the_ranks_and_what_they_started(tmp_path: Path) -> None:
-    """Whatever exception comes, Ctrl-C included, no process is left, and a long compile was told of."""
+    """Whatever exception comes, Ctrl-C included, no process is left."""
     seen: list[Event] = []
 
+    def hear(ranks: Ranks) -> None:
+        for event in ranks.events():
+            seen.append(event)
+            if len(seen) == 4:
+                raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt), ranks_of(WAITING, tmp_path, count=2) as ranks:
-        hear(ranks, seen, interrupt_at="compiling")
+        hear(ranks)
 
     pids = [event.number for event in seen if event.kind in {"rank", "step"}]
     assert len(pids) == 4
@@ -76,7 +74,7 @@ def test_a_failure_names_the_log_and_shows_its_end(tmp_path: Path) -> None:
         pytest.raises(LayerstoreError, match="exit status 1") as raised,
         ranks_of(FAILING, tmp_path, count=1) as ranks,
     ):
-        hear(ranks, seen)
+        seen.extend(ranks.events())
 
     assert [event.kind for event in seen] == ["step", "saved"]
     tail = raised.value.facts["tail"]

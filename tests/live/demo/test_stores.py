@@ -8,15 +8,12 @@ import pytest
 import layerstore
 from layerstore.live.demo.stores import (
     POLICIES,
-    collect,
     mixture_of,
     resized,
     same_layers,
     usage_of_deepspeed,
     usage_under,
 )
-from layerstore.policy import Keep
-from tests.faults.harness import flip
 from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 6, "hidden": 32, "vocab": 32}
@@ -70,18 +67,3 @@ def test_every_bit_of_every_array_is_compared_whatever_the_ranks(tmp_path: Path)
         assert different.same < different.tensors == equal.tensors
         assert set(same_layers(two, two).values()) == {True}
         assert set(same_layers(two, other).values()) == {False}
-
-
-def test_a_collection_is_measured_and_what_it_left_is_read(checkpoints: Path, tmp_path: Path) -> None:
-    """Damage is not passed over."""
-    usage_under("full", checkpoints, STEPS, store=tmp_path / "store", run="r")
-    with layerstore.open(tmp_path / "store") as store:
-        found = collect(store, Keep(last=2))
-        victim = max((tmp_path / "store" / "objects").rglob("*/*"), key=lambda path: path.stat().st_size)
-        victim.chmod(0o644)
-        flip(victim)
-        again = collect(store, Keep(last=2))
-
-    assert (found.removed, found.kept, found.is_sound) == (1, 2, True)
-    assert found.after_bytes < found.before_bytes
-    assert (again.removed, again.is_sound) == (0, False)

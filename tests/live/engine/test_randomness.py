@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,15 +68,11 @@ def test_what_is_drawn_next_is_drawn_again() -> None:
     assert [drawn() for _ in range(3)] == expected
 
 
-def test_the_name_is_the_trainers_own() -> None:
-    """So a composed folder serves the Trainer as well: it looks for one name at one rank, for others at several."""
-    assert kept(rank=3, world_size=8)[0] == "rng_state_3.pth"
+def test_the_file_is_the_trainers_own() -> None:
+    """It has the name that the Trainer looks for at one rank or several, and what ``torch.load`` gives it."""
+    name, data = kept(rank=3, world_size=8)
+    assert name == "rng_state_3.pth"
     assert kept(rank=0, world_size=1)[0] == "rng_state.pth"
-
-
-def test_the_trainer_reads_it(tmp_path: Path) -> None:
-    """Its own way is ``torch.load``, with numpy's names allowed; all keys of the CPU's are there."""
-    _, data = kept()
 
     states = torch.load(BytesIO(data), weights_only=False)
 

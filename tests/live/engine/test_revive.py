@@ -1,69 +1,18 @@
-"""What was taken apart comes back as it was; what no engine's state has is refused, and nothing is called for it."""
+"""What no engine's state has is refused, and nothing is called for it; what has state goes on from it."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
 from layerstore.errors import Unsupported
 from layerstore.live.engine.inert import Memory, inert
-from layerstore.live.engine.revive import bytes_of, empty, revive
-from layerstore.tree import Global, Inert, Located, Storage, Tree
-from layerstore.zero3.pt import INERT, read_pt
-from tests.live.engine.test_inert import MADE, as_it_is, trees
-from tests.zero3.ptfiles import held
-
-
-def revived(value: object) -> Any:
-    """Return *value*, taken apart and made again from copies of its bytes."""
-    memory = Memory("memory")
-    return revive(inert(value, memory), filling(lambda place: memory.copied(place.path)))
-
-
-def filling(bytes_at: Callable[[Located], bytes]) -> Callable[[Storage], Any]:
-    """Return what fills storages with the bytes that *bytes_at* finds for them."""
-
-    def fill(storage: Storage) -> Any:
-        made = empty(storage)
-        assert isinstance(storage.content, Located)
-        bytes_of(made)[:] = bytes_at(storage.content)
-        return made
-
-    return fill
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_everything_that_is_taken_apart_comes_back(name: str) -> None:
-    """Types, order, sharing, attributes and bytes."""
-    value = MADE[name]()
-
-    assert as_it_is(revived(value)) == as_it_is(value)
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_what_a_file_holds_comes_back(name: str, tmp_path: Path) -> None:
-    """So it is for trees that were read from a file, as random states are."""
-    value = MADE[name]()
-    path = tmp_path / "value.pt"
-    torch.save(value, path)
-
-    def fill(storage: Storage) -> Any:
-        made = empty(storage)
-        bytes_of(made)[:] = held(storage)
-        return made
-
-    assert as_it_is(revive(read_pt(path).tree, fill)) == as_it_is(value)
-
-
-@given(value=trees)
-def test_any_tree_comes_back(value: object) -> None:
-    """However it is nested."""
-    assert as_it_is(revived(value)) == as_it_is(value)
+from layerstore.live.engine.revive import revive
+from layerstore.tree import Global, Inert, Storage, Tree
+from layerstore.zero3.pt import INERT
+from tests.live.engine.test_inert import revived
 
 
 def test_tensors_that_shared_memory_share_it_again() -> None:
@@ -75,15 +24,6 @@ def test_tensors_that_shared_memory_share_it_again() -> None:
 
     assert made["base"].tolist() == [0, 1, 9, 9, 4, 5]
     assert base.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_an_array_may_be_written_to() -> None:
-    """Trainers append to their histories in place."""
-    made = revived(np.arange(3))
-
-    made[1] = 7
-
-    assert made.tolist() == [0, 7, 2]
 
 
 def test_a_scaler_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +55,9 @@ def refuse(storage: Storage) -> Any:
     [
         "os.system",
         "builtins.eval",
-        "builtins.getattr",
-        "collections.OrderedDict.fromkeys",
         "numpy.load",
         "numpy.core.multiarray.fromfile",
         "torch.load",
-        "deepspeed.runtime.engine.DeepSpeedEngine",
         "collections.defaultdict",
     ],
 )

@@ -4,7 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from layerstore import Keep, Store
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, StorageIO
 from layerstore.history.place import Place
-from layerstore.live.engine.resume import place_resumed
+from layerstore.live.engine.savers import place_resumed
 from layerstore.live.ranks.attempt import AttemptLock
 from layerstore.live.ranks.exchange import Exchange
 from layerstore.model import Fork
@@ -75,16 +74,6 @@ def attempt_of(store: Store) -> AttemptLock:
     return AttemptLock(cast(Exchange, OneRank()), store.repo, run=RUN)
 
 
-def test_a_job_alone_goes_on_with_its_attempt(store: Store) -> None:
-    """So does the one after it, and the same one again."""
-    first, second = attempt_of(store), attempt_of(store)
-    wish = partial(place_resumed, composition=tip(store))
-
-    assert [first.acquire(wish).attempt, first.acquire(wish).attempt] == [1, 1]
-    first.release()
-    assert second.acquire(wish).attempt == 1
-
-
 def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """It forks where it was resumed from, inherits from there, and says who saves the attempt that it wanted."""
     wish = partial(place_resumed, composition=tip(store))
@@ -125,25 +114,6 @@ def test_what_the_last_holder_saved_meanwhile_is_not_overwritten(store: Store) -
     assert attempt_of(store).acquire(partial(place_resumed, composition=tip(store))).attempt == 1
 
 
-def test_an_attempt_that_others_have_opened_meanwhile_is_not_saved(store: Store) -> None:
-    """Two begin at once: the one that holds the lock is overtaken before it looks again, and takes another attempt."""
-    begun = partial(place_resumed, composition=None)
-    looks = []
-
-    def overtaken(view: RunView | None) -> Place:
-        looks.append(begun(view).attempt)
-        if len(looks) == 1:
-            folder = store.path.parent / "back"
-            store.ingest(generate(folder, layers=1, hidden=8, vocab=8, step=3), run=RUN, rollback=True)
-        return begun(view)
-
-    first = attempt_of(store)
-    place = first.acquire(overtaken)
-
-    assert place.attempt == first._held == 3
-    assert looks[0] == 2
-
-
 def test_a_job_that_cannot_take_another_attempt_keeps_its_own(store: Store) -> None:
     """An error leaves nothing half changed."""
     first, second = attempt_of(store), attempt_of(store)
@@ -170,26 +140,6 @@ def test_ranks_that_see_different_commits_are_told(store: Store) -> None:
         AttemptLock(cast(Exchange, Torn()), store.repo, run=RUN).acquire(partial(place_resumed, composition=None))
 
     assert attempt_of(store).acquire(partial(place_resumed, composition=None)).attempt == 2
-
-
-def test_what_a_job_is_saving_is_no_attempt_for_an_ingest_to_open(store: Store) -> None:
-    """It has nothing committed yet; the ingest opens the next."""
-    job = attempt_of(store)
-    assert job.acquire(partial(place_resumed, composition=None)).attempt == 2
-
-    folder = store.path.parent / "back"
-    found = store.ingest(generate(folder, layers=1, hidden=8, vocab=8, step=3), run=RUN, rollback=True)
-
-    assert found.attempt == 3
-
-
-def test_a_look_at_who_saves_sends_nobody_elsewhere(store: Store) -> None:
-    """A collection holds an attempt for a moment, to see whether somebody else does; who wants it waits as long."""
-    looking = store.repo.lock_attempt(RUN, 1, at_once=True)
-    looking.__enter__()
-    threading.Timer(0.2, looking.__exit__, (None, None, None)).start()
-
-    assert attempt_of(store).acquire(partial(place_resumed, composition=tip(store))).attempt == 1
 
 
 def test_a_collection_keeps_what_running_jobs_rest_on(store: Store) -> None:

@@ -100,13 +100,9 @@ def test_why_nothing_was_collected_is_logged_once(
     assert why in behind.error
 
 
-def test_a_process_that_fails_is_an_error_in_the_status(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_fails_is_an_error_in_the_status(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last line that it printed says why."""
-    program = tmp_path / "broken.py"
-    program.write_text("raise RuntimeError('no memory')")
-    monkeypatch.setattr(collector, "_PROGRAM", program)
+    monkeypatch.setattr(collector, "_PROGRAM", "raise RuntimeError('no memory')")
 
     assert collect(store, Keep(last=1)).error == "the collecting process ended with 1: RuntimeError: no memory"
 

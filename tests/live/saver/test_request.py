@@ -1,19 +1,20 @@
 """What a user asks of ``attach``, ``resume`` and ``save``: settings, run names, and the files of a save."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.live.engine import Engine, Memory, check_run
-from layerstore.live.saver.kept_files import SaveFiles
-from layerstore.live.saver.request import SaveRequest
+from layerstore.live.engine import Engine, Memory, NotPlain, check_run
+from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
 from layerstore.live.saver.settings import Settings
 from layerstore.zero3 import TRAINER_STATE
 from tests.generated import generate
@@ -56,11 +57,39 @@ def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> N
     assert hint in str(caught.value.hint)
 
 
+ASKED: dict[str, Any] = {"run": "sft", "tag": "t", "step": 7, "client_state": None, "extra_files": None, "pin": None}
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"step": "7"}, InvalidInput, "step= is '7', no whole number"),
+        ({"step": -1}, InvalidInput, "step= is -1; steps are counted from 0, and have at most 18 digits"),
+        ({"step": 2**63}, InvalidInput, "step= is 9223372036854775808; steps"),
+        ({"extra_files": {"a": None}}, TypeError, "os.PathLike object"),
+        ({"extra_files": {5: "a"}}, TypeError, "os.PathLike object"),
+        ({"extra_files": [("a", "b")]}, InvalidInput, "extra_files is a list; it maps names to paths"),
+        ({"extra_files": {"../tokenizer.json": "a"}}, InvalidInput, "which is not below the checkpoint's folder"),
+        ({"pin": 7}, InvalidInput, "pin= is 7, no name"),
+        ({"client_state": ["epoch"]}, NotPlain, "client_state is a list, no dictionary"),
+        ({"client_state": {"module": 1}}, InvalidInput, "client_state has the key 'module'"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(
+    store: Store, asked: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    """In words for the user; steps may be numbers of any kind that counts."""
+    with pytest.raises(error, match=re.escape(words)):
+        read_request(store.repo, **ASKED | asked)
+
+    found = read_request(store.repo, **ASKED | {"step": np.int64(7), "extra_files": {"a/b": "c"}, "pin": "new"})
+    assert (found.step, found.files, found.pin) == (7, {"a/b": Path("c")}, "new")
+
+
 @pytest.mark.parametrize(
     ("run", "error", "words"),
     [
         ("sft@12", InvalidInput, "'sft@12' is no run but a reference"),
-        ("sft~1", InvalidInput, "'sft~1' is no run but a reference"),
         ("best", Conflict, "'best' is a pin"),
         ("a/b", InvalidInput, "the run's name 'a/b'"),
     ],

@@ -1,10 +1,15 @@
 """What a saver reports of its saves, however many there were."""
 
-import pytest
+import time
+from typing import Any
 
-from layerstore.live.saver.results import RESULTS_MAX, LastSave, Result, Results, Saved
+import pytest
+import torch
+
+from layerstore.live.saver.results import RESULTS_MAX, CudaHold, LastSave, Result, Results, Saved, hold_training
 
 MANY = 10 * RESULTS_MAX
+SECONDS = 0.05
 
 
 def result(step: int, *, is_running: bool = False) -> Result:
@@ -60,3 +65,48 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
     pin, told = (record.getMessage() for record in caplog.records)
     assert pin == "step 7 was saved already, without a pin: layerstore pin best"
     assert told == "step 7 was saved already: what client_state and files it has, it keeps"
+
+
+def test_a_hold_is_as_long_as_training_stands_still() -> None:
+    """It can be asked while it lasts; once it is over it grows no more."""
+    with hold_training(torch.device("cpu")) as held:
+        time.sleep(SECONDS)
+        assert held.seconds >= SECONDS
+    found = held.seconds
+    time.sleep(SECONDS)
+
+    assert held.seconds == found
+
+
+def test_while_the_device_works_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's marks count once it has come to the second one; until then nobody waits for them."""
+    marks: list[Any] = []
+
+    class Mark:
+        """An event of a device that is never idle."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.is_reached = False
+            marks.append(self)
+
+        def record(self, stream: object) -> None:
+            assert stream == "the stream"
+
+        def query(self) -> bool:
+            return self.is_reached
+
+        def elapsed_time(self, other: "Mark") -> float:
+            assert (self, other) == (marks[0], marks[1])
+            return 0.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    held = hold_training(torch.device("cuda"))
+    assert isinstance(held, CudaHold)
+    time.sleep(SECONDS)
+    held.end()
+
+    assert held.seconds >= SECONDS
+    marks[1].is_reached = True
+    assert held.seconds == 0.25e-3

@@ -44,40 +44,29 @@ def test_layers_of_a_save_that_was_given_up_are_due_again() -> None:
     """Together with what is due anyway; once they are saved they are owed no more."""
     of = schedule()
     save(of)
-    of.resolve([(0, True)])
+    of.resolve({0: True})
     number, lost = save(of)
 
-    of.resolve([(number, False)])
+    of.resolve({number: False})
 
     assert of.owed == lost
     again, found = save(of)
     assert found == ALL
-    of.resolve([(again, True)])
+    of.resolve({again: True})
     assert save(of)[1] == {"embed", "layers.1"}
-
-
-def test_a_first_save_that_was_given_up_makes_the_next_one_full() -> None:
-    """Even where a later save has begun meanwhile: what only that one had is still owed by none."""
-    of = schedule()
-    first, _ = save(of)
-    second, _ = save(of)
-
-    of.resolve([(first, False), (second, False)])
-
-    assert due(of) == ALL
 
 
 def test_outcomes_come_in_any_window_and_more_than_once() -> None:
     """What is told of saves that were resolved long ago, or that there never were, changes nothing."""
     of = schedule()
     save(of)
-    of.resolve([(0, True)])
+    of.resolve({0: True})
     save(of)
 
-    of.resolve([(number, False) for number in range(-5, 1)])
+    of.resolve(dict.fromkeys(range(-5, 1), False))
 
     assert not of.owed
-    assert [pending.number for pending in of.pending] == [1]
+    assert list(of.pending) == [1]
 
 
 def test_a_save_that_was_left_out_is_made_up_for() -> None:
@@ -148,44 +137,6 @@ def test_saves_of_another_run_are_no_ages() -> None:
     assert seen == [{"head": 3}, {"head": 4, "embed": 1}]
 
 
-def test_what_did_not_fit_comes_first_next_time() -> None:
-    """Under lasting pressure every layer has its turn."""
-    of = schedule(Latest())
-    save(of)
-    seen: list[str] = []
-    for _ in LAYERS:
-        chosen = of.fewer(due(of), dict.fromkeys(LAYERS, 10), 10, has_moments=MOMENTS)
-        seen += chosen
-        of.begin(chosen, MOMENTS)
-
-    assert sorted(seen) == sorted(LAYERS)
-
-
-def test_layers_are_due_once_moments_have_begun() -> None:
-    """A layer without parameters never has any, and waits for its turn."""
-    of = schedule()
-    before = dict.fromkeys(LAYERS, False)
-    save(of, before)
-
-    assert save(of, MOMENTS | {"head": False})[1] == ALL - {"head"}
-    assert save(of, MOMENTS | {"head": False})[1] == {"layers.0", "layers.2", "head"}
-
-
-def test_saves_left_out_count_as_long_as_an_older_one_is_open() -> None:
-    """Fates are told by number, of so many saves in a row: those left out take their numbers, too."""
-    of = schedule()
-    assert of.open_for == 0
-    save(of)
-    of.skip(ALL)
-    save(of)
-    assert of.open_for == 3
-
-    of.resolve([(0, True)])
-    assert of.open_for == 1
-    of.resolve([(2, True)])
-    assert of.open_for == 0
-
-
 @given(st.lists(st.tuples(st.sampled_from(["save", "skip", "fewer"]), st.booleans(), st.integers(0, 50)), max_size=30))
 def test_nothing_is_inherited_that_never_became_visible(course: list[tuple[str, bool, int]]) -> None:
     """Whatever is left out, cut down or lost: once all is known, a layer that was never visible is due."""
@@ -201,5 +152,5 @@ def test_nothing_is_inherited_that_never_became_visible(course: list[tuple[str, 
         # As whoever commits does: a save is visible only if all that it leaves out is.
         is_visible = works and not ALL - visible - now
         visible |= now if is_visible else frozenset()
-        of.resolve([(number, is_visible)])
+        of.resolve({number: is_visible})
         assert due(of) >= ALL - visible

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,13 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import layerstore
 from layerstore.live.engine.capture import Captured
 from layerstore.live.saver.snapshot import Copier, CopyFailed, Pool, PoolClosed, Snapshot
-from layerstore.model import Kind
-from layerstore.publish.staging import Checksums, Staging
-from layerstore.publish.transaction import Transaction
-from layerstore.zero3 import ObjectSource, SliceSource
+from layerstore.zero3 import SliceSource
 
 MEMORY = Path("memory")
 SIZE = 100
@@ -93,7 +89,7 @@ def test_a_failed_copy_is_an_error_and_nobody_waits(*, late: bool) -> None:
 
 
 def test_throwing_away_frees_a_copier_that_waits() -> None:
-    """A writer that has given up must not hold the update that waits for the copies."""
+    """A writer that has given up does not hold the update that waits for the copies."""
     snapshot, pool = snapshot_of(torch.zeros(5 * SIZE, dtype=torch.uint8), [0, SIZE, 2 * SIZE]), Pool(64, pinned=False)
     filling = threading.Thread(target=snapshot.fill, args=(pool, Copier()), daemon=True)
     filling.start()
@@ -116,42 +112,11 @@ def test_a_closed_ring_ends_both_sides() -> None:
     in_time(snapshot.discard)
 
 
-def test_what_was_copied_is_read_once_whatever_the_store_has(tmp_path: Path) -> None:
-    """An object that is there already says nothing of the next one: the ring has no second look to offer."""
-    data = torch.arange(2 * SIZE, dtype=torch.uint8)
-    reads: list[int] = []
-
-    class Once:
-        """A reader that notes what it is asked for."""
-
-        def chunks(self, path: Path, offset: int, size_bytes: int) -> Iterator[memoryview]:
-            """Yield the bytes."""
-            reads.append(offset)
-            yield data[offset : offset + size_bytes].numpy().data
-
-    with layerstore.init(tmp_path / "store") as store:
-        for offsets in ([0], [0, SIZE]):
-            reads.clear()
-            with Transaction(store.repo) as tx:
-                staging = Staging(
-                    tx.objects,
-                    Once(),
-                    source="a test",
-                    checksums=Checksums(),
-                    reads_once=True,
-                )
-                for offset in offsets:
-                    staging.object(ObjectSource(kind=Kind.MASTER, shard=0, shards=1, slices=(part(offset),)))
-                tx.objects.publish()
-            assert reads == offsets
-
-
 # -- the host buffer --------------------------------------------------------------------------------------------------
 
-SIZE = 64
-WAIT_SECONDS_MAX = 30
+RING = 64
 
-steps = st.lists(st.one_of(st.integers(1, SIZE), st.just(0)), max_size=60)
+steps = st.lists(st.one_of(st.integers(1, RING), st.just(0)), max_size=60)
 """Sizes to take; 0 gives one back."""
 
 
@@ -168,7 +133,7 @@ def fits(pool: Pool, size: int) -> bool:
 @given(steps)
 def test_what_is_taken_never_overlaps_and_keeps_its_bytes(sizes: list[int]) -> None:
     """Whatever is taken and given back in turn: each piece holds what was written to it until it is given back."""
-    pool = Pool(SIZE, pinned=False)
+    pool = Pool(RING, pinned=False)
     taken: deque[tuple[int, torch.Tensor]] = deque()
     for mark, size in enumerate(sizes):
         while taken and (not size or not fits(pool, size)):
@@ -185,20 +150,9 @@ def test_what_is_taken_never_overlaps_and_keeps_its_bytes(sizes: list[int]) -> N
         assert all(piece.eq(known % 251).all() for known, piece in taken)
 
 
-@given(steps)
-def test_an_empty_ring_has_room_for_anything(sizes: list[int]) -> None:
-    """However it was used before, all of it can be taken in one piece."""
-    pool = Pool(SIZE, pinned=False)
-    for size in filter(None, sizes):
-        pool.take(size)
-        pool.give_back()
-
-    assert len(pool.take(SIZE)) == SIZE
-
-
 def test_it_begins_again_where_the_oldest_was_given_back() -> None:
     """A piece is never cut in two: what does not fit at the end goes to the beginning."""
-    pool = Pool(SIZE, pinned=False)
+    pool = Pool(RING, pinned=False)
     first, second = pool.take(30), pool.take(20)
     assert not fits(pool, 15)
     pool.give_back()
@@ -212,10 +166,10 @@ def test_it_begins_again_where_the_oldest_was_given_back() -> None:
 
 def test_a_taker_waits_for_what_is_given_back() -> None:
     """It gets its piece as soon as there is room, and not before."""
-    pool = Pool(SIZE, pinned=False)
-    pool.take(SIZE)
+    pool = Pool(RING, pinned=False)
+    pool.take(RING)
     found: list[torch.Tensor] = []
-    taker = threading.Thread(target=lambda: found.append(pool.take(SIZE)))
+    taker = threading.Thread(target=lambda: found.append(pool.take(RING)))
     taker.start()
     taker.join(0.05)
     assert taker.is_alive()
@@ -223,26 +177,18 @@ def test_a_taker_waits_for_what_is_given_back() -> None:
     pool.give_back()
 
     taker.join(WAIT_SECONDS_MAX)
-    assert [len(piece) for piece in found] == [SIZE]
+    assert [len(piece) for piece in found] == [RING]
 
 
-def test_closing_wakes_a_taker() -> None:
-    """It is told that nobody will make room any more, and so is who comes later."""
-    pool = Pool(SIZE, pinned=False)
-    pool.take(SIZE)
-    found: list[BaseException] = []
+def test_closing_wakes_a_copier_that_waits() -> None:
+    """A saver that ends at once does not wait for room that nobody makes."""
+    snapshot, pool = snapshot_of(torch.zeros(2 * SIZE, dtype=torch.uint8), [0, SIZE]), Pool(RING, pinned=False)
+    filling = threading.Thread(target=snapshot.fill, args=(pool, Copier()), daemon=True)
+    filling.start()
 
-    def take() -> None:
-        try:
-            pool.take(1)
-        except PoolClosed as exc:
-            found.append(exc)
-
-    taker = threading.Thread(target=take)
-    taker.start()
     pool.close()
-    taker.join(WAIT_SECONDS_MAX)
 
-    assert len(found) == 1
+    filling.join(WAIT_SECONDS_MAX)
+    assert snapshot.copied.is_set()
     with pytest.raises(PoolClosed):
         pool.take(1)
