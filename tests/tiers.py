@@ -16,7 +16,6 @@ FULL = (
     "deepspeed/test_families.py",
     "deepspeed/test_mixed.py",
     "deepspeed/test_queries.py",
-    "deepspeed/test_recipes.py",
     "deepspeed/test_resume.py",
     "deepspeed/test_world_size.py",
     "inspect/test_browser.py",

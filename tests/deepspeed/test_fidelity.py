@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import layerstore
-from layerstore.live.demo.launch import cpu_environment
 from tests.deepspeed.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
-from tests.deepspeed.composites import Composites, write_composite
-from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.conftest import write_composite
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, consolidate
 from tests.deepspeed.scenarios import (
     GROUPINGS,
     HUGGING_FACE_POKED,
@@ -32,7 +27,6 @@ from tests.deepspeed.scenarios import (
     HuggingFaceScenario,
     Scenario,
 )
-from tests.environment import REPOSITORY
 
 # The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
@@ -45,29 +39,16 @@ REPORT = "layerstore.json"
 
 
 @pytest.fixture(scope="session")
-def consolidated(trained: Launch, composed: Composites) -> dict[str, tuple[object, object]]:
+def consolidated(trained: Launch, composed: Path) -> dict[str, tuple[object, object]]:
     """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the source and of the composite."""
-    arguments = {
-        name: [
-            f"{SCENARIO_OF[name].save_dir(root, step=RESUME_STEP)}:{SCENARIO_OF[name].tag(step=RESUME_STEP)}"
-            for root in (trained.root, composed.root)
-        ]
-        for name in composed.names
-    }
-    command = [sys.executable, "-m", "tests.deepspeed.consolidate", *chain.from_iterable(arguments.values())]
-    output = subprocess.run(
-        command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True
-    ).stdout
-    digests = json.loads(output.splitlines()[-1])
-    return {name: (digests[source], digests[composite]) for name, (source, composite) in arguments.items()}
+    return consolidate((scenario.name for scenario in SCENARIOS), trained.root, composed)
 
 
 @pytest.mark.fault(69)
 @each_scenario
-def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: Launch, composed: Composites) -> None:
+def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: Launch, composed: Path) -> None:
     """Names of files, trees, hyperparameters, masters, moments, buffers and fragments are the source's."""
-    composed.need(scenario.name)
-    source, composite = (scenario.tag_dir(root, step=RESUME_STEP) for root in (trained.root, composed.root))
+    source, composite = (scenario.tag_dir(root, step=RESUME_STEP) for root in (trained.root, composed))
 
     assert not checkpoint_differences(source, composite)
     assert source.name == (composite.parent / "latest").read_text()
@@ -75,10 +56,9 @@ def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: 
 
 @each_scenario
 def test_deepspeeds_own_converter_reads_a_composite_like_its_source(
-    scenario: Scenario, composed: Composites, consolidated: dict[str, tuple[object, object]]
+    scenario: Scenario, consolidated: dict[str, tuple[object, object]]
 ) -> None:
     """zero_to_fp32 gives the same names, shapes and bits from both, or refuses both alike."""
-    composed.need(scenario.name)
     source, composite = consolidated[scenario.name]
 
     assert source == composite
@@ -86,12 +66,10 @@ def test_deepspeeds_own_converter_reads_a_composite_like_its_source(
 
 @each_library
 def test_a_composite_of_a_trainers_checkpoint_has_its_files_byte_for_byte(
-    scenario: HuggingFaceScenario, trained_hugging_face: Launch, composed_hugging_face: Composites
+    scenario: HuggingFaceScenario, trained_hugging_face: Launch, composed_hugging_face: Path
 ) -> None:
     """Gathered weights, scheduler, random states and all small files come back as they were."""
-    composed_hugging_face.need(scenario.name)
-
-    assert_same_checkpoint(scenario, trained_hugging_face.root, composed_hugging_face.root)
+    assert_same_checkpoint(scenario, trained_hugging_face.root, composed_hugging_face)
 
 
 @pytest.mark.fault(68)
