@@ -250,11 +250,6 @@ POKED = ("odd_sizes", "frozen", "fp32", "bf16_master", "rank_buffers")
 
 POKED_FOLDER = "poked"
 
-SHARED_STORAGE = "fp32"
-"""Scenario whose first checkpoint is also kept with all masters in one storage, below the next folder."""
-
-SHARED_STORAGE_FOLDER = "shared_storage"
-
 FROM_SHARDS_FOLDER = "from_shards"
 """Below it is what DeepSpeed makes of its own first checkpoint, where that is another training than the first."""
 
@@ -295,9 +290,6 @@ HUGGING_FACE_SCENARIOS: tuple[HuggingFaceScenario, ...] = (
 )
 
 HUGGING_FACE_SCENARIO_OF = {scenario.name: scenario for scenario in HUGGING_FACE_SCENARIOS}
-
-HUGGING_FACE_POKED = ("trainer",)
-"""The same for the Trainer: masters that the gathered weights beside them do not follow from."""
 
 RENAMED_FAMILIES = ("mixtral", "qwen3_moe", "vit", "llava")
 """Transformers 5 holds them otherwise in memory than in their files."""

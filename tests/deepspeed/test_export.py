@@ -131,7 +131,7 @@ def test_weights_that_do_not_follow_from_their_masters_are_the_trainers(
     """In the type that it saved; in others they are rounded from the masters."""
     scenario = HUGGING_FACE_SCENARIO_OF["trainer"]
     source = tmp_path / "source" / "checkpoint-2"
-    shutil.copytree(scenario.checkpoint(trained_hugging_face.root / POKED_FOLDER, step=RESUME_STEP), source)
+    shutil.copytree(scenario.checkpoint(trained_hugging_face.root, step=RESUME_STEP), source)
     overwrite_weight_bits(source / "model.safetensors")
     saved = load_file(source / "model.safetensors")
     masters = whole_weights(source / f"global_step{RESUME_STEP}")

@@ -24,7 +24,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from tests.deepspeed import client_states, models
-from tests.deepspeed.poke import poked_copy, shared_storage_copy
+from tests.deepspeed.poke import poked_copy
 from tests.deepspeed.scenarios import (
     FROM_SHARDS_FOLDER,
     POKED,
@@ -45,8 +45,6 @@ from tests.deepspeed.scenarios import (
     SAVE_STEPS,
     SCENARIO_OF,
     SCENARIOS,
-    SHARED_STORAGE,
-    SHARED_STORAGE_FOLDER,
     STEPS,
     WORLD_SIZE,
     Grouping,
@@ -85,7 +83,7 @@ def main() -> None:
                 resume(scenario, engine, arguments.out, RESUME_STEP, STEPS, out=arguments.out / FROM_SHARDS_FOLDER)
     dist.barrier()
     if dist.get_rank() == 0 and arguments.resume_from is None:
-        write_variants(arguments.out, {scenario.name for scenario in chosen})
+        write_poked_copies(arguments.out, {scenario.name for scenario in chosen})
     dist.barrier()
     sys.stdout.flush()
     # All is written. Taking down the threads of torch and gloo now and then aborts the process,
@@ -93,19 +91,13 @@ def main() -> None:
     os._exit(0)
 
 
-def write_variants(out: Path, trained: set[str]) -> None:
-    """Copy some of the *trained* checkpoints in forms that training does not reach."""
+def write_poked_copies(out: Path, trained: set[str]) -> None:
+    """Copy some of the *trained* checkpoints with bit patterns that training does not reach."""
     for name in sorted(trained.intersection(POKED)):
-        write_variant(poked_copy, SCENARIO_OF[name], out, out / POKED_FOLDER)
-    if SHARED_STORAGE in trained:
-        write_variant(shared_storage_copy, SCENARIO_OF[SHARED_STORAGE], out, out / SHARED_STORAGE_FOLDER)
-
-
-def write_variant(copy: Callable[..., None], scenario: Scenario, out: Path, target: Path) -> None:
-    """Let *copy* make a variant of the scenario's first checkpoint below *target*."""
-    shards = scenario.tag_dir(target, step=RESUME_STEP)
-    copy(scenario.tag_dir(out, step=RESUME_STEP), shards, world_size=WORLD_SIZE)
-    (shards.parent / "latest").write_text(shards.name)
+        scenario = SCENARIO_OF[name]
+        shards = scenario.tag_dir(out / POKED_FOLDER, step=RESUME_STEP)
+        poked_copy(scenario.tag_dir(out, step=RESUME_STEP), shards, world_size=WORLD_SIZE)
+        (shards.parent / "latest").write_text(shards.name)
 
 
 def allow_fp16() -> None:
