@@ -35,12 +35,12 @@ from layerstore.zero3.read import (
     read_checkpoint,
     share_of,
 )
-from layerstore.zero3.regroup import Regrouping, config_of, plan_regrouping, regrouped, same_bytes, with_own_steps
+from layerstore.zero3.regroup import Regrouping, plan_regrouping, regrouped, same_bytes, with_own_steps
 from layerstore.zero3.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
 from layerstore.zero3.slices import Piece, Slices, StoragePart, slice_length, stretches, valid_elements
 from layerstore.zero3.sourcefile import OpenedSource, open_source, read_source_file, real_path, stat_source
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
-from layerstore.zero3.trees import TreeView, replace_tensors, sub_group_shapes, undivided
+from layerstore.zero3.trees import TreeView, config_of, replace_tensors, sub_group_shapes, undivided
 from layerstore.zero3.write import (
     BYTES_KEY,
     DerivedCheck,

@@ -252,7 +252,7 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
     degrees = {int(match["mp"]) for name in names if (match := SHARD.fullmatch(name))}
     if degrees - {0}:
         raise Unsupported(
-            f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}; only degree 1 is supported",
+            f"{folder} was saved with tensor parallelism of degree {max(degrees) + 1}, which is not supported",
             hint="train without tensor parallelism and save again",
         )
 

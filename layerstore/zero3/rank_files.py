@@ -23,7 +23,7 @@ from layerstore.zero3.filenames import SHARD_STEM, is_text
 from layerstore.zero3.pt import PtFile, read_pt
 from layerstore.zero3.slices import slice_length
 from layerstore.zero3.sourcefile import damaged, open_source
-from layerstore.zero3.trees import TreeView, optimizer_states, refuse_settings, undivided_in
+from layerstore.zero3.trees import TreeView, config_of, optimizer_states, refuse_settings, undivided_in
 
 MASTER = ""
 """The name of a master's flat buffer, which is no state of the optimizer."""
@@ -111,11 +111,7 @@ def world_size_of(ranks: list[RankSource]) -> int:
         ranks, "partition_count", lambda rank: rank.optimizer["optimizer_state_dict"]["partition_count"].integer()
     )
     if partitions != world_size:
-        raise LayoutMismatch(
-            f"the files of {ranks[0].model.path.parent} are mixed: "
-            f"the optimizer was cut for {partitions} ranks, the model for {world_size}",
-            hint="ranks of one save belong together; ingest another checkpoint",
-        )
+        raise _mixed(ranks, f"the optimizer was cut for {partitions} ranks, the model for {world_size}")
     if len(ranks) < world_size:
         raise SourceCheckpoint(
             f"{ranks[0].model.path.parent} is incomplete: it was saved by {world_size} ranks; "
@@ -136,12 +132,15 @@ def agreed(ranks: list[RankSource], what: str, look: Callable[[RankSource], Agre
     first = values[0]
     for rank, value in zip(ranks, values, strict=True):
         if value != first:
-            raise LayoutMismatch(
-                f"the files of {ranks[0].model.path.parent} are mixed: {what} differs at rank {rank.rank}: "
-                f"{_short(first)} and {_short(value)}",
-                hint="ranks of one save belong together; ingest another checkpoint",
-            )
+            raise _mixed(ranks, f"{what} differs at rank {rank.rank}: {_short(first)} and {_short(value)}")
     return first
+
+
+def _mixed(ranks: list[RankSource], why: str) -> LayoutMismatch:
+    return LayoutMismatch(
+        f"the files of {ranks[0].model.path.parent} are mixed: {why}",
+        hint="ranks of one save belong together; ingest another checkpoint",
+    )
 
 
 def _short(value: object) -> str:
@@ -198,11 +197,10 @@ def _check_states_present(states: TreeView, groups: int, model: TreeView) -> Non
 
 def _may_be_stateless(model: TreeView) -> bool:
     """Whether the optimizer may keep no state at all, as plain SGD: nothing was offloaded."""
-    config = model.get("ds_config")
-    zero = None if config is None or not isinstance(config.value, dict) else config.get("zero_optimization")
-    if zero is None:
+    zero = (config_of(model) or {}).get("zero_optimization")
+    if not isinstance(zero, dict):
         return False  # unknown: refusing is better than losing moments
-    offload = zero.mapping().get("offload_optimizer")
+    offload = zero.get("offload_optimizer")
     return offload is None or (isinstance(offload, dict) and offload.get("device") in {None, "none"})
 
 

@@ -262,8 +262,6 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
     check_names(rank, groups)
     steps = optimizer_steps(rank, len(groups))
     parameters, buffers = parameters_of(rank, groups), buffers_of(rank)
-    if not 0 <= rank.rank < world_size:
-        raise LayoutMismatch(f"rank {rank.rank} is none of {world_size}")
     common = (
         world_size,
         rank.model["global_steps"].integer(),

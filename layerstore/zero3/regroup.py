@@ -17,7 +17,7 @@ from layerstore.tree import OrderedMap, Size, Tensor, Tree
 from layerstore.zero3.filenames import SHARD_STEM
 from layerstore.zero3.rank_files import COUNTERS, STEP
 from layerstore.zero3.slices import slice_length, sub_groups
-from layerstore.zero3.trees import TreeView, changed, replace_tensors, sub_group_shapes, with_content
+from layerstore.zero3.trees import TreeView, changed, config_of, replace_tensors, sub_group_shapes, with_content
 
 # DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9
@@ -70,12 +70,6 @@ def plan_regrouping(state: RankState, *, world_size: int) -> Regrouping:
             own = dict(together[chosen.start : chosen.stop])
             found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own))
     return Regrouping(world_size=world_size, sub_groups=tuple(found))
-
-
-def config_of(model: TreeView) -> Mapping[Tree, Tree] | None:
-    """Return DeepSpeed's config as it is in the file; None where it was given as a path."""
-    config = model.get("ds_config")
-    return config.value if config is not None and isinstance(config.value, dict) else None
 
 
 def _sub_group_size(model: TreeView) -> float:

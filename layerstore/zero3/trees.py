@@ -113,41 +113,42 @@ def optimizer_states(optimizer: TreeView) -> TreeView:
 
 def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
     """Raise Unsupported for a stage or setting under which the files do not hold the whole state."""
+    for what in _unsupported_settings(model, optimizer):
+        raise Unsupported(
+            f"{model.path} {what}, which is not supported",
+            hint="train with plain ZeRO stage 3 and save again",
+        )
+
+
+def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[str]:
     stage = optimizer.get("zero_stage")
     found = stage.value.arguments if stage is not None and isinstance(stage.value, Inert) else None
     if found != (STAGE_3,):
-        shown = found[0] if found else "none"
-        raise Unsupported(
-            f"{optimizer.path} was saved under ZeRO stage {shown!r}; only stage {STAGE_3} is supported",
-            hint="train with zero_optimization.stage 3 and save again",
-        )
+        yield f"was saved under ZeRO stage {found[0] if found else 'none'!r}"
     for key, what in (("ds_zero_partition_groups", "AutoEP expert parallelism"), ("ds_autoep_layers", "AutoEP layers")):
-        for view in (model, optimizer):
-            part = view.get(key)
-            if part is not None and part.value:
-                raise Unsupported(f"{view.path} was saved with {what}, which is not supported")
-    mp = model["mp_world_size"].integer()
-    if mp != 1:
-        raise Unsupported(
-            f"{model.path} was saved with tensor parallelism of degree {mp}; only degree 1 is supported",
-            hint="train without tensor parallelism and save again",
-        )
-    _refuse_config(model)
-
-
-def _refuse_config(model: TreeView) -> None:
-    config = model.get("ds_config")
-    if config is None or not isinstance(config.value, dict):
+        if any(part.value for view in (model, optimizer) if (part := view.get(key)) is not None):
+            yield f"was saved with {what}"
+    degree = model["mp_world_size"].integer()
+    if degree != 1:
+        yield f"was saved with tensor parallelism of degree {degree}"
+    config = config_of(model)
+    zero = (config or {}).get("zero_optimization")
+    if not isinstance(zero, dict):
         return  # DeepSpeed was given a path: the files themselves are all there is to go by
-    settings = config.optional("zero_optimization")
-    has_frozen = bool(model.optional("frozen_param_fragments"))
-    offload_parameters = settings.get("offload_param")
-    if has_frozen and isinstance(offload_parameters, dict) and offload_parameters.get("device") == "nvme":
-        raise Unsupported(f"{model.path}: frozen weights were offloaded to NVMe and may be missing from the file")
-    if has_frozen and settings.get("zero_quantized_nontrainable_weights"):
-        raise Unsupported(f"{model.path}: frozen weights were quantized and their scales are not in the file")
-    if settings.get("mics_shard_size", -1) not in {-1, None}:
-        raise Unsupported(f"{model.path} was saved under MiCS, which is not supported")
+    offload = zero.get("offload_param")
+    if model.optional("frozen_param_fragments"):
+        if isinstance(offload, dict) and offload.get("device") == "nvme":
+            yield "is of a training whose frozen weights were offloaded to NVMe"
+        if zero.get("zero_quantized_nontrainable_weights"):
+            yield "is of a training whose frozen weights were quantized"
+    if zero.get("mics_shard_size", -1) not in {-1, None}:
+        yield "was saved under MiCS"
+
+
+def config_of(model: TreeView) -> dict[Tree, Tree] | None:
+    """Return DeepSpeed's config as it is in the file; None where it was given as a path."""
+    config = model.get("ds_config")
+    return config.value if config is not None and isinstance(config.value, dict) else None
 
 
 def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:  # noqa: PLR0911  # one line a type

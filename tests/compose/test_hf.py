@@ -23,8 +23,7 @@ from layerstore.storage import Files, Repository, open_repository
 from layerstore.tree import Located
 from layerstore.zero3.pt import layout_pt, read_pt
 from tests.compose.test_target import rounded_differently
-from tests.deepspeed.compare import rank_trees
-from tests.deepspeed.weights import differing, whole_weights
+from tests.deepspeed.compare import differing, rank_trees, whole_weights
 from tests.unit.checkpoints import change_gathered, checkpoint, digests, header_of
 
 NORM = "model.norm.weight"

@@ -18,8 +18,7 @@ from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.model import BlobRef, Kind
 from layerstore.storage import ObjectStore
 from tests.compose.test_hf import mixed, objects_of
-from tests.deepspeed.compare import full_tensors, raw_bytes
-from tests.deepspeed.weights import whole_weights
+from tests.deepspeed.compare import full_tensors, raw_bytes, whole_weights
 from tests.faults.harness import flip
 from tests.unit.checkpoints import change_gathered, checkpoint
 

@@ -5,14 +5,16 @@ Nothing under a launch's folder may be written to: other tests, and other test r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import layerstore
-from tests.deepspeed.asked import scenarios_asked
-from tests.deepspeed.composites import Composites, compose_hugging_face, compose_scenarios, mix_scenarios
+from layerstore import Store
 from tests.deepspeed.launch import Launch, cached_launch
+from tests.deepspeed.scenarios import HUGGING_FACE_SCENARIOS, RESUME_STEP, SAVE_STEPS, SCENARIOS
 
 
 @pytest.fixture(scope="session")
@@ -35,53 +37,56 @@ def trained_hugging_face(launch_cache: Path) -> Launch:
 
 
 @pytest.fixture(scope="session")
-def composed(trained: Launch, tmp_path_factory: pytest.TempPathFactory) -> Composites:
-    """Return a composite of each scenario, all from one store."""
-    store = layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store")
-    return compose_scenarios(trained.root, store, tmp_path_factory.mktemp("composed"))
+def stored(trained: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Return a store with both checkpoints of every scenario, each a run."""
+    with layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store") as store:
+        for scenario in SCENARIOS:
+            for step in SAVE_STEPS:
+                folder = scenario.save_dir(trained.root, step=step)
+                commit = store.ingest(folder, run=scenario.name, tag=scenario.tag(step=step))
+                assert step == commit.step
+        yield store
 
 
 @pytest.fixture(scope="session")
-def composed_hugging_face(trained_hugging_face: Launch, tmp_path_factory: pytest.TempPathFactory) -> Composites:
-    """Return a composite of each Trainer and Accelerate checkpoint, all from one store."""
-    store = layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store")
-    return compose_hugging_face(trained_hugging_face.root, store, tmp_path_factory.mktemp("composed"))
+def stored_hugging_face(trained_hugging_face: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Return a store with both checkpoints of the Trainer's and Accelerate's runs, whose tags it found by itself."""
+    with layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store") as store:
+        for scenario in HUGGING_FACE_SCENARIOS:
+            for step in SAVE_STEPS:
+                commit = store.ingest(scenario.checkpoint(trained_hugging_face.root, step=step), run=scenario.name)
+                assert step == commit.step
+        yield store
 
 
 @pytest.fixture(scope="session")
-def mixed_store(tmp_path_factory: pytest.TempPathFactory) -> layerstore.Store:
-    """Return the store that the mixed composites are made from."""
-    return layerstore.init(tmp_path_factory.mktemp("deepspeed") / "store")
+def composed(stored: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a composite of each scenario's first checkpoint, laid out like a launch."""
+    root = tmp_path_factory.mktemp("composed")
+    for scenario in SCENARIOS:
+        write_composite(stored, scenario.name, scenario.save_dir(root, step=RESUME_STEP))
+    return root
 
 
 @pytest.fixture(scope="session")
-def mixed(trained: Launch, mixed_store: layerstore.Store, tmp_path_factory: pytest.TempPathFactory) -> Composites:
-    """Return composites of both saves of each scenario, one under each policy."""
-    return mix_scenarios(trained.root, mixed_store, tmp_path_factory.mktemp("mixed"))
+def composed_hugging_face(stored_hugging_face: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same of the Trainer's and Accelerate's."""
+    root = tmp_path_factory.mktemp("composed")
+    for scenario in HUGGING_FACE_SCENARIOS:
+        write_composite(stored_hugging_face, scenario.name, scenario.checkpoint(root, step=RESUME_STEP))
+    return root
 
 
-@pytest.fixture(scope="session")
-def went_on(request: pytest.FixtureRequest, launch_cache: Path, mixed: Composites) -> Launch:
-    """Return what DeepSpeed made of the mixed composites that tests ask about."""
-    asked = scenarios_asked(request, "went_on")
-    names = [name for name in mixed.some_names() if name in asked]
-    return cached_launch(launch_cache, "mixed", resume_from=mixed.root, names=names)
+def write_composite(store: Store, run: str, out: Path) -> None:
+    """Write *run*'s checkpoint of the step to resume from into the new folder *out*."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    store.compose(f"{run}@{RESUME_STEP}", policy="exact").write(out)
 
 
-@pytest.fixture(scope="session")
-def resumed(request: pytest.FixtureRequest, launch_cache: Path, composed: Composites) -> Launch:
-    """Return the training that went on from the composites that tests ask about."""
-    asked = scenarios_asked(request, "resumed")
-    names = [name for name in composed.some_names() if name in asked]
-    return cached_launch(launch_cache, "training", resume_from=composed.root, names=names)
-
-
-@pytest.fixture(scope="session")
-def resumed_hugging_face(launch_cache: Path, composed_hugging_face: Composites) -> Launch:
-    """Return what the Trainer and Accelerate made of the composites."""
-    return cached_launch(
-        launch_cache,
-        "trainer",
-        resume_from=composed_hugging_face.root,
-        names=composed_hugging_face.some_names(),
-    )
+def scenarios_asked(request: pytest.FixtureRequest, fixture: str, **others: object) -> list[str]:
+    """Return the scenarios of the tests of this run that use *fixture*, where their *others* are these."""
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    ours = [item for item in functions if item.path.parent == Path(__file__).parent and fixture in item.fixturenames]
+    found: list[dict[str, Any]] = [item.callspec.params for item in ours]
+    names = {each["scenario"].name for each in found if others.items() <= each.items()}
+    return [scenario.name for scenario in SCENARIOS if scenario.name in names]

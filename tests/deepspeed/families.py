@@ -22,7 +22,7 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoConfig, Trainer
 
-from tests.deepspeed.family_names import FAMILIES, RENAMED, STEPS
+from tests.deepspeed.scenarios import FAMILIES, FAMILY_STEPS, RENAMED_FAMILIES
 from tests.deepspeed.trainer import forget_state, training_arguments, zero_config
 
 VOCABULARY = 61
@@ -128,8 +128,10 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     for family in arguments.scenario or FAMILIES:
         train(family, arguments.out)
-        if family in RENAMED:
-            train(family, arguments.out, source=arguments.out / family / f"checkpoint-{STEPS[0]}", variant="loaded")
+        if family in RENAMED_FAMILIES:
+            train(
+                family, arguments.out, source=arguments.out / family / f"checkpoint-{FAMILY_STEPS[0]}", variant="loaded"
+            )
             train(family, arguments.out, variant="shards")
     dist.barrier()
     sys.stdout.flush()
@@ -137,7 +139,7 @@ def main() -> None:
 
 
 def train(family: str, out: Path, *, source: Path | None = None, variant: str = "") -> None:
-    """Train *family* and save it after each of STEPS; a new model, or the one in *source*."""
+    """Train *family* and save it after each of FAMILY_STEPS; a new model, or the one in *source*."""
     if dist.get_rank() == 0:
         print(f"=== {family} {variant}", flush=True)
     kind, name, settings = MODELS[family]
@@ -145,7 +147,7 @@ def train(family: str, out: Path, *, source: Path | None = None, variant: str = 
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = variant != "shards"
     folder = out / "-".join(filter(None, [family, variant]))
     arguments = training_arguments(
-        folder, deepspeed=config, learning_rate=1e-2, max_steps=STEPS[-1], save_steps=1, label_names=["labels"]
+        folder, deepspeed=config, learning_rate=1e-2, max_steps=FAMILY_STEPS[-1], save_steps=1, label_names=["labels"]
     )
     torch.manual_seed(0)
     made: Any = getattr(transformers, name)

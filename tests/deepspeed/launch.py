@@ -14,17 +14,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from layerstore.live.demo.launch import free_port, search_path
+from layerstore.live.demo.launch import cpu_environment, free_port, search_path
 from tests.deepspeed.compare import file_tree
-from tests.deepspeed.scenarios import WORLD_SIZE
+from tests.deepspeed.scenarios import RESUME_STEP, SCENARIO_OF, WORLD_SIZE
 from tests.environment import REPOSITORY
 from tests.forked import nursery
 
@@ -46,7 +47,6 @@ SOURCES = (
     "poke.py",
     "compare.py",
     "training.py",
-    "mixed.py",
     "trainer.py",
 )
 LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "safetensors")
@@ -71,7 +71,7 @@ class Launch:
 def cached_launch(
     cache: Path,
     module: str,
-    *,
+    *options: str,
     resume_from: Path | None = None,
     names: Sequence[str] = (),
     world_size: int = WORLD_SIZE,
@@ -79,12 +79,14 @@ def cached_launch(
     """
     Return the result of training *module* on *world_size* ranks, from the cache if just this was trained before.
 
+    *options* are more arguments of the program.
+
     Safe against other test runs: they wait for the one that trains. An interrupted launch leaves no result.
 
     Raises:
         LaunchError: The program failed or took too long.
     """
-    key = launch_key(module, resume_from, names, world_size)
+    key = launch_key(module, options, resume_from, names, world_size)
     root = cache / f"{module}-{key}"
     finished = cache / f"{module}-{key}.finished"  # written last; its age says when the result was last used
     cache.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def cached_launch(
             remove_stale(cache)
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir()
-            arguments = ["--out", str(root)]
+            arguments = ["--out", str(root), *options]
             arguments += ["--resume-from", str(resume_from)] if resume_from else []
             arguments += [part for name in names for part in ("--scenario", name)]
             log = cache / f"{module}-{key}.log"
@@ -102,7 +104,9 @@ def cached_launch(
     return Launch(root)
 
 
-def launch_key(module: str, resume_from: Path | None, names: Iterable[str], world_size: int) -> str:
+def launch_key(
+    module: str, options: Iterable[str], resume_from: Path | None, names: Iterable[str], world_size: int
+) -> str:
     """Return a short hash of everything that decides what a launch leaves behind."""
     digest = hashlib.sha256(module.encode())
     own = f"{module}.py"
@@ -112,13 +116,35 @@ def launch_key(module: str, resume_from: Path | None, names: Iterable[str], worl
         digest.update(f"{world_size} ranks\n".encode())
     for library in LIBRARIES:
         digest.update(f"{library}={version(library)}\n".encode())
-    digest.update("\n".join(names).encode())
+    digest.update("\n".join([*options, *names]).encode())
     if resume_from is not None:
         for path, payload in file_tree(resume_from).items():
             # Nothing that trains reads this report, and it may hold times.
             if not path.endswith("layerstore.json"):
                 digest.update(f"{path}\n{hashlib.sha256(payload).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def printed(module: str, arguments: Iterable[object], *, environment: Mapping[str, str] | None = None) -> Any:
+    """Run the program *module* and return the JSON on its last line: pytest itself imports no heavy library."""
+    command = [sys.executable, "-m", f"tests.deepspeed.{module}", *map(str, arguments)]
+    env = cpu_environment() | {"HF_HUB_OFFLINE": "1"} | dict(environment or {})
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str, tuple[Any, Any]]:
+    """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the first save below both roots."""
+    folders = {
+        name: [
+            f"{SCENARIO_OF[name].save_dir(root, step=RESUME_STEP)}:{SCENARIO_OF[name].tag(step=RESUME_STEP)}"
+            for root in (source, composed)
+        ]
+        for name in names
+    }
+    digests = printed("consolidate", chain.from_iterable(folders.values()))
+    return {name: (digests[before], digests[after]) for name, (before, after) in folders.items()}
 
 
 def remove_stale(cache: Path) -> None:

@@ -6,7 +6,6 @@ ones. Only elements that count are changed, never padding.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +63,6 @@ def poke_optimizer(model_states: Any, states: Any, *, rank: int) -> None:
                 poke(fragment[: valid_count(shape, world_size, rank)], offset=offset)
 
 
-def shared_storage_copy(source: Path, target: Path, *, world_size: int) -> None:
-    """
-    Copy the shards in *source* to *target*, each rank's masters being views of one storage.
-
-    Synthetic: DeepSpeed means to share that storage when weights and masters have one dtype, but 0.19.8
-    compares a device with its name, finds them unequal and clones. A version that compares rightly
-    writes such files.
-    """
-    shutil.copytree(source, target)
-    for rank in range(world_size):
-        (path,) = target.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        optim_states = torch.load(path, weights_only=False)
-        masters = optim_states["optimizer_state_dict"]["fp32_flat_groups"]
-        storage = torch.cat([master.detach() for master in masters])
-        offset = 0
-        for index, master in enumerate(masters):
-            view = storage.narrow(0, offset, master.numel()).requires_grad_()
-            vars(view).update(vars(master))
-            masters[index] = view
-            offset += master.numel()
-        torch.save(optim_states, path)
-
-
 def poke(tensor: torch.Tensor, *, offset: int) -> None:
     """Overwrite the first elements of *tensor* in place, starting with pattern number *offset*."""
     if tensor.dtype not in PATTERNS:
@@ -95,9 +71,3 @@ def poke(tensor: torch.Tensor, *, offset: int) -> None:
     bits = tensor.detach().view(-1).view(integers)
     for index in range(min(len(patterns), bits.numel())):
         bits[index] = patterns[(index + offset) % len(patterns)]
-
-
-def copy_with_poked_shards(source: Path, target: Path, *, tag: str, world_size: int) -> None:
-    """Copy a whole checkpoint folder to *target*, only its shards under *tag* poked."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(tag))
-    poked_copy(source / tag, target / tag, world_size=world_size)

@@ -21,9 +21,6 @@ SAVE_STEPS = (2, 4)
 
 RESUME_STEP = SAVE_STEPS[0]
 
-POLICIES = ("parity", "filter")
-"""Of the composites that mix both saves."""
-
 Model = Literal["llama", "tied_llama", "odd", "empty_parameter", "norm_statistics"]
 Grouping = Literal["single", "decay", "blocks_first", "auxiliary_first"]
 Precision = Literal["bf16", "fp16", "fp32", "autocast"]
@@ -253,11 +250,6 @@ POKED = ("odd_sizes", "frozen", "fp32", "bf16_master", "rank_buffers")
 
 POKED_FOLDER = "poked"
 
-SHARED_STORAGE = "fp32"
-"""Scenario whose first checkpoint is also kept with all masters in one storage, below the next folder."""
-
-SHARED_STORAGE_FOLDER = "shared_storage"
-
 FROM_SHARDS_FOLDER = "from_shards"
 """Below it is what DeepSpeed makes of its own first checkpoint, where that is another training than the first."""
 
@@ -299,5 +291,16 @@ HUGGING_FACE_SCENARIOS: tuple[HuggingFaceScenario, ...] = (
 
 HUGGING_FACE_SCENARIO_OF = {scenario.name: scenario for scenario in HUGGING_FACE_SCENARIOS}
 
-HUGGING_FACE_POKED = ("trainer",)
-"""The same for the Trainer: masters that the gathered weights beside them do not follow from."""
+RENAMED_FAMILIES = ("mixtral", "qwen3_moe", "vit", "llava")
+"""Transformers 5 holds them otherwise in memory than in their files."""
+
+FAMILIES = ("llama", "qwen2", "gemma2", "phi3", "gpt2", "gpt_neox", "bert", "t5", *RENAMED_FAMILIES)
+
+FAMILY_VARIANTS = (
+    *FAMILIES,
+    *(f"{family}-{variant}" for family in RENAMED_FAMILIES for variant in ("loaded", "shards")),
+)
+"""With the ways in which the renamed ones are trained again."""
+
+FAMILY_STEPS = (1, 2)
+"""All steps of such a training; each is saved."""

@@ -6,7 +6,6 @@ Transformers 5 holds some of them otherwise in memory; whoever loads an export m
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,11 +19,10 @@ import layerstore
 from layerstore import Store
 from layerstore.errors import Unsupported
 from layerstore.layers import layer_of
-from layerstore.live.demo.launch import cpu_environment
 from tests.compose.test_hf import weights_in
-from tests.deepspeed.family_names import FAMILIES, STEPS, VARIANTS
-from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
-from tests.deepspeed.weights import differing
+from tests.deepspeed.compare import differing
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch, printed
+from tests.deepspeed.scenarios import FAMILIES, FAMILY_STEPS, FAMILY_VARIANTS
 from tests.environment import REPOSITORY
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
@@ -36,7 +34,7 @@ OLDER = "transformers==4.46.3"
 UNKNOWN_TO_OLDER = ("qwen3_moe", "llava")
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_variant = pytest.mark.parametrize("variant", FAMILY_VARIANTS)
 
 sampled = pytest.mark.sample(1, always=("mixtral", "llava"), by="family")
 sampled_variants = pytest.mark.sample(1, always=("mixtral", "mixtral-shards", "llava-loaded"), by="variant")
@@ -56,7 +54,7 @@ def store(families: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Return a store with both saves of each."""
     with layerstore.init(tmp_path_factory.mktemp("families") / "store") as made:
         for folder in sorted(families.root.iterdir()):
-            for step in STEPS:
+            for step in FAMILY_STEPS:
                 made.ingest(folder / f"checkpoint-{step}", run=folder.name)
         yield made
 
@@ -64,7 +62,7 @@ def store(families: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def own_weights(families: Launch, variant: str) -> dict[str, Any]:
     """Return what the Trainer wrote of the last step; without gathered weights, what it wrote of the same with them."""
     name = variant.removesuffix("-shards")
-    return load_file(families.root / name / f"checkpoint-{STEPS[-1]}" / "model.safetensors")
+    return load_file(families.root / name / f"checkpoint-{FAMILY_STEPS[-1]}" / "model.safetensors")
 
 
 @sampled_variants
@@ -73,7 +71,7 @@ def test_an_export_has_the_tensors_of_the_trainers_own_file(
     variant: str, store: Store, families: Launch, tmp_path: Path
 ) -> None:
     """Names, shapes, types and bits; also of a model that was loaded from a file, and where no weights were saved."""
-    exported = store.compose(f"{variant}@{STEPS[-1]}").export(tmp_path / "out")
+    exported = store.compose(f"{variant}@{FAMILY_STEPS[-1]}").export(tmp_path / "out")
 
     expected, actual = own_weights(families, variant), weights_in(exported.out)
     assert expected.keys() == actual.keys()
@@ -83,13 +81,8 @@ def test_an_export_has_the_tensors_of_the_trainers_own_file(
 
 def loaded(folders: dict[str, Path], *, libraries: Path | None = None) -> dict[str, dict[str, Any]]:
     """Return what Transformers makes of *folders*, or the one in *libraries*, by name."""
-    command = [sys.executable, "-m", "tests.deepspeed.load_families", *map(str, folders.values())]
-    env = cpu_environment() | {"HF_HUB_OFFLINE": "1"}
-    if libraries is not None:
-        env["PYTHONPATH"] = f"{REPOSITORY}:{libraries}"
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr[-4000:]
-    described = json.loads(done.stdout.splitlines()[-1])
+    environment = {} if libraries is None else {"PYTHONPATH": f"{REPOSITORY}:{libraries}"}
+    described = printed("pretrained", folders.values(), environment=environment)
     return {name: described[str(folder)] for name, folder in folders.items()}
 
 
@@ -99,9 +92,9 @@ def exports(store: Store, families: Launch, tmp_path_factory: pytest.TempPathFac
     root, found = tmp_path_factory.mktemp("exports"), {}
     for family in FAMILIES:
         if (families.root / family).exists():
-            for step in STEPS:
+            for step in FAMILY_STEPS:
                 found[f"{family} {step}"] = families.root / family / f"checkpoint-{step}"
-            found[f"{family} export"] = store.compose(f"{family}@{STEPS[-1]}").export(root / family).out
+            found[f"{family} export"] = store.compose(f"{family}@{FAMILY_STEPS[-1]}").export(root / family).out
             found[f"{family} mixed"] = store.compose(family, policy="parity").export(root / f"{family}-mixed").out
     return found
 
@@ -129,13 +122,13 @@ def test_a_mixture_has_each_tensor_from_the_step_of_its_layer(
 ) -> None:
     """Also where a file has one tensor of many, or many of one."""
     layers = store.compose(family, policy="parity").layers
-    of_step = {step: in_transformers[f"{family} {step}"]["tensors"] for step in STEPS}
+    of_step = {step: in_transformers[f"{family} {step}"]["tensors"] for step in FAMILY_STEPS}
 
     mixed = in_transformers[f"{family} mixed"]
 
     assert mixed["complaints"] == {}
     chosen = {name: layers[layer_of(name)].step for name in mixed["tensors"] if layer_of(name) in layers}
-    assert set(chosen.values()) == set(STEPS)
+    assert set(chosen.values()) == set(FAMILY_STEPS)
     assert {name: of_step[step][name] for name, step in chosen.items()} == {
         name: mixed["tensors"][name] for name in chosen
     }

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import layerstore
-from layerstore.live.demo.launch import cpu_environment
 from tests.deepspeed.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
-from tests.deepspeed.composites import Composites, write_composite
-from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
+from tests.deepspeed.conftest import write_composite
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, consolidate
 from tests.deepspeed.scenarios import (
     GROUPINGS,
-    HUGGING_FACE_POKED,
     HUGGING_FACE_SCENARIO_OF,
     HUGGING_FACE_SCENARIOS,
     POKED,
@@ -26,13 +20,10 @@ from tests.deepspeed.scenarios import (
     RESUME_STEP,
     SCENARIO_OF,
     SCENARIOS,
-    SHARED_STORAGE,
-    SHARED_STORAGE_FOLDER,
     WORLD_SIZE,
     HuggingFaceScenario,
     Scenario,
 )
-from tests.environment import REPOSITORY
 
 # The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
@@ -45,29 +36,16 @@ REPORT = "layerstore.json"
 
 
 @pytest.fixture(scope="session")
-def consolidated(trained: Launch, composed: Composites) -> dict[str, tuple[object, object]]:
+def consolidated(trained: Launch, composed: Path) -> dict[str, tuple[object, object]]:
     """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the source and of the composite."""
-    arguments = {
-        name: [
-            f"{SCENARIO_OF[name].save_dir(root, step=RESUME_STEP)}:{SCENARIO_OF[name].tag(step=RESUME_STEP)}"
-            for root in (trained.root, composed.root)
-        ]
-        for name in composed.names
-    }
-    command = [sys.executable, "-m", "tests.deepspeed.consolidate", *chain.from_iterable(arguments.values())]
-    output = subprocess.run(
-        command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True
-    ).stdout
-    digests = json.loads(output.splitlines()[-1])
-    return {name: (digests[source], digests[composite]) for name, (source, composite) in arguments.items()}
+    return consolidate((scenario.name for scenario in SCENARIOS), trained.root, composed)
 
 
 @pytest.mark.fault(69)
 @each_scenario
-def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: Launch, composed: Composites) -> None:
+def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: Launch, composed: Path) -> None:
     """Names of files, trees, hyperparameters, masters, moments, buffers and fragments are the source's."""
-    composed.need(scenario.name)
-    source, composite = (scenario.tag_dir(root, step=RESUME_STEP) for root in (trained.root, composed.root))
+    source, composite = (scenario.tag_dir(root, step=RESUME_STEP) for root in (trained.root, composed))
 
     assert not checkpoint_differences(source, composite)
     assert source.name == (composite.parent / "latest").read_text()
@@ -75,10 +53,9 @@ def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: 
 
 @each_scenario
 def test_deepspeeds_own_converter_reads_a_composite_like_its_source(
-    scenario: Scenario, composed: Composites, consolidated: dict[str, tuple[object, object]]
+    scenario: Scenario, consolidated: dict[str, tuple[object, object]]
 ) -> None:
     """zero_to_fp32 gives the same names, shapes and bits from both, or refuses both alike."""
-    composed.need(scenario.name)
     source, composite = consolidated[scenario.name]
 
     assert source == composite
@@ -86,40 +63,35 @@ def test_deepspeeds_own_converter_reads_a_composite_like_its_source(
 
 @each_library
 def test_a_composite_of_a_trainers_checkpoint_has_its_files_byte_for_byte(
-    scenario: HuggingFaceScenario, trained_hugging_face: Launch, composed_hugging_face: Composites
+    scenario: HuggingFaceScenario, trained_hugging_face: Launch, composed_hugging_face: Path
 ) -> None:
     """Gathered weights, scheduler, random states and all small files come back as they were."""
-    composed_hugging_face.need(scenario.name)
-
-    assert_same_checkpoint(scenario, trained_hugging_face.root, composed_hugging_face.root)
+    assert_same_checkpoint(scenario, trained_hugging_face.root, composed_hugging_face)
 
 
 @pytest.mark.fault(68)
 @pytest.mark.parametrize("name", POKED)
 def test_special_bit_patterns_survive(name: str, trained: Launch, tmp_path: Path) -> None:
     """NaN payloads, -0.0, infinities and subnormals come out of any tensor as they went in."""
-    assert_round_trip(SCENARIO_OF[name], trained.root / POKED_FOLDER, tmp_path)
+    scenario, root = SCENARIO_OF[name], trained.root / POKED_FOLDER
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(scenario.save_dir(root, step=RESUME_STEP), run=name)
+        write_composite(store, name, scenario.save_dir(tmp_path, step=RESUME_STEP))
+
+    assert not checkpoint_differences(*(scenario.tag_dir(folder, step=RESUME_STEP) for folder in (root, tmp_path)))
 
 
-def test_masters_in_one_shared_storage_survive(trained: Launch, tmp_path: Path) -> None:
-    """Masters that are views of one storage are each read from their own offset."""
-    assert_round_trip(SCENARIO_OF[SHARED_STORAGE], trained.root / SHARED_STORAGE_FOLDER, tmp_path)
-
-
-@pytest.mark.parametrize("name", HUGGING_FACE_POKED)
-def test_weights_that_do_not_follow_from_their_masters_survive(
-    name: str, trained_hugging_face: Launch, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_follow_from_their_masters_survive(trained_hugging_face: Launch, tmp_path: Path) -> None:
     """Where rounding the master does not give the gathered weight, the weight's own bytes come back."""
-    scenario = HUGGING_FACE_SCENARIO_OF[name]
-    poked = tmp_path / POKED_FOLDER
-    shutil.copytree(trained_hugging_face.root / POKED_FOLDER / name, poked / name)
-    overwrite_weight_bits(scenario.checkpoint(poked, step=RESUME_STEP) / "model.safetensors")
-    store = layerstore.init(tmp_path / "store")
-    store.ingest(scenario.checkpoint(poked, step=RESUME_STEP), run=name)
-    write_composite(store, name, scenario.checkpoint(tmp_path, step=RESUME_STEP))
+    scenario = HUGGING_FACE_SCENARIO_OF["trainer"]
+    source = scenario.checkpoint(tmp_path / "source", step=RESUME_STEP)
+    shutil.copytree(scenario.checkpoint(trained_hugging_face.root, step=RESUME_STEP), source)
+    overwrite_weight_bits(source / "model.safetensors")
+    with layerstore.init(tmp_path / "store") as store:
+        store.ingest(source, run=scenario.name)
+        write_composite(store, scenario.name, scenario.checkpoint(tmp_path / "out", step=RESUME_STEP))
 
-    assert_same_checkpoint(scenario, poked, tmp_path)
+    assert_same_checkpoint(scenario, tmp_path / "source", tmp_path / "out")
 
 
 @pytest.mark.known_fault("llmtailor 1")
@@ -144,16 +116,6 @@ def test_layers_are_stored_once_whatever_the_grouping(trained: Launch, tmp_path:
     expected = (WORLD_SIZE, first.objects_new - WORLD_SIZE)
     assert first.objects_new > WORLD_SIZE
     assert [expected] * 2 == [(other.objects_new, other.objects_reused) for other in others]
-
-
-def assert_round_trip(scenario: Scenario, root: Path, target: Path) -> None:
-    """Assert that the checkpoint below *root* comes back from a new store in *target* as it was."""
-    store = layerstore.init(target / "store")
-    store.ingest(scenario.save_dir(root, step=RESUME_STEP), run=scenario.name)
-    write_composite(store, scenario.name, scenario.save_dir(target, step=RESUME_STEP))
-    source, composite = (scenario.tag_dir(folder, step=RESUME_STEP) for folder in (root, target))
-
-    assert not checkpoint_differences(source, composite)
 
 
 def assert_same_checkpoint(scenario: HuggingFaceScenario, source: Path, composite: Path) -> None:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import layerstore
+from layerstore import Store
 from layerstore.compose import compose_latest, execute_compose
 from layerstore.history.references import resolve
-from layerstore.live.demo.launch import cpu_environment
 from layerstore.progress import Silent
-from tests.deepspeed.asked import scenarios_asked
 from tests.deepspeed.compare import (
     checkpoint_differences,
     full_tensors,
-    load,
     rank_trees,
-    raw_bytes,
     tree_differences,
 )
-from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch
+from tests.deepspeed.conftest import scenarios_asked
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch, consolidate
 from tests.deepspeed.scenarios import (
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,
@@ -40,10 +34,11 @@ from tests.deepspeed.scenarios import (
     HuggingFaceScenario,
     Scenario,
 )
-from tests.environment import REPOSITORY
 
 # The first test to ask for a launch waits for it, on a fresh machine for its compiler too.
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
+
+ONE_STEP = ("--until", str(RESUME_STEP + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +47,8 @@ class Resized:
 
     world_size: int
     composed: Path
-    notes: dict[str, tuple[str, ...]]
     taken_up: Launch
-    consolidated: dict[str, list[dict[str, str]]]
+    consolidated: dict[str, tuple[Any, Any]]
     """By scenario, what zero_to_fp32 makes of the source and of the composite."""
 
 
@@ -71,20 +65,10 @@ def each(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def stored(trained: Launch, tmp_path_factory: pytest.TempPathFactory) -> layerstore.Store:
-    """Return a store with the first checkpoint of every scenario."""
-    store = layerstore.init(tmp_path_factory.mktemp("resized") / "store")
-    for scenario in SCENARIOS:
-        folder = scenario.save_dir(trained.root, step=RESUME_STEP)
-        store.ingest(folder, run=scenario.name, tag=scenario.tag(step=RESUME_STEP))
-    return store
-
-
-@pytest.fixture(scope="session")
 def resizings(
     request: pytest.FixtureRequest,
     trained: Launch,
-    stored: layerstore.Store,
+    stored: Store,
     launch_cache: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[int], Resized]:
@@ -92,17 +76,18 @@ def resizings(
 
     @cache
     def resize(world_size: int) -> Resized:
-        composed, notes = tmp_path_factory.mktemp(f"resized-{world_size}"), {}
-        names = sorted(scenarios_asked(request, "resized", world_size=world_size))
+        composed = tmp_path_factory.mktemp(f"resized-{world_size}")
+        names = scenarios_asked(request, "resized", world_size=world_size)
         for name in names:
             out = SCENARIO_OF[name].save_dir(composed, step=RESUME_STEP)
             out.parent.mkdir(parents=True, exist_ok=True)
-            notes[name] = stored.compose(name).write(out, world_size=world_size).notes
-        launch = cached_launch(launch_cache, "resizing", resume_from=composed, names=names, world_size=world_size)
+            stored.compose(f"{name}@{RESUME_STEP}").write(out, world_size=world_size)
+        launch = cached_launch(
+            launch_cache, "training", *ONE_STEP, resume_from=composed, names=names, world_size=world_size
+        )
         return Resized(
             world_size=world_size,
             composed=composed,
-            notes=notes,
             taken_up=launch,
             consolidated=consolidate(names, trained.root, composed),
         )
@@ -114,21 +99,6 @@ def resizings(
 def resized(world_size: int, resizings: Callable[[int], Resized]) -> Resized:
     """Return the composites for the world size that the test is about."""
     return resizings(world_size)
-
-
-def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str, list[dict[str, str]]]:
-    """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the source and of the composite."""
-    arguments = {
-        name: [
-            f"{SCENARIO_OF[name].save_dir(root, step=RESUME_STEP)}:{SCENARIO_OF[name].tag(step=RESUME_STEP)}"
-            for root in (source, composed)
-        ]
-        for name in names
-    }
-    command = [sys.executable, "-m", "tests.deepspeed.consolidate", *chain.from_iterable(arguments.values())]
-    done = subprocess.run(command, cwd=REPOSITORY, env=cpu_environment(), check=True, capture_output=True, text=True)
-    digests = json.loads(done.stdout.splitlines()[-1])
-    return {name: [digests[argument] for argument in pair] for name, pair in arguments.items()}
 
 
 @pytest.mark.known_fault("llmtailor 11")
@@ -168,24 +138,6 @@ def test_training_goes_on(resized: Resized, scenario: Scenario) -> None:
 
 
 @each
-def test_padding_is_zero(resized: Resized, scenario: Scenario) -> None:
-    """DeepSpeed leaves there whatever was in its memory; a composite does not."""
-    for rank in range(resized.world_size):
-        folder = scenario.tag_dir(resized.composed, step=RESUME_STEP)
-        model = load(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        optimizer = load(next(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")))
-        for flat, shapes in zip(
-            optimizer["optimizer_state_dict"]["fp32_flat_groups"], model["param_shapes"], strict=True
-        ):
-            end = 0
-            for shape in shapes.values():
-                length = math.ceil(shape.numel() / resized.world_size)
-                valid = max(0, min(length, shape.numel() - rank * length))
-                assert not raw_bytes(flat[end + valid : end + length]).any()
-                end += length
-
-
-@each
 def test_deepspeeds_own_converter_gives_the_same_weights(resized: Resized, scenario: Scenario) -> None:
     """zero_to_fp32 gives the same names, shapes and bits as from the source, or fails at both."""
     source, composite = resized.consolidated[scenario.name]
@@ -195,42 +147,26 @@ def test_deepspeeds_own_converter_gives_the_same_weights(resized: Resized, scena
         assert source == composite
 
 
-@each
-def test_notes_name_the_global_batch_and_buffers_that_differ(resized: Resized, scenario: Scenario) -> None:
-    """Each scenario has what it is noted for, and nothing else."""
-    notes = resized.notes[scenario.name]
-
-    ranks = "1 rank" if resized.world_size == 1 else f"{resized.world_size} ranks"
-    batch = (
-        f"was a global batch of {2 * WORLD_SIZE}; with {ranks} it is {2 * resized.world_size} unless you change them"
-    )
-    assert batch in notes[-1]
-    has_own = scenario.name == "rank_buffers"
-    assert notes[-2].startswith("the learning rate schedule and global_samples continue where they were")
-    assert [has_own] == list({"differed between the 2 ranks" in note for note in notes[:-2]} or {False})
-
-
 @pytest.mark.known_fault("llmtailor 8")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("grouping", ["blocks_first", "auxiliary_first"])
 def test_layers_of_another_step_keep_their_count_in_the_engine(
-    grouping: str, trained: Launch, launch_cache: Path, tmp_path: Path
+    grouping: str, trained: Launch, stored: Store, launch_cache: Path, tmp_path: Path
 ) -> None:
     """A composite of two steps for three ranks, with a param group per layer: numbers and counters are the layers'."""
     scenario = SCENARIO_OF[f"grouped_{grouping}"]
     sources = [scenario.tag_dir(trained.root, step=step) for step in SAVE_STEPS]
-    with layerstore.init(tmp_path / "store") as store:
-        for step in SAVE_STEPS:
-            store.ingest(scenario.save_dir(trained.root, step=step), run="run", tag=scenario.tag(step=step))
-        base, later = (resolve(store._repo, f"run@{step}") for step in SAVE_STEPS)
-        pairs = zip(base.record.layers, later.record.layers, strict=True)
-        layers = tuple(new if "layers.1" in old.layer else old for old, new in pairs)
-        composition = replace(compose_latest(base), layers=layers)
-        out = scenario.save_dir(tmp_path / "out", step=RESUME_STEP)
-        out.parent.mkdir(parents=True)
-        execute_compose(store._repo, composition, out, world_size=3, adam_step="per-layer", progress=Silent())
+    base, later = (resolve(stored._repo, f"{scenario.name}@{step}") for step in SAVE_STEPS)
+    pairs = zip(base.record.layers, later.record.layers, strict=True)
+    layers = tuple(new if "layers.1" in old.layer else old for old, new in pairs)
+    composition = replace(compose_latest(base), layers=layers)
+    out = scenario.save_dir(tmp_path / "out", step=RESUME_STEP)
+    out.parent.mkdir(parents=True)
+    execute_compose(stored._repo, composition, out, world_size=3, adam_step="per-layer", progress=Silent())
 
-    launch = cached_launch(launch_cache, "resizing", resume_from=tmp_path / "out", names=[scenario.name], world_size=3)
+    launch = cached_launch(
+        launch_cache, "training", *ONE_STEP, resume_from=tmp_path / "out", names=[scenario.name], world_size=3
+    )
 
     taken_up = scenario.tag_dir(launch.root, step=RESUME_STEP)
     older, newer = (full_tensors(source) for source in sources)
@@ -249,13 +185,16 @@ def test_layers_of_another_step_keep_their_count_in_the_engine(
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("scenario", HUGGING_FACE_SCENARIOS, ids=lambda scenario: scenario.name)
 def test_gathered_weights_are_the_same_at_any_size(
-    scenario: HuggingFaceScenario, world_size: int, trained_hugging_face: Launch, tmp_path: Path
+    scenario: HuggingFaceScenario,
+    world_size: int,
+    trained_hugging_face: Launch,
+    stored_hugging_face: Store,
+    tmp_path: Path,
 ) -> None:
     """model.safetensors, its shards and its index have the same bytes; only random states are gone."""
     source = scenario.checkpoint(trained_hugging_face.root, step=RESUME_STEP)
-    with layerstore.init(tmp_path / "store") as store:
-        store.ingest(source, run=scenario.name)
-        out = store.compose(scenario.name).write(tmp_path / "out", world_size=world_size).out
+    composite = stored_hugging_face.compose(f"{scenario.name}@{RESUME_STEP}")
+    out = composite.write(tmp_path / "out", world_size=world_size).out
 
     shards = scenario.tag_dir(trained_hugging_face.root, step=RESUME_STEP).name
     files = [{path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} for folder in (source, out)]
@@ -270,16 +209,14 @@ def test_gathered_weights_are_the_same_at_any_size(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_trainer_and_accelerate_go_on_at_another_size(
-    world_size: int, trained_hugging_face: Launch, launch_cache: Path, tmp_path: Path
+    world_size: int, stored_hugging_face: Store, launch_cache: Path, tmp_path: Path
 ) -> None:
     """Without random states, resumed by their own means, both train to the last step."""
     names = [scenario.name for scenario in HUGGING_FACE_SCENARIOS]
-    with layerstore.init(tmp_path / "store") as store:
-        for scenario in HUGGING_FACE_SCENARIOS:
-            store.ingest(scenario.checkpoint(trained_hugging_face.root, step=RESUME_STEP), run=scenario.name)
-            out = scenario.checkpoint(tmp_path / "out", step=RESUME_STEP)
-            out.parent.mkdir(parents=True)
-            store.compose(scenario.name).write(out, world_size=world_size)
+    for scenario in HUGGING_FACE_SCENARIOS:
+        out = scenario.checkpoint(tmp_path / "out", step=RESUME_STEP)
+        out.parent.mkdir(parents=True)
+        stored_hugging_face.compose(f"{scenario.name}@{RESUME_STEP}").write(out, world_size=world_size)
 
     launch = cached_launch(launch_cache, "trainer", resume_from=tmp_path / "out", names=names, world_size=world_size)
 

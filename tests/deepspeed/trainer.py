@@ -31,15 +31,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.deepspeed import models
-from tests.deepspeed.poke import copy_with_poked_shards
 from tests.deepspeed.scenarios import (
-    HUGGING_FACE_POKED,
     HUGGING_FACE_SCENARIO_OF,
-    POKED_FOLDER,
     RESUME_STEP,
     SAVE_STEPS,
     STEPS,
-    WORLD_SIZE,
     HuggingFaceScenario,
 )
 
@@ -63,22 +59,10 @@ def main() -> None:
         run(scenario, out=arguments.out, resume_from=arguments.resume_from)
         forget_state()
     dist.barrier()
-    if dist.get_rank() == 0 and arguments.resume_from is None:
-        write_poked_copies(arguments.out)
-    dist.barrier()
     sys.stdout.flush()
     # All is written. Taking down the threads of torch and gloo now and then aborts the process,
     # which would make good training look failed.
     os._exit(0)
-
-
-def write_poked_copies(out: Path) -> None:
-    """Copy some checkpoints with special bit patterns in their shards, for the tests that only compare."""
-    for name in HUGGING_FACE_POKED:
-        scenario = HUGGING_FACE_SCENARIO_OF[name]
-        source, target = (scenario.checkpoint(root, step=RESUME_STEP) for root in (out, out / POKED_FOLDER))
-        tag = scenario.tag_dir(out, step=RESUME_STEP).name
-        copy_with_poked_shards(source, target, tag=tag, world_size=WORLD_SIZE)
 
 
 def forget_state() -> None:

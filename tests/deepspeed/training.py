@@ -1,17 +1,16 @@
-"""Train the scenarios with real DeepSpeed ZeRO-3 on CPU ranks: one launch, all scenarios.
+"""Train the scenarios with real DeepSpeed ZeRO-3 on CPU ranks, from the start or from checkpoints: one launch for all.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 \
-        -m tests.deepspeed.training --out OUT [--resume-from DIR] [--scenario NAME ...]
+        -m tests.deepspeed.training --out OUT [--resume-from DIR [--step N] [--until N]] [--scenario NAME ...]
 
-The uninterrupted run and the resumed one are this same program: with ``--resume-from`` every engine first
-loads the checkpoint of step 2 from ``DIR/<scenario>`` through DeepSpeed's own loader, then goes on.
-``OUT/<scenario>/trace.jsonl`` has each step's losses (one per rank), gradient norm and learning rates,
-floats as ``float.hex()``, so that equal text means equal bits.
+With ``--resume-from`` every engine first loads the checkpoint of step N from ``DIR/<scenario>`` through DeepSpeed's own
+loader and saves it at once, unchanged: what lies in ``OUT/<scenario>`` then is what DeepSpeed itself makes of it on so
+many ranks. Then it trains on. ``OUT/<scenario>/trace.jsonl`` has each step's losses (one per rank), gradient norm and
+learning rates, floats as ``float.hex()``, so that equal text means equal bits.
 
-Checked by hand when this was written, not in every test run: resuming from the *source* checkpoints
-themselves gives the same traces, and the same tensors at step 4, in every scenario that ``resumes_alike``.
-A difference that the tests see is therefore ours. The others are resumed from their own checkpoints at once:
-that is what a composite of theirs is compared with.
+Checked by hand, not in every test run: resumed from the *source* checkpoints themselves, every scenario that
+``resumes_alike`` has the same traces, and the same tensors at step 4. A difference that the tests see is therefore
+ours. The others are also resumed from their own checkpoints: a composite of theirs is compared with that.
 
 All scenarios share one process per rank: an engine is destroyed, and DeepSpeed's counter of parameters reset,
 before the next is built, so that a scenario's files do not depend on which ones ran before it.
@@ -25,7 +24,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from tests.deepspeed import client_states, models
-from tests.deepspeed.poke import poked_copy, shared_storage_copy
+from tests.deepspeed.poke import poked_copy
 from tests.deepspeed.scenarios import (
     FROM_SHARDS_FOLDER,
     POKED,
@@ -46,8 +45,6 @@ from tests.deepspeed.scenarios import (
     SAVE_STEPS,
     SCENARIO_OF,
     SCENARIOS,
-    SHARED_STORAGE,
-    SHARED_STORAGE_FOLDER,
     STEPS,
     WORLD_SIZE,
     Grouping,
@@ -65,6 +62,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--resume-from", type=Path)
+    parser.add_argument("--step", type=int, default=RESUME_STEP, help="of the checkpoints to resume from")
+    parser.add_argument("--until", type=int, default=STEPS, help="the last step to train")
     parser.add_argument("--scenario", action="append", choices=sorted(SCENARIO_OF))
     arguments = parser.parse_args()
 
@@ -75,13 +74,16 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"=== {scenario.name}", flush=True)
         with built_engine(scenario) as engine:
-            train(scenario, engine, out=arguments.out, resume_from=arguments.resume_from)
+            if arguments.resume_from is None:
+                train(scenario, engine, out=arguments.out)
+            else:
+                resume(scenario, engine, arguments.resume_from, arguments.step, arguments.until, out=arguments.out)
         if arguments.resume_from is None and not scenario.resumes_alike:
             with built_engine(scenario) as engine:
-                train(scenario, engine, out=arguments.out / FROM_SHARDS_FOLDER, resume_from=arguments.out)
+                resume(scenario, engine, arguments.out, RESUME_STEP, STEPS, out=arguments.out / FROM_SHARDS_FOLDER)
     dist.barrier()
     if dist.get_rank() == 0 and arguments.resume_from is None:
-        write_variants(arguments.out, {scenario.name for scenario in chosen})
+        write_poked_copies(arguments.out, {scenario.name for scenario in chosen})
     dist.barrier()
     sys.stdout.flush()
     # All is written. Taking down the threads of torch and gloo now and then aborts the process,
@@ -89,19 +91,13 @@ def main() -> None:
     os._exit(0)
 
 
-def write_variants(out: Path, trained: set[str]) -> None:
-    """Copy some of the *trained* checkpoints in forms that training does not reach."""
+def write_poked_copies(out: Path, trained: set[str]) -> None:
+    """Copy some of the *trained* checkpoints with bit patterns that training does not reach."""
     for name in sorted(trained.intersection(POKED)):
-        write_variant(poked_copy, SCENARIO_OF[name], out, out / POKED_FOLDER)
-    if SHARED_STORAGE in trained:
-        write_variant(shared_storage_copy, SCENARIO_OF[SHARED_STORAGE], out, out / SHARED_STORAGE_FOLDER)
-
-
-def write_variant(copy: Callable[..., None], scenario: Scenario, out: Path, target: Path) -> None:
-    """Let *copy* make a variant of the scenario's first checkpoint below *target*."""
-    shards = scenario.tag_dir(target, step=RESUME_STEP)
-    copy(scenario.tag_dir(out, step=RESUME_STEP), shards, world_size=WORLD_SIZE)
-    (shards.parent / "latest").write_text(shards.name)
+        scenario = SCENARIO_OF[name]
+        shards = scenario.tag_dir(out / POKED_FOLDER, step=RESUME_STEP)
+        poked_copy(scenario.tag_dir(out, step=RESUME_STEP), shards, world_size=WORLD_SIZE)
+        (shards.parent / "latest").write_text(shards.name)
 
 
 def allow_fp16() -> None:
@@ -113,38 +109,45 @@ def allow_fp16() -> None:
     get_accelerator().is_fp16_supported = lambda: True
 
 
-def train(scenario: Scenario, engine: Engine, *, out: Path, resume_from: Path | None) -> None:
-    """Train *engine* to the last step, from the start or from the checkpoint below *resume_from*."""
-    client_state = client_states.initial(scenario.client_state)
-    if resume_from is not None:
-        client_state = load(scenario, engine, root=resume_from, keys=client_state.keys())
+def resume(scenario: Scenario, engine: Engine, source: Path, step: int, until: int, *, out: Path) -> None:
+    """Load the checkpoint of *step* below *source*, save it again into *out*, and train *engine* to *until*."""
+    _, loaded = engine.load_checkpoint(
+        str(scenario.save_dir(source, step=step)),
+        tag=scenario.tag(step=step),
+        load_module_strict=not scenario.exclude_frozen,
+    )
+    # DeepSpeed warns and starts from scratch when it finds nothing: that would look like a wrong trajectory.
+    assert engine.global_steps == step, f"{scenario.name}: nothing was loaded from {source}"
+    client_state = {key: loaded[key] for key in client_states.initial(scenario.client_state)}
+    save(scenario, engine, client_state, step=step, out=out)
+    train(scenario, engine, out=out, until=until, client_state=client_state)
+
+
+def train(
+    scenario: Scenario, engine: Engine, *, out: Path, until: int = STEPS, client_state: dict[str, Any] | None = None
+) -> None:
+    """Train *engine* to the step *until*."""
+    client_state = client_states.initial(scenario.client_state) if client_state is None else client_state
     trace = out / scenario.name / "trace.jsonl"
     trace.parent.mkdir(parents=True, exist_ok=True)
-    for step in range(engine.global_steps + 1, STEPS + 1):
+    for step in range(engine.global_steps + 1, until + 1):
         entry = train_step(scenario, engine, step=step)
         if dist.get_rank() == 0:
             with trace.open("a") as lines:
                 lines.write(json.dumps(entry) + "\n")
         client_states.advance(client_state)
-        if step in SAVE_STEPS and not (resume_from and step == RESUME_STEP):
-            engine.save_checkpoint(
-                str(scenario.save_dir(out, step=step)),
-                tag=scenario.tag(step=step),
-                client_state=client_state,
-                exclude_frozen_parameters=scenario.exclude_frozen,
-            )
+        if step in SAVE_STEPS:
+            save(scenario, engine, client_state, step=step, out=out)
 
 
-def load(scenario: Scenario, engine: Engine, *, root: Path, keys: Any) -> dict[str, Any]:
-    """Load the step to resume from and return what the checkpoint says of the user's own state."""
-    _, loaded = engine.load_checkpoint(
-        str(scenario.save_dir(root, step=RESUME_STEP)),
-        tag=scenario.tag(step=RESUME_STEP),
-        load_module_strict=not scenario.exclude_frozen,
+def save(scenario: Scenario, engine: Engine, client_state: dict[str, Any], *, step: int, out: Path) -> None:
+    """Save a checkpoint of *engine*, which is at *step*."""
+    engine.save_checkpoint(
+        str(scenario.save_dir(out, step=step)),
+        tag=scenario.tag(step=step),
+        client_state=client_state,
+        exclude_frozen_parameters=scenario.exclude_frozen,
     )
-    # DeepSpeed warns and starts from scratch when it finds nothing: that would look like a wrong trajectory.
-    assert engine.global_steps == RESUME_STEP, f"{scenario.name}: nothing was loaded from {root}"
-    return {key: loaded[key] for key in keys}
 
 
 def train_step(scenario: Scenario, engine: Engine, *, step: int) -> dict[str, Any]:

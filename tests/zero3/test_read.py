@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from layerstore.errors import LayoutMismatch
 from layerstore.model import Kind
 from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3 import Checkpoint, SliceSource, discover, read_checkpoint
-from tests.zero3.ptfiles import write_pt
+from tests.zero3.ptfiles import held, write_pt
 
 # The worked example: sub_group_size = 10, group 0 has a, b and c, group 1 has d and e.
 ELEMENTS = {"a": 15, "b": 12, "c": 7, "d": 3, "e": 5}
@@ -90,9 +91,16 @@ def optimizer(world_size: int, rank: int) -> Tree:
             "zero_stage": Inert(name="deepspeed.runtime.zero.config.ZeroStageEnum", arguments=(3,)),
             "partition_count": world_size,
             "optimizer_state_dict": {"state": states, "param_groups": []},
-            "fp32_flat_groups": [flat(spelled(text, "")) for text in ranks[rank]],
+            "fp32_flat_groups": [*in_one_storage([flat(spelled(text, "")) for text in ranks[rank]])],
         }
     }
+
+
+def in_one_storage(masters: list[Tensor]) -> list[Tensor]:
+    """Return *masters* as views of one storage, as DeepSpeed means to have them in fp32."""
+    whole = flat(b"".join(held(master.storage) for master in masters))
+    starts = [sum(before.elements for before in masters[:index]) for index in range(len(masters))]
+    return [replace(one, storage=whole.storage, offset=start) for one, start in zip(masters, starts, strict=True)]
 
 
 def write(folder: Path, world_size: int) -> Path:
@@ -121,7 +129,7 @@ def numbers(part: SliceSource) -> list[float]:
 
 @pytest.mark.parametrize("world_size", EXAMPLE)
 def test_every_element_of_the_worked_example_is_found(tmp_path: Path, world_size: int) -> None:
-    """The slices of all ranks, one after another, are the parameter: each element once, padding never."""
+    """The slices of all ranks together are the parameter: each element once, padding never, from any offset."""
     checkpoint = read(write(tmp_path / "run", world_size))
 
     assert [layer.layer for layer in checkpoint.layers] == list(ELEMENTS)
