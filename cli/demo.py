@@ -1,17 +1,19 @@
 """``layerstore demo``: a training run goes through a store, and comes out the same."""
 
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layerstore.cli.options import AsJson
-from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, shown, size
+from layerstore.cli.render import Column, counted, is_quiet, say, say_json, say_paragraph, say_table, shown, size
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.live.demo import DemoResult
+    from layerstore.live.demo import Audience, DemoResult
 
 _FACT_WIDTH = 13
 
@@ -42,18 +44,16 @@ def demo(
       layerstore demo
       layerstore demo --dir /tmp/demo --steps 40 --keep
     """
-    from layerstore.cli.demo_progress import shown_demo
     from layerstore.errors import LayerstoreError
     from layerstore.live.demo import run_demo
 
-    with shown_demo(as_json=as_json) as audience:
-        try:
-            result = run_demo(folder, steps=steps, keep=keep, force=force, audience=audience)
-        except LayerstoreError as exc:
-            tail = exc.facts.get("tail")
-            for line in tail if isinstance(tail, list) else []:
-                audience.complain(line)
-            raise
+    try:
+        result = run_demo(folder, steps=steps, keep=keep, force=force, audience=_audience(as_json=as_json))
+    except LayerstoreError as exc:
+        tail = exc.facts.get("tail")
+        for line in tail if isinstance(tail, list) else []:
+            print(f"  | {shown(line)}", file=sys.stderr)
+        raise
     if as_json:
         say_json(_fields(result))
     else:
@@ -65,6 +65,31 @@ def demo(
         )
     if not as_json:
         say_paragraph(_verdict(result))
+
+
+def _audience(*, as_json: bool) -> "Audience":
+    """Return who shows the demo's progress on stderr; programs, and who asked for quiet, are shown none."""
+    from layerstore.live.demo import Audience
+
+    moves = sys.stderr.isatty() and not os.environ.get("LAYERSTORE_NO_PROGRESS")
+
+    class Lines(Audience):
+        """A line for each event; on a terminal the steps share one."""
+
+        def phase(self, text: str) -> None:
+            self._say(text)
+
+        def note(self, text: str) -> None:
+            self._say(f"  {text}")
+
+        def step(self, step: int, *, steps: int, loss: float) -> None:
+            self._say(f"  step {step} of {steps}, loss {loss:.4f}", end="" if moves and step < steps else "\n")
+
+        def _say(self, text: str, *, end: str = "\n") -> None:
+            start = "\r" if moves else ""
+            print(f"{start}{shown(text)}", end=end, file=sys.stderr, flush=True)
+
+    return Audience() if as_json or is_quiet() else Lines()
 
 
 def _say_result(result: "DemoResult") -> None:

@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown, size, with_store
+from layerstore.cli.render import SHORT_ID_DIGITS, counted, say, say_json, shown, size, some, with_store
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
     from layerstore.gc import Dropped
-
-_NAMES_SHOWN_MAX = 8
 
 
 def drop(
@@ -78,9 +76,10 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
     say(f"would drop {name}; nothing was changed" if dry_run else f"dropped {name}")
     if dropped.inherited_by:
         keep = "keeps" if len(dropped.inherited_by) == 1 else "keep"
-        say(f"{counted(len(dropped.inherited_by), 'later commit')} {keep} layers of it: {_some(dropped.inherited_by)}")
+        commits = counted(len(dropped.inherited_by), "later commit")
+        say(f"{commits} {keep} layers of it: {shown(some(dropped.inherited_by))}")
     if dropped.pins:
-        say(f"kept by {counted(len(dropped.pins), 'pin')}: {_some(dropped.pins)}")
+        say(f"kept by {counted(len(dropped.pins), 'pin')}: {shown(some(dropped.pins))}")
     if dropped.tip is None:
         say("the run has no other commit")
     else:
@@ -88,7 +87,3 @@ def _tell(dropped: "Dropped", *, dry_run: bool) -> None:
     if not dry_run:
         back = with_store(f"layerstore undrop {dropped.commit[:SHORT_ID_DIGITS]}")
         say(f"a gc in 7 days frees up to {size(dropped.size_bytes)}, gc --empty-trash at once; until then: {back}")
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return shown(", ".join(names[:_NAMES_SHOWN_MAX]) + (" …" if len(names) > _NAMES_SHOWN_MAX else ""))

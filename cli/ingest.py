@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.ingest_all import Taken, take_all, take_one
-from layerstore.cli.ingest_watch import watch as watch_folders
+from layerstore.cli.ingest_many import IngestBatch, take_all, take_one
+from layerstore.cli.ingest_many import watch as watch_folders
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import (
     Aux,
@@ -129,7 +129,7 @@ def ingest(
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
     _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
     settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
-    taken = Taken()
+    batch = IngestBatch()
     try:
         with opened(store) as opened_store:
             save = partial(
@@ -145,12 +145,12 @@ def ingest(
                 resumed_from=resumed_from,
                 pin=pin,
             )
-            _ingest(checkpoints, save, taken, tag=tag, all_=all_, watched=watch, pin=pin, as_json=as_json)
+            _ingest(checkpoints, save, batch, tag=tag, all_=all_, watched=watch, pin=pin, as_json=as_json)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
-        if as_json and (taken.saved or is_open):
-            say_json(_fields_of_all(taken, one=len(checkpoints) == 1, all_=is_open))
-    taken.raise_first()
+        if as_json and (batch.saved or is_open):
+            say_json(_fields(batch, one=len(checkpoints) == 1, is_open=is_open))
+    batch.raise_first()
 
 
 def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
@@ -173,7 +173,7 @@ def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_atte
 def _ingest(
     checkpoints: list[Path],
     save: Callable[..., "Ingested"],
-    taken: Taken,
+    batch: IngestBatch,
     *,
     tag: str | None,
     all_: bool,
@@ -184,13 +184,13 @@ def _ingest(
     def take(checkpoint: Path, tag: str | None) -> None:
         with shown_progress(as_json=as_json) as progress:
             ingested = save(checkpoint, tag=tag, progress=progress)
-        taken.saved.append(ingested)
+        batch.saved.append(ingested)
         _tell(ingested, pin=pin, as_json=as_json)
 
     if watched:
-        watch_folders(checkpoints, take, taken, as_json=as_json)
+        watch_folders(checkpoints, take, batch, as_json=as_json)
     if all_:
-        take_all(checkpoints, take, taken, as_json=as_json)
+        take_all(checkpoints, take, batch, as_json=as_json)
         return
     for number, checkpoint in enumerate(sorted(checkpoints, key=_in_step_order)):
         with _counted_if_failed(number, of=len(checkpoints)):
@@ -258,9 +258,8 @@ def _written_again(ingested: "Ingested") -> Iterator[str]:
         yield "its record was damaged and is written again"
 
 
-def _fields_of_all(taken: Taken, *, one: bool, all_: bool) -> dict[str, object]:
+def _fields(batch: IngestBatch, *, one: bool, is_open: bool) -> dict[str, object]:
     """Return the fields of one checkpoint as they are, those of several as a list: with ``--all`` always."""
-    fields = [json_fields(ingested) for ingested in taken.saved]
-    if all_:
-        return {"commits": fields, "problems": taken.problem_fields}
-    return fields[0] if one else {"commits": fields}
+    if is_open:
+        return batch.fields
+    return json_fields(batch.saved[0]) if one else {"commits": batch.fields["commits"]}

@@ -110,6 +110,22 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def some(names: Sequence[str], *, limit: int = 8) -> str:
+    """
+    Return the first *limit* of *names*, and how many more there are.
+
+    >>> some(["a", "b", "c"], limit=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"
+
+
+def lost_in_words(layers: Sequence[str], *, everything: bool) -> str:
+    """Return what damage costs a commit."""
+    return "all of it" if everything else f"{counted(len(layers), 'layer')}, {some(layers, limit=4)}"
+
+
 # -- how much is said ----------------------------------------------------------------------------------------------
 
 

@@ -7,16 +7,24 @@ import typer
 
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown, size, with_store
+from layerstore.cli.render import (
+    counted,
+    lost_in_words,
+    say,
+    say_json,
+    say_paragraph,
+    say_warning,
+    shown,
+    size,
+    some,
+    with_store,
+)
 from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from layerstore.check import Repaired, RestoredIdentity
 
-_NAMES_MAX = 8
 _LINES_MAX = 50
 
 Sources = Annotated[
@@ -58,7 +66,11 @@ def repair(
     """
     from layerstore.errors import IntegrityError
 
-    restored = None if store_id is None else _restored(store, store_id, dry_run=dry_run)
+    restored = None
+    if store_id is not None:
+        from layerstore.store import restore_identity
+
+        restored = restore_identity(store or DEFAULT_STORE, store_id, dry_run=dry_run)
     if restored is not None and restored.is_assumed:
         say_warning("which features the store needs is not known; none is assumed")
     if restored is not None and dry_run:
@@ -78,19 +90,8 @@ def repair(
         raise IntegrityError(_lost_in_words(repaired, dry_run=dry_run), hint=_hint(repaired))
 
 
-def _restored(store: Path | None, store_id: str, *, dry_run: bool) -> "RestoredIdentity | None":
-    from layerstore.store import restore_identity
-
-    return restore_identity(store or DEFAULT_STORE, store_id, dry_run=dry_run)
-
-
 def _identity_fields(restored: "RestoredIdentity | None") -> dict[str, object]:
     return {"identity": restored is not None, "flags_assumed": restored is not None and restored.is_assumed}
-
-
-def _some(names: "Sequence[str]", *, limit: int = _NAMES_MAX) -> str:
-    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
-    return f"{', '.join(names[:limit])}{more}"
 
 
 def _is_pin(name: str) -> bool:
@@ -102,13 +103,13 @@ def _lost_in_words(repaired: "Repaired", *, dry_run: bool) -> str:
     could, done = ("cannot", "changed") if dry_run else ("could not", "removed")
     pins = sum(map(_is_pin, names))
     kinds = (counted(count, noun) for count, noun in ((len(names) - pins, "commit"), (pins, "pin")) if count)
-    return f"{' and '.join(kinds)} {could} be healed: {_some(names)}; nothing was {done}"
+    return f"{' and '.join(kinds)} {could} be healed: {some(names)}; nothing was {done}"
 
 
 def _hint(repaired: "Repaired") -> str:
     ways = ["layerstore repair --from COPY"]
     if repaired.reingest:
-        ways.append(f"ingest the checkpoint of {_some(repaired.reingest, limit=3)} again")
+        ways.append(f"ingest the checkpoint of {some(repaired.reingest, limit=3)} again")
     if any(not cost.everything for cost in repaired.lost):
         ways.append("layerstore compose --without-damaged takes older versions of the lost layers")
     for name in repaired.unreadable[:1]:
@@ -127,10 +128,7 @@ def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
         say(f"  from {shown(each.source)}")
     _more(len(repaired.fetched))
     for cost in repaired.lost[:_LINES_MAX]:
-        lost = (
-            "all of it" if cost.everything else f"{counted(len(cost.layers), 'layer')}, {_some(cost.layers, limit=4)}"
-        )
-        say(f"lost of {shown(cost.holder)}: {shown(lost)}")
+        say(f"lost of {shown(cost.holder)}: {shown(lost_in_words(cost.layers, everything=cost.everything))}")
     _more(len(repaired.lost))
     for name in repaired.unreadable:
         say(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")

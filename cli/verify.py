@@ -6,7 +6,7 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, say, say_json, say_note, say_paragraph, shown, size
+from layerstore.cli.render import counted, lost_in_words, say, say_json, say_note, say_paragraph, shown, size, some
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from layerstore.check import Cost, Damage, Hurt, Verdict
 
-_NAMES_MAX = 8
 _HURT_MAX = 20
 
 Subset = Annotated[
@@ -80,13 +79,8 @@ def verify(
 
 def _damage_in_words(verdict: "Verdict") -> str:
     needed_by = sorted({name for damage in verdict.damaged for name in damage.needed_by})
-    affected = f"; it affects {_some(needed_by, limit=5)}" if needed_by else ""
+    affected = f"; it affects {some(needed_by, limit=5)}" if needed_by else ""
     return f"damage found in {counted(len(verdict.damaged), 'place')}{affected}; nothing was changed"
-
-
-def _some(names: "Sequence[str]", *, limit: int = _NAMES_MAX) -> str:
-    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
-    return f"{', '.join(names[:limit])}{more}"
 
 
 def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
@@ -124,7 +118,9 @@ def say_damage(damage: "Damage") -> None:
     say(f"damaged {damage.kind}  {shown(damage.path)}")
     say_paragraph(f"  {shown(damage.reason)}", indent=4)
     for costs in _alike(damage.costs):
-        say_paragraph(f"  costs {shown(_some([cost.holder for cost in costs]))}: {shown(_lost(costs[0]))}", indent=4)
+        holders = some([cost.holder for cost in costs])
+        lost = lost_in_words(costs[0].layers, everything=costs[0].everything)
+        say_paragraph(f"  costs {shown(holders)}: {shown(lost)}", indent=4)
 
 
 def _alike(costs: "Sequence[Cost]") -> "list[list[Cost]]":
@@ -133,10 +129,6 @@ def _alike(costs: "Sequence[Cost]") -> "list[list[Cost]]":
     for cost in costs:
         groups.setdefault((cost.layers, cost.everything), []).append(cost)
     return list(groups.values())
-
-
-def _lost(cost: "Cost") -> str:
-    return "all of it" if cost.everything else f"{counted(len(cost.layers), 'layer')}, {_some(cost.layers, limit=4)}"
 
 
 def _stands(hurt: "Hurt") -> str:

@@ -12,26 +12,6 @@ from tests.faults.harness import flip, object_of
 from tests.generated import generate
 
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
-PIN_FIELDS_SINCE = ["attempt", "policy", "mixture", "policy_parameters"]
-
-INGEST_FIELDS = [
-    "run",
-    "step",
-    "attempt",
-    "commit",
-    "is_new",
-    "record_healed",
-    "layers",
-    "layers_saved",
-    "objects_new",
-    "objects_reused",
-    "bytes_new",
-    "bytes_reused",
-    "objects_healed",
-    "reused_read",
-    "bytes_derived",
-    "seconds",
-]
 
 
 def test_init_makes_the_default_store(run: Run, tmp_path: Path) -> None:
@@ -41,14 +21,6 @@ def test_init_makes_the_default_store(run: Run, tmp_path: Path) -> None:
     assert outcome.code == 0
     assert (tmp_path / ".layerstore" / "store.json").is_file()
     assert "layerstore ingest" in outcome.out
-
-
-def test_init_tells_programs_path_and_id(run: Run, tmp_path: Path) -> None:
-    """The path is absolute, the id is the store's."""
-    fields = run("init", "here", "--json").fields
-
-    assert list(fields) == ["schema", "path", "id"]
-    assert str(tmp_path / "here") == fields["path"]
 
 
 def test_ingest_says_what_it_saved_and_that_it_was_saved_already(run: Run, checkpoints: Path) -> None:
@@ -86,18 +58,6 @@ def test_ingest_says_that_the_store_had_rotted_or_was_not_read(run: Run, store: 
     assert run(*words, "second", "--trust-store").out.rstrip().endswith("; nothing was written; reused, not read")
 
 
-def test_ingest_tells_programs_all_counts(run: Run, checkpoints: Path) -> None:
-    """The fields are those of the documentation, in its order."""
-    run("init")
-
-    fields = run("ingest", checkpoints / "global_step2", "--json", "--run", "other").fields
-
-    assert ["schema", *INGEST_FIELDS] == list(fields)
-    assert (fields["run"], fields["step"], fields["is_new"], fields["layers"]) == ("other", 2, True, 5)
-    assert fields["objects_new"] > 0
-    assert fields["bytes_new"] > 0
-
-
 def test_ingest_takes_several_in_the_order_of_their_numbers(run: Run, tmp_path: Path) -> None:
     """A shell lists checkpoint-10 before checkpoint-9; saves are counted in the order of training."""
     folders = [generate(tmp_path / "run" / f"checkpoint-{step}", hidden=16, vocab=32, step=step) for step in (10, 9)]
@@ -106,7 +66,6 @@ def test_ingest_takes_several_in_the_order_of_their_numbers(run: Run, tmp_path: 
     fields = run("ingest", *folders, "--json").fields
 
     assert [commit["step"] for commit in fields["commits"]] == [9, 10]
-    assert list(fields["commits"][0]) == INGEST_FIELDS
     assert [commit["run"] for commit in fields["commits"]] == ["run", "run"]
 
 
@@ -156,15 +115,6 @@ def test_ingest_replaces_only_when_asked(run: Run, store: Path, tmp_path: Path) 
     assert "--replace" in refused.err
 
 
-def test_ingest_names_layers_by_the_users_pattern(run: Run, checkpoints: Path) -> None:
-    """The pattern's match is the layer's name."""
-    run("init")
-
-    run("ingest", checkpoints / "global_step2", "--layer-pattern", r"^model\.layers")
-
-    assert "model.layers" in [layer["layer"] for layer in run("ls", "--json").fields["layers"]]
-
-
 def test_log_lists_commits_newest_first(run: Run, store: Path) -> None:
     """One line per commit, under a heading; the attempt is only shown where there are several."""
     outcome = run("log", "--store", store)
@@ -174,17 +124,6 @@ def test_log_lists_commits_newest_first(run: Run, store: Path) -> None:
     assert lines[0] == ["RUN", "STEP", "COMMIT", "SAVED", "LAYERS", "NEW", "PINS"]
     assert [(line[0], line[1]) for line in lines[1:]] == [("sft", "4"), ("sft", "2")]
     assert lines[2][-1] == "best"
-
-
-def test_log_tells_programs_all_fields(run: Run, store: Path) -> None:
-    """The fields are those of the documentation, in its order."""
-    commits = run("log", "sft", "--store", store, "--json").fields["commits"]
-
-    fields = ["run", "attempt", "step", "commit", "time", "layers_saved", "bytes_new", "pins"]
-    assert list(commits[0]) == [*fields, "has_moments"]
-    assert commits[0]["has_moments"] is True
-    assert commits[1]["pins"] == ["best"]
-    assert len(commits[0]["commit"]) == 32
 
 
 def test_what_a_commit_lacks_is_said(run: Run, store: Path, checkpoints: Path) -> None:
@@ -235,16 +174,6 @@ def test_log_goes_on_after_one_commit_only(run: Run, store: Path, commit: str, c
     assert len(outcome.err.splitlines()) == 2
 
 
-def test_log_draws_attempts(run: Run, store: Path) -> None:
-    """A run that never went back is one line of descent, plain in a pipe; programs get no drawing."""
-    outcome = run("log", "--graph", "--store", store)
-    lines = [line.split() for line in outcome.out.splitlines()]
-
-    assert lines[0][:4] == ["GRAPH", "RUN", "ATTEMPT", "STEP"]
-    assert [line[:4] for line in lines[1:]] == [["*", "sft", "1", "4"], ["*", "sft", "1", "2"]]
-    assert run("log", "--graph", "--store", store, "--json").fields == run("log", "--store", store, "--json").fields
-
-
 def test_log_of_an_empty_store_says_what_to_do_next(run: Run) -> None:
     """An empty answer is no failure."""
     run("init")
@@ -287,14 +216,6 @@ def test_show_tells_everything_about_one_commit(run: Run, store: Path) -> None:
     assert [line.split()[0] for line in lines[lines.index("") + 2 :]] == LAYERS
 
 
-def test_show_tells_programs_all_fields(run: Run, store: Path) -> None:
-    """A pin shows as the commit that it was made from."""
-    fields = run("show", "best", "--store", store, "--json").fields
-
-    assert tuple(fields[key] for key in ("run", "step", "attempt", "pin", "world_size")) == ("sft", 2, 1, "best", 2)
-    assert [layer["layer"] for layer in fields["layers"]] == LAYERS
-
-
 def test_show_tells_what_a_commit_replaced(run: Run, store: Path, tmp_path: Path) -> None:
     """The id that it hides, the pins of its content (a pin of what it replaced is none), and its policy."""
     old = run("show", "sft@2", "--store", store, "--json").fields
@@ -318,16 +239,6 @@ def test_ls_adds_up_the_kinds(run: Run, store: Path) -> None:
     assert [*LAYERS, "total"] == [line.split()[0] for line in lines[1:]]
 
 
-def test_ls_of_one_layer(run: Run, store: Path) -> None:
-    """A layer's name limits the answer to it."""
-    layers = run("ls", "sft", "model.norm", "--store", store, "--json").fields["layers"]
-
-    assert [(layer["layer"], layer["run"], layer["step"], layer["parameters"]) for layer in layers] == [
-        ("model.norm", "sft", 4, 16)
-    ]
-    assert {"weights", "master", "optimizer", "buffers"} == layers[0]["bytes"].keys()
-
-
 def test_compose_writes_a_checkpoint(run: Run, store: Path, tmp_path: Path) -> None:
     """The output has DeepSpeed's files, and is only replaced by force."""
     first = run("compose", "sft@2", "-o", "out", "--store", store)
@@ -337,37 +248,6 @@ def test_compose_writes_a_checkpoint(run: Run, store: Path, tmp_path: Path) -> N
     assert (first.code, second.code, third.code) == (0, 14, 0)
     assert first.out.startswith(f"wrote {tmp_path / 'out'}: sft@2, policy latest, 5 layers, 2 ranks, ")
     assert (tmp_path / "out" / "latest").read_text() == "global_step4"
-
-
-def test_compose_tells_programs_all_fields(run: Run, store: Path, tmp_path: Path) -> None:
-    """The fields are those of the documentation, in its order."""
-    fields = run("compose", "sft@2", "-o", "out", "--store", store, "--json").fields
-
-    assert list(fields) == [
-        "schema",
-        "run",
-        "step",
-        "attempt",
-        "commit",
-        "policy",
-        "parameters",
-        "layers",
-        "staleness",
-        "older_than_due",
-        "notes",
-        "world_size",
-        "out",
-        "bytes_written",
-        "seconds",
-    ]
-    assert dict.fromkeys(LAYERS, ("sft", 2)) == {
-        name: (layer["run"], layer["step"]) for name, layer in fields["layers"].items()
-    }
-    assert fields["staleness"]["oldest"]["steps"] == 0
-    assert fields["notes"] == []
-    assert (
-        sum(file.stat().st_size for file in (tmp_path / "out").rglob("*") if file.is_file()) == fields["bytes_written"]
-    )
 
 
 def test_compose_dry_run_prints_the_plan_and_writes_nothing(run: Run, store: Path, tmp_path: Path) -> None:
@@ -421,22 +301,15 @@ def test_compose_finds_the_base(run: Run, store: Path, words: tuple[str, ...], s
     assert step == run("compose", *words, "--dry-run", "--json", "--store", store).fields["step"]
 
 
-def test_compose_refuses_two_answers_to_one_question(run: Run, store: Path) -> None:
-    """REF and --run or --step are alternatives."""
-    outcome = run("compose", "sft", "--step", "2", "--dry-run", "--store", store)
-
-    assert outcome.code == 2
-    assert "both" in outcome.err
-
-
-def test_compose_asks_whose_step_is_meant(run: Run, store: Path, checkpoints: Path) -> None:
-    """With two runs, --step alone is not enough."""
+def test_compose_asks_what_is_not_clear(run: Run, store: Path, checkpoints: Path) -> None:
+    """REF and --run or --step are alternatives; with two runs, --step alone is not enough."""
+    both = run("compose", "sft", "--step", "2", "--dry-run", "--store", store)
     run("ingest", checkpoints / "global_step2", "--run", "other", "--store", store)
+    whose = run("compose", "--step", "2", "--dry-run", "--store", store)
 
-    outcome = run("compose", "--step", "2", "--dry-run", "--store", store)
-
-    assert outcome.code == 2
-    assert "--run" in outcome.err
+    assert (both.code, whose.code) == (2, 2)
+    assert "both" in both.err
+    assert "--run" in whose.err
 
 
 def test_pins_are_made_listed_and_deleted(run: Run, store: Path) -> None:
@@ -445,7 +318,6 @@ def test_pins_are_made_listed_and_deleted(run: Run, store: Path) -> None:
     listed = run("pin", "--list", "--store", store, "--json").fields["pins"]
     deleted = run("pin", "--delete", "best", "--store", store, "--json").fields
 
-    assert list(made) == ["schema", "pin", "run", "step", "commit", "time", "layers", *PIN_FIELDS_SINCE]
     assert (made["attempt"], made["mixture"], made["policy"]) == (1, False, "full")
     assert [(pin["pin"], pin["step"], pin["layers"]) for pin in listed] == [("best", 2, 5), ("newest", 4, 5)]
     assert deleted["deleted"] == "best"
@@ -558,18 +430,6 @@ def test_ingest_says_that_it_wrote_a_damaged_record_again(run: Run, checkpoints:
     assert run("ingest", checkpoints, "--tag", "global_step2", "--json").fields["record_healed"] is False
 
 
-def test_compose_says_which_layer_has_lost_an_object(run: Run, store: Path, tmp_path: Path) -> None:
-    """An object's id says nothing to anybody; and a look at the commit says what still stands."""
-    _largest_object(store).unlink()
-    hurt = run("verify", "--store", store, "--json").fields["damaged"][0]["needed_by"][0]
-
-    outcome = run("compose", hurt, "--store", store, "-o", tmp_path / "out")
-
-    assert outcome.code == 20
-    assert re.search(r"error: \S+ of sft@\d+: object [0-9a-f]+ \(\d+ bytes\) is missing", outcome.err)
-    assert re.search(r"hint: layerstore .*verify sft@\d+ says which composites still stand", outcome.err)
-
-
 def test_a_save_that_nobody_timed_is_said_to_be(run: Run, store: Path) -> None:
     """Its columns are no gap in the table, and a line below says why."""
     timed, quiet = run("log", "--timing", "--store", store), run("log", "--timing", "--store", store, "-q")
@@ -595,8 +455,6 @@ def test_compose_says_at_which_step_a_mixture_resumes(run: Run, store: Path) -> 
 
 def test_compose_says_which_save_a_damaged_layer_is_of(run: Run, store: Path) -> None:
     """Of a composite that is not its base, and a look at the base would find nothing."""
-    import layerstore
-
     with layerstore.open(store) as opened:
         line = next(line for line in opened.compose("sft@4", policy="parity").ls() if line.step == 2)
     (store / "objects" / line.version[:2] / line.version).unlink()
@@ -611,8 +469,6 @@ def test_compose_says_which_save_a_damaged_layer_is_of(run: Run, store: Path) ->
 @pytest.mark.parametrize("command", ["ls", "show"])
 def test_ls_and_show_say_which_layer_has_lost_its_version(run: Run, store: Path, command: str) -> None:
     """In the words of compose."""
-    import layerstore
-
     with layerstore.open(store) as opened:
         version = opened.compose("sft").layers["lm_head"].version
     (store / "objects" / version[:2] / version).unlink()
@@ -622,25 +478,6 @@ def test_ls_and_show_say_which_layer_has_lost_its_version(run: Run, store: Path,
     assert outcome.code == 20
     assert re.search(r"error: lm_head of sft@\d+: object [0-9a-f]+ \(\d+ bytes\) is missing", outcome.err)
     assert re.search(r"hint: layerstore .*verify sft@\d+ says which composites still stand", outcome.err)
-
-
-def test_a_hint_that_lists_all_layers_says_so(run: Run, store: Path) -> None:
-    """No sign that there are more."""
-    outcome = run("ls", "sft", "nolayer", "--store", store)
-
-    assert outcome.code == 13
-    assert "…" not in outcome.err
-
-
-def test_reindex_replaces_a_lost_index(run: Run, store: Path) -> None:
-    """The index is made of the records, nothing else."""
-    before = run("log", "--store", store, "--json").fields
-    shutil.rmtree(store / "manifest")
-
-    outcome = run("reindex", "--store", store, "--json")
-
-    assert (outcome.code, outcome.fields["commits"]) == (0, 2)
-    assert before == run("log", "--store", store, "--json").fields
 
 
 def test_reindex_counts_what_it_covers(run: Run, store: Path) -> None:
@@ -654,6 +491,8 @@ def test_reindex_counts_what_it_covers(run: Run, store: Path) -> None:
     assert (done.code, done.out, done.err) == (0, "rebuilt the index; it covers 1 commit\n", "")
     assert run("reindex", "--store", store, "--json").fields == {"schema": 1, "commits": 1}
     assert run("verify", "--store", store).code == 0
+    shutil.rmtree(store / "manifest")
+    assert run("reindex", "--store", store, "--json").fields["commits"] == 1
 
 
 def test_version(run: Run) -> None:

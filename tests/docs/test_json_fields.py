@@ -1,4 +1,4 @@
-"""Every field that ``--json`` prints is in the table of the command line's page, in the row of its command."""
+"""The fields that ``--json`` prints are those in the table of the command line's page, in the row of its command."""
 
 import contextlib
 import io
@@ -59,6 +59,28 @@ MAPPINGS = {"layers", "whole", "versions", "bytes", "kinds", "policy_parameters"
     "optimizer_steps",
 }
 
+# Words in a row that are no field, or one that only damage, a live save or another option brings.
+SELDOM = {
+    "`ingest`, one checkpoint": "store trust",
+    "`ingest`, several": "store trust",
+    "`ingest --all`, `--watch`": "code hint kind message path store trust",
+    "`log`": "blocked_seconds copied_bytes damaged durable_seconds queued reason save visible_seconds written_bytes",
+    "`show`": "gc kind size",
+    "`ls`": "kind size",
+    "`compose`": "count name",
+    "`compose --format hf`": "count dry_run name pin world_size",
+    "`diff`": "kind stat",
+    "`report`": "blocked durable given_up max median visible",
+    "`pin --list`": "damaged reason",
+    "`pin --delete`": "gc",
+    "`drop`": "given_up",
+    "`verify`": "commit costs everything id kind layers needed_by path reason run stands",
+    "`repair`": "bytes commit everything from gc json kind layers or path pin reason reference store",
+    "`migrate`": "backup bytes dry_run files found list path unfinished",
+    "`doctor`": "name version",
+    "`estimate`": "checkpoint commit config params",
+}
+
 
 def documented(row: str) -> set[str]:
     """Return the fields that the table has for *row*."""
@@ -81,11 +103,12 @@ def printed(value: object) -> Iterator[str]:
             yield from printed(list(each.values()) if is_mapping else each)
 
 
-def test_every_field_is_documented(furnished: Path, disk_path: Path) -> None:
-    """A program's author finds on the page whatever a program may see."""
-    missing: dict[str, set[str]] = {}
+def test_the_fields_are_the_documented_ones(furnished: Path, disk_path: Path) -> None:
+    """A program's author finds on the page whatever a program may see, and a program sees whatever is on the page."""
+    wrong: dict[str, set[str]] = {}
     with scene_at(disk_path / "scene", furnished, with_store=True) as scene, contextlib.chdir(scene.root):
         for row, lines in ROWS.items():
+            seen = set(SELDOM.get(row, "").split())
             for line in lines:
                 told = io.StringIO()
                 with contextlib.redirect_stdout(told), contextlib.redirect_stderr(io.StringIO()):
@@ -93,10 +116,10 @@ def test_every_field_is_documented(furnished: Path, disk_path: Path) -> None:
                 fields = json.loads(told.getvalue().splitlines()[-1])
                 assert fields.pop("schema") == 1
                 assert fields, line
-                if strange := set(printed(fields)) - documented(row):
-                    missing[line] = strange
+                seen |= set(printed(fields))
+            wrong[row] = seen ^ documented(row)
 
-    assert missing == {}
+    assert {row: fields for row, fields in wrong.items() if fields} == {}
 
 
 def test_every_row_is_tried() -> None:
