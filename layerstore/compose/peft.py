@@ -78,10 +78,10 @@ def _parts(parameter: str) -> list[str]:
 
 def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[str], adapter: str) -> dict[str, str]:
     """
-    Return the *parameters* that PEFT would save of a LoRA adapter with *config*, by their names in its file.
+    Return the *parameters* that PEFT saves of a LoRA adapter with *config*, by their names in its file.
 
     Raises:
-        Unsupported: It is no LoRA: other methods have rules of their own.
+        Unsupported: It is not LoRA: other methods have rules of their own.
     """
     try:
         fields = json.loads(content_of(repo, config.content))
@@ -120,7 +120,7 @@ class _AdapterFile:
 
 
 def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _AdapterFile:
-    """Read the header of *file*, which holds *adapter*, and find the parameter of each tensor."""
+    """Read the header of *adapter*'s *file*, and find the parameter of each tensor."""
     header, size_bytes = header_of(repo, file)
     suppliers: dict[str, tuple[str, int]] = {}
     for parameter in slices.parameters.values():
@@ -133,12 +133,12 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _
 
 def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
     """
-    Return the plan of a file beside the shards: as it is, or an adapter's with the chosen layers' values.
+    Return the plan of a file beside the shards: as it is, or an adapter's with the values of the chosen layers.
 
     *own* are the parameters of the layers that the base itself saved.
 
     Raises:
-        Unsupported: For some tensors of an adapter's file it is not known which parameters they are.
+        Unsupported: Some tensors of an adapter's file are of unknown parameters.
     """
     older = slices.parameters.keys() - own
     adapter = adapter_at(file.path)
@@ -158,7 +158,7 @@ def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Coll
 
 
 def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> OutputFile:
-    """Return the plan of the file *found* in which the tensors of the parameters *names* come from *slices*."""
+    """Return the plan of the file *found*, with the tensors of the parameters *names* from *slices*."""
     file, begin = found.file, 0
     literals: list[tuple[int, bytes]] = []
     pieces: list[Piece] = []
@@ -193,10 +193,10 @@ def plan_adapters(
     repo: Repository, files: Sequence[SourceFile], slices: Slices, *, own: Collection[str], dtype: str | None
 ) -> tuple[list[WeightsFile], list[OutputFile], list[str]]:
     """
-    Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, its files with these, and notes.
+    Plan a folder as PEFT's ``save_pretrained`` leaves it; return its weights, all its files, and notes.
 
-    *files* are the base's, *own* the parameters of the layers that it saved itself; *dtype* is the code of the element
-    type that was asked for, None for what the files have.
+    *files* are the base's, *own* the parameters of the layers that it saved itself; *dtype* is the code of the wanted
+    element type, None for that of the files.
 
     Raises:
         Unsupported: A trained parameter has no place in such a folder, or an adapter's file cannot be made.
@@ -240,7 +240,7 @@ def plan_adapters(
 def _as_saved(
     stored: _AdapterFile, slices: Slices, *, own: Collection[str], dtype: str | None
 ) -> tuple[WeightsFile, OutputFile]:
-    """Return the base's own file with the values of the chosen layers; laid out anew for another *dtype*."""
+    """Return the base's own file with the values of the chosen layers, laid out anew for another *dtype*."""
     path, entries = stored.file.path, json.loads(stored.header[8:])
     tensors = tuple(
         _tensor(tensor.name, tensor.supplier, tuple(entries[tensor.name]["shape"]), tensor.dtype, dtype)

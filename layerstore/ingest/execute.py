@@ -37,7 +37,6 @@ from layerstore.progress import Progress
 from layerstore.publish import Published, Transaction
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
-from layerstore.zero3 import check_unchanged
 
 _HOW_TO_SAVE_IT = (
     "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "
@@ -54,9 +53,9 @@ class Ingested:
     attempt: int
     commit: CommitId
     is_new: bool
-    """False where this very content was saved before: then nothing was written but what the store had lost."""
+    """False if this content was saved before: then only what the store had lost was written."""
     record_healed: bool
-    """Whether its record was damaged, and is written again."""
+    """Whether its record was damaged and is written again."""
     layers: tuple[str, ...]
     layers_saved: tuple[str, ...]
     """Those that were due; the others are inherited."""
@@ -65,9 +64,9 @@ class Ingested:
     bytes_new: int
     bytes_reused: int
     objects_healed: int
-    """Those of the new ones that the store had, damaged: they have this checkpoint's bytes in their place."""
+    """New ones that replace damaged objects of the store."""
     reused_read: bool
-    """Whether what was reused was read first, and not trusted."""
+    """Whether reused objects were read and compared."""
     bytes_derived: int
     """Gathered weights that were not stored because they follow from the masters."""
     seconds: float
@@ -186,7 +185,7 @@ class _Outcome(NamedTuple):
 
 
 def _rival(view: RunView | None, plan: IngestPlan) -> RecordRow | None:
-    """Return the commit that stands at the checkpoint's step: in the newest attempt's history, else in another one."""
+    """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
     rows = rows_at(view, plan.step)
     if view is None or not rows:
         return None
@@ -199,11 +198,7 @@ def _rival(view: RunView | None, plan: IngestPlan) -> RecordRow | None:
 def _stored_beside(
     repo: Repository, plan: IngestPlan, view: RunView | None, rival: RecordRow, progress: Progress
 ) -> _Outcome | None:
-    """
-    Store what *rival* has saved of the checkpoint, if that is the same; return None if it is other content.
-
-    The same content is saved already; what the store has lost of it is put back.
-    """
+    """Put back what the store has lost of *rival*, if that has the same content; return None if it has not."""
     place, use = place_beside(repo, rival)
     is_trimmed = WITHOUT_MOMENTS in repo.catalog.commit(rival.name).record.flags
     if plan.replace and (is_trimmed or use.name != plan.policy.name):
@@ -212,7 +207,7 @@ def _stored_beside(
         return None
     due = frozenset(rival.layer_names) - place.inherited.keys()
     with Transaction(repo, reads_reused=not plan.trust_store) as tx:
-        content = _transferred(plan, tx, progress, due=due, known_before=True, moments=not is_trimmed)
+        content = transfer(plan.checkpoint, tx.objects, progress, due=due, known_before=True, moments=not is_trimmed)
         record = _record(plan, content, place, use, due)
         if commit_id(record) != rival.id:
             _check_may_differ(view, plan, rival)
@@ -240,7 +235,7 @@ def _stored_as_new(
             due, decisions = layers_due(repo, plan.checkpoint, place, plan.policy, run=plan.run)
         use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
         tx = opened.enter_context(Transaction(repo, reads_reused=not plan.trust_store))
-        content = _transferred(plan, tx, progress, due=due, known_before=rival is not None)
+        content = transfer(plan.checkpoint, tx.objects, progress, due=due, known_before=rival is not None)
         record = _record(plan, content, place, use, due)
         for name, problem in _damaged_at(view, plan.step):
             if name.id != commit_id(record):
@@ -255,22 +250,8 @@ def _stored_as_new(
         return _Outcome(tx.commit(record), content, tx.objects)
 
 
-def _transferred(
-    plan: IngestPlan,
-    tx: Transaction,
-    progress: Progress,
-    *,
-    due: frozenset[str],
-    known_before: bool,
-    moments: bool = True,
-) -> Content:
-    content = transfer(plan.checkpoint, tx.objects, progress, due=due, known_before=known_before, moments=moments)
-    check_unchanged(plan.checkpoint.found)
-    return content
-
-
 def _opens_the_same(repo: Repository, view: RunView | None, plan: IngestPlan, rival: RecordRow) -> bool:
-    """Whether the same command, given before *rival*'s attempt was there, would have opened that."""
+    """Whether this command would have opened *rival*'s attempt, had it not been there."""
     before = None
     if view is not None:
         before = replaced(view, rows={key: row for key, row in view.rows.items() if row.attempt < rival.attempt})
@@ -284,7 +265,7 @@ def _opens_the_same(repo: Repository, view: RunView | None, plan: IngestPlan, ri
 
 
 def _check_may_differ(view: RunView | None, plan: IngestPlan, rival: RecordRow) -> None:
-    """Raise Conflict if *rival*, which has other content, is what the step means."""
+    """Raise Conflict if the step means *rival*, which has other content."""
     if plan.replace or plan.opens_attempt or view is None:
         return
     if any(row.id == rival.id for row in view.history(newest_attempt(view), step=plan.step)):

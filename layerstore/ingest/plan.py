@@ -1,4 +1,4 @@
-"""What is to be ingested: the source is read and checked, and nothing is written."""
+"""Plan an ingest: read and check the source; nothing is written."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,16 @@ class IngestPlan:
     replace: bool
     layer_pattern: str | None
     policy: Policy
-    """Says which layers are stored."""
     rollback: bool
     """Training went back to an earlier step."""
     resumed_from: str | None
-    """The commit or composite that training went on from, if it is to open an attempt."""
-    trust_store: bool = False
-    """Whether what the store has already is reused without reading it."""
+    """The commit or composite that training resumed from, if the commit opens an attempt."""
+    trust_store: bool
+    """Reuse what the store has without reading it."""
 
     @property
     def opens_attempt(self) -> bool:
-        """Whether the commit begins another history."""
+        """Whether the commit opens an attempt."""
         return self.rollback or self.resumed_from is not None
 
     @property
@@ -53,7 +52,7 @@ def plan_ingest(
     resumed_from: str | None = None,
     trust_store: bool = False,
 ) -> IngestPlan:
-    """Read what is at *path* and decide what it is; nothing is written."""
+    """Read and check the checkpoint at *path*; nothing is written."""
     if rollback and resumed_from is not None:
         raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
     repo.prepare_writing()

@@ -35,6 +35,7 @@ from layerstore.zero3 import (
     LayerSource,
     ObjectSource,
     SliceSource,
+    check_unchanged,
     rank_of_file,
     read_source_file,
     stat_source,
@@ -72,7 +73,7 @@ def transfer(
     *known_before* says that the store is likely to have all of it.
 
     Raises:
-        SourceCheckpoint: A byte of the source is not as it was written; *writer* publishes nothing then.
+        SourceCheckpoint: A byte of the source is not as it was written, or the source changed meanwhile.
     """
     # Gathered weights have a reader of their own: they are read while a chunk of slices is in use.
     with (
@@ -91,7 +92,8 @@ def transfer(
         )
         content = _Transfer(checkpoint, staging, gathered, pool, due=due, moments=moments).run(progress, writer)
         checksums.check(checkpoint.checks, reader)
-        return content
+    check_unchanged(checkpoint.found)
+    return content
 
 
 class _Transfer:

@@ -1,4 +1,4 @@
-"""Pins: a user's names for commits, fully resolved so that they outlive what they were made from."""
+"""Pins: a user's names for commits. Each holds the whole record, so it outlives the commit."""
 
 from dataclasses import dataclass
 
@@ -65,35 +65,29 @@ def make_pin(repo: Repository, name: str, resolved: Resolved, *, replace: bool =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpinned:
-    """What becomes of that which a deleted pin meant."""
+    """What a deleted pin meant."""
 
     is_mixture: bool
     """Whether the pin was of a composite; then *shows* speaks of its base."""
     shows: bool
-    """Whether the commit is visible. If not, a collection frees what of it only the pin had kept."""
-
-
-def _without(repo: Repository, name: str) -> Unpinned | None:
-    try:
-        pin = repo.records.read_pin(name)
-        view = repo.catalog.find(pin.record.run)
-    except LayerstoreError:
-        return None  # it can be deleted all the same
-    shows = view is not None and any(row.id == pin.base for row in view.visible)
-    return Unpinned(is_mixture=is_mixture(pin.record, pin.base), shows=shows)
+    """Whether the commit is visible. If not, a collection frees what only the pin had kept of it."""
 
 
 def delete_pin(repo: Repository, name: str) -> Unpinned | None:
     """
-    Delete the pin *name*, readable or not.
-
-    Returns what that changes; None where nobody knows, because the pin could not be read.
+    Delete the pin *name*, and return what it meant; None if it could not be read.
 
     Raises:
         NotFound: There is none.
     """
     repo.prepare_writing()
-    found = _without(repo, name)
+    try:
+        pin = repo.records.read_pin(name)
+        view = repo.catalog.find(pin.record.run)
+        shows = view is not None and any(row.id == pin.base for row in view.visible)
+        found = Unpinned(is_mixture=is_mixture(pin.record, pin.base), shows=shows)
+    except LayerstoreError:
+        found = None  # it can be deleted all the same
     repo.records.delete_pin(name)
     return found
 

@@ -1,4 +1,4 @@
-"""A commit that many ranks make together: each leaves its share as a part, and one rank joins them."""
+"""A commit that many ranks make together: each leaves its share as a part, and one rank joins the parts."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -41,9 +41,9 @@ class ShareWork:
     due: frozenset[str]
     """The layers to be stored."""
     files: Callable[[], tuple["KeptFile", ...]]
-    """Returns what is kept byte for byte beside the rank's state, once it is all there."""
+    """Returns the files kept byte for byte beside the rank's state, once they are complete."""
     mark: Callable[[ObjectSource], Hashable]
-    """Returns what tells an object of frozen weights from every other one, without reading it."""
+    """Identifies an object of frozen weights without reading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class KeptFile:
 
 
 def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
-    """Return the objects that a rank has of the layers *due*, in the order in which they are read."""
+    """Return a rank's objects of the layers *due*, in the order in which they are read."""
     return [source for layer in share.layers if layer.layer in due for source in layer.objects]
 
 
@@ -68,9 +68,9 @@ Frozen = MutableMapping[str, tuple[Hashable, StoredObject]]
 
 def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Frozen) -> int:
     """
-    Store what *work* says, and leave the part that says so; return how many bytes the store did not have.
+    Store a rank's share and leave its part; return how many bytes were new.
 
-    Frozen weights are read once: *frozen* has their objects, for as long as their marks stay and the store has them.
+    Frozen weights are read once: *frozen* keeps their objects while the marks stay the same and the store has them.
 
     Raises:
         Overtaken: An object vanished while the part that names it was written.
@@ -126,7 +126,7 @@ def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
 
 
 def fail_share(repo: Repository, work: ShareWork, why: str) -> None:
-    """Leave a part that says that this rank has failed, in the place of one that says otherwise."""
+    """Leave a part that says that this rank has failed, in place of its share."""
     name = PartName(work.session, work.save, work.share.rank)
     repo.parts.withdraw(*name)
     repo.parts.publish_failure(name, why)
@@ -136,34 +136,34 @@ _STORED_AGAIN = "the next save stores every layer that is missing"
 
 
 class GivenUp(LayerstoreError):
-    """A save that will not become a commit: a rank has failed, or what it was to inherit never became visible."""
+    """A save will not become a commit: a rank failed, or what it was to inherit never became visible."""
 
 
 class BaseLost(GivenUp):
-    """A layer that was to be inherited was collected: who resumes from an old step does not hold it by any name."""
+    """A layer that was to be inherited was collected: resuming from an old step does not keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """What a commit is to be, but for what the ranks have written."""
+    """A commit to be, without what the ranks have written."""
 
     work: ShareWork
-    """The first rank's, which knows the names that are tied."""
+    """The first rank's, which knows the tied names."""
     run: str
     place: Place
-    """Where the attempt stands; the number is the commit's own."""
+    """Of the attempt; the save number is *save_number*."""
     step: int
     save_number: int
     policy: PolicyUse
     layout: Callable[[], SourceLayout]
-    """Of the folder that it would be in, once that is complete."""
+    """Returns that of the folder, once the folder is complete."""
     pin: str | None = None
-    """What it is to be called."""
+    """The pin that it gets."""
 
 
 def parts_of(repo: Repository, joint: Joint, found: dict[int, Part]) -> list[Part] | None:
     """
-    Return the parts of all ranks, None while some are missing; those in *found*, by rank, are not read again.
+    Return the parts of all ranks; None while some are missing. Those in *found*, by rank, are not read again.
 
     Raises:
         GivenUp: A rank has failed.
@@ -180,7 +180,7 @@ def parts_of(repo: Repository, joint: Joint, found: dict[int, Part]) -> list[Par
 
 def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
     """
-    Publish the commit that *parts* make; what is not due is *inherited*.
+    Publish the commit made of *parts*; layers that are not due are *inherited*.
 
     Raises:
         BaseLost: A layer that was to be inherited was collected.
@@ -221,12 +221,12 @@ def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Ma
 
 
 def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
-    """Whether *entry* can be inherited: one from before the first update has no moments to go on with."""
+    """Whether *entry* can be inherited: before the first update there are no moments."""
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
 def _check_there(repo: Repository, joint: Joint, parts: Sequence[Part]) -> None:
-    """Look for every object that *parts* name: a rank may be about to take its part back, or be gone."""
+    """Make sure that every object that *parts* name is there: a rank may be withdrawing its part."""
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*named, *([part.state] if part.state is not None else [])):

@@ -23,11 +23,11 @@ from layerstore.storage import ObjectWriter, Repository
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What became of a record."""
+    """A record that was committed."""
 
     commit: Commit
     is_new: bool
-    """False where the very same record was there."""
+    """False if the very same record was there."""
 
 
 class Transaction:
@@ -65,7 +65,7 @@ class Transaction:
             )
 
     def keep(self, record: CommitRecord) -> None:
-        """Name all that *record* names: its versions and states are in the store already; raises as `inherit` does."""
+        """Name the versions and states of *record*, which are in the store already; raises as `inherit` does."""
         for entry in record.layers:
             self.inherit(entry)
         for state in record.states:
@@ -76,9 +76,9 @@ class Transaction:
                 )
 
     def _reuse(self, blob: BlobRef) -> bool:
-        """Reuse each object that *blob* names: it is not at its place, so a collection may be taking them all."""
+        """Reuse each object that *blob* names: it is not in its place, so a collection may be taking them all."""
         try:
-            # The blob last: at its place it says that its objects are there.
+            # The blob last: in its place it means that its objects are there.
             return all(map(self.objects.reuse, named_by(self._repo, blob))) and self.objects.reuse(blob)
         except IntegrityError:
             return False
@@ -110,11 +110,7 @@ class Transaction:
         return Published(commit=commit, is_new=is_new)
 
     def leave(self, part: Part) -> None:
-        """
-        Leave *part* for the rank that commits, all that it names durable; raises as `commit` does.
-
-        It is withdrawn again if something is gone.
-        """
+        """Leave *part* for the rank that commits, with all that it names durable; raises as `commit` does."""
         self.objects.publish()
         self._repo.parts.publish(part)
         try:
@@ -124,11 +120,7 @@ class Transaction:
             raise
 
     def pin(self, pin: Pin) -> None:
-        """
-        Write *pin*, replacing one of its name; raises as `commit` does, and then there is no pin of that name.
-
-        What it names was just touched, so that only a process that slept for hours can be overtaken here.
-        """
+        """Write *pin*, replacing one of its name; if it raises as `commit` does, there is no pin of that name."""
         self.keep(pin.record)
         self.objects.publish()
         self._repo.records.write_pin(pin)
@@ -144,7 +136,7 @@ class Transaction:
         )
 
     def _check_all_there(self, called: str) -> None:
-        """Look at all that was named; a blob that lies aside is linked back after all that it names."""
+        """Look at all that was named once more; a blob that lies aside is linked back after what it names."""
         lost = self.objects.look_again()
         lost += [blob for blob in self.objects.claimed_elsewhere() if not self._reuse(blob)]
         if lost:
@@ -155,14 +147,14 @@ class Transaction:
 
 
 def retire(repo: Repository, commit: Commit) -> None:
-    """Move the records that *commit* supersedes to the trash; it hides those that are left."""
+    """Move the records that *commit* supersedes to the trash; until then it hides them."""
     for name in repo.records.names(commit.record.run) if commit.record.supersedes else ():
         if name.id in commit.record.supersedes and repo.trash.take_record(name):
             repo.catalog.forget([name])
 
 
 def republish(repo: Repository, commit: Commit) -> Published:
-    """Make *commit* visible as it was, if all that it names is there; raises Overtaken where something is gone."""
+    """Make *commit* visible again as it was; raises Overtaken if something that it names is gone."""
     with Transaction(repo) as tx:
         tx.keep(commit.record)
         return tx.commit(commit.record, observed=commit.observed)
