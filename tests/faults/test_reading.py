@@ -126,6 +126,7 @@ class LateFiles(Files):
     def open(self, path: Path) -> OpenFile:
         """Open what is seen already."""
         if self._hidden(path):
+            self.looks += 1
             raise StorageIO(f"cannot open {path}: made up", errno=2, filename=str(path))
         return super().open(path)
 
