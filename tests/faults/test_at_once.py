@@ -506,7 +506,7 @@ def _brought(path: Path, arena: Arena, deed: str) -> dict[str, str]:
 def _calls(path: Path, arena: Arena, deed: str) -> int:
     gate, failed = Gate(), list[BaseException]()
     _run_with(path, arena, deed, gate, failed)
-    assert failed == []
+    assert failed == [], [str(each) for each in failed]
     return gate.calls_made
 
 
