@@ -53,14 +53,6 @@ def test_records_are_listed_by_step(repo: Repository) -> None:
     assert steps == [3, 20, 100]
 
 
-@pytest.mark.parametrize("run", ["sft", "50%", "a:b", "日本"])
-def test_runs_keep_their_names(repo: Repository, run: str) -> None:
-    """A run's name survives its way through a folder's name."""
-    repo.records.link(samples.commit(samples.record(run=run)))
-
-    assert [run] == repo.records.runs()
-
-
 @pytest.mark.fault(91)
 def test_every_flipped_byte_of_a_record_is_found(repo: Repository) -> None:
     """No byte of a record's file changes unseen."""
@@ -76,18 +68,6 @@ def test_every_flipped_byte_of_a_record_is_found(repo: Repository) -> None:
         path.write_bytes(data[:end])
         with pytest.raises(IntegrityError):
             repo.records.read(name)
-
-
-def test_some_entries_of_a_record_are_those_of_the_whole(repo: Repository) -> None:
-    """What is built of a record is what the whole record says; a layer that it lacks is left out."""
-    commit = samples.commit()
-    repo.records.link(commit)
-    name = repo.records.name_of(commit)
-    entries = {entry.layer: entry for entry in commit.record.layers}
-
-    assert repo.catalog.entries(name, ["head", "nobody"]) == {"head": entries["head"]}
-    assert repo.catalog.entries(name, entries) == entries
-    assert repo.catalog.entries(name, []) == {}
 
 
 def test_entries_are_held_against_the_whole_record(repo: Repository) -> None:

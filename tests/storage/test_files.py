@@ -7,15 +7,14 @@ import resource
 import signal
 import stat
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.storage import Files, WeakDurability
+from layerstore.storage import Files
 from tests.faults.harness import refuse_links
 
 
@@ -59,19 +58,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     files = Files()
     with files.create(tmp_path / "f") as file:
         file.write_at(6, memoryview(b"store"))
+        file.write_at(12, memoryview(b"wide").cast("I"))
+        file.write_at(11, b" ")
         file.write_at(0, bytearray(b"layer"))
         file.write_at(5, b" ")
         file.sync()
 
-    assert files.read(tmp_path / "f", size_bytes_max=100) == b"layer store"
-
-
-def test_wide_buffers_are_written_whole(tmp_path: Path) -> None:
-    """A view of items larger than a byte is written by bytes."""
-    with Files().create(tmp_path / "f") as file:
-        file.write_at(0, memoryview(b"12345678").cast("I"))
-
-    assert (tmp_path / "f").read_bytes() == b"12345678"
+    assert files.read(tmp_path / "f", size_bytes_max=100) == b"layer store wide"
 
 
 @pytest.mark.fault(24)
@@ -124,7 +117,7 @@ def test_what_is_not_written_reads_as_zeros(tmp_path: Path) -> None:
     assert files.read(tmp_path / "f", size_bytes_max=10) == b"\0\0\0\0xy\0\0\0\0"
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, 4096, IO_CHUNK_BYTES + 13])
+@pytest.mark.parametrize("size_bytes", [0, IO_CHUNK_BYTES + 13])
 def test_the_kernel_copies_between_files(tmp_path: Path, size_bytes: int) -> None:
     """Any range of any length arrives where it should."""
     files = Files()
@@ -178,18 +171,6 @@ def test_a_temporary_file_is_gone_afterwards(tmp_path: Path) -> None:
     assert ((tmp_path / "kept").read_bytes(), (tmp_path / "kept").stat().st_nlink) == (b"x", 1)
 
 
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    """Whoever closes in two places closes once."""
-    files = Files()
-    file = files.create(tmp_path / "f")
-    file.close()
-    file.close()
-    with files.open(tmp_path / "f") as opened:
-        opened.close()
-
-    assert (file.fd, opened.fd) == (-1, -1)
-
-
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +186,7 @@ def test_links_are_exclusive(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(97)
-@pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPERM])
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.ESTALE, errno.EPERM])
 def test_a_link_that_worked_although_it_failed_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -255,7 +236,7 @@ def test_without_hard_links_names_are_exclusive_too(tmp_path: Path, monkeypatch:
     assert caught.value.errno == errno.ENOENT
 
 
-@pytest.mark.parametrize("number", [None, errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("number", [None, errno.EINVAL])
 def test_a_folder_is_moved_only_to_where_nothing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
 ) -> None:
@@ -281,7 +262,7 @@ def test_a_folder_is_moved_only_to_where_nothing_is(
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EINVAL])
 def test_without_links_and_without_such_a_rename_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -328,16 +309,6 @@ def test_only_one_of_many_links_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(tmp_path / "name").read_text()] == won
 
 
-def test_rename_replaces_atomically(tmp_path: Path) -> None:
-    """Pins are replaced in one step."""
-    (tmp_path / "old").write_bytes(b"old")
-    (tmp_path / "new").write_bytes(b"new")
-    Files().rename(tmp_path / "new", tmp_path / "old")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
-    assert (tmp_path / "old").read_bytes() == b"new"
-
-
 def test_folders_are_made_once(tmp_path: Path) -> None:
     """A folder that is there is fine; anything else under its name is not."""
     files = Files()
@@ -381,16 +352,6 @@ def test_remove_tree_does_not_follow_links(tmp_path: Path) -> None:
 
     assert not (tmp_path / "tree").exists()
     assert (tmp_path / "precious" / "file").exists()
-
-
-def test_touch_refreshes_the_time(tmp_path: Path) -> None:
-    """An object that is used again is young again."""
-    path = tmp_path / "object"
-    path.write_bytes(b"x")
-    os.utime(path, (0, 0))
-
-    assert Files().touch(path)
-    assert path.stat().st_mtime > 0
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -453,14 +414,6 @@ def test_what_is_not_there_is_told_plainly(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
-def test_names_are_sorted(tmp_path: Path) -> None:
-    """A listing has one order, whatever the filesystem's."""
-    for name in ("b", "a", "C"):
-        (tmp_path / name).touch()
-
-    assert Files().names(tmp_path) == ["C", "a", "b"]
-
-
 def test_a_dangling_link_is_something(tmp_path: Path) -> None:
     """A link counts as being there, and is no folder even if it points to one."""
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
@@ -504,66 +457,3 @@ def test_the_hook_sees_every_change_in_order(tmp_path: Path) -> None:
         ("fsync", tmp_path.name),
         ("rmtree", "d"),
     ]
-
-
-@pytest.mark.parametrize("operation", ["create", "write", "truncate", "fsync", "link", "rename", "unlink", "mkdir"])
-def test_a_fault_at_the_hook_comes_before_the_change(tmp_path: Path, operation: str) -> None:
-    """When the hook raises, the change has not been made."""
-    recorder = Recorder()
-    files = Files(recorder)
-    (tmp_path / "there").write_bytes(b"old")
-    file = files.create(tmp_path / "new")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    recorder.fail_on = operation
-    attempts: dict[str, Callable[[], object]] = {
-        "create": lambda: files.create(tmp_path / "x"),
-        "write": lambda: file.write_at(0, b"data"),
-        "truncate": lambda: file.set_size(10),
-        "fsync": file.sync,
-        "link": lambda: files.link_exclusive(tmp_path / "there", tmp_path / "x"),
-        "rename": lambda: files.rename(tmp_path / "there", tmp_path / "x"),
-        "unlink": lambda: files.unlink(tmp_path / "there"),
-        "mkdir": lambda: files.make_directory(tmp_path / "x"),
-    }
-
-    with file, pytest.raises(StorageIO, match="planted"):
-        attempts[operation]()
-    assert before == sorted(path.name for path in tmp_path.iterdir())
-    assert ((tmp_path / "there").read_bytes(), (tmp_path / "new").read_bytes()) == (b"old", b"")
-
-
-def test_reading_calls_no_hook(tmp_path: Path) -> None:
-    """Questions change nothing, and so announce nothing."""
-    recorder = Recorder()
-    files = Files(recorder)
-    (tmp_path / "f").write_bytes(b"x")
-    files.read(tmp_path / "f", size_bytes_max=1)
-    files.names(tmp_path)
-    files.size(tmp_path / "f")
-    files.exists(tmp_path / "f")
-    files.free_bytes(tmp_path)
-    files.device(tmp_path)
-
-    assert recorder.calls == []
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_permissions_are_told_apart(tmp_path: Path) -> None:
-    """A folder that may not be written gives the exit code of permissions."""
-    tmp_path.chmod(0o555)
-    try:
-        with pytest.raises(StorageIO) as caught:
-            Files().create(tmp_path / "f")
-    finally:
-        tmp_path.chmod(0o755)
-
-    assert (caught.value.kind, caught.value.exit_code) == ("permission", 12)
-
-
-def test_weak_durability_is_a_warning_of_its_own() -> None:
-    """Users can silence the warning about folders that cannot be synced, or make it an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WeakDurability)
-        warnings.warn("x", WeakDurability, stacklevel=1)
-
-    assert issubclass(WeakDurability, UserWarning)
