@@ -26,15 +26,14 @@ from layerstore.model import Commit, CommitId, Fork, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.commits import RecordName, RecordStore, name_in
 from layerstore.storage.environment import ManifestUnusable
-from layerstore.storage.files import Stamp
 from layerstore.storage.manifest import Manifest, RecordRow, row_of
 
 Answer = TypeVar("Answer")
 
-# Records that are read before the index is told of them: so many are held in memory at once.
+# So many records are read and then indexed at once.
 _BATCH = 256
 
-# So many commits that are no longer there are named; the others are counted.
+# So many vanished commits are named; the others are counted.
 _NAMED_MAX = 10
 
 
@@ -45,7 +44,7 @@ _IN_HISTORY = attrgetter("step", "attempt", "id")
 
 
 class IndexNotice(UserWarning):
-    """The index was rebuilt, cannot be used here, or had commits that are no longer there."""
+    """The index was rebuilt, cannot be used here, or had rows of commits that are gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +156,15 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What was found out about a run, and of which state of its folder."""
+    """What is known of a run, and from which state of its folder."""
 
     rows: dict[str, RecordRow]
     """Of every readable record, by its file's name."""
     strangers: frozenset[str]
     """What else is in the folder and is no record."""
     view: RunView
-    stamp: Stamp | None
-    """None where the folder was not there."""
+    stamp: tuple[int, ...] | None
+    """None where nothing tells whether the folder has changed since."""
 
 
 class Catalog:
@@ -194,7 +193,7 @@ class Catalog:
         """Return the runs that have records, by name."""
         there = [run for run in self._records.runs() if self._has_records(run)]
         for run in (self._with_index(lambda manifest: manifest.runs()) or set()).difference(there):
-            self.find(run)  # tells which of its commits are no longer there
+            self.find(run)  # reports which of its commits are no longer there
         return there
 
     def _has_records(self, run: str) -> bool:
@@ -225,28 +224,18 @@ class Catalog:
             if self._manifest is not None:
                 self._manifest.check_process()
             known = self._known.get(run)
-            # What is damaged may be put right in place, which its folder does not show.
+            # A damaged record may be repaired in place, which its folder does not show.
             if known is None or known.view.damaged or not self._is_as_it_was(known, run):
                 known = self._known[run] = self._looked(run, known)
             return known.view if known.rows or known.view.damaged else None
 
     def _is_as_it_was(self, known: _Known, run: str) -> bool:
         """Whether the folder of *run* cannot have changed since it was listed."""
-        return (
-            known.stamp is not None
-            and known.stamp.is_settled
-            and not self._is_on_network
-            and known.stamp == self._records.stamp(run)
-        )
-
-    @cached_property
-    def _is_on_network(self) -> bool:
-        """Whether folders may have times from another machine's clock, or from a cache: those prove nothing."""
-        return self._records.is_on_network()
+        return known.stamp is not None and known.stamp == self._records.stamp(run)
 
     def _looked(self, run: str, before: _Known | None) -> _Known:
-        """Hold the names in the folder of *run* against the rows that are known."""
-        # The index first: a commit that is published in between is then merely not indexed yet.
+        """Compare the names in the folder of *run* with the rows that are known."""
+        # The index before the listing: a commit published in between is then merely not indexed yet.
         rows = self.indexed(run) if before is None else before.rows
         stamp = self._records.stamp(run)
         names = set(self._records.listing(run))
@@ -281,7 +270,7 @@ class Catalog:
                     damaged[name] = exc
 
     def _drop_rows(self, names: Iterable[RecordName]) -> None:
-        """Drop the rows of the records *names*, which are gone, and say so unless somebody here has done it before."""
+        """Drop the rows of the records *names*, which are gone; warn of those that nobody has dropped before."""
         gone = sorted(names)
         told = self._with_index(lambda manifest: manifest.drop(gone)) if gone else None
         if told:
@@ -307,7 +296,7 @@ class Catalog:
 
     def entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
-        Return what the commit *name* has of *layers*, from its row; ``check`` holds it against the record.
+        Return what the row of the commit *name* says of *layers*; ``check`` compares it with the record.
 
         Raises as ``commit`` does.
         """
@@ -334,7 +323,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _removal_told(self, name: RecordName) -> Iterator[None]:
-        """Tell a record that was removed from one that is damaged."""
+        """Raise NotFound for a record that was removed meanwhile."""
         try:
             yield
         except IntegrityError as exc:
@@ -349,7 +338,7 @@ class Catalog:
         runs = self.runs()
         if not runs:
             return "the store is empty: layerstore ingest CHECKPOINT"
-        # Runs and pins share one namespace: who has mistyped a pin is asked for a run.
+        # Runs and pins share one namespace: a mistyped pin ends up here.
         meant = nearest(run, [*runs, *self._records.pin_names()])
         more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
         return did_you_mean(meant, else_=f"runs here: {', '.join(runs[:10])}{more}")
@@ -357,7 +346,7 @@ class Catalog:
     # -- the index -----------------------------------------------------------------------------------------------
 
     def add(self, commit: Commit) -> None:
-        """Tell the index of a new commit. If it cannot be told, the next look catches up."""
+        """Add a new commit to the index. If that fails, the next look catches up."""
         self._add_rows([row_of(commit)])
 
     def _add_rows(self, rows: list[RecordRow]) -> None:
@@ -366,21 +355,21 @@ class Catalog:
         self.forget(row.name for row in rows if not self._records.is_there(row.name))
 
     def forget(self, names: Iterable[RecordName]) -> None:
-        """Drop the rows of records that the caller has removed or moved away: nobody needs to be told of them."""
+        """Drop the rows of records that the caller has removed or moved away."""
         gone = list(names)
         if gone:
             self._with_index(lambda manifest: manifest.drop(gone))
 
     def indexed(self, run: str) -> dict[str, RecordRow]:
-        """Return what the index says of *run*, right or not, by the names of the records' files."""
+        """Return the index's rows of *run*, unchecked, by the names of the records' files."""
         return self._with_index(lambda manifest: manifest.rows(run)) or {}
 
     def rebuild(self) -> int:
         """
-        Make the index afresh from all records.
+        Make the index afresh from all records; return how many there are.
 
         Raises:
-            StorageIO: There can be none here; questions are answered without.
+            StorageIO: The index cannot be made here; questions are answered without it.
         """
         with self._guard:
             self.close()
@@ -394,7 +383,7 @@ class Catalog:
         return count
 
     def _with_index(self, ask: Callable[[Manifest], Answer]) -> Answer | None:
-        """Ask the index; replace it if it is damaged; answer None where there can be no index."""
+        """Ask the index, replacing it if it is damaged; answer None where there can be none."""
         with self._guard:
             for is_last_try in (False, True):
                 if self.index_problem is not None:
@@ -409,21 +398,21 @@ class Catalog:
         return None
 
     def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
-        """Drop a damaged index, so that the next look makes a new one; go on without if that is not possible."""
-        # A process without memory or descriptors says nothing of the index.
+        """Drop a damaged index, so that the next try makes a new one; go on without if that is not possible."""
+        # A process that lacks memory or descriptors proves nothing about the index.
         if is_last_try or _errno_of(problem) in PROCESS_ERRNOS or not self._drop():
             self.index_problem, self._refusal = str(problem), problem
         outcome = "going on without it, slower" if self.index_problem else "rebuilding it from the commit records"
         warnings.warn(f"{problem}; {outcome}; no record is lost by it", IndexNotice, stacklevel=2)
 
     def _drop(self) -> bool:
-        """Remove the index, if there is one and it can be; who has it open keeps what is left of it."""
-        # Renamed first: whoever opens the index meanwhile finds all of it or nothing.
+        """Remove the index if possible; a process that has it open keeps what it has."""
+        # Renamed first: another process finds all of it or nothing.
         aside = self._directory.with_name(f"{self._directory.name}.old-{secrets.token_hex(4)}")
         try:
             self._directory.rename(aside)
         except OSError:
-            return False  # nothing there, or a read-only store: its index stays as it is, unused
+            return False  # nothing there, or a read-only store, whose index stays unused
         shutil.rmtree(aside, ignore_errors=True)
         return True
 

@@ -7,6 +7,7 @@ and durable once that folder is fsynced: *the* commit point.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO, Unsupported
@@ -16,16 +17,16 @@ from layerstore.layout import RECORD_NAME, Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
-from layerstore.storage.files import Files, Stamp, network_filesystem
+from layerstore.storage.files import Files, network_filesystem
 from layerstore.storage.identity import check_still_writable, check_unchanged
 
-# What NFS calls a file that was removed while somebody has it open; it goes with the last of them.
+# What NFS calls a removed file that is still open somewhere.
 _REMOVED_WHILE_OPEN = ".nfs"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RecordName:
-    """What the name of a record's file says."""
+    """Which commit a record is: the name of its folder and its file."""
 
     run: str
     step: int
@@ -38,7 +39,7 @@ class RecordName:
 
 
 def name_in(run: str, file_name: str) -> RecordName | None:
-    """Return which record of *run* the file *file_name* is, None if it is none."""
+    """Return which record of *run* the file *file_name* is, None if none."""
     match = RECORD_NAME.fullmatch(file_name)
     return None if match is None else RecordName(run, int(match["step"]), CommitId(match["id"]))
 
@@ -87,16 +88,17 @@ class RecordStore:
             self._check_folder()
         return names
 
-    def stamp(self, run: str) -> Stamp | None:
-        """Return what tells one state of the folder of *run* from another, None where it is not there."""
-        return self._files.stamp(self._layout.run(run))
+    def stamp(self, run: str) -> tuple[int, ...] | None:
+        """Return what tells this state of the folder of *run* from any later one, None where nothing can."""
+        return None if self.is_on_network else self._files.stamp(self._layout.run(run))
 
+    @cached_property
     def is_on_network(self) -> bool:
-        """Whether the folders are on a network filesystem."""
+        """Whether folders may have times from another machine's clock, or from a cache: those prove nothing."""
         return network_filesystem(self._layout.commits) is not None
 
     def strangers(self) -> Iterator[Path]:
-        """Yield what lies in ``commits/`` and is no record, and in ``pins/`` and is no pin."""
+        """Yield the files in ``commits/`` and ``pins/`` that are no records and no pins."""
         for run in self._files.names(self._layout.commits):
             if run.startswith(_REMOVED_WHILE_OPEN):
                 continue
@@ -122,7 +124,7 @@ class RecordStore:
 
     def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
-        Return what the commit *name* says of those of *layers* that it has, checked.
+        Return the checked entries of the commit *name* for those of *layers* that it has.
 
         Raises:
             IntegrityError: It is damaged or gone.
@@ -151,7 +153,7 @@ class RecordStore:
         return self._files.exists(self._path(name))
 
     def decode(self, data: bytes, name: RecordName) -> Commit:
-        """Check *data*, the bytes of the record *name*, wherever they come from."""
+        """Read the commit from *data*, the bytes of the record *name*, and check it."""
         called = self._layout.name(self._path(name))
         commit = unseal_commit(data, name=called, store_id=self._store_id)
         if self.name_of(commit) != name:
@@ -176,11 +178,11 @@ class RecordStore:
         Make *commit* visible and durable; return whether it was new. Only `layerstore.publish` calls this.
 
         All that it names must be durable already. Once this returns, a power cut cannot lose it.
-        If the last fsync fails, the record stays: it is whole, but was not confirmed.
+        If the last fsync fails, the record stays: it is whole, but not confirmed.
 
         Raises:
-            Unsupported: The store was migrated since it was opened. If that happened just now, the commit came along
-                or did not.
+            Unsupported: The store was migrated since it was opened. If that happened just now, the migration may have
+                missed the commit.
         """
         self.check_store()
         target = self._path(self.name_of(commit))
@@ -208,7 +210,7 @@ class RecordStore:
         check_still_writable(self._layout, self._files, store_id=self._store_id)
 
     def _look_again(self, name: str) -> None:
-        """Fail if the store was migrated by now: the migration may not have seen *name*."""
+        """Raise Unsupported if the store was migrated by now: the migration may have missed *name*."""
         try:
             self.check_store()
         except Unsupported as exc:
@@ -218,7 +220,7 @@ class RecordStore:
             ) from exc
 
     def remove(self, names: Collection[RecordName]) -> None:
-        """Remove records for good, durably: a collection does that, and a transaction with its own."""
+        """Remove records for good, durably: a collection does, and a transaction its own."""
         self.check_store()
         for name in names:
             self._files.unlink(self._path(name))
@@ -263,7 +265,7 @@ class RecordStore:
             try:
                 found.append(self.read_pin(name))
             except LayerstoreError:
-                # A damaged pin must not keep anybody from the log; verify lists it.
+                # A damaged pin must not hide the log; verify reports it.
                 continue
         return found
 

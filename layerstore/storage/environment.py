@@ -67,10 +67,10 @@ class Transaction:
         found: bool = self._inner.delete(key)
         return found
 
-    def scan(self, prefix: bytes, *, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
-        """Yield what lies under keys that start with *prefix*, in their order, from the key *start* on."""
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the entries whose keys start with *prefix*, in order."""
         with self._inner.cursor() as cursor:
-            if not cursor.set_range(prefix if start is None else start):
+            if not cursor.set_range(prefix):
                 return
             for key, data in cursor:
                 if not key.startswith(prefix):
@@ -91,7 +91,7 @@ class Environment:
         self._directory = directory
         self._shared: _Shared | None = _acquire(directory)
         self.read_only = self._shared.read_only
-        """Whether the folder cannot be written: then it is read as it stands."""
+        """Whether the folder cannot be written, so that the index is read as it stands."""
 
     def close(self) -> None:
         """Release the environment; twice is harmless."""
@@ -101,15 +101,15 @@ class Environment:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Transaction]:
-        """Yield one consistent look; it never outlives its function."""
+        """Yield one consistent look."""
         with self._transaction(write=False) as inner:
             yield Transaction(inner)
 
     def change(self, work: Callable[[Transaction], None]) -> None:
         """
-        Call *work*, all of whose changes are durable together once this returns; where it fails there are none.
+        Call *work*; its changes are durable together once this returns, and none is made if it fails.
 
-        Where the map is full it grows and *work* is called once more.
+        If the map is full it grows, and *work* is called once more.
         """
         try:
             self._change_once(work)
@@ -128,12 +128,8 @@ class Environment:
             raise ManifestUnusable(f"the index has reached its limit of {MANIFEST_MAP_BYTES_MAX} bytes")
         environment.set_mapsize(size_bytes)
 
-    def check_process(self) -> None:
-        """Raise Internal if the environment is closed, or was opened before a fork."""
-        self.environment()
-
     def environment(self) -> Any:
-        """Return LMDB's own object."""
+        """Return LMDB's own object; raises Internal if it was closed, or was opened before a fork."""
         shared = self._shared
         if shared is None:
             raise Internal("the index was used after it was closed")
@@ -146,7 +142,7 @@ class Environment:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Wait for other writers, for a while: whoever is stuck keeps its index, the others make a new one."""
+        """Wait a while for other writers; if one is stuck, the others make a new index."""
         try:
             with lock(self._directory / "writer.lock", what="the index", deadline_seconds=_WRITER_DEADLINE_SECONDS):
                 yield
@@ -172,13 +168,13 @@ class Environment:
 
 
 def index_problem(folder: Path) -> str | None:
-    """Make an index in *folder*, write to it and read it again; return why that is not possible, if it is not."""
+    """Make an index in *folder*, write to it and read it back; return what fails, None if nothing does."""
     try:
         environment = Environment(folder / "index")
         try:
             environment.change(lambda transaction: transaction.put(b"key", b"value"))
             with environment.reading() as transaction:
-                return None if transaction.get(b"key") == b"value" else "what was written is not read again"
+                return None if transaction.get(b"key") == b"value" else "what was written is not read back"
         finally:
             environment.close()
     except ManifestUnusable as exc:
@@ -256,7 +252,7 @@ def _open_environment(directory: Path, *, read_only: bool) -> Any:
 
 
 def _preflight(directory: Path) -> None:
-    """Refuse a data file that LMDB would trip over; where there is none, or an empty one, LMDB makes it."""
+    """Refuse a data file that could crash LMDB; it makes one itself where there is none or an empty one."""
     path = directory / "data.mdb"
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -276,13 +272,13 @@ def _preflight(directory: Path) -> None:
 
 
 def _meta_pages(path: Path) -> bytes:
-    """Return LMDB's two first pages: every commit changes one of them."""
+    """Return LMDB's first two pages: every commit changes one of them."""
     with path.open("rb") as file:
         return file.read(METAS * PAGE_BYTES)
 
 
 def _preallocate_lock_file(path: Path) -> None:
-    """Give the lock file its blocks: on a full disk LMDB's own way ends in a signal instead of an error."""
+    """Give the lock file its blocks: on a full disk LMDB would be killed by a signal instead of getting an error."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         if os.fstat(fd).st_size < _LOCK_FILE_BYTES:
@@ -295,9 +291,9 @@ def manifest_directory(layout: Layout, *, store_id: str) -> Path:
     """
     Return the folder for the index of the store *store_id*.
 
-    Inside the store on a local disk; in the folder that LAYERSTORE_MANIFEST_DIR names, or in the user's cache,
-    when the store is on a network filesystem. There it is called by the store's id and by where the store lies:
-    two stores never share one, and a copy has its original's id.
+    That is the folder that LAYERSTORE_MANIFEST_DIR names; else one inside the store, or in the user's cache if the
+    store is on a network filesystem. Outside the store it is named after the store's id and place: a copy of a store
+    has its original's id, and two stores never share an index.
 
     Raises:
         InvalidInput: LAYERSTORE_MANIFEST_DIR itself is on a network filesystem.
@@ -322,7 +318,7 @@ def _name(layout: Layout, store_id: str) -> str:
 
 
 def _local_folder() -> Path:
-    """Return a folder on a disk of this node: the user's cache, or where that is on the network too, the system's."""
+    """Return a folder on a disk of this node: the user's cache, or the system's if that is on the network too."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerstore" / "manifests"
     temporary = Path(tempfile.gettempdir()) / f"layerstore-{os.getuid()}"
     for folder in (cache, temporary):

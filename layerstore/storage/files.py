@@ -33,8 +33,8 @@ _NO_HARD_LINKS = {errnos.EPERM, errnos.ENOTSUP, errnos.ENOSYS}
 # What the kernel answers where the filesystem, or it itself, knows no rename that replaces nothing.
 _NO_EXCLUSIVE_RENAME = {errnos.EINVAL, errnos.ENOSYS, errnos.ENOTSUP}
 
-# A change of a folder may leave its times as they are if it comes within one tick of the clock that gives them.
-# The coarsest of any filesystem here has two seconds; a folder whose last change is older will show the next one.
+# Two changes of a folder within one tick of the filesystem's clock have the same time. The coarsest clock ticks every
+# two seconds: a folder whose last change is older than that will show the next one.
 _SETTLED_AFTER_NS = 3 * 10**9
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -43,17 +43,8 @@ _NETWORK_FILESYSTEMS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What tells one state of a folder from another."""
-
-    identity: tuple[int, ...]
-    is_settled: bool
-    """Whether any later change gives another identity; else equal ones prove nothing."""
-
-
 class FileState(NamedTuple):
-    """What a look at a file tells."""
+    """Size and time of a file."""
 
     size_bytes: int
     modified_ns: int
@@ -143,7 +134,7 @@ class Files:
         return None if state is None else state.st_ctime_ns
 
     def state(self, path: Path) -> FileState | None:
-        """Return size and time of the regular file *path* by one look, None where nothing is there."""
+        """Return size and time of the regular file *path*, None where nothing is there."""
         state = self._lstat(path)
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
@@ -159,9 +150,9 @@ class Files:
 
     def identity(self, path: Path) -> tuple[int, ...] | None:
         """
-        Return what tells the file or folder *path* from one that comes into its place; None where nothing is there.
+        Return what tells the file or folder *path* from one that replaces it; None where nothing is there.
 
-        A new one may have the inode of one that was removed, but not the time of its last change.
+        A new one may reuse the inode of a removed one, but not the time of its last change.
         """
         state = self._lstat(path)
         return None if state is None else (state.st_dev, state.st_ino, state.st_mtime_ns)
@@ -203,15 +194,16 @@ class Files:
         """Return the names in the folder *path*, sorted; none where it is no folder, or a link to one."""
         return self.names(path) if self.is_directory(path) else []
 
-    def stamp(self, directory: Path) -> "Stamp | None":
-        """Return what tells one state of the names in *directory* from another, None where it is not there."""
+    def stamp(self, directory: Path) -> tuple[int, ...] | None:
+        """
+        Return what tells this state of the names in *directory* from any later one.
+
+        None where it is not there, or changed so recently that another change might not show.
+        """
         state = self._lstat(directory)
-        if state is None:
+        if state is None or time.time_ns() - max(state.st_mtime_ns, state.st_ctime_ns) <= _SETTLED_AFTER_NS:
             return None
-        times = (state.st_mtime_ns, state.st_ctime_ns)
-        return Stamp(
-            identity=(state.st_dev, state.st_ino, *times), is_settled=time.time_ns() - max(times) > _SETTLED_AFTER_NS
-        )
+        return state.st_dev, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
 
     def device(self, path: Path) -> int:
         """Return the number of the filesystem that *path* is on."""
@@ -238,8 +230,8 @@ class Files:
         """
         Make the folder *path*; return whether it was new.
 
-        Unless *durable* is False its parent is synced, else whoever makes many does that once.
-        Also when it was there: whoever made it may have died before its own fsync.
+        Its parent is synced, also if the folder was there: its maker may have died before its own fsync. Who makes many
+        folders passes ``durable=False`` and syncs once.
         """
         self._hook("mkdir", path)
         with mapped_errors(path, doing="make the folder"):
@@ -262,14 +254,14 @@ class Files:
             self.make_directory(path)
 
     def create(self, path: Path, *, sync_ahead: bool = False) -> NewFile:
-        """Create the file *path*, which must not be there; with *sync_ahead* the disk begins before `sync`."""
+        """Create the file *path*, which must not exist; with *sync_ahead* the disk begins to write before `sync`."""
         self._hook("create", path)
         with mapped_errors(path, doing="create"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         return NewFile(path, fd, self._hook, sync_ahead=sync_ahead)
 
     def append(self, path: Path, data: bytes) -> None:
-        """Add *data* to the file *path*, made where there is none: for what may be lost or torn, and nothing else."""
+        """Append *data* to the file *path*, made if needed; only for data that may be lost or torn."""
         self._hook("append", path)
         with mapped_errors(path, doing="append to"):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -296,7 +288,7 @@ class Files:
         Let *target* name the file *source* too; return whether *target* was free.
 
         Not rename: that would silently replace what another writer published first. Where there are no hard links,
-        *source* gives up its own name for it, by the one kind of rename that replaces nothing.
+        *source* is moved, by the one kind of rename that replaces nothing.
         """
         self._hook("link", target)
         with mapped_errors(target, doing="link"):
@@ -304,11 +296,11 @@ class Files:
             return _renamed(source, target) if is_new is None else is_new
 
     def _linked(self, source: Path, target: Path) -> bool | None:
-        """Give the file *source* a second name; return whether that was free, None where no file has two."""
+        """Give the file *source* a second name; return whether it was free, None where there are no hard links."""
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
-            # On a network the reply to a link that worked can be lost, or be an error: then both are one file.
+            # On a network a link may work and its reply be lost, or be an error: then both names are one file.
             one, other = self._lstat(source), self._lstat(target)
             if one is not None and other is not None and os.path.samestat(one, other):
                 return True
@@ -361,20 +353,20 @@ class Files:
 
     def discard(self, path: Path) -> None:
         """
-        Remove a temporary file, or leave it to a later collection if even that fails.
+        Remove a temporary file, or leave it to a later collection.
 
-        Ignoring the error is right: nothing names the file, and the error that led here must not be hidden.
+        Nothing names the file, and an error here must not hide the one that led here.
         """
         with contextlib.suppress(StorageIO):
             self.unlink(path)
 
     def remove_tree(self, directory: Path) -> None:
-        """Remove *directory* with all that is in it, links themselves included; what resists stays."""
+        """Remove *directory* with all that is in it, not following links; what cannot be removed stays."""
         self._hook("rmtree", directory)
         shutil.rmtree(directory, ignore_errors=True)
 
     def remove_empty(self, directory: Path) -> None:
-        """Remove the folder *directory* if nothing is in it; else, or where it is not there, nothing happens."""
+        """Remove the folder *directory* if it is there and empty."""
         self._hook("rmdir", directory)
         with mapped_errors(directory, doing="remove"):
             try:

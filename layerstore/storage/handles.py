@@ -64,7 +64,7 @@ def _hint(number: int | None, path: Path) -> str | None:
 
 
 def _whose(path: Path) -> str | None:
-    """Say whose the file is, or the folder on the way to it, that keeps this process out."""
+    """Say who owns the file, or the folder on the way to it, that keeps this process out."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):  # not there, or behind a folder that may not be looked into
             state = place.lstat()
@@ -93,36 +93,26 @@ def rename_exclusive(source: Path, target: Path) -> bool:
     raise OSError(number, os.strerror(number), os.fspath(target))
 
 
-def begin_sync(fd: int) -> None:
-    """
-    Have the disk begin with what was written to *fd*, without waiting for it.
-
-    The whole file: what is on its way already is not sent twice. Errors show up in the fsync that has to follow.
-    """
-    _LIBC.sync_file_range(fd, _START, _TO_THE_END, _SYNC_FILE_RANGE_WRITE)
-
-
 def bypass_cache(fd: int, on: bool) -> bool:
     """
-    Let what is written to *fd* go from the caller's memory to the disk, or through the kernel's cache again.
+    Switch writes to *fd* past the kernel's cache, or back through it; return whether the filesystem can.
 
-    Return whether that could be done. Past the cache memory, place and size of each write have to be whole pages.
+    Past the cache, the memory, place and size of each write have to be whole pages.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
     except OSError:
-        return False  # there are filesystems that have nothing but the cache
+        return False  # tmpfs, for one, has nothing but the cache
     return True
 
 
 def reserve(fd: int, size_bytes: int) -> bool:
     """
-    Give the file *fd* its size and its blocks at once, which spares the kernel to look for each page's when it comes.
+    Give the file *fd* its size and blocks at once, so that the kernel need not look for them page by page.
 
-    Return whether that was possible. That it was not says nothing: not every filesystem can, and on a full disk
-    what is copied may still share its blocks with its source.
-    Not ``posix_fallocate``: where the filesystem cannot, that one writes to every single block.
+    Return whether that was possible. Failure proves nothing: not every filesystem can, and on a full disk a copy may
+    still share blocks with its source. ``posix_fallocate`` would write to every block where the filesystem cannot.
     """
     return size_bytes > 0 and _LIBC.fallocate(fd, 0, _START, ctypes.c_int64(size_bytes)) == 0
 
@@ -139,7 +129,7 @@ def no_hook(operation: str, path: Path) -> None:
 
 
 class NewFile:
-    """A file being written. Closed and removed if anything goes wrong before it was published."""
+    """A file being written."""
 
     def __init__(self, path: Path, fd: int, hook: Hook, *, sync_ahead: bool = False) -> None:
         self.path = path
@@ -149,7 +139,7 @@ class NewFile:
         self._waiting_bytes = 0
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, *, at_once: bool = False) -> None:
-        """Write all of *data* at *offset*, *at_once* or in the pieces that the kernel's cache likes best."""
+        """Write all of *data* at *offset*, *at_once* or in pieces that suit the kernel's cache."""
         self._hook("write", self.path)
         view = memoryview(data).cast("B")
         with mapped_errors(self.path, doing="write"):
@@ -159,7 +149,7 @@ class NewFile:
                 self._written(count)
 
     def copy_from(self, source: "OpenFile", source_offset: int, offset: int, size_bytes: int) -> None:
-        """Have the kernel copy *size_bytes* from *source*; it shares blocks where the filesystem can."""
+        """Copy *size_bytes* from *source* inside the kernel, which shares blocks where the filesystem can."""
         self._hook("copy", self.path)
         with mapped_errors(self.path, doing="copy to"):
             while size_bytes:
@@ -181,11 +171,12 @@ class NewFile:
         return count
 
     def _written(self, size_bytes: int) -> None:
-        """Have the disk begin while the rest is still being written, so that `sync` finds little to wait for."""
+        """Let the disk begin while the rest is still being written, so that `sync` has little to wait for."""
         self._waiting_bytes += size_bytes
         if self._sync_ahead and self._waiting_bytes >= SYNC_AHEAD_BYTES:
             self._waiting_bytes = 0
-            begin_sync(self.fd)
+            # The whole file: the kernel does not send twice what is under way. Errors show up in the later fsync.
+            _LIBC.sync_file_range(self.fd, _START, _TO_THE_END, _SYNC_FILE_RANGE_WRITE)
 
     def clone(self, source: "OpenFile") -> bool:
         """Let this file, which is empty, share the blocks of *source*; return whether the filesystem can."""
@@ -199,7 +190,7 @@ class NewFile:
                 os.ftruncate(self.fd, size_bytes)
 
     def make_executable(self) -> None:
-        """Let whoever may read the file also execute it."""
+        """Let all who may read the file execute it."""
         with mapped_errors(self.path, doing="change the mode of"):
             mode = os.fstat(self.fd).st_mode
             os.fchmod(self.fd, mode | (mode & 0o444) >> 2)
@@ -251,7 +242,7 @@ class OpenFile:
                 buffer, offset = buffer[count:], offset + count
 
     def map(self) -> mmap.mmap:
-        """Return all bytes as memory that nobody can write to; it stays when the file is closed, or removed."""
+        """Return all bytes as read-only memory, which stays when the file is closed or removed."""
         with mapped_errors(self.path, doing="map"):
             try:
                 if sys.version_info >= (3, 13):  # else Python keeps a descriptor for each
@@ -288,16 +279,16 @@ class OpenFile:
 _NOT_DIRECTLY = {errnos.EINVAL, errnos.EOPNOTSUPP, errnos.ENOSYS}
 _SPARE_MAX = 2
 _spare: list[mmap.mmap] = []
-"""Buffers of files that are complete: touched memory is cheaper than new."""
+"""Buffers to use again: touched memory is cheaper than new."""
 
 
 def is_wanted() -> bool:
-    """Whether the user lets files go past the cache."""
+    """Whether files may go past the cache: LAYERSTORE_PAGE_CACHE=1 forbids it."""
     return os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
 
 
 class Stream:
-    """Bytes on their way into *file*: as many as a buffer holds at a time."""
+    """Writes a file from front to back, a buffer at a time."""
 
     def __init__(self, file: NewFile) -> None:
         self._file = file
@@ -307,7 +298,7 @@ class Stream:
         self._is_direct = False
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Add *data*, whose *offset* is where the last one ended."""
+        """Write *data* at *offset*, where the last write ended."""
         assert offset == self._written + self._filled, "a stream has no gaps"
         view = memoryview(data).cast("B")
         while view:
@@ -322,7 +313,7 @@ class Stream:
                 self._flush(STREAM_BYTES)
 
     def finish(self) -> None:
-        """Write what is left; a file of one small piece has never left the usual way."""
+        """Write what is left; a small file went through the cache all along."""
         if self._is_direct:
             self._flush(self._filled - self._filled % PAGE_BYTES)
             self._is_direct = not bypass_cache(self._file.fd, False)
@@ -337,7 +328,7 @@ class Stream:
             self._buffer, self._filled = None, 0
 
     def _flush(self, size_bytes: int) -> None:
-        """Write the first bytes of the buffer; what is behind them moves to its front."""
+        """Write the first *size_bytes* of the buffer, and move the rest to its front."""
         if not size_bytes:
             return
         assert self._buffer is not None
@@ -345,7 +336,7 @@ class Stream:
             try:
                 self._file.write_at(self._written, data, at_once=self._is_direct)
             except StorageIO as exc:
-                # Some filesystems take the flag and then want larger blocks, or refuse: what is written stays right.
+                # Some filesystems take the flag and then refuse the write, or want larger blocks.
                 if not self._is_direct or exc.errno not in _NOT_DIRECTLY:
                     raise
                 self._is_direct = not bypass_cache(self._file.fd, False)

@@ -25,18 +25,18 @@ _ASKED = 16
 
 def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
     """
-    Return the text of the ``store.json`` of the store that was asked for as *path*; nothing of it is checked.
+    Return the unchecked text of ``store.json``; *path* is how the user called the store.
 
     Raises:
         NoStore: There is none.
-        IntegrityError: There was one: what only a store has is there, and ``store.json`` is not.
+        IntegrityError: There was one, which has lost its ``store.json``.
     """
     try:
         present = files.exists(layout.identity)
     except StorageIO as exc:
         if exc.errno in {errnos.ENOTDIR, errnos.ENAMETOOLONG, errnos.ELOOP}:
             raise NoStore(f"there is no store at {path}: {os.strerror(exc.errno)}", hint="name a folder") from exc
-        present = True  # so that reading it raises what is really wrong
+        present = True  # reading it raises what is really wrong
     if not present:
         sign = sign_of_a_store(layout, files)
         if sign is not None:
@@ -48,7 +48,7 @@ def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
 
 
 def sign_of_a_store(layout: Layout, files: Files) -> str | None:
-    """Return what says that there was a store although there is no ``store.json``; None if nothing does."""
+    """Return what shows that there was a store although ``store.json`` is missing; None if nothing does."""
     signs = (
         (layout.commits, "", "commits"),
         (layout.objects, "[0-9a-f]{2}$", "objects"),
@@ -63,7 +63,7 @@ def sign_of_a_store(layout: Layout, files: Files) -> str | None:
 
 
 def lost_identity(path: Path, sign: str) -> IntegrityError:
-    """Return the error for a store at *path* that has lost its ``store.json``: *sign* says that there was one."""
+    """Return the error for a store at *path* without ``store.json``; *sign* shows that there was one."""
     return IntegrityError(
         f"{path} holds {sign}, but its store.json is missing; nothing was changed",
         hint="put back a copy of store.json; it never changes after init, but by a migration",

@@ -1,16 +1,16 @@
 """
 The index: one row for each commit, from which a composite is planned without reading a record.
 
-It is never the truth. Every value carries a checksum, the whole is rebuilt from the records at any time, and no answer
-depends on a row being there. So damage here costs time and nothing else.
+It is never the truth. Every value has a checksum, the whole can be rebuilt from the records at any time, and no answer
+depends on a row being there: damage here costs only time.
 
 Entries (docs/reference/format.md, section 7):
     header              which store, schema and format this index is of
     layers/DIGEST       layer names and a lineage that rows share
     run/RUN             the name of the run that hashes to RUN
     step/RUN STEP ID    the row of one commit
-Whatever follows from rows (their order, what is hidden, which attempts there are) is derived when it is asked for
-and never stored: so nothing here can contradict something else here.
+What follows from rows (their order, what is hidden, which attempts there are) is derived on demand and never stored,
+so nothing here can contradict anything else here.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class RecordRow(NamedTuple):
     layer_names: tuple[str, ...]
     """In the model's order; one and the same tuple in all rows that have it."""
     versions: bytes
-    """Each layer's version and where it comes from, packed: most rows are never asked for it."""
+    """Each layer's version and origin, packed: few rows are asked for it."""
 
     @property
     def name(self) -> RecordName:
@@ -77,7 +77,7 @@ class RecordRow(NamedTuple):
 
     @property
     def counted(self) -> tuple[bool, ...]:
-        """Whether it is known how many updates the optimizer had made to each layer."""
+        """Whether the optimizer's count of updates is known for each layer."""
         _, kind, kinds = _unpacked(self.versions)
         is_counted = [each[1] is not None for each in kinds]
         return tuple(is_counted[number] for number in kind)
@@ -108,7 +108,7 @@ def _unpacked(versions: bytes) -> _Packed:
 
 
 def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
-    """Return *entries* as a row keeps them: what many layers have in common stands there once."""
+    """Pack *entries* as a row keeps them; what many layers have in common is written once."""
     entries = tuple(entries)
     kinds: dict[tuple[Plain, ...], int] = {}
     kind: list[Plain] = []
@@ -128,7 +128,7 @@ def packed_versions(entries: Iterable[LayerEntry]) -> bytes:
 
 
 def _digest_of(name: str) -> bytes:
-    """Return the digest that *name*, of a blob or a commit, is written from; a record may claim any name."""
+    """Return the digest that *name*, of a blob or a commit, stands for; a record may claim any name."""
     with contextlib.suppress(ValueError):
         found = bytes.fromhex(name)
         if found.hex() == name and len(found) == DIGEST_BYTES:
@@ -169,12 +169,12 @@ class Manifest:
         """
         Open the index in *directory*, making it where there is none.
 
-        Where the folder cannot be written the index is read as it stands, and changes have no effect.
+        If the folder cannot be written, the index is read as it stands and changes have no effect.
 
         Raises:
             ManifestUnusable: It is damaged, of another store or schema, or cannot be opened here.
         """
-        # The format too: after a migration every index of the old one is void, also those on nodes far away.
+        # With the format, a migration voids every index of the old one, also on other nodes.
         self._context = pack({"store": store_id, "schema": SCHEMA, "format": FORMAT})
         self._shared: dict[bytes, _Shared] = {}
         self._environment = Environment(directory)
@@ -190,7 +190,7 @@ class Manifest:
 
     def check_process(self) -> None:
         """Raise Internal if the index is closed, or was opened before a fork."""
-        self._environment.check_process()
+        self._environment.environment()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Manifest:
 
     def _rows(self, transaction: Transaction, run: str) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
-        for key, data in transaction.scan(_STEP + _run_key(run)):  # ten thousand times: so it is written out
+        for key, data in transaction.scan(_STEP + _run_key(run)):  # a long run has ten thousand: no calls in here
             payload = self._opened(key, data)
             attempt, save_number, shared, count = _ROW_HEAD.unpack_from(payload)
             _, _, step, digest_of_record = _ROW_KEY.unpack(key)
@@ -223,7 +223,7 @@ class Manifest:
                 supersedes = tuple(CommitId(payload[end - DIGEST_BYTES : end].hex()) for end in ends)
             layer_names, lineage = self._shared.get(shared) or self._read_shared(transaction, shared)
             versions = payload[size_bytes + count * DIGEST_BYTES :]
-            # What RecordRow(…) does, without a call of Python's.
+            # As RecordRow(…), without calling its Python __new__.
             row = tuple.__new__(
                 RecordRow,
                 (run, step, commit_id, attempt, lineage, save_number, supersedes, layer_names, versions),
@@ -259,7 +259,7 @@ class Manifest:
         self._change(put)
 
     def drop(self, names: Iterable[RecordName]) -> list[RecordName]:
-        """Drop the rows of the records *names*; return those that there were."""
+        """Drop the rows of the records *names*; return the names that had one."""
         found: list[RecordName] = []
 
         def delete(transaction: Transaction) -> None:

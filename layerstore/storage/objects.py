@@ -103,12 +103,12 @@ class ObjectStore:
         home = self._layout.object(object_id)
         yield home
         yield self._layout.aside / object_id
-        # Linked back between the first look and the last: look at home again.
+        # Linked back meanwhile.
         yield home
 
     def open(self, ref: BlobRef) -> OpenFile:
         """
-        Open *ref* for reading; nothing of it has been verified but its size.
+        Open *ref* for reading; only its size has been verified.
 
         Raises:
             IntegrityError: It is missing, of another size, or not a regular file.
@@ -161,14 +161,14 @@ class ObjectStore:
             return None
         except StorageIO as exc:
             if exc.errno not in {errnos.ENOENT, errnos.EIO}:
-                raise  # too few descriptors, no permission: that says nothing of the bytes
+                raise  # too few descriptors, no permission: that proves nothing about the bytes
             return None
 
     def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
         """
         Return the bytes of *ref* as read-only memory, which stays when the object is removed.
 
-        With *verify* they are read and hashed first, from the very file that is mapped.
+        With *verify* the mapped file is read and hashed first.
 
         Raises:
             IntegrityError: A byte differs, or the object is missing or cut short.
@@ -195,8 +195,8 @@ class ObjectWriter:
     """
     One commit's new objects: staged first, published together once their source has proven sound.
 
-    Safe to use from several threads. *past_cache* is for what nobody reads again soon.
-    With *reads_reused* whatever it does not write, because the store has it, is read once and compared with its name.
+    Safe to use from several threads. *past_cache* is for bytes that nobody reads again soon.
+    With *reads_reused*, objects that the store has already are read once and compared with their names.
     """
 
     def __init__(
@@ -227,15 +227,14 @@ class ObjectWriter:
 
     @property
     def damaged(self) -> list[BlobRef]:
-        """What the store has, but not as it was written: what is staged in its place replaces it."""
+        """Objects of the store that turned out damaged; staged ones replace them."""
         return list(self._damaged.values())
 
     def reuse(self, ref: BlobRef) -> bool:
         """
         Claim *ref* if the store has it already.
 
-        Its time is refreshed first and its size looked at then: a collection renames first and looks then,
-        so one of the two sees the other.
+        It is touched first and looked at then; a collection renames first and looks then: one of them sees the other.
         """
         with self._guard:
             if ref.id in self._reused or ref.id in self._staged:
@@ -244,9 +243,9 @@ class ObjectWriter:
 
     def spares_writing(self, ref: BlobRef) -> bool:
         """
-        Claim *ref* if the store has it already; for whoever has its bytes in hand, and writes them if not.
+        Claim *ref* if the store has it already; else the caller, who has its bytes, writes them.
 
-        A writer that reads what it reuses does so here, once: what is damaged has to be written again.
+        With *reads_reused* the object is read here, once: a damaged one has to be written again.
         """
         if not self._reads_reused:
             return self.reuse(ref)
@@ -262,7 +261,7 @@ class ObjectWriter:
             is_sound = self._store.is_sound(home, ref)
         except IntegrityError:
             if not self._files.is_file(home):
-                raise  # a link, or a folder: that is for a person to look at
+                raise  # a link or a folder: a person has to look at it
             is_sound = False
         if not is_sound:
             with self._guard:
@@ -279,10 +278,10 @@ class ObjectWriter:
 
     def claim(self, ref: BlobRef) -> bool:
         """
-        Claim what the version or state blob *ref* names, as part of a record that inherits it.
+        Claim all that the version or state blob *ref* names, for a record that inherits it.
 
-        A collection keeps what a young blob names. False if it is not at its place: then one may have begun to take
-        it, and each of the objects has to be reused for itself.
+        A collection keeps what a young blob names. False if the blob is not at its place: a collection may be taking
+        its objects, so each has to be reused for itself.
         """
         home = self._layout.object(ref.id)
         if not self._files.touch(home) or self._files.size(home) != ref.size_bytes:
@@ -292,7 +291,7 @@ class ObjectWriter:
         return True
 
     def put_back(self, ref: BlobRef) -> bool:
-        """Touch *ref*, and link it to its place if it lies aside; return whether it is there then."""
+        """Touch *ref*, and link it back if it lies aside; return whether it is at its place."""
         home, aside = self._layout.object(ref.id), self._layout.aside / ref.id
         if not self._files.touch(home) and self._files.touch(aside):
             self._files.make_directory(home.parent)
@@ -324,7 +323,7 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def draft(self) -> Iterator["Draft"]:
-        """Write bytes whose name is known only afterwards; what is not kept then is removed."""
+        """Yield a draft for bytes whose name is known only afterwards; it is removed unless it is kept."""
         path = self._layout.tmp / secrets.token_hex(16)
         with self._files.create(path, sync_ahead=True) as file:
             draft = Draft(self, file, past_cache=self._past_cache)
@@ -336,7 +335,7 @@ class ObjectWriter:
                     self._files.discard(path)
 
     def keep(self, ref: BlobRef, path: Path) -> bool:
-        """Remember that *path*, written and synced, is to become *ref*; False if another draft has the same."""
+        """Remember that *path*, written and synced, becomes *ref*; False if another draft has the same bytes."""
         with self._guard:
             if ref.id in self._staged:
                 return False
@@ -353,26 +352,26 @@ class ObjectWriter:
         """
         Make everything staged visible and durable, together with what is reused.
 
-        Once this returns, a power cut cannot lose any of it. If it raises, the store has some more objects
-        that nothing names.
+        Once this returns, a power cut cannot lose any of it. If it raises, the store has more objects that nothing
+        names.
 
         Raises:
-            Overtaken: A reused object is gone: a collection has taken it, or a repair, as it is damaged.
+            Overtaken: A reused object is gone: a collection or a repair has taken it.
         """
-        # Once more, and right before they are named: what was found hours ago may be old again.
+        # Once more, right before they are named: they may have been found hours ago.
         lost = [ref for ref in self._reused.values() if not self.put_back(ref)]
         if lost:
             raise Overtaken(
                 f"object {lost[0].id}, which was there when this began, was removed meanwhile; nothing was saved",
                 hint="repeat the command",
             )
-        # Reused objects and folders that were there too: their writer may have died before its own fsync.
+        # Also of reused objects: their writer may have died before its own fsync.
         folders = sorted({self._layout.object(object_id).parent for object_id in (*self._staged, *self._reused)})
         for folder in folders:
             self._files.make_directory(folder, durable=False)
         self._files.sync_directory(self._layout.objects)
         for ref, path in self._staged.values():
-            self._files.touch(path)  # a collection counts from now, however long the rest took to write
+            self._files.touch(path)  # it may have been written long ago
             if ref.id in self._damaged:
                 self._files.rename(path, self._layout.object(ref.id))
             else:
@@ -383,7 +382,7 @@ class ObjectWriter:
     def _link(self, source: Path, ref: BlobRef) -> None:
         target = self._layout.object(ref.id)
         if not self._files.link_exclusive(source, target):
-            # Another writer was faster: its bytes have the same name, so only their number can be wrong.
+            # Another writer was faster. Its bytes have the same name, so only their number can be wrong.
             self._files.touch(target)
             size_bytes = self._files.size(target)
             if size_bytes is None:
@@ -393,10 +392,10 @@ class ObjectWriter:
 
     def look_again(self) -> list[BlobRef]:
         """
-        Return the objects that are gone after all, with those linked back that lie aside.
+        Return the objects that are gone after all; those that lie aside are linked back.
 
-        To be called once the record that names them is visible: from then on no collection takes them. What is claimed
-        has to be at its place; `claimed_elsewhere` says what is not.
+        Call this once the record that names them is visible: from then on no collection takes them.
+        `claimed_elsewhere` tells of claimed blobs.
         """
         for ref, path in self._staged.values():
             if not self.put_back(ref) and self._files.exists(path):
@@ -406,7 +405,7 @@ class ObjectWriter:
         return [ref for ref in named.values() if not self.put_back(ref)]
 
     def claimed_elsewhere(self) -> list[BlobRef]:
-        """Return the claimed blobs that are not at their places: what they name may be on its way out, too."""
+        """Return the claimed blobs that are not at their places: their objects may be on their way out, too."""
         return [ref for ref in self._claimed.values() if not self.claim(ref)]
 
     def __enter__(self) -> "ObjectWriter":
@@ -432,7 +431,7 @@ class Draft:
         self.is_kept = False
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """Write *data* behind what was written before, which ended at *offset*."""
+        """Write *data* at *offset*, where the last write ended."""
         if self._stream is None:
             self._file.write_at(offset, data)
         else:
@@ -449,6 +448,6 @@ class Draft:
         return self.is_kept
 
     def close(self) -> None:
-        """Let go of the memory that held what was not written yet."""
+        """Release the buffer."""
         if self._stream is not None:
             self._stream.close()

@@ -1,7 +1,7 @@
 """
-Parts on disk: what ranks that save together have written, until one of them commits it.
+Parts on disk: what each rank of a joint save has written, until one of them commits it.
 
-A part is visible exactly when it is linked into its session's folder, and all that it names is durable by then.
+A part is visible exactly when it is linked into its session's folder; all that it names is durable by then.
 """
 
 import re
@@ -27,12 +27,6 @@ class PartName(NamedTuple):
     rank: int
 
 
-def name_at(path: Path) -> PartName | None:
-    """Return which part belongs at *path*, in the folder of its session; None where none does."""
-    match = _NAME.fullmatch(path.name)
-    return None if match is None else PartName(path.parent.name, int(match["save"]), int(match["rank"]))
-
-
 class PartStore:
     """The folder ``parts/``."""
 
@@ -54,38 +48,32 @@ class PartStore:
         """Make *part* visible and durable."""
         target = self._path(part.session, part.save, part.rank)
         if not self.has_session(part.session):
-            self.open_session(part.session)  # so long idle that a collection has removed it
+            self.open_session(part.session)  # a collection has removed an idle one
         with self._files.temporary(self._layout.tmp, seal_part(part, store_id=self._store_id)) as source:
             self._files.link_exclusive(source, target)
         self._files.sync_directory(target.parent)
 
     def find(self, session: str, save: int, rank: int) -> Part | None:
-        """Return a part if it is there; raises IntegrityError where it is damaged."""
+        """Return a part, None if it is not there; raises IntegrityError if it is damaged."""
         data = self._files.read_if_there(self._path(session, save, rank), size_bytes_max=RECORD_BYTES_MAX)
         if data is None:
             return None
         return unseal_part(data, name=part_name(session, save, rank), store_id=self._store_id)
 
     def sessions(self) -> list[str]:
-        """Return the sessions that have a folder, by name."""
+        """Return the names of all sessions."""
         return [name for name in self._files.names(self._layout.parts) if self.has_session(name)]
 
     def of_session(self, session: str) -> list[Part]:
-        """
-        Return the parts that are there of *session*.
-
-        Raises:
-            IntegrityError: One is damaged.
-        """
+        """Return the parts of *session*; raises IntegrityError if one is damaged."""
         found = (self.find(*name) for _, name in self._named(session))
         return [part for part in found if part is not None]
 
     def _named(self, session: str) -> Iterator[tuple[Path, PartName]]:
-        """Yield what lies in the folder of *session* under a part's name."""
         folder = self._layout.parts / session
         for path in (folder / name for name in self._files.names(folder)):
-            if (name := name_at(path)) is not None:
-                yield path, name
+            if (match := _NAME.fullmatch(path.name)) is not None:
+                yield path, PartName(session, int(match["save"]), int(match["rank"]))
 
     def all(self) -> Iterator[tuple[Path, Part | LayerstoreError]]:
         """Yield every part of every session with its path, or what is wrong with it."""
@@ -100,13 +88,13 @@ class PartStore:
                         yield path, found
 
     def modified_ns(self, session: str) -> int:
-        """Return when anything was last done in *session*, by the filesystem's clock."""
+        """Return when *session* last changed, by the filesystem's clock."""
         folder = self._layout.parts / session
         paths = [folder, *(folder / name for name in self._files.names(folder))]
         return max((self._files.modified_ns(path) or 0 for path in paths), default=0)
 
     def remove_session(self, session: str, *, before_ns: int) -> None:
-        """Remove what is as old as that in *session*, and the folder if nothing is left: nobody will join it."""
+        """Remove the files of *session* that are older than that, and the folder if nothing is left."""
         folder = self._layout.parts / session
         for name in self._files.names(folder):
             modified_ns = self._files.modified_ns(folder / name)
@@ -115,7 +103,7 @@ class PartStore:
         self._files.remove_empty(folder)
 
     def publish_failure(self, name: PartName, why: str) -> None:
-        """Leave a part that says that its rank has failed."""
+        """Publish a part which says that its rank has failed."""
         self.publish(
             Part(
                 session=name.session,
@@ -131,11 +119,11 @@ class PartStore:
         )
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
-        """Take back a part, if it is there: not all that it names is."""
+        """Remove a part, if it is there: something that it names is gone."""
         self._files.unlink(self._path(session, save, rank))
 
     def remove(self, session: str, save: int, *, world_size: int) -> None:
-        """Remove the parts of one save: a record names what they named, or nothing ever will."""
+        """Remove the parts of one save, which was committed or given up."""
         for rank in range(world_size):
             path = self._path(session, save, rank)
             if self._files.exists(path):
@@ -143,9 +131,9 @@ class PartStore:
 
     def close_session(self, session: str, *, is_over: bool) -> None:
         """
-        Remove the folder of *session* if nothing is left in it, or if it *is_over*: all ranks have written all.
+        Remove the folder of *session* if it is empty, or if the session *is_over*: all ranks have written everything.
 
-        Until then a rank may still leave a part of a save that was given up without it.
+        Until then a rank may still publish a part of a save that was given up without it.
         """
         folder = self._layout.parts / session
         try:

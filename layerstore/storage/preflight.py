@@ -1,11 +1,11 @@
 """
 Whether an LMDB file can be opened without harm: its structure, checked before LMDB maps it.
 
-LMDB's pages have no checksums, and it believes what it finds in them: a file that was cut short, or whose offsets point
-outside their page, ends the process by a signal instead of an error. So every page that its trees reach is looked at
-first. What the values say is not looked at here: they have checksums of their own (``manifest.py``).
+LMDB's pages have no checksums, and LMDB believes what it finds in them: a truncated file, or an offset that points out
+of its page, ends the process by a signal instead of an error. So every page that its trees reach is checked first.
+Values are not: they have checksums of their own (``manifest.py``).
 
-``lmdb.verify`` checks the same and more, at ten times the price; tests hold this check against it.
+``lmdb.verify`` checks the same and more, but takes ten times as long; tests compare this check with it.
 """
 
 import mmap
@@ -37,7 +37,7 @@ _NODE_BEGINS_MAX = PAGE_BYTES - _NODE.size
 
 
 class Tree(NamedTuple):
-    """What LMDB notes of one of its two tables."""
+    """What LMDB's meta page says of one of its two tables."""
 
     padding: int
     flags: int
@@ -62,7 +62,7 @@ def problem_in(path: Path) -> str | None:
         pages = size_bytes // PAGE_BYTES
         if pages < METAS:
             return "it was cut short"
-        # Mapped, as LMDB is about to do: to read a long index takes longer than to check it.
+        # Mapped, as LMDB is about to do: reading a long index would take longer than checking it.
         with (
             mmap.mmap(file.fileno(), pages * PAGE_BYTES, prot=mmap.PROT_READ) as data,
             memoryview(data) as view,
@@ -120,7 +120,7 @@ class _Check:
         return last_page, txn, free, main
 
     def _take(self, pages: Iterable[int]) -> None:
-        """Note that *pages* are used or free; each is one of them, once."""
+        """Note that *pages* are used or free; each may be noted once."""
         for page in pages:
             if not METAS <= page < self._end or self._is_taken[page]:
                 raise _Unsound(f"page {page} is used twice, or is not there")

@@ -53,11 +53,11 @@ class Repository:
     catalog: Catalog
 
     def version(self, ref: BlobRef) -> LayerVersion:
-        """Read a layer version, checked."""
+        """Read and check a layer version."""
         return decode_version(self.objects.read(ref), ref=ref)
 
     def version_of(self, entry: LayerEntry) -> LayerVersion:
-        """Read the version that *entry* names, and make sure that it is of the entry's layer."""
+        """Read the version that *entry* names, and make sure that it is of that layer."""
         version = self.version(entry.version)
         if version.layer != entry.layer:
             raise IntegrityError(
@@ -66,7 +66,7 @@ class Repository:
         return version
 
     def whole_version_of(self, entry: LayerEntry) -> LayerVersion | None:
-        """Read the version that *entry* names; None where the store has lost it, or an object of it."""
+        """Read the version that *entry* names; None if the store has lost it, or an object of it."""
         try:
             version = self.version_of(entry)
             return version if all(self.objects.find(stored.ref) for stored in version.objects) else None
@@ -74,7 +74,7 @@ class Repository:
             return None
 
     def state(self, ref: BlobRef) -> RankState:
-        """Read a rank's state, checked."""
+        """Read and check a rank's state."""
         return decode_state(self.objects.read(ref), ref=ref)
 
     def lock_run(self, run: str) -> AbstractContextManager[Hold]:
@@ -83,16 +83,16 @@ class Repository:
 
     def lock_attempt(self, run: str, attempt: int, *, at_once: bool = False) -> AbstractContextManager[Hold]:
         """
-        Hold *attempt* of *run*, which no other job then saves; who finds it held goes elsewhere at once.
+        Hold *attempt* of *run*, so that no other job saves it.
 
-        On a network filesystem only once it is clear that the holder lives, unless that must be *at_once*: a job that
-        died has to be followed there.
+        A job that died must not keep its successor from the attempt: on a network filesystem its lease is waited for,
+        unless the answer must come *at_once*.
         """
         is_patient = self.aside.is_on_network and not at_once
         return lock(
             self.layout.attempt_lock(run, attempt),
             what=f"attempt {attempt} of run {run!r}",
-            # A moment in any case: a collection that looks who saves what holds it for no longer.
+            # At least a moment: a collection that looks who saves what holds it for no longer.
             deadline_seconds=0 if at_once else LEASE_SECONDS + LEASE_RENEWED_SECONDS if is_patient else 1,
         )
 
@@ -106,7 +106,7 @@ class Repository:
 
     def prepare_writing(self) -> None:
         """
-        Make the folders that a copy of the store may have lost because they were empty.
+        Make the empty folders that a copy of the store may lack.
 
         Raises:
             Unsupported: The store uses something that this layerstore might destroy unknowingly, or was migrated
@@ -122,11 +122,11 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     """
     Make the folder *path* a store.
 
-    ``store.json`` comes last: until it is there, it is no store, and ``init`` may be repeated.
+    ``store.json`` comes last: until it is there, there is no store, and ``init`` may be repeated.
 
     Raises:
         AlreadyExists: There is a store already, or a folder with something else in it.
-        IntegrityError: There was a store: what only a store has is there, and ``store.json`` is not.
+        IntegrityError: There was a store, which has lost its ``store.json``.
     """
     layout = layout_at(path)
     if files.exists(layout.identity):
@@ -144,7 +144,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
     files.make_directories(layout.root.parent)
     for folder in (layout.root, *layout.folders):
         files.make_directory(folder)
-    # A collection that is to make room finds none for this file.
+    # A collection that is to make room on a full disk finds none for this file.
     os.close(open_lock_file(layout.gc_lock))
     identity = new_identity(created=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     with files.temporary(layout.tmp, encode_identity(identity)) as source:
@@ -156,7 +156,7 @@ def make_store(path: Path, files: Files) -> StoreIdentity:
 
 def open_repository(path: Path, files: Files) -> Repository:
     """
-    Open the store at *path*; nothing is written, not even an index, before a question needs one.
+    Open the store at *path*; nothing is written, not even an index, until a question needs one.
 
     Raises:
         NoStore: There is none.
@@ -198,7 +198,7 @@ def _check_folders(layout: Layout, files: Files) -> None:
     device = files.device(layout.root)
     for folder in layout.folders:
         if not files.exists(folder):
-            continue  # made again by the first writer; a missing commits/ is reported by whoever lists it
+            continue  # the first writer makes it again; a missing commits/ is reported when it is listed
         if not files.is_directory(folder):
             raise IntegrityError(
                 f"{folder} is not a folder of the store but a link or file; nothing was read or changed",

@@ -1,7 +1,7 @@
 """
 What saves took, as the savers saw it: one line each under ``stats/RUN/``. Advisory: no answer depends on it.
 
-Each saver has a file of its own, to which only its first rank appends. A line that is damaged or torn is passed over.
+The first rank of each saver appends to a file of its own. Damaged or torn lines are skipped.
 """
 
 import json

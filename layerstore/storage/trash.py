@@ -60,7 +60,7 @@ class Trash:
         return self._records.decode(data, name)
 
     def modified_ns(self, name: RecordName) -> int:
-        """Return when the record *name* came here; 0 where it has gone."""
+        """Return when the record *name* came here, 0 if it is gone."""
         return self._files.modified_ns(self._record(name)) or 0
 
     def remove_record(self, name: RecordName) -> None:
@@ -74,7 +74,7 @@ class Trash:
     # -- what was damaged ----------------------------------------------------------------------------------------
 
     def take_damaged(self, path: Path) -> Path | None:
-        """Move *path*, whatever it is, here, durably; return where it lies now, None where it had gone."""
+        """Move *path*, whatever it is, here, durably; return its new place, None if it was gone."""
         target = self._free(path)
         return target if self._move(path, target) else None
 
@@ -104,7 +104,7 @@ class Trash:
         yield from self._leaves(self._layout.trash / "damaged")
 
     def size_of_damaged(self, path: Path) -> int:
-        """Return the bytes of *path*, which lies here; 0 where it is a link or a pipe."""
+        """Return the size of *path*, which lies here; 0 if it is a link or a pipe."""
         return (self._files.size(path) or 0) if self._files.is_file(path) else 0
 
     def remove_damaged(self, path: Path) -> None:
@@ -119,14 +119,14 @@ class Trash:
 
     def _move(self, source: Path, target: Path) -> bool:
         self._make(target.parent)
-        self._files.touch(source)  # from now on its age counts
+        self._files.touch(source)  # its age in the trash counts from now
         try:
             self._files.rename(source, target)
         except StorageIO as exc:
             if exc.errno == errnos.ENOENT:
                 return False
             raise
-        # The new name first: after a power cut it may be in both places, and never in none.
+        # The new name first: after a power cut it may be in both places, never in none.
         self._files.sync_directory(target.parent)
         self._files.sync_directory(source.parent)
         return True
@@ -158,7 +158,7 @@ class Aside:
         self._files.make_directory(self._layout.aside)
 
     def take(self, object_id: ObjectId) -> None:
-        """Move an object aside; nothing happens where it lies here, too: then somebody has just linked it back."""
+        """Move an object aside; nothing happens if it lies here too: a writer has just linked it back."""
         try:
             # POSIX renames nothing where both are names of one file.
             self._files.rename(self._layout.object(object_id), self._layout.aside / object_id)
@@ -173,7 +173,7 @@ class Aside:
                 yield ObjectId(name), self._layout.aside / name
 
     def moved_ns(self, path: Path) -> int:
-        """Return when *path* came here, by the filesystem's clock; a rename changes that of its state."""
+        """Return when *path* came here, by the filesystem's clock: a rename sets the time of change."""
         return self._files.changed_ns(path) or 0
 
     def remove(self, objects: Iterable[ObjectId]) -> None:
@@ -193,9 +193,9 @@ class Aside:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def now_ns(self) -> int:
-        """Return the time by the clock that the files here have their times from."""
-        # The time of a folder can be set on a disk that has no room for a file. Where nothing can be written nothing
-        # can be removed either, and this host's clock is as good.
+        """Return the time by the clock that gives files their times."""
+        # A folder can be touched on a disk that has no room for a file. Where nothing can be written, nothing can be
+        # removed either, and this host's clock will do.
         with contextlib.suppress(StorageIO):
             self._files.touch(self._layout.tmp)
             return self._files.modified_ns(self._layout.tmp) or time.time_ns()

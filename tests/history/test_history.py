@@ -350,7 +350,7 @@ def test_a_folder_that_has_just_changed_is_listed_again(repo: Repository, monkey
 def test_a_network_filesystem_is_always_listed(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine's clock, or a cache of attributes, proves nothing."""
     publish(repo, 2)
-    monkeypatch.setattr(RecordStore, "is_on_network", lambda _: True)
+    monkeypatch.setattr(RecordStore, "is_on_network", True)
     listings = Listings(monkeypatch)
     repo.catalog.view(RUN)
     repo.catalog.view(RUN)
