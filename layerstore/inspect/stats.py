@@ -273,11 +273,11 @@ def _on_disk(repo: Repository, tally: _Tally, *, whole: bool) -> tuple[int, Unne
 
     def take(path: Path) -> int:
         """Return what *path* adds: nothing if it is gone, or was counted under another name."""
-        found = repo.files.occupied(path)
-        if found is None or found.identity in seen:
+        found = repo.files.look(path)
+        if found is None or (found.st_dev, found.st_ino) in seen:
             return 0
-        seen.add(found.identity)
-        return found.disk_bytes
+        seen.add((found.st_dev, found.st_ino))
+        return found.st_blocks * 512  # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are
 
     for object_id, path in repo.objects.ids():
         is_needed = object_id in tally.users

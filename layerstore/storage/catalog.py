@@ -191,16 +191,11 @@ class Catalog:
 
     def runs(self) -> list[str]:
         """Return the runs that have records, by name."""
-        there = [run for run in self._records.runs() if self._has_records(run)]
+        listed = {run: self._records.listing(run) for run in self._records.runs()}
+        there = [run for run, names in listed.items() if any(name_in(run, name) for name in names)]
         for run in (self._with_index(lambda manifest: manifest.runs()) or set()).difference(there):
             self.find(run)  # reports which of its commits are no longer there
         return there
-
-    def _has_records(self, run: str) -> bool:
-        known = self._known.get(run)
-        if known is not None and known.rows and self._is_as_it_was(known, run):
-            return True
-        return any(name_in(run, name) for name in self._records.listing(run))
 
     def view(self, run: str) -> RunView:
         """

@@ -55,15 +55,6 @@ class WeakDurability(UserWarning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Occupied:
-    """What a file takes on disk."""
-
-    identity: tuple[int, int]
-    """Device and inode: two names of one file have the same."""
-    disk_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """What a filesystem has left for an ordinary user."""
 
@@ -118,6 +109,14 @@ class Files:
                 return None
             raise
 
+    def look(self, path: Path) -> os.stat_result | None:
+        """Return what the system says of *path*, None where nothing is there; links are not followed."""
+        with mapped_errors(path, doing="look at"):
+            try:
+                return path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
     def size(self, path: Path) -> int | None:
         """Return the size of the regular file *path*, None where nothing is there."""
         state = self.state(path)
@@ -125,28 +124,15 @@ class Files:
 
     def modified_ns(self, path: Path) -> int | None:
         """Return when *path* was last written or touched, by the filesystem's clock; None where nothing is there."""
-        state = self._lstat(path)
+        state = self.look(path)
         return None if state is None else state.st_mtime_ns
-
-    def changed_ns(self, path: Path) -> int | None:
-        """Return when *path* was last renamed, linked or written, by the filesystem's clock; None if it is gone."""
-        state = self._lstat(path)
-        return None if state is None else state.st_ctime_ns
 
     def state(self, path: Path) -> FileState | None:
         """Return size and time of the regular file *path*, None where nothing is there."""
-        state = self._lstat(path)
+        state = self.look(path)
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
         return None if state is None else FileState(state.st_size, state.st_mtime_ns)
-
-    def occupied(self, path: Path) -> Occupied | None:
-        """Return what the file *path* takes on disk, None where nothing is there; links are not followed."""
-        state = self._lstat(path)
-        if state is None:
-            return None
-        # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are.
-        return Occupied(identity=(state.st_dev, state.st_ino), disk_bytes=state.st_blocks * 512)
 
     def identity(self, path: Path) -> tuple[int, ...] | None:
         """
@@ -154,29 +140,22 @@ class Files:
 
         A new one may reuse the inode of a removed one, but not the time of its last change.
         """
-        state = self._lstat(path)
+        state = self.look(path)
         return None if state is None else (state.st_dev, state.st_ino, state.st_mtime_ns)
 
     def is_directory(self, path: Path) -> bool:
         """Whether *path* is a folder; a link to one is not."""
-        state = self._lstat(path)
+        state = self.look(path)
         return state is not None and stat.S_ISDIR(state.st_mode)
 
     def is_file(self, path: Path) -> bool:
         """Whether *path* is a regular file; a link to one is not."""
-        state = self._lstat(path)
+        state = self.look(path)
         return state is not None and stat.S_ISREG(state.st_mode)
 
     def exists(self, path: Path) -> bool:
         """Whether anything at all is at *path*."""
-        return self._lstat(path) is not None
-
-    def _lstat(self, path: Path) -> os.stat_result | None:
-        with mapped_errors(path, doing="look at"):
-            try:
-                return path.lstat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        return self.look(path) is not None
 
     def names(self, directory: Path) -> list[str]:
         """Return the names in *directory*, sorted; none where it is not there."""
@@ -200,7 +179,7 @@ class Files:
 
         None where it is not there, or changed so recently that another change might not show.
         """
-        state = self._lstat(directory)
+        state = self.look(directory)
         if state is None or time.time_ns() - max(state.st_mtime_ns, state.st_ctime_ns) <= _SETTLED_AFTER_NS:
             return None
         return state.st_dev, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
@@ -301,7 +280,7 @@ class Files:
             os.link(source, target, follow_symlinks=False)
         except OSError as exc:
             # On a network a link may work and its reply be lost, or be an error: then both names are one file.
-            one, other = self._lstat(source), self._lstat(target)
+            one, other = self.look(source), self.look(target)
             if one is not None and other is not None and os.path.samestat(one, other):
                 return True
             if exc.errno in _NO_HARD_LINKS:

@@ -15,7 +15,6 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.layers import typed
@@ -211,9 +210,7 @@ class NewFile:
     def __enter__(self) -> "NewFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -267,9 +264,7 @@ class OpenFile:
     def __enter__(self) -> "OpenFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

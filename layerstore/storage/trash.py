@@ -174,7 +174,8 @@ class Aside:
 
     def moved_ns(self, path: Path) -> int:
         """Return when *path* came here, by the filesystem's clock: a rename sets the time of change."""
-        return self._files.changed_ns(path) or 0
+        state = self._files.look(path)
+        return 0 if state is None else state.st_ctime_ns
 
     def remove(self, objects: Iterable[ObjectId]) -> None:
         """Unlink what lies here of *objects*."""

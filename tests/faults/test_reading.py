@@ -113,11 +113,12 @@ class LateFiles(Files):
         self._hidden = hidden
         self.looks = 0
 
-    def _lstat(self, path: Path) -> os.stat_result | None:
+    def look(self, path: Path) -> os.stat_result | None:
+        """Look at what is seen already."""
         if self._hidden(path):
             self.looks += 1
             return None
-        return super()._lstat(path)
+        return super().look(path)
 
     def names_unsorted(self, directory: Path) -> list[str]:
         """List what is seen already."""

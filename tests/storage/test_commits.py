@@ -24,13 +24,13 @@ def path_of(repo: Repository, commit: Commit) -> Path:
 
 
 def test_a_published_commit_is_read_back(repo: Repository) -> None:
-    """Once published, the record is listed by run and step and reads as it was."""
-    commit = samples.commit()
+    """Once published, records are listed by run and by step as a number, and read as they were."""
+    commits = {step: samples.commit(samples.record(step=step, run="50% 日本")) for step in (100, 20, 3)}
 
-    assert repo.records.link(commit)
-    (name,) = repo.records.names("sft")
-    assert repo.records.runs() == ["sft"]
-    assert repo.records.read(name) == commit
+    assert all(repo.records.link(commit) for commit in commits.values())
+    assert repo.records.runs() == ["50% 日本"]
+    names = repo.records.names("50% 日本")
+    assert [repo.records.read(name) for name in names] == [commits[step] for step in (3, 20, 100)]
     assert repo.files.names(repo.layout.tmp) == []
 
 
@@ -41,16 +41,6 @@ def test_publishing_twice_is_one_commit(repo: Repository) -> None:
     assert repo.records.link(first)
     assert not repo.records.link(again)
     assert repo.records.read(repo.records.name_of(first)) == again
-
-
-def test_records_are_listed_by_step(repo: Repository) -> None:
-    """The listing is in order of steps as numbers, not as text."""
-    for step in (100, 20, 3):
-        repo.records.link(samples.commit(samples.record(step=step)))
-
-    steps = [name.step for name in repo.records.names("sft")]
-
-    assert steps == [3, 20, 100]
 
 
 @pytest.mark.fault(91)

@@ -332,16 +332,6 @@ def test_a_folder_that_was_there_is_made_durable_too(tmp_path: Path) -> None:
     assert recorder.calls == [("mkdir", "folder"), ("fsync", tmp_path.name)]
 
 
-def test_removing_what_is_gone_is_fine(tmp_path: Path) -> None:
-    """Removing twice, removing trees that are not there and refreshing what is gone raise nothing."""
-    files = Files()
-    files.unlink(tmp_path / "gone")
-    files.discard(tmp_path / "gone")
-    files.remove_tree(tmp_path / "gone")
-
-    assert not files.touch(tmp_path / "gone")
-
-
 def test_remove_tree_does_not_follow_links(tmp_path: Path) -> None:
     """A link inside a tree is removed, what it points to is not."""
     (tmp_path / "precious").mkdir()
@@ -412,15 +402,6 @@ def test_what_is_not_there_is_told_plainly(tmp_path: Path) -> None:
         files.open(path)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(path))
     assert isinstance(caught.value.__cause__, FileNotFoundError)
-
-
-def test_a_dangling_link_is_something(tmp_path: Path) -> None:
-    """A link counts as being there, and is no folder even if it points to one."""
-    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
-    (tmp_path / "link").symlink_to(tmp_path)
-
-    assert Files().exists(tmp_path / "dangling")
-    assert not Files().is_directory(tmp_path / "link")
 
 
 # -- the hook ------------------------------------------------------------------------------------------------------

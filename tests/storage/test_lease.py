@@ -299,17 +299,6 @@ def test_a_lease_that_is_no_file_blocks_nobody_for_ever(path: Path, kind: str) -
         pass
 
 
-@pytest.mark.usefixtures("sooner")
-def test_a_huge_generation_is_followed_by_a_greater_one(path: Path) -> None:
-    """A forged number cannot lock everybody out."""
-    path.with_name("gc.lock." + "9" * 60).touch()
-
-    with taken(path, 30) as hold:
-        hold.check()
-
-    assert leases(path) == ["gc.lock.1" + "0" * 60]
-
-
 def test_a_filesystem_without_flock_gets_leases(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its name: it answers that it has none."""
 

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,23 +24,6 @@ SIZES = (
 )
 
 
-@pytest.fixture(params=["disk", "tmpfs"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Return a folder on a disk, and one on a filesystem that has nothing but the cache."""
-    if request.param == "disk":
-        yield tmp_path
-        return
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK):
-        pytest.skip("/dev/shm is not there")
-    made = shared / f"layerstore-{os.getpid()}-{random.getrandbits(32):x}"
-    made.mkdir()
-    yield made
-    for path in made.iterdir():
-        path.unlink()
-    made.rmdir()
-
-
 def pieces(data: bytes, *, seed: int) -> Iterator[tuple[int, bytes]]:
     """Yield *data* cut anywhere, with where each piece goes."""
     rng, start = random.Random(seed), 0
@@ -60,14 +42,14 @@ def written(file: NewFile, data: bytes, *, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", SIZES)
-def test_every_byte_arrives(folder: Path, size_bytes: int) -> None:
+def test_every_byte_arrives(tmp_path: Path, size_bytes: int) -> None:
     """At sizes around those of a page and of the buffer, in pieces of any length."""
     data = random.Random(size_bytes).randbytes(size_bytes)
 
-    with Files().create(folder / "file") as file:
+    with Files().create(tmp_path / "file") as file:
         written(file, data, seed=size_bytes)
 
-    assert (folder / "file").read_bytes() == data
+    assert (tmp_path / "file").read_bytes() == data
 
 
 def test_large_files_go_past_the_cache_and_small_ones_do_not(tmp_path: Path) -> None:
