@@ -604,7 +604,7 @@ def test_nothing_is_removed_where_something_cannot_be_read(store: Store, saved: 
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     before = objects(store)
 
-    with layerstore.open(store.path) as fresh, pytest.raises(IntegrityError, match="; nothing was removed$"):
+    with layerstore.open(store.path) as fresh, pytest.raises(IntegrityError, match="; nothing was removed"):
         collect(fresh, Keep(last=1))
 
     assert objects(store) == before
