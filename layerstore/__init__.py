@@ -37,7 +37,6 @@ __version__ = "0.1.0"
 # Loaded at first use: the store brings numpy and lmdb along, which ``layerstore --help`` need not wait for.
 _HOMES = {
     "Composite": ("composite", "Composite"),
-    "Keep": ("policy.keep", "Keep"),
     "Resumed": ("live", "Resumed"),
     "Saver": ("live", "Saver"),
     "attach": ("live", "attach"),
@@ -47,7 +46,7 @@ _HOMES = {
     "init": ("store", "init"),
     "open": ("store", "open_store"),
     "resume": ("live", "resume"),
-    **{policy: ("policy", policy) for policy in ("Drift", "Filter", "Latest", "Parity")},
+    **{policy: ("policy", policy) for policy in ("Drift", "Filter", "Keep", "Latest", "Parity")},
 }
 
 

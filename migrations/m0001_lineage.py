@@ -1,10 +1,9 @@
 """
-From format 1 to format 2: a record says its attempt's whole lineage, and dropped commits lie in ``trash/``.
+From format 1 to format 2: a record has its attempt's whole lineage, and dropped commits are in ``trash/``.
 
-In format 1 a commit was hidden by another record that named it in ``supersedes``, which could be one without layers
-that did nothing else. In format 2 such records are gone, and what they hid lies in ``trash/commits/``.
-A record's id is the hash of its body, so every id changes, and every mention of one: in ``supersedes``, and in a pin's
-``base``. Objects stay as they are, byte for byte.
+In format 1 a commit was hidden by a record that named it in ``supersedes``, and that could be one without layers, made
+for nothing else. Format 2 has no such records; what they hid is in ``trash/commits/``. A record's id is the hash of its
+body, so all ids change, also in ``supersedes`` and in a pin's ``base``. Objects stay as they are, byte for byte.
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import TypeAlias, cast
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format import Plain, digest, pack_again, unpack
-from layerstore.migrations.step import NewFile, Older, Step
+from layerstore.migrations.step import MigratedFile, Older, Step
 
 Body: TypeAlias = dict[str, Plain]
 
@@ -34,8 +33,6 @@ _FIELDS = frozenset(
     "run attempt fork step save_number world_size layers states layout policy supersedes flags".split()  # noqa: SIM905
 )
 _FLAGS = frozenset({"without-moments"})
-# Among the decisions of a record that hides one which failed as it was published: that one has replaced nothing.
-_WITHDRAWN = "withdrawn"
 
 _WAY_ON = "with layerstore 0.1: repair heals it or takes it out of the way, drop or pin --delete gives it up"
 
@@ -44,7 +41,7 @@ _WAY_ON = "with layerstore 0.1: repair heals it or takes it out of the way, drop
 
 
 def identity_text(fields: Mapping[str, object]) -> bytes:
-    """Return the text of a ``store.json``; both formats spell it alike."""
+    """Return the text of a ``store.json``, which is the same in both formats."""
     plain = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     return (json.dumps({**fields, "checksum": digest(plain).hex()}, indent=2, sort_keys=True) + "\n").encode()
 
@@ -70,7 +67,7 @@ def _identity(data: bytes) -> bytes:
 
 
 def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> bytes:
-    """Return the envelope of *payload*, whose maps are in order, and which is called *name*."""
+    """Return the envelope of *payload*, whose maps are sorted, named *name*."""
     packed = pack_again(payload)
     head = _HEAD.pack(_MAGIC, schema, bytes.fromhex(store_id), len(name.encode()))
     body = head + name.encode() + _LENGTH.pack(len(packed)) + packed
@@ -78,7 +75,7 @@ def seal(payload: Plain, *, name: str, store_id: str, schema: int = _NEW) -> byt
 
 
 def unseal(data: bytes, *, name: str, store_id: str, schema: int = _OLD) -> Body:
-    """Return what is in the envelope *data*, found as *name*."""
+    """Return the payload of the envelope *data*, found as *name*."""
     body, checksum = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if digest(body) != checksum or len(body) < _HEAD.size:
         raise _damaged(name, "its checksum does not match its bytes")
@@ -91,7 +88,7 @@ def unseal(data: bytes, *, name: str, store_id: str, schema: int = _OLD) -> Body
 
 
 def id_of(body: Body) -> str:
-    """Return the id of a record's *body*, whose maps are in order, in either format."""
+    """Return the id of a record's *body*, whose maps are sorted, in either format."""
     return digest(pack_again(body)).hex()
 
 
@@ -104,7 +101,7 @@ def _damaged(name: str, reason: str) -> IntegrityError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """What is remembered of a record of format 1 while the others of its run are read."""
+    """What is kept of a record of format 1 while the others of its run are read."""
 
     file_name: str
     attempt: int
@@ -112,12 +109,11 @@ class _Row:
     fork: Body | None
     supersedes: tuple[str, ...]
     has_layers: bool
-    """Whether it is a commit; else it only hides others, or stands for one that was collected."""
-    is_withdrawal: bool
+    """Whether it is a commit, or only hides others or stands for a collected one."""
 
 
 class _Run:
-    """The records of one run: read once to see how they hang together, then once more to be rewritten."""
+    """The records of one run: read once to see how they are related, then again to be rewritten."""
 
     def __init__(self, older: Older, run: str, store_id: str) -> None:
         self._older = older
@@ -128,13 +124,13 @@ class _Run:
             if match := _RECORD.fullmatch(name):
                 self._rows[match[2]] = _row_of(name, _body(self._read(name), f"commits/{run}/{name}"))
         in_order = sorted(self._rows.items(), key=lambda item: (item[1].attempt, item[1].step, item[0]), reverse=True)
-        self._forks = {row.attempt: row.fork for _, row in in_order}  # the first record of an attempt has the word
+        self._forks = {row.attempt: row.fork for _, row in in_order}  # an attempt's first record decides
         self._hidden = {old for row in self._rows.values() for old in row.supersedes}
         self.ids: dict[str, str] = {}
-        """The new id of each commit by its old one, once `files` has been through."""
+        """The new id of each commit by its old one, complete once `files` is exhausted."""
 
     def _read(self, file_name: str) -> Body:
-        """Return what the record *file_name* holds, which has to be what its name says."""
+        """Return the payload of the record *file_name*, which must match its name."""
         called = f"commits/{self._run}/{file_name}"
         payload = unseal(self._older.read(called), name=called, store_id=self._store_id)
         body = _body(payload, called)
@@ -142,9 +138,9 @@ class _Run:
             raise _damaged(called, "it does not hold the commit that its name says")
         return payload
 
-    def files(self) -> Iterator[NewFile]:
-        """Yield the new records: those that show, then those that others hide, which go to the trash."""
-        # Superseded ones first, whose new ids the others mention.
+    def files(self) -> Iterator[MigratedFile]:
+        """Yield the new records: visible ones, then hidden ones, which go to the trash."""
+        # Superseded ones first: the others mention their new ids.
         mentions = {old: [each for each in row.supersedes if each in self._rows] for old, row in self._rows.items()}
         hidden = []
         written = set()
@@ -159,21 +155,21 @@ class _Run:
                 yield file
         for old in hidden:
             file = self._rewritten(old)
-            # A commit that was saved again where it had been dropped differed in what it superseded, and in no more.
+            # A commit that was dropped and saved again differed only in what it superseded.
             if file.path not in written:
                 written.add(file.path)
-                yield NewFile(path=f"trash/{file.path}", data=file.data)
+                yield MigratedFile(path=f"trash/{file.path}", data=file.data)
 
-    def _rewritten(self, old: str) -> NewFile:
+    def _rewritten(self, old: str) -> MigratedFile:
         row = self._rows[old]
         payload = self._read(row.file_name)
         body = self.converted(_body(payload, row.file_name))
         self.ids[old] = id_of(body)
         name = f"commits/{self._run}/{row.step}.{self.ids[old]}"
-        return NewFile(path=name, data=seal({**payload, "body": body}, name=name, store_id=self._store_id))
+        return MigratedFile(path=name, data=seal({**payload, "body": body}, name=name, store_id=self._store_id))
 
     def converted(self, body: Body) -> Body:
-        """Return *body*, of a record of this run or of a pin, as format 2 has it."""
+        """Return *body*, of a record of this run or of a pin, in format 2."""
         row = _row_of("", body)
         superseded = sorted({self.ids[old] for old in row.supersedes if old in self.ids})
         changed: Body = {
@@ -185,10 +181,10 @@ class _Run:
         return {name: value for name, value in sorted((body | changed).items()) if name != "fork"}
 
     def _lineage(self, row: _Row) -> Plain:
-        """Return where the attempt forked, where the one before it did, and so on."""
+        """Return where the attempt forked, where the attempt it left forked, and so on."""
         found: list[Plain] = []
         attempt, fork = row.attempt, row.fork
-        # Attempts are numbered in order: no reader of format 1 followed a fork to a later one.
+        # As readers of format 1 did, follow a fork only to an earlier attempt.
         while fork is not None and cast("int", fork["attempt"]) < attempt:
             found.append(fork)
             attempt = cast("int", fork["attempt"])
@@ -196,14 +192,12 @@ class _Run:
         return found
 
     def can_spare(self, old: str) -> bool:
-        """Whether nothing is lost without a damaged record *old*: it is here, sound, or was dropped or replaced."""
-        withdrawn = {each for row in self._rows.values() if row.is_withdrawal for each in row.supersedes}
-        hiders = (mine for mine, row in self._rows.items() if old in row.supersedes)
-        return old in self._rows or any(hider not in withdrawn for hider in hiders)
+        """Whether a quarantined record *old* is not lost: it is here, intact, or was dropped or replaced."""
+        return old in self._rows or old in self._hidden
 
 
 def _body(payload: Body, name: str) -> Body:
-    """Return the body in a record's *payload*; all that the step itself relies on is checked."""
+    """Return the body in a record's *payload*; what the step relies on is checked."""
     if payload.keys() != {"body", "observed"}:
         raise _damaged(name, "it does not hold body and observed")
     return _checked(payload["body"], name)
@@ -231,7 +225,6 @@ def _checked(body: Plain, name: str) -> Body:
 
 
 def _row_of(file_name: str, body: Body) -> _Row:
-    decisions = cast("Body", body["policy"]).get("decisions")
     return _Row(
         file_name=file_name,
         attempt=cast("int", body["attempt"]),
@@ -239,15 +232,13 @@ def _row_of(file_name: str, body: Body) -> _Row:
         fork=cast("Body | None", body["fork"]),
         supersedes=tuple(str(old) for old in cast("list[Plain]", body["supersedes"])),
         has_layers=bool(body["layers"]),
-        # A tree is kept as its storages and its root; that of decisions is a dict: a tag, then keys and values.
-        is_withdrawal=isinstance(decisions, list) and isinstance(decisions[1], list) and _WITHDRAWN in decisions[1],
     )
 
 
 # -- the whole store -----------------------------------------------------------------------------------------------
 
 
-def _convert(older: Older) -> Iterator[NewFile]:
+def _convert(older: Older) -> Iterator[MigratedFile]:
     if "commits" not in older.folders(""):
         raise _damaged("commits", "it is missing although this is a store")
     store_id = str(identity_fields(older.read("store.json"), number=_OLD)["store_id"])
@@ -256,11 +247,11 @@ def _convert(older: Older) -> Iterator[NewFile]:
     for run in runs.values():
         yield from run.files()
     for name in older.names("pins"):
-        if not name.startswith("."):  # else a network filesystem's own, and no pin
+        if not name.startswith("."):  # else a network filesystem's own file
             yield _pin(older, name, runs, store_id)
 
 
-def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> NewFile:
+def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> MigratedFile:
     called = f"pins/{name}"
     payload = unseal(older.read(called), name=called, store_id=store_id)
     pin = payload.get("pin")
@@ -271,13 +262,13 @@ def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> Ne
     run = runs.get(str(body["run"])) or _Run(older, str(body["run"]), store_id)
     new, base = run.converted(body), str(pin.get("base"))
     if base == id_of(body):
-        run.ids.setdefault(base, id_of(new))  # its commit is gone, and it says itself what that was
+        run.ids.setdefault(base, id_of(new))  # its commit is gone, but the pin has its record
     changed = pin | {"base": run.ids.get(base, base), "record": new}
-    return NewFile(path=called, data=seal({"pin": changed}, name=called, store_id=store_id))
+    return MigratedFile(path=called, data=seal({"pin": changed}, name=called, store_id=store_id))
 
 
 def _check_quarantine(older: Older, runs: Mapping[str, _Run]) -> None:
-    """Refuse a store in which something is in quarantine that was neither healed nor given up."""
+    """Refuse a store with a quarantined record or pin that was neither healed nor given up."""
     pins = older.names("pins")
     lost = []
     for repair in older.folders("quarantine"):
@@ -296,7 +287,7 @@ def _check_quarantine(older: Older, runs: Mapping[str, _Run]) -> None:
 
 
 def _moves(older: Older) -> Iterator[tuple[str, str]]:
-    """Yield what collections that were interrupted have left aside: all of it goes back to its place."""
+    """Yield what interrupted collections left aside; it goes back to its place."""
     for collection in older.folders("gc"):
         for name in older.names(f"gc/{collection}/aside"):
             if _OBJECT.fullmatch(name):

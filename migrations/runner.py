@@ -1,11 +1,11 @@
 """
-Take a store to the newest format, step by step (docs/reference/format.md, section 6.12).
+Migrate a store to the newest format, step by step (docs/reference/format.md, section 6.12).
 
-All that is new is made in ``migrating/format-N/``, durable, and read as the new format. Then one rename exchanges
-``store.json``: before it the store is of the old format, after it of the new one. From there on the work is only rolled
-forward: old folders to the backup, new ones into their places, until ``migrating/`` goes. Every move may be repeated,
-so what lies in ``migrating/`` says what is left to do. Nobody else is in the store: all locks are held, and a process
-of an older layerstore looks at ``store.json`` after it has published something, and fails.
+New files are written to ``migrating/format-N/``, synced, and read back. Then one rename replaces ``store.json``: before
+it the store has the old format, after it the new one. From then on the work is only rolled forward: old folders move to
+the backup, new ones into their places, and ``migrating/`` is removed. Each move can be repeated, and what is in
+``migrating/`` says what is left to do. All locks are held, and a process of an older layerstore checks ``store.json``
+after it has published something, and fails.
 """
 
 import contextlib
@@ -19,50 +19,50 @@ from layerstore.format import FORMAT, decode_identity, format_of
 from layerstore.layout import Layout, layout_at
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.migrations import m0001_lineage
-from layerstore.migrations.step import NewFile, Step
+from layerstore.migrations.step import MigratedFile, Older, Step
 from layerstore.storage import Files, RecordStore, Trash, hinted, lock, read_identity
 
 STEPS: tuple[Step, ...] = (m0001_lineage.STEP,)
-"""Each leads from one format to the next, the last one to the format that this layerstore writes."""
+"""From each format to the next; the last leads to the one that this layerstore writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """A step that is to be taken, or was."""
+class StepOutcome:
+    """A step that was taken, or would be."""
 
     step: Step
     files: int | None = None
-    """How many files it makes; None where that depends on the step before it, or another run has made them."""
+    """Files that it writes; None if that depends on the step before, or another run has written them."""
     size_bytes: int | None = None
     """Their bytes."""
     backup: Path | None = None
-    """The folder that holds what was replaced."""
+    """The folder of what was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """What a migration would do, or has done."""
+    """What a migration did, or would do."""
 
     path: Path
-    """Where the store is, links resolved."""
+    """The store, links resolved."""
     found: int
-    """The format that it had."""
+    """Its format before."""
     format: int
-    """The format that it is to have."""
+    """Its format after."""
     is_unfinished: bool
-    """Whether the first step was interrupted after ``store.json`` was exchanged: then it is only finished."""
-    steps: tuple[Taken, ...]
-    """In order; none where there is nothing to do."""
+    """Whether the first step was interrupted after ``store.json`` was replaced, and is only finished."""
+    steps: tuple[StepOutcome, ...]
+    """In order; none if there is nothing to do."""
 
 
 def plan_migration(path: Path, files: Files | None = None, *, steps: Sequence[Step] = STEPS) -> Migration:
     """
-    Find out what the store at *path* needs to be of the newest format; the first step is tried without writing.
+    Return the steps that the store at *path* needs; the first is tried without writing.
 
     Raises:
         NoStore: There is none.
-        Unsupported: It is of a newer format, or of one that no step leads away from.
-        IntegrityError: Something in it is damaged, so that it cannot be converted.
+        Unsupported: Its format is newer, or no step starts from it.
+        IntegrityError: Something in it is damaged and cannot be converted.
         StorageIO: There is too little space.
     """
     files = files or Files()
@@ -76,18 +76,18 @@ def plan_migration(path: Path, files: Files | None = None, *, steps: Sequence[St
 
 def migrate(path: Path, files: Files | None = None, *, steps: Sequence[Step] = STEPS) -> Migration:
     """
-    Take the store at *path* to the newest format; one that needs nothing is not touched.
+    Migrate the store at *path* to the newest format; one that has it is not touched.
 
-    Once this returns, a power cut cannot undo it. If it raises, or is killed, repeat it: until ``store.json`` is
-    exchanged the store is as it was, and from then on only a migration opens it until one has finished.
+    Durable once this returns. If it raises or is killed, repeat it: until ``store.json`` is replaced the store is as it
+    was; after that, only a migration opens it until one has finished.
 
     Raises:
         NoStore: There is none.
-        Unsupported: It is of a newer format, or of one that no step leads away from.
-        IntegrityError: Something in it is damaged, so that it cannot be converted; nothing was changed.
+        Unsupported: Its format is newer, or no step starts from it.
+        IntegrityError: Something in it is damaged and cannot be converted; nothing was changed.
         StorageIO: There is too little space, or the disk refused.
-        Locked: Somebody works with it.
-        Conflict: Somebody has written to it meanwhile; nothing was changed.
+        Locked: It is in use.
+        Conflict: It was written to meanwhile; nothing was changed.
     """
     files = files or Files()
     layout = layout_at(path)
@@ -102,7 +102,7 @@ def migrate(path: Path, files: Files | None = None, *, steps: Sequence[Step] = S
 
 
 def _look(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) -> Migration:
-    """Return the plan; nothing is read but ``store.json``."""
+    """Return the plan, from ``store.json`` alone."""
     newest = steps[-1].target if steps else FORMAT
     what = str(layout.identity)
     try:
@@ -118,7 +118,7 @@ def _look(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) ->
             f"{what} is a store of format {found}, from which this layerstore knows no step on; nothing was changed",
             hint="layerstore migrate --list",
         )
-    # A step that was interrupted before the exchange has left the store in its source format, and begins afresh.
+    # A step that was interrupted before the exchange starts again: the store still has its source format.
     last = [step for step in steps if step.target == found and files.exists(layout.migrating)]
     _check_places(layout, files, last + todo)
     return Migration(
@@ -126,12 +126,12 @@ def _look(layout: Layout, files: Files, *, path: Path, steps: Sequence[Step]) ->
         found=found,
         format=newest,
         is_unfinished=bool(last),
-        steps=tuple(Taken(step=step) for step in last + todo),
+        steps=tuple(StepOutcome(step=step) for step in last + todo),
     )
 
 
 def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
-    """Make sure that every folder that is going to be moved is one, on the store's own filesystem."""
+    """Make sure that everything to be moved is a folder on the store's own filesystem."""
     names = {name for step in steps for name in (*step.leaves, *step.makes)}
     device = files.device(layout.root)
     for folder in (layout.migrating, layout.backups, layout.locks, *(layout.root / name for name in sorted(names))):
@@ -144,7 +144,7 @@ def _check_places(layout: Layout, files: Files, steps: Sequence[Step]) -> None:
 
 @contextlib.contextmanager
 def _locked(layout: Layout, files: Files) -> Iterator[None]:
-    """Hold every lock in the store, and the one of collections, so that nobody else works with it."""
+    """Hold every lock in the store."""
     files.make_directory(layout.locks)
     names = {"gc.lock", *(name for name in files.names(layout.locks) if name.endswith(".lock"))}
     with contextlib.ExitStack() as stack:
@@ -153,29 +153,8 @@ def _locked(layout: Layout, files: Files) -> Iterator[None]:
         yield
 
 
-class _OlderFiles:
-    """The files below *root*, for a step to look at."""
-
-    def __init__(self, files: Files, root: Path) -> None:
-        self._files = files
-        self._root = root
-
-    def folders(self, folder: str) -> list[str]:
-        """Return the names of the folders in *folder*."""
-        return [name for name in self.names(folder) if self._files.is_directory(self._root / folder / name)]
-
-    def names(self, folder: str) -> list[str]:
-        """Return all names in *folder*."""
-        path = self._root / folder
-        return self._files.names(path) if self._files.is_directory(path) else []
-
-    def read(self, path: str) -> bytes:
-        """Return the bytes of the file *path*."""
-        return self._files.read(self._root / path, size_bytes_max=RECORD_BYTES_MAX)
-
-
 class _StepRun:
-    """One step, on its way."""
+    """One step of one store."""
 
     def __init__(self, layout: Layout, files: Files, step: Step) -> None:
         self._layout = layout
@@ -185,11 +164,11 @@ class _StepRun:
         self._new = Layout(layout.migrated(step.target))
         self._old = Layout(layout.migrating / f"format-{step.source}.old")
 
-    def measure(self) -> Taken:
-        """Convert everything without writing, and make sure that it fits on the disk."""
+    def measure(self) -> StepOutcome:
+        """Convert everything without writing, and check that it fits on the disk."""
         self._step.identity(self._read(self._layout.identity))
         sizes = [len(file.data) for file in self._converted()]
-        # Each file takes whole blocks, and its share of a folder.
+        # Each file takes whole blocks, and room in a folder.
         needed, free = sum(sizes) + 4096 * (len(sizes) + 16), self._files.free_bytes(self._root)
         if free < needed:
             raise StorageIO(
@@ -198,23 +177,23 @@ class _StepRun:
                 filename=str(self._root),
                 hint="free some space and repeat the command",
             )
-        return Taken(step=self._step, files=len(sizes), size_bytes=sum(sizes))
+        return StepOutcome(step=self._step, files=len(sizes), size_bytes=sum(sizes))
 
-    def take(self) -> Taken:
+    def take(self) -> StepOutcome:
         """Do all of it."""
         measured = self.measure()
-        self._files.remove_tree(self._layout.migrating)  # of a migration that never came to exchange store.json
+        self._files.remove_tree(self._layout.migrating)  # of a migration that did not get to the exchange
         try:
             self._make()
         except BaseException:
             self._files.remove_tree(self._layout.migrating)
             raise
-        # If this fails, migrating/ stays: a network filesystem may have done it and lost the answer.
+        # If this fails, migrating/ stays: a network filesystem may have renamed it and lost the answer.
         self._files.rename(self._new.identity, self._layout.identity)
         return replace(measured, backup=self.finish().backup)
 
-    def _converted(self) -> Iterator[NewFile]:
-        for file in self._step.convert(_OlderFiles(self._files, self._root)):
+    def _converted(self) -> Iterator[MigratedFile]:
+        for file in self._step.convert(Older(self._files, self._root)):
             assert PurePosixPath(file.path).parts[0] in self._step.makes, "a step stays in the folders that it makes"
             yield file
 
@@ -224,7 +203,7 @@ class _StepRun:
     # -- before the exchange ---------------------------------------------------------------------------------------
 
     def _make(self) -> None:
-        """Make all that is new, durable, and read it."""
+        """Write everything new, sync it, and read it back."""
         identity = self._read(self._layout.identity)
         listed = self._listing()
         self._files.make_directory(self._layout.migrating)
@@ -252,11 +231,11 @@ class _StepRun:
             file.sync()
 
     def _listing(self) -> set[Path]:
-        """Return what is in the folders that are replaced: if that changes, somebody else is in the store."""
+        """Return what is in the folders to be replaced: a change shows that another process is writing."""
         return {path for name in self._step.makes for path in (self._root / name).rglob("*")}
 
     def _prove(self) -> None:
-        """Read every record and pin that was made as this layerstore would, where the format is its own."""
+        """Read every new record and pin, if the target is this layerstore's own format."""
         if self._step.target != FORMAT:
             return
         store_id = decode_identity(self._read(self._new.identity), what="the new store.json").store_id
@@ -272,8 +251,8 @@ class _StepRun:
 
     # -- after it --------------------------------------------------------------------------------------------------
 
-    def finish(self) -> Taken:
-        """Roll forward, from wherever it was interrupted."""
+    def finish(self) -> StepOutcome:
+        """Roll forward from wherever it was interrupted."""
         self._files.sync_directory(self._root)  # the process that exchanged store.json may have died before this
         for name in (*self._step.makes, *self._step.leaves):
             self._replace(name)
@@ -284,13 +263,13 @@ class _StepRun:
         backup = self._back_up()
         self._files.remove_tree(self._layout.migrating)
         self._files.sync_directory(self._root)
-        return Taken(step=self._step, backup=backup)
+        return StepOutcome(step=self._step, backup=backup)
 
     def _replace(self, name: str) -> None:
-        """Take what is at *name* away, and put what is new into its place."""
+        """Move the old *name* to the backup, and the new one into its place."""
         place, new = self._root / name, self._new.root / name
         is_new = self._files.exists(new)
-        # Where the new one is at its place by now, it stays there.
+        # If the new one is in place already, it stays.
         if self._files.exists(place) and (is_new or name in self._step.leaves):
             self._move(place, self._old.root / name)
         if is_new:
@@ -302,10 +281,10 @@ class _StepRun:
         self._files.sync_directory(source.parent)
 
     def _move_files(self) -> None:
-        """Take over single files that lie elsewhere in the new format."""
+        """Move single files that the new format keeps elsewhere."""
         moves = [
             (self._old.root / source, self._root / target)
-            for source, target in self._step.moves(_OlderFiles(self._files, self._old.root))
+            for source, target in self._step.moves(Older(self._files, self._old.root))
         ]
         homes = sorted({target.parent for _, target in moves})
         for home in homes:
@@ -318,7 +297,7 @@ class _StepRun:
             self._files.unlink(source)
 
     def _back_up(self) -> Path | None:
-        """Give what was replaced its place in ``backups/``; return that, None where it was moved there before."""
+        """Move what was replaced to ``backups/``; return its folder, None if an earlier run has moved it."""
         if not self._files.exists(self._old.root):
             return None
         stem = f"format-{self._step.source}."

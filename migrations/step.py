@@ -1,40 +1,51 @@
 """
-What a step from one format to the next is, and all of layerstore that it may know.
+What a step from one format to the next is.
 
-A step's module is frozen once it is released: it has to work years later, when the library around it reads another
-format. So it imports this module, `layerstore.errors`, and from `layerstore.format` only msgpack's one spelling and
-the checksum. Envelopes, records and ``store.json`` it spells out itself.
+The module of a released step is frozen: it has to work when the library reads another format. So it imports this
+module, `layerstore.errors`, and from `layerstore.format` only canonical msgpack and the checksum; it spells out
+envelopes, records and ``store.json`` itself.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
-# What every format has, and no step replaces.
+from layerstore.limits import RECORD_BYTES_MAX
+from layerstore.storage import Files
+
+# In every format; no step replaces them.
 _FIXED = frozenset({"store.json", "objects", "tmp", "locks", "manifest", "migrating", "backups"})
 _FOLDER = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
-class Older(Protocol):
-    """The files of the source format; paths are below its root, with ``/``."""
+class Older:
+    """The files of the source format, below *root*; paths are relative to it, with ``/``."""
+
+    def __init__(self, files: Files, root: Path) -> None:
+        self._files = files
+        self._root = root
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of the folders in *folder*, sorted; none where it is not there, or is no folder."""
+        """Return the names of the folders in *folder*, sorted; none if it does not exist."""
+        return [name for name in self.names(folder) if self._files.is_directory(self._root / folder / name)]
 
     def names(self, folder: str) -> list[str]:
-        """Return all names in *folder*, sorted; none where it is not there, or is no folder."""
+        """Return all names in *folder*, sorted; none if it does not exist."""
+        path = self._root / folder
+        return self._files.names(path) if self._files.is_directory(path) else []
 
     def read(self, path: str) -> bytes:
-        """Return the bytes of the file *path*; raises IntegrityError for what is no file, or too large."""
+        """Return the bytes of the file *path*; raise IntegrityError if it is not a file, or too large."""
+        return self._files.read(self._root / path, size_bytes_max=RECORD_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewFile:
+class MigratedFile:
     """A file of the target format."""
 
     path: str
-    """Below the store's root, with ``/``; it begins with one of the step's `makes`."""
+    """Relative to the store's root; it begins with one of the step's `makes`."""
     data: bytes
 
 
@@ -48,30 +59,25 @@ class Step:
 
     source: int
     target: int
-    """The next format."""
     summary: str
     """What changes, in a few words."""
     makes: tuple[str, ...]
-    """Folders at the top of the store that are made anew; what lies in their places goes to the backup."""
+    """Top-level folders that are made anew; the old ones go to the backup."""
     leaves: tuple[str, ...] = ()
-    """Folders at the top of the store that the target format does not have; they go to the backup."""
+    """Top-level folders that the target format does not have; they go to the backup."""
     removes: tuple[str, ...] = ()
-    """Scratch that goes for good: patterns of paths, whose last part may hold ``*``."""
+    """Patterns of scratch that is deleted."""
     identity: Callable[[bytes], bytes]
+    """From the old ``store.json`` to the new one; IntegrityError for damage, Unsupported for an unknown flag."""
+    convert: Callable[[Older], Iterator[MigratedFile]]
     """
-    From the old ``store.json`` to the new one.
+    From the old files to the new ones, which depend on the old ones alone.
 
-    Raises IntegrityError if the old one is damaged, Unsupported if it has a flag that the step does not know.
-    """
-    convert: Callable[[Older], Iterator[NewFile]]
-    """
-    From the old files to the new ones, which depend on nothing but the old ones.
-
-    It checks all that it reads: IntegrityError for damage, Unsupported for what it does not know. It is called twice:
-    before anything is written, and to write.
+    It checks what it reads: IntegrityError for damage, Unsupported for the unknown. It is called twice: to measure,
+    and to write.
     """
     moves: Callable[[Older], Iterator[tuple[str, str]]] = _no_moves
-    """From the folders that went to the backup: files that the target format has elsewhere, each with its new path."""
+    """From the backup: files that the target format keeps elsewhere, each with its new path."""
 
     def __post_init__(self) -> None:
         assert self.target == self.source + 1, "formats are counted"

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from layerstore.compose import compose_by_policy
 from layerstore.errors import LayerstoreError
-from layerstore.gc import ASKED_FOR, versions_by
+from layerstore.gc import ASKED_FOR
 from layerstore.history import Resolved, references_to
 from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, ObjectId, Observed, Origin
 from layerstore.policy import Latest
@@ -240,10 +241,10 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
     view = repo.catalog.find(holder.row.run)
     for policy in (Latest(), *ASKED_FOR):
         try:
-            versions = versions_by(repo, resolved, policy, view)
+            layers = compose_by_policy(repo, resolved, policy, view=view).layers
         except LayerstoreError:
             continue  # a damaged record below it: what the policy would take is unknown
-        if not any(version in blobs for version in versions.values()):
+        if not any(entry.version in blobs for entry in layers):
             found.append(policy.name)
     if all(_only_moments(repo, resolved, blob, blobs[blob]) for blob in holder.lost):
         found.append(WEIGHTS)

@@ -32,7 +32,7 @@ _SEED_MAX = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ObjectSample:
     """The objects whose ids lie in one range of all ids, which may wrap around."""
 
     begin: int
@@ -46,7 +46,7 @@ class Sample:
         return isinstance(ref, BlobRef) and (int(ref.id[:8], 16) - self.begin) % _ALL < self.length
 
 
-def parse_sample(text: str, *, seed: int | None = None) -> Sample:
+def parse_sample(text: str, *, seed: int | None = None) -> ObjectSample:
     """
     Parse ``10%``, a random tenth of the objects, or ``3/10``, the third of ten tenths that together are everything.
 
@@ -61,13 +61,13 @@ def parse_sample(text: str, *, seed: int | None = None) -> Sample:
             raise InvalidInput(f"{text} is always the same objects; a seed is for percentages", hint="leave it out")
         if 1 <= number <= of:
             begin = (number - 1) * _ALL // of
-            return Sample(begin=begin, length=number * _ALL // of - begin, words=text)
+            return ObjectSample(begin=begin, length=number * _ALL // of - begin, words=text)
     if match := _PERCENT.fullmatch(text):
         share = float(match["percent"]) / 100
         if 0 < share <= 1:
             seed = random.randrange(_SEED_MAX) if seed is None else seed
             begin = random.Random(seed).randrange(_ALL)
-            return Sample(begin=begin, length=max(1, round(share * _ALL)), words=f"{text}, seed {seed}")
+            return ObjectSample(begin=begin, length=max(1, round(share * _ALL)), words=f"{text}, seed {seed}")
     raise InvalidInput(
         f"{text!r} is no part of the objects", hint="10% reads any tenth; 1/10 to 10/10 read everything in ten nights"
     )
@@ -131,7 +131,7 @@ def verify_store(
     *,
     only: Resolved | None = None,
     read_data: bool = False,
-    sample: Sample | None = None,
+    sample: ObjectSample | None = None,
     progress: Progress,
 ) -> Verdict:
     """

@@ -1,4 +1,4 @@
-"""Retention, mark, sweep and trim: what nobody wants to keep goes."""
+"""Remove commits by retention rules, and objects that nothing needs; drop and undrop."""
 
 from layerstore.gc.collect import CommitFate, GcOutcome, GcRequest, execute_gc, has_work, plan_gc
 from layerstore.gc.drop import (
@@ -11,9 +11,8 @@ from layerstore.gc.drop import (
     plan_drop,
     undrop,
 )
-from layerstore.gc.retention import NOT_ASKED
+from layerstore.gc.retention import ASKED_FOR, NOT_ASKED
 from layerstore.gc.sweep import Gone
-from layerstore.gc.unserved import ASKED_FOR, versions_by
 
 __all__ = [
     "ASKED_FOR",
@@ -33,5 +32,4 @@ __all__ = [
     "plan_drop",
     "plan_gc",
     "undrop",
-    "versions_by",
 ]

@@ -1,9 +1,8 @@
 """
-Gc: which commits nobody wants to keep go, and then what nothing needs any more.
+Collect: remove the commits that retention does not keep, then the objects that nothing needs any more.
 
-`plan_gc` reads and decides, and writes nothing; `execute_gc` does it, beside everything else that uses the store.
-Records go first, then objects: these are moved aside and looked at again, so that writers and readers need not wait
-(docs/internals/durability.md).
+`plan_gc` decides and writes nothing; `execute_gc` does it while others use the store. Records go first; objects are
+moved aside and looked at again, so that writers and readers need not wait (docs/internals/durability.md).
 """
 
 import contextlib
@@ -14,10 +13,9 @@ from pathlib import Path
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.gc.mark import Marks, concluding, named, pinned_commits
-from layerstore.gc.retention import Fate, choose, views_of
+from layerstore.gc.retention import Fate, Unserved, choose, unserved, views_of
 from layerstore.gc.sweep import Gone, list_aside, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
-from layerstore.gc.unserved import Unserved, unserved
 from layerstore.history import Needs, references_to
 from layerstore.limits import GC_GRACE_SECONDS, GC_UNFINISHED_GRACE_SECONDS, TRASH_SECONDS
 from layerstore.nearest import did_you_mean, nearest
@@ -39,14 +37,14 @@ class CommitFate:
     time_ns: int
     """When it was saved."""
     kept_by: tuple[str, ...]
-    """The rules that keep it; none where it goes."""
+    """The rules that keep it; none if it goes."""
     goes_because: str
     loses_moments: bool
-    """Whether it is kept without its optimizer's moments from now on."""
+    """Whether it stays without its optimizer's moments."""
     bytes_freed: int
-    """What goes with it, and with none of those listed before."""
+    """The bytes that go with it and with none listed before it."""
     bytes_freed_later: int
-    """Likewise, what is too young to go yet."""
+    """Likewise, those that are too young to go yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +52,22 @@ class GcOutcome:
     """What a collection removed, or would remove."""
 
     commits: tuple[CommitFate, ...]
-    """Every visible commit, run by run, those first that are kept."""
+    """Every visible commit, run by run, newest first."""
     objects: Gone
     orphans: Gone
-    """Those of the objects that no removed commit named: what killed writers left, and what the trash had kept."""
+    """Those of the objects that no removed commit named: left by killed writers, or kept by the trash."""
     young: Gone
-    """What nothing needs, and is too young to go: somebody may be about to name it."""
+    """Objects that nothing needs, but too young to go: a writer may be about to name them."""
     unfinished: Gone
-    """Files of writers that never ended, and parts of saves that nobody will complete."""
+    """Temporary files of killed writers, and parts of saves that nobody will complete."""
     trash: Gone
     """Dropped records and damaged files that leave the trash for good."""
     unserved: tuple[Unserved, ...]
-    """What kept steps can no longer be asked for."""
+    """Composites of kept steps that change."""
     pins: tuple[str, ...]
     """Pins, which keep all that they need."""
     waiting: Gone = field(default_factory=Gone)
-    """What stays aside for the next collection, because other nodes may not see yet what is kept."""
+    """Objects that stay aside until the next collection, because other nodes' listings may be late."""
 
     @property
     def removed(self) -> list[CommitFate]:
@@ -83,28 +81,28 @@ class GcOutcome:
 
     @property
     def bytes_freed(self) -> int:
-        """All of it."""
+        """The bytes freed in all."""
         return self.objects.size_bytes + self.unfinished.size_bytes - self.waiting.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcRequest:
-    """What is asked of a collection."""
+    """What a collection is asked to do."""
 
     keep: Keep
     runs: Iterable[str] | None = None
-    """Those that *keep* speaks for, None for all; the others keep what they have."""
+    """The runs that *keep* applies to, None for all; the others keep everything."""
     grace_seconds: float | None = None
-    """How old a thing is at least that goes; None for our own word."""
+    """The least age of what goes; None for the default."""
     trash_seconds: float | None = None
-    """How long what was dropped stays in the trash; None for our own word."""
+    """How long dropped commits stay in the trash; None for the default."""
     confirmed: GcOutcome | None = None
-    """The plan that somebody was shown; None where nobody was."""
+    """The plan that a user has confirmed, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcPlan:
-    """What is to go, and all that was needed to find out."""
+    """What is to go, with what was needed to decide."""
 
     outcome: GcOutcome
     runs: tuple[tuple[RunView, tuple[Fate, ...]], ...]
@@ -115,12 +113,12 @@ class GcPlan:
 
     @property
     def fates(self) -> list[Fate]:
-        """What becomes of every visible commit."""
+        """The fates of all visible commits."""
         return [fate for _, fates in self.runs for fate in fates]
 
 
 def has_work(repo: Repository, request: GcRequest) -> bool:
-    """Whether any record of the runs asked about is to go: only these are looked at, and nothing is marked."""
+    """Whether any record of the requested runs is to go; nothing is marked for this."""
     now_ns = repo.aside.now_ns()
     pinned = pinned_commits(repo)
     views = [repo.catalog.find(run) for run in request.runs or repo.catalog.runs()]
@@ -137,11 +135,11 @@ def has_work(repo: Repository, request: GcRequest) -> bool:
 
 def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPlan:
     """
-    Find out what is to go; nothing is written but a probe for the time.
+    Find out what is to go; nothing is written but a probe for the filesystem's time.
 
     Raises:
-        IntegrityError: A record, pin, part or blob cannot be read: what it needs is not known, so nothing may go.
-            Or records would go, and what is to stay lacks an object.
+        IntegrityError: A record, pin, part or blob cannot be read, so what it needs is unknown; or commits would go
+            while one that stays lacks an object.
     """
     with concluding("nothing was removed"):
         return _plan(repo, request, progress)
@@ -165,7 +163,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
             with named(f"{fate.row.run}@{fate.row.step}"):
                 planned = plan_trim(repo, repo.catalog.commit(fate.row.name))
             marks.check_whole(add_needs(marks.needs, planned), of=fate.row)
-    # What only sweeps takes nothing that could stand in for what is lost, so it may go on.
+    # A collection that removes no commit takes nothing that could replace what is lost.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     tally = _tally(repo, fates, marks)
     leftovers = repo.aside.leftovers(before_ns=unfinished_before_ns)
@@ -202,20 +200,20 @@ def _old_trash(repo: Repository, before_ns: int) -> tuple[list[RecordName], list
 
 @dataclass(frozen=True, slots=True)
 class _Tally:
-    """What nothing needs any more, by the number of the commit that it goes with; None for what none had named."""
+    """What nothing needs any more, by the number of the commit that it goes with; None if no commit named it."""
 
     old: dict[int | None, Gone]
     young: dict[int | None, Gone]
     aside: dict[int | None, Gone]
-    """What an earlier collection has moved aside."""
+    """Moved aside by an earlier collection."""
 
 
 def _tally(repo: Repository, fates: Sequence[Fate], marks: Marks) -> _Tally:
-    """Look at every object; one goes with the first of the commits that names it."""
+    """Look at every object; it goes with the first commit that names it."""
     taken = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:
-            # What one names that is damaged counts as orphans as far as it is not known: the commit goes anyway.
+            # The commit goes anyway; what cannot be attributed to it because of damage counts as orphans.
             with contextlib.suppress(IntegrityError, NotFound):
                 taken.add_record(repo.catalog.commit(fate.row.name).record, number=number)
     tally = _Tally(*(defaultdict[int | None, Gone](Gone) for _ in range(3)))
@@ -258,7 +256,7 @@ def _check_metric(keep: Keep, fates: Sequence[Fate]) -> None:
 
 
 def _commit_fates(repo: Repository, fates: Sequence[Fate], tally: _Tally) -> tuple[CommitFate, ...]:
-    """Return what becomes of every commit, with the bytes that go with it."""
+    """Return the fates with the bytes that go with each."""
     references = references_to(repo, [fate.row for fate in fates])
     return tuple(
         CommitFate(
@@ -285,12 +283,11 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
     """
     Remove what `plan_gc` finds, and raise as that does.
 
-    It may be stopped at any moment: what is needed stays findable, and the next collection settles what is left aside.
+    It may be killed at any moment: what is needed stays readable, and the next collection settles what lies aside.
 
     Raises:
         Locked: Another collection is under way, or began while this one was suspended.
-        Conflict: More would go than in the plan that was confirmed; nothing was removed. Or a migration is under way,
-            or was interrupted.
+        Conflict: More would go than was confirmed; nothing was removed. Or a migration is unfinished.
     """
     repo.prepare_writing()
     with repo.lock_gc() as hold:
@@ -308,7 +305,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
             full = take_aside(repo, plan.marks, progress)
             listed = list_aside(repo)
             _look_again(plan)
-            hold.check()  # whoever has the lock now settles what lies aside
+            hold.check()  # another collection that took the lock settles what lies aside
             gone, waiting = settle(repo, plan.marks, listed, moved_before_ns=plan.old_before_ns)
             freed += gone
             if full is None:
@@ -320,7 +317,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
 
 
 def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
-    """Raise Conflict if more is to go than whoever was asked has seen."""
+    """Raise Conflict if more is to go than was confirmed."""
     if request.confirmed is None:
         return
     removed = {fate.commit for fate in request.confirmed.removed}
@@ -336,10 +333,10 @@ def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
 
 def _check_no_migration(repo: Repository) -> None:
     """
-    Make sure that no migration has read the records that this collection removes: it would bring them back.
+    Make sure that no migration has read the records that this collection removes, which would bring them back.
 
-    A migration makes its folder and then reads; a collection removes records and then looks for that folder, before
-    any object goes. So one of them sees the other, whoever has lost which lock.
+    A migration makes its folder, then reads; a collection removes records, then looks for the folder, before any
+    object goes. So one of them sees the other, even if a lock was lost.
     """
     repo.records.check_store()
     if repo.files.exists(repo.layout.migrating):
@@ -350,7 +347,7 @@ def _check_no_migration(repo: Repository) -> None:
 
 
 def _remove_records(repo: Repository, plan: GcPlan) -> None:
-    """Remove the records that go, and empty the trash; first what they still hide, which would show again."""
+    """Remove the records that go, and empty the trash; first retire what they hide, lest it reappear."""
     for view, fates in plan.runs:
         if view.hidden:
             for row in view.visible:

@@ -1,8 +1,7 @@
 """
-Drop and undrop: a commit's record moves to the trash, and back.
+Drop and undrop: move a commit's record to the trash, and back.
 
-Nothing is freed: a collection empties the trash by age, and until then marks from what lies there. Commits that
-inherited layers keep exactly their versions.
+Nothing is freed until a collection empties the trash, by age. Commits that inherited layers keep their versions.
 """
 
 from dataclasses import dataclass
@@ -18,24 +17,24 @@ from layerstore.storage import RecordName, Repository, RunView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """What a drop moves to the trash, or would."""
+    """A commit that was dropped, or would be."""
 
     run: str
     step: int
     attempt: int
     reference: str
-    """What means it as long as it is visible."""
+    """Its reference while it was visible."""
     commit: str
     size_bytes: int
-    """What a collection frees once it has left the trash."""
+    """Bytes that a collection frees once it has left the trash."""
     inherited_by: tuple[str, ...]
-    """Visible commits of the run that have layers saved by it, and keep them, by step."""
+    """Visible commits of the run that inherited layers from it, by step."""
     pins: tuple[str, ...]
     """Pins that keep what it needs."""
     tip: str | None
-    """What the run's name means without it; None where no commit is left."""
+    """The run's tip without it; None if no commit is left."""
     is_tip: bool
-    """Whether it is what the run's name has meant so far."""
+    """Whether it was the run's tip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +43,12 @@ class DroppedCommit:
 
     commit: Commit
     dropped_ns: int
-    """When it came there, by the filesystem's clock."""
+    """When it was dropped, by the filesystem's clock."""
 
 
 def plan_drop(repo: Repository, ref: str) -> Dropped:
     """
-    Find out what dropping the commit *ref* means; nothing is written.
+    Return what dropping the commit *ref* would do; nothing is written.
 
     Raises:
         NotFound: There is no such commit.
@@ -81,22 +80,20 @@ def plan_drop(repo: Repository, ref: str) -> Dropped:
 
 def execute_drop(repo: Repository, ref: str) -> Dropped:
     """
-    Move the commit *ref* to the trash; raises as `plan_drop` does.
-
-    Once this returns a power cut cannot bring it back.
+    Move the commit *ref* to the trash, durably; raises as `plan_drop` does.
     """
     repo.prepare_writing()
     with repo.lock_run(parse_reference(ref).name):
         plan = plan_drop(repo, ref)
         name = RecordName(plan.run, plan.step, CommitId(plan.commit))
-        retire(repo, repo.catalog.commit(name))  # else what it replaced would show again
+        retire(repo, repo.catalog.commit(name))  # else the commit that it replaced would reappear
         repo.trash.take_record(name)
         repo.catalog.forget([name])
     return plan
 
 
 def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
-    """Return the records at the step of *ref* that cannot be read; none where *ref* names no step of a run."""
+    """Return the damaged records at the step of *ref*; none if *ref* names no step of a run."""
     reference = parse_reference(ref)
     view = repo.catalog.find(reference.name) if repo.records.names(reference.name) else None
     if view is None or reference.step is None:
@@ -105,7 +102,7 @@ def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
 
 
 def give_up(repo: Repository, names: list[RecordName]) -> None:
-    """Move records that cannot be read to the trash: nobody knows what they need, so a collection takes that."""
+    """Move damaged records to the trash; what only they need, a collection will remove."""
     repo.prepare_writing()
     for name in names:
         repo.trash.take_damaged(repo.layout.record(name.run, name.step, name.id))
@@ -113,25 +110,25 @@ def give_up(repo: Repository, names: list[RecordName]) -> None:
 
 
 def dropped(repo: Repository, run: str | None = None) -> list[DroppedCommit]:
-    """Return the commits in the trash that can be read, newest first within each run."""
+    """Return the readable commits in the trash, newest first within each run."""
     found = []
     for name in repo.trash.records():
         if run is None or name.run == run:
             try:
                 commit = repo.trash.read_record(name)
             except (NotFound, IntegrityError):
-                continue  # emptied meanwhile; or rotten, and then nobody can have it back
+                continue  # emptied meanwhile, or damaged and lost
             found.append(DroppedCommit(commit=commit, dropped_ns=repo.trash.modified_ns(name)))
     return sorted(found, key=lambda each: (each.commit.record.run, -each.commit.record.step))
 
 
 def find_dropped(repo: Repository, ref: str) -> Commit:
     """
-    Return the commit in the trash that *ref* means: ``RUN@STEP``, or an id or its first digits.
+    Return the commit in the trash that *ref* means: ``RUN@STEP``, an id, or its first digits.
 
     Raises:
         NotFound: There is none.
-        Conflict: Several of that step lie there.
+        Conflict: There are several of that step.
     """
     reference = parse_reference(ref)
     found = [
@@ -154,8 +151,8 @@ def undrop(repo: Repository, ref: str) -> Commit:
 
     Raises:
         NotFound: It is not in the trash.
-        Conflict: Another commit has its place, or its attempt has become another one.
-        Overtaken: What it needs is gone; it stays in the trash.
+        Conflict: Another commit has taken its step, or another attempt its number.
+        Overtaken: An object that it needs is gone; it stays in the trash.
     """
     repo.prepare_writing()
     commit = find_dropped(repo, ref)
@@ -185,7 +182,7 @@ def undrop(repo: Repository, ref: str) -> Commit:
 
 
 def _inheritors(repo: Repository, view: RunView, resolved: Resolved) -> tuple[str, ...]:
-    """Return the visible commits that inherited layers from *resolved*, as their users call them."""
+    """Return references to the visible commits that inherited layers from *resolved*."""
     source = resolved.record
     found = []
     for row in view.visible:
@@ -194,7 +191,7 @@ def _inheritors(repo: Repository, view: RunView, resolved: Resolved) -> tuple[st
         try:
             entries = repo.catalog.commit(row.name).record.layers
         except (NotFound, IntegrityError):
-            continue  # collected just now, or damaged, which verify reports
+            continue  # just collected, or damaged, which verify reports
         if any(entry.saved_by(source) for entry in entries):
             found.append(row)
     return tuple(references_to(repo, found))

@@ -1,7 +1,7 @@
 """
-Mark: what is needed, found from records, pins, open parts and the trash themselves, never from the index.
+Mark: find what is needed from the records, pins, open parts and trash themselves, never from the index.
 
-Whatever cannot be read stops it: what that needs is not known.
+Anything that cannot be read stops it, because what that needs is unknown.
 """
 
 import contextlib
@@ -16,25 +16,25 @@ from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
-from layerstore.storage import RecordName, Repository, missing
+from layerstore.storage import RecordName, RecordRow, Repository, missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unneeded:
-    """An object that nothing needs, or only what is too young to go."""
+class UnneededObject:
+    """An object that nothing needs, or only a blob that is too young to go."""
 
     ref: BlobRef
     path: Path
     is_young: bool
-    """Whether somebody may be about to name it."""
+    """Whether a writer may be about to name it."""
 
 
 _NAMED, _SPARED = 0, 1
-"""Why something is needed: a record, pin or part names it, or only a young blob does."""
+"""Why an object is needed: a record, pin or part names it, or only a young blob does."""
 
 
 class Marks:
-    """What is needed, as far as has been looked; looking again finds what has come since."""
+    """What is needed; looking again adds what has come since."""
 
     def __init__(self, repo: Repository, *, old_before_ns: int, dead_before_ns: int, trash_before_ns: int) -> None:
         self._repo = repo
@@ -44,19 +44,18 @@ class Marks:
         self._trash_before_ns = trash_before_ns
         self.needs = Needs(repo)
         self.dead_sessions: list[str] = []
-        """Those in which nothing was done for so long that nobody will join their parts."""
+        """Sessions idle for so long that nobody will join their parts."""
 
     def look(
         self, progress: Progress, *, without: Set[RecordName] = frozenset(), has_to_be_whole: bool = False
     ) -> None:
         """
-        Note what is needed by all that is there and was not seen yet, but for the records *without*.
+        Add what is needed by everything not seen yet, but for the records *without*.
 
-        In the order in which a save goes from one to the next, so that what moves on meanwhile is seen all the same:
-        parts, records, pins; and the trash last, into which records move, and out of which they are published again.
+        Parts, records, pins, and the trash last: the order in which a save moves, so that none is missed on its way.
 
         Raises:
-            IntegrityError: Something cannot be read, or, where it *has_to_be_whole*, is missing or cut short.
+            IntegrityError: Something cannot be read, or, if it *has_to_be_whole*, an object is missing or cut short.
         """
         self._mark_parts()
         self._mark_records(progress, without, has_to_be_whole=has_to_be_whole)
@@ -69,10 +68,10 @@ class Marks:
 
     def check_whole(self, refs: Iterable[BlobRef], *, of: Saving | Pin) -> None:
         """
-        Make sure that *refs*, which *of* needs, are there with all their bytes; one that lies aside is.
+        Make sure that *refs*, which *of* needs, exist in full size, at their place or aside.
 
-        If what is to stay is hurt, the others must not go for its sake. Parts are not looked at: whoever wrote one has
-        only just seen to its objects.
+        While a commit that stays is damaged, no other may go: it might be the only copy. Parts are not checked: their
+        writer has just done so.
 
         Raises:
             IntegrityError: One is missing, or of another size.
@@ -107,8 +106,7 @@ class Marks:
             for name in self._repo.records.names(run):
                 if name in self._seen or name in without:
                     continue
-                called = f"{name.run}@{name.step}"
-                with named(called, gives_up=f"layerstore drop {typed(called)}"):
+                with commit_named(name):
                     record = self._repo.records.read(name).record
                     new = self.needs.add_record(record)
                 if has_to_be_whole:
@@ -120,48 +118,48 @@ class Marks:
         for name in self._repo.trash.records():
             if name in self._seen or name in without or self._repo.trash.modified_ns(name) < self._trash_before_ns:
                 continue
-            # What rotted in the trash, or has lost an object there, holds nobody back: it was dropped.
+            # Damage in the trash stops nothing: the commit was dropped.
             with contextlib.suppress(IntegrityError, NotFound):
                 self.needs.add_record(self._repo.trash.read_record(name).record)
                 self._seen.add(name)
 
     # -- what is not -----------------------------------------------------------------------------------------------
 
-    def unneeded(self) -> Iterator[Unneeded]:
-        """Yield what nothing needs of all objects at their places, folder by folder; what young blobs name is young."""
-        for each in self._loose():  # all of them first: what one names may come before it
+    def unneeded(self) -> Iterator[UnneededObject]:
+        """Yield the unneeded objects at their places; those that a young blob names count as young."""
+        for each in self._loose():  # all of them first: an object may come before the blob that names it
             if each.is_young:
                 self.spare(each.ref)
         yield from self._loose()
 
-    def doomed(self) -> Iterator[Unneeded]:
-        """Yield those of them that are old; what was touched since they were listed last is young by now."""
+    def doomed(self) -> Iterator[UnneededObject]:
+        """Yield those that are old; one that was touched since it was listed is young by now."""
         for each in self._loose():
             if each.is_young:
                 self.spare(each.ref)
             else:
                 yield each
 
-    def _loose(self) -> Iterator[Unneeded]:
+    def _loose(self) -> Iterator[UnneededObject]:
         for object_id, path in self._repo.objects.ids():
             if self.needs.number(object_id) != _NAMED and (found := self._look_at(object_id, path)):
                 yield found
 
-    def aside(self) -> Iterator[Unneeded]:
-        """Yield what lies aside and nothing needs."""
+    def aside(self) -> Iterator[UnneededObject]:
+        """Yield the unneeded objects that lie aside."""
         for object_id, path in self._repo.aside.objects():
             if object_id not in self.needs and (found := self._look_at(object_id, path)):
                 yield found
 
     def is_needed(self, object_id: ObjectId, path: Path) -> bool:
-        """Whether what lies aside at *path* is to go back to its place: what was touched since is, too."""
+        """Whether the object aside at *path* has to go back: it is needed, or was touched since."""
         return object_id in self.needs or (self._repo.files.modified_ns(path) or 0) >= self._old_before_ns
 
-    def _look_at(self, object_id: ObjectId, path: Path) -> Unneeded | None:
+    def _look_at(self, object_id: ObjectId, path: Path) -> UnneededObject | None:
         state = self._repo.files.state(path)
         if state is None:
             return None  # gone meanwhile
-        return Unneeded(
+        return UnneededObject(
             ref=BlobRef(id=object_id, size_bytes=state.size_bytes),
             path=path,
             is_young=state.modified_ns >= self._old_before_ns or object_id in self.needs,
@@ -169,12 +167,12 @@ class Marks:
 
     def spare(self, ref: BlobRef) -> None:
         """
-        Note what *ref* names, if it is a version or state blob.
+        Add what *ref* names, if it is a version or state blob.
 
-        A young one stands for a record that is about to name it: its writer has only touched the blob.
+        A writer that inherits a layer touches only its blob, so a young blob stands for a record to come.
 
         Raises:
-            StorageIO: It cannot be read just now, so what it names would be taken for unneeded.
+            StorageIO: It cannot be read just now, and what it names would count as unneeded.
         """
         if ref.id in self.needs:
             return
@@ -185,11 +183,11 @@ class Marks:
             elif magic == STATE_MAGIC:
                 self.needs.add_state(ref, number=_SPARED)
         except IntegrityError:
-            return  # damaged, and named by nothing: nobody can be about to commit it
+            return  # damaged: no writer can be about to name it
 
 
 def blob_magic(repo: Repository, ref: BlobRef) -> bytes:
-    """Return how the object *ref* begins if it may be a blob."""
+    """Return the first bytes of the object *ref*, none if it is too large for a blob."""
     if ref.size_bytes > BLOB_BYTES_MAX:
         return b""
     with repo.objects.open(ref) as file:
@@ -197,38 +195,37 @@ def blob_magic(repo: Repository, ref: BlobRef) -> bytes:
 
 
 def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
-    """Return at most how many bytes only *record*, that of *commit*, keeps: versions and states of no other commit."""
+    """Return an upper bound of the bytes that only *record*, of *commit*, keeps: versions and states of no other."""
     others: set[BlobRef] = set()
     kept = [pin.record for pin in repo.records.readable_pins()]
     for name in repo.records.names(record.run):
         if name.id != commit:
-            with contextlib.suppress(LayerstoreError):  # damaged: then it counts for nothing here
+            with contextlib.suppress(LayerstoreError):  # a damaged one keeps nothing here
                 kept.append(repo.catalog.commit(name).record)
     for other in kept:
         others.update(entry.version for entry in other.layers)
         others.update(other.states)
     needs = Needs(repo)
     own = [entry for entry in record.layers if entry.version not in others]
-    with contextlib.suppress(IntegrityError):  # what it has lost already frees nothing
+    with contextlib.suppress(IntegrityError):  # lost objects free nothing
         needs_of = replace(record, layers=tuple(own), states=tuple(ref for ref in record.states if ref not in others))
         return sum(ref.size_bytes for ref in needs.add_record(needs_of))
     return 0
 
 
 def pinned_commits(repo: Repository) -> dict[CommitId, str]:
-    """Return the commits that pins name as they stand; a pinned composite keeps its own layers, not its base."""
+    """Return the commits that are pinned as they stand; a pinned composite keeps its own layers, not its base."""
     found = {}
     for pin in readable_pins(repo):
         name = RecordName(pin.record.run, pin.record.step, pin.base)
-        called = f"{name.run}@{name.step}"
-        with named(called, gives_up=f"layerstore drop {typed(called)}"):
+        with commit_named(name):
             if name in repo.records.names(name.run) and repo.records.read(name).record.layers == pin.record.layers:
                 found[pin.base] = pin.name
     return found
 
 
 def readable_pins(repo: Repository) -> Iterator[Pin]:
-    """Yield every pin; raises IntegrityError at one that is damaged."""
+    """Yield every pin; raise IntegrityError at a damaged one."""
     for name in repo.records.pin_names():
         with contextlib.suppress(NotFound), named(f"pin {name!r}", gives_up=_deletes(name)):
             yield repo.records.read_pin(name)
@@ -240,7 +237,7 @@ def _deletes(pin: str) -> str:
 
 @contextlib.contextmanager
 def named(called: str, *, gives_up: str | None = None) -> Iterator[None]:
-    """Say of a damage whose it is, and the two ways on: heal it, or give it up by name."""
+    """Add to an IntegrityError whose damage it is, and the two ways on: heal it, or give it up by name."""
     try:
         yield
     except IntegrityError as exc:
@@ -248,9 +245,15 @@ def named(called: str, *, gives_up: str | None = None) -> Iterator[None]:
         raise IntegrityError(f"what {called} needs is not known: {exc}", hint=hint) from exc
 
 
+def commit_named(commit: RecordName | RecordRow) -> contextlib.AbstractContextManager[None]:
+    """Add to an IntegrityError that it is about *commit*."""
+    called = f"{commit.run}@{commit.step}"
+    return named(called, gives_up=f"layerstore drop {typed(called)}")
+
+
 @contextlib.contextmanager
 def concluding(outcome: str) -> Iterator[None]:
-    """Say of a damage what it means for the collection that found it."""
+    """Add to an IntegrityError what it means for the collection."""
     try:
         yield
     except IntegrityError as exc:

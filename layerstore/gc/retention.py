@@ -1,17 +1,16 @@
-"""Retention: which commits of a run a collection keeps, and why."""
+"""Retention: which commits of a run a collection keeps, and why; and which composites that costs."""
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from layerstore.compose import content_of
-from layerstore.gc.mark import named
+from layerstore.compose import compose_by_policy, content_of
+from layerstore.gc.mark import commit_named
 from layerstore.gc.trim import has_moments, saved_ns
-from layerstore.history import newest_attempt, saved_now
-from layerstore.layers import typed
+from layerstore.history import Needs, Resolved, newest_attempt, references_to, saved_now
 from layerstore.model import CommitId, CommitRecord
-from layerstore.policy import Candidate, Keep
-from layerstore.storage import RecordRow, Repository, RunView
+from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
+from layerstore.storage import RecordRow, Repository, RunView, packed_versions
 from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
@@ -23,15 +22,15 @@ class Fate:
 
     row: RecordRow
     kept_by: tuple[str, ...]
-    """The rules that keep it; none where it goes."""
+    """The rules that keep it; none if it goes."""
     goes_because: str
-    """Why it goes; empty where it is kept."""
+    """Why it goes; empty if it is kept."""
     time_ns: int = 0
-    """When it was saved, by the younger of its record's time and its file's."""
+    """When it was saved: the later of its record's time and its file's."""
     loses_moments: bool = False
-    """Whether the commit stays and one without moments takes its record's place."""
+    """Whether a commit without moments replaces it."""
     is_blind: bool = False
-    """Whether it is kept because the one rule there is says nothing of its run."""
+    """Whether it is kept because the only rule says nothing about its run."""
 
     @property
     def goes(self) -> bool:
@@ -43,7 +42,7 @@ def choose(
     repo: Repository, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int
 ) -> tuple[Fate, ...]:
     """
-    Return what *keep* makes of each visible commit of *view*, newest first; without it all stay.
+    Return the fate of each visible commit of *view*, newest first; without *keep* all stay.
 
     Raises:
         IntegrityError: A record cannot be read.
@@ -65,7 +64,7 @@ def _fates(
     aged = _aged(rows, keep)
     reasons = {} if keep is None else keep.reasons(candidates, now_ns=now_ns)
     ahead, busy = _ahead(view, goes_on), _being_saved(repo, view)
-    # Rules are per run: who has measured something else has no best commit, and so no other ones.
+    # Rules are per run: one that logged another metric has no best commit, so none is worse.
     is_blind = best is not None and all(best.reason not in each for each in reasons.values())
     blind = f"no commit has {best.metric}" if best and is_blind and keep and keep.is_best_alone else None
     for row in rows:
@@ -76,9 +75,9 @@ def _fates(
             kept_by = ("a job is saving its attempt",)
         if not kept_by and blind is not None:
             kept_by = (blind,)
-        # What a job saves next inherits whole versions from its last commit.
+        # The next save of a running job inherits whole versions from its last commit.
         is_aged = bool(kept_by) and row.id in aged and not (row.id in pinned or row.id in busy or blind in kept_by)
-        with named(f"{row.run}@{row.step}", gives_up=f"layerstore drop {typed(f'{row.run}@{row.step}')}"):
+        with commit_named(row):
             loses_moments = is_aged and has_moments(repo, repo.catalog.commit(row.name).record)
         if row.id in pinned:
             kept_by = (*kept_by, f"pin {pinned[row.id]}")
@@ -95,9 +94,9 @@ def _fates(
 
 def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
     """
-    Return the tips of attempts that came further than the newest one has by now.
+    Return the tips of attempts that are further than the newest one.
 
-    Who forgot to resume begins an attempt that is nobody's successor: until it has caught up, what it left is not old.
+    After a forgotten resume the newest attempt starts at zero: until it has caught up, the others are kept.
     """
     if not goes_on:
         return set()
@@ -106,13 +105,12 @@ def _ahead(view: RunView, goes_on: list[RecordRow]) -> set[CommitId]:
 
 
 def _being_saved(repo: Repository, view: RunView) -> set[CommitId]:
-    """Return the tips of attempts that jobs are saving now: what these save next rests on them."""
+    """Return the tips of attempts that jobs are saving now, which their next saves inherit from."""
     return {view.of_attempt(attempt)[-1].id for attempt in saved_now(repo, view.run, view.attempts)}
 
 
 def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_metrics: bool) -> Candidate:
-    called = f"{row.run}@{row.step}"
-    with named(called, gives_up=f"layerstore drop {typed(called)}"):
+    with commit_named(row):
         commit = repo.catalog.commit(row.name)
         return Candidate(
             id=row.id,
@@ -124,14 +122,14 @@ def _candidate(repo: Repository, row: RecordRow, *, is_in_history: bool, needs_m
 
 
 def _aged(rows: list[RecordRow], keep: Keep | None) -> set[CommitId]:
-    """Return the commits whose moments are to go; *rows* begin with the newest of the history that goes on."""
+    """Return the commits whose moments are to go; *rows* begin with the run's tip."""
     if keep is None or keep.drop_optimizer_older_than is None or not rows:
         return set()
     return {row.id for row in rows if row.step < rows[0].step - keep.drop_optimizer_older_than}
 
 
 def _metrics(repo: Repository, record: CommitRecord) -> dict[str, float]:
-    """Return what ``trainer_state.json`` says was measured at the step of *record*."""
+    """Return the metrics that ``trainer_state.json`` has for the step of *record*."""
     if not record.states:
         return {}
     for file in repo.state(record.states[0]).files:
@@ -151,19 +149,78 @@ def _logged_at(data: bytes, step: int) -> dict[str, float]:
             if isinstance(value, float)
         }
     except (ValueError, KeyError, TypeError, RecursionError):
-        return {}  # not the Trainer's own: then it names no metric
+        return {}  # not written by the Trainer, so there are no metrics
 
 
 def views_of(repo: Repository) -> list[RunView]:
     """
-    Return what every run holds.
+    Return the view of every run.
 
     Raises:
-        IntegrityError: A record is damaged: nobody knows what it needs, or what it hides.
+        IntegrityError: A record is damaged: what it needs, or hides, is unknown.
     """
     found = [view for view in (repo.catalog.find(run) for run in repo.catalog.runs()) if view is not None]
     for view in found:
         for name, problem in view.damaged.items():
-            with named(f"{name.run}@{name.step}", gives_up=f"layerstore drop {typed(f'{name.run}@{name.step}')}"):
+            with commit_named(name):
                 raise problem
     return found
+
+
+# -- which composites that costs -----------------------------------------------------------------------------------
+
+# Asked of full checkpoints; a commit that was saved selectively is kept as the composite that it is.
+ASKED_FOR: tuple[Policy, ...] = (Parity(), Filter())
+
+# So many of the newest kept steps are looked at; each costs some milliseconds.
+_STEPS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unserved:
+    """A composite that a collection would change."""
+
+    reference: str
+    """The kept step."""
+    policy: str
+    layers: int
+    """How many layers would come from other saves."""
+
+
+def unserved(
+    repo: Repository, planned: Iterable[tuple[RunView, tuple[Fate, ...]]], *, needs: Needs
+) -> tuple[Unserved, ...]:
+    """Return which composites of the newest kept steps of every run would change; *needs* is what stays."""
+    found: list[Unserved] = []
+    for view, fates in planned:
+        going = {fate.row.id for fate in fates if fate.goes}
+        trimmed = {fate.row.id: _without_moments(fate.row) for fate in fates if fate.loses_moments}
+        if not (going or trimmed):
+            continue
+        rows = {name: row for name, row in view.rows.items() if name not in going} | trimmed
+        left = replace(view, rows=rows)
+        kept = [fate.row for fate in fates if not (fate.goes or fate.loses_moments) and all(fate.row.saved)]
+        kept = kept[:_STEPS_MAX]
+        for row, reference in zip(kept, references_to(repo, kept), strict=True):
+            found += _lost(repo, row, reference, before=view, after=left, needs=needs)
+    return tuple(found)
+
+
+def _without_moments(row: RecordRow) -> RecordRow:
+    entries = row.entries().values()
+    return row._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
+
+
+def _lost(
+    repo: Repository, row: RecordRow, reference: str, *, before: RunView, after: RunView, needs: Needs
+) -> Iterable[Unserved]:
+    resolved = Resolved.of_commit(repo.catalog.commit(row.name))
+    for policy in ASKED_FOR:
+        now, then = (compose_by_policy(repo, resolved, policy, view=view).layers for view in (before, after))
+        # A version may also go that an attempt was resumed from, although the save that inherits it stays.
+        changed = sum(
+            entry.version != other.version or entry.version.id not in needs
+            for entry, other in zip(now, then, strict=True)
+        )
+        if changed:
+            yield Unserved(reference=reference, policy=policy.name, layers=changed)

@@ -1,5 +1,5 @@
 """
-Sweep: what nothing needs is moved aside, looked at again, and unlinked.
+Sweep: move what nothing needs aside, look again, and unlink it.
 
 Readers and writers need not wait meanwhile (docs/internals/durability.md); `tests/gc/model.py` is a model of this.
 """
@@ -19,7 +19,7 @@ from layerstore.storage import ObjectWriter, Repository
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """So many of something, and their bytes."""
+    """A number of objects or files, and their bytes."""
 
     count: int = 0
     size_bytes: int = 0
@@ -30,7 +30,7 @@ class Gone:
 
 
 def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO | None:
-    """Move aside what is old and nothing needs; on a full disk return the error: what is aside by then makes room."""
+    """Move old unneeded objects aside; on a full disk return the error, as unlinking those aside makes room."""
     try:
         for each in marks.doomed():
             repo.aside.take(each.ref.id)
@@ -46,8 +46,8 @@ def list_aside(repo: Repository) -> NumberedIds:
     """
     Return all that lies aside.
 
-    What comes there after the second look was moved by another collection, which has lost its lock or found this one's
-    lost: only that one knows whether it may go.
+    An object that comes there after the second look was moved by another collection, after one of the two lost its
+    lock: only that other one knows whether it may go.
     """
     found = NumberedIds()
     for object_id, _ in repo.aside.objects():
@@ -57,10 +57,10 @@ def list_aside(repo: Repository) -> NumberedIds:
 
 def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_ns: int) -> tuple[Gone, Gone]:
     """
-    Put back what is needed of what lies aside, and unlink the rest of what is *listed*; return that, and what waits.
+    Put back what is needed of what lies aside, and unlink the rest of *listed*; return what went, and what waits.
 
-    What a killed collection has left is settled by the same rule. On a network filesystem another node's listing may
-    be late: there only what came here before *moved_before_ns* is removed, and the rest waits for the next one.
+    What a killed collection left is settled by the same rule. On a network filesystem another node's listing may be
+    late: only what was moved before *moved_before_ns* is removed there, and the rest waits for the next collection.
     """
     for each in marks.aside():
         if each.is_young:
@@ -85,7 +85,7 @@ def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_
         else:
             sums[_remove(repo, moved_before_ns, ref.id, path)] += Gone(1, ref.size_bytes)
         if repo.files.exists(repo.layout.object(ref.id)):
-            # A writer has put it back: at its place it says that all that it names is there.
+            # A writer has put it back: a blob at its place says that everything it names is there.
             marks.spare(ref)
             _put_back(repo, _named_by(repo, ref) or ())
     for object_id, path in repo.aside.objects():
@@ -97,7 +97,7 @@ def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_
 
 
 def _remove(repo: Repository, moved_before_ns: int, object_id: ObjectId, path: Path) -> bool:
-    """Unlink what lies aside, unless it has to wait for the next collection; return whether it is gone."""
+    """Unlink an object aside, unless it has to wait for the next collection; return whether it is gone."""
     if repo.aside.is_on_network and repo.aside.moved_ns(path) >= moved_before_ns:
         return False
     repo.aside.remove([object_id])
@@ -113,9 +113,9 @@ def _is_blob(repo: Repository, ref: BlobRef) -> bool:
 
 def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
     """
-    Give *objects* their names again, blobs last, each after all that it names: at its place it says that this is there.
+    Put *objects* back, each blob after all that it names: a blob at its place says that everything it names exists.
 
-    All of it is touched, so that no collection beside this one takes it.
+    All are touched, so that no other collection takes them.
     """
     blobs = []
     for ref in objects:
@@ -139,7 +139,7 @@ def _put_back_one(repo: Repository, ref: BlobRef) -> bool:
 
 
 def _named_by(repo: Repository, ref: BlobRef) -> list[BlobRef] | None:
-    """Return what the blob *ref* names; None where it is none, or damaged."""
+    """Return what the blob *ref* names; None if it is not a blob, or damaged."""
     try:
         return named_by(repo, ref) if _is_blob(repo, ref) else None
     except IntegrityError:

@@ -1,7 +1,7 @@
 """
-Trim: a commit without its moments takes the place of one that has them.
+Trim: replace a commit by one without its optimizer moments; weights and masters stay.
 
-Weights and masters stay; what only a resume needs goes. Each trim is one transaction; its record supersedes the other.
+Each trim is one transaction, whose record supersedes the old one.
 """
 
 from dataclasses import dataclass, replace
@@ -16,29 +16,29 @@ from layerstore.storage import RecordRow, Repository
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trim:
-    """The commit that takes the place of one with moments."""
+    """The commit that replaces one with moments."""
 
     commit: Commit
     versions: dict[BlobRef, bytes]
-    """Version blobs that it names, with their bytes."""
+    """Its version blobs, with their bytes."""
     objects: tuple[BlobRef, ...]
-    """What these name."""
+    """The objects that these name."""
 
 
 def has_moments(repo: Repository, record: CommitRecord) -> bool:
-    """Whether there is anything of *record* that could be dropped; most tell by their first layer."""
+    """Whether *record* has moments; mostly known from its first layer."""
     return WITHOUT_MOMENTS not in record.flags and any(
         stored.kind is Kind.OPTIMIZER for entry in record.layers for stored in repo.version_of(entry).objects
     )
 
 
 def without_moments(version: LayerVersion) -> LayerVersion:
-    """Return what a collection that drops moments leaves of *version*."""
+    """Return *version* without its moments."""
     return replace(version, objects=tuple(each for each in version.objects if each.kind is not Kind.OPTIMIZER))
 
 
 def plan_trim(repo: Repository, commit: Commit) -> Trim:
-    """Return what takes the place of *commit*, which has moments."""
+    """Return the replacement of *commit*, which has moments."""
     record = commit.record
     entries: list[LayerEntry] = []
     versions: dict[BlobRef, bytes] = {}
@@ -52,17 +52,17 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
     trimmed = replace(
         record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
     )
-    # Saved when the other was: rules about age go on as before.
+    # With the old commit's time, for retention rules about age.
     observed = replace(commit.observed, bytes_new=0, bytes_reused=0)
     return Trim(commit=make_commit(trimmed, observed), versions=versions, objects=tuple(objects))
 
 
 def saved_ns(repo: Repository, commit: Commit) -> int:
     """
-    Return when *commit* was saved: the younger of its record's time and its file's.
+    Return when *commit* was saved: the later of its record's time and its file's.
 
-    A node whose clock stands still writes old times; the file has the disk's, by which now is told, too. But the file
-    of a commit without moments is as young as the collection that dropped them.
+    The node's clock may be wrong; the file has the filesystem's time, as *now* has. But a trimmed commit's file is only
+    as old as the trim.
     """
     record = commit.record
     if WITHOUT_MOMENTS in record.flags:
@@ -72,7 +72,7 @@ def saved_ns(repo: Repository, commit: Commit) -> int:
 
 
 def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
-    """Note what *trim* will need once it is there; return what of it is there by now and was not needed before."""
+    """Add what *trim* will need to *needs*; return the objects that exist already and were not needed before."""
     needs.add(trim.versions)
     new = needs.add(trim.objects)
     for state in trim.commit.record.states:
@@ -82,15 +82,15 @@ def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
 
 def trim(repo: Repository, row: RecordRow) -> CommitId:
     """
-    Put a commit without moments in the place of *row*, whose record goes for good; return its id.
+    Replace *row* by a commit without moments, and remove its record for good; return the new id.
 
     Raises:
-        Overtaken: What it names is gone.
+        Overtaken: An object that it names is gone.
     """
     commit = repo.catalog.commit(row.name)
     plan = plan_trim(repo, commit)
     with Transaction(repo) as tx:
-        # Not the versions: a blob that was just touched keeps the moments that it names until the next collection.
+        # Not the old versions: a blob that was touched keeps the moments that it names until the next collection.
         tx.keep(replace(commit.record, layers=()))
         for ref in plan.objects:
             if not tx.objects.reuse(ref):

@@ -1,6 +1,5 @@
-"""Which commits there are: references, lineage and attempts, what a new save follows, staleness."""
+"""Commits as a history: references, attempts, the place of a new save, staleness, what a record needs."""
 
-from layerstore.history.attempt_locks import reserve, saved_now
 from layerstore.history.graph import GraphLine, draw_graph
 from layerstore.history.needs import (
     PARTS,
@@ -24,7 +23,9 @@ from layerstore.history.place import (
     place_beside,
     place_free,
     place_of,
+    reserve,
     rows_at,
+    saved_now,
 )
 from layerstore.history.references import Resolved, is_mixture, locate, only_run, reference_to, references_to, resolve
 from layerstore.history.staleness import LayerAge, Staleness, check_staleness, staleness_of

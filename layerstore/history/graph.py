@@ -1,27 +1,10 @@
-"""The history of a run: what an attempt came from, and how all of its attempts hang together."""
+"""Draw the attempts of a run, and where each forked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from layerstore.model import CommitId
-from layerstore.storage import RecordRow, Repository, RunView
-
-
-def history(repo: Repository, run: str, attempt: int | None = None, *, step: int | None = None) -> Iterator[RecordRow]:
-    """
-    Yield the visible commits of *attempt* of *run*, newest first, and below where it forked those it came from.
-
-    None means the newest attempt; with *step* the history begins at that step or below. Two commits of one step and
-    attempt are both yielded: what that means is for the caller to say. Nothing is yielded where nothing is visible.
-    What stands in a row only finds records: whatever reaches a user is read from the record it names.
-
-    Raises:
-        NotFound: There is no such run.
-    """
-    view = repo.catalog.view(run)
-    if attempt is None:
-        attempt = view.attempts[-1] if view.attempts else 0
-    return view.history(attempt, step=step)
+from layerstore.storage import RecordRow, RunView
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +13,7 @@ class GraphLine:
 
     drawing: str
     row: RecordRow | None
-    """The commit on this line; None where two lines of descent meet, or one ends that another does not go on from."""
+    """The commit on this line; None between two unrelated attempts, and where a branch joins another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +21,12 @@ class _Branch:
     rows: list[RecordRow]
     """Newest first."""
     joins: CommitId | None
-    """The commit that its oldest came from, on another branch."""
+    """The commit on another branch that its oldest came from."""
 
 
 def draw_graph(view: RunView) -> Iterator[GraphLine]:
     r"""
-    Draw the visible commits of a run: the newest attempt's history on the left, what was abandoned beside it.
+    Draw the visible commits of a run: the newest attempt's history on the left, abandoned ones beside it.
 
         *      attempt 2, step 900
         | *    attempt 1, step 1000: abandoned
@@ -62,7 +45,7 @@ def draw_graph(view: RunView) -> Iterator[GraphLine]:
             yield GraphLine(f"{prefix}|/" if what is None else f"{prefix}*", what)
             continue
         if what.joins is None and not is_first:
-            yield GraphLine("", None)  # what lies below has nothing to do with what lies above
+            yield GraphLine("", None)  # the attempts above and below are unrelated
         is_first = False
         for row in reversed(what.rows):
             pending.append((prefix, row))
@@ -71,14 +54,14 @@ def draw_graph(view: RunView) -> Iterator[GraphLine]:
 
 
 def _branches(view: RunView) -> Iterator[_Branch]:
-    """Yield for each attempt, newest first, the part of its history that no newer one has."""
+    """Yield for each attempt, newest first, the part of its history that no newer attempt shares."""
     taken: set[CommitId] = set()
     for attempt in reversed(view.attempts):
         rows = []
         joins = None
         for row in view.history(attempt):
             if row.id not in taken:
-                rows.append(row)  # also what an attempt has saved below its own fork
+                rows.append(row)  # also what was saved below its own fork
             elif joins is None:
                 joins = row.id
         taken.update(row.id for row in rows)

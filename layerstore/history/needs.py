@@ -15,17 +15,17 @@ PARTS = 256
 _ROW = struct.Struct(">16sQI")
 _ENTRY = struct.Struct(">16sQ")
 _SIZE_BYTES_MAX = 2**63
-# A part is made distinct when it has twice as many rows as it had distinct ones, and so many more.
+# Duplicates in a part are removed when it has twice its number of distinct rows, and so many more.
 _SLACK_ROWS = 1024
 
-# Of numbered ids so few lie in one part, also of millions, that looking through it takes no time.
+# So many that even of millions of ids only a few are in one part, which is searched linearly.
 _SMALL_PARTS = 65536
 _TAIL_BYTES = 14
 _NUMBER_BYTES = 4
 
 
 class PackedRefs:
-    """References, each with a number that says where it was named; one and the same row counts once."""
+    """References, each with a number that says where it was named; equal rows count once. 28 bytes a row."""
 
     def __init__(self) -> None:
         self._parts = [bytearray() for _ in range(PARTS)]
@@ -36,7 +36,7 @@ class PackedRefs:
         Note *ref*, named at *number*.
 
         Raises:
-            IntegrityError: It is no reference that any object could have.
+            IntegrityError: It cannot be an object's.
         """
         if not OBJECT_ID.fullmatch(ref.id) or not 0 <= ref.size_bytes < _SIZE_BYTES_MAX:
             raise IntegrityError(f"{ref.id!r} of {ref.size_bytes} bytes is no object")
@@ -48,7 +48,7 @@ class PackedRefs:
             self._limits[at] = 2 * len(part) + _SLACK_ROWS * _ROW.size
 
     def part(self, at: int) -> dict[BlobRef, list[int]]:
-        """Return the references whose ids begin with the byte *at*, by id, each with its numbers."""
+        """Return the references whose ids begin with the byte *at*, in order, each with its numbers."""
         found: dict[BlobRef, list[int]] = {}
         for row in sorted(_rows(self._parts[at])):
             object_id, size_bytes, number = _ROW.unpack(row)
@@ -56,19 +56,19 @@ class PackedRefs:
         return found
 
     def __iter__(self) -> Iterator[tuple[BlobRef, list[int]]]:
-        """Yield every reference, by id, with its numbers."""
+        """Yield every reference, in order, with its numbers."""
         for at in range(PARTS):
             yield from self.part(at).items()
 
 
 class PackedList:
-    """References by number, in the order in which they came."""
+    """References by position, 24 bytes each."""
 
     def __init__(self) -> None:
         self._rows = bytearray()
 
     def append(self, ref: BlobRef) -> int:
-        """Note *ref*; return its number."""
+        """Append *ref*; return its position."""
         self._rows += _ENTRY.pack(bytes.fromhex(ref.id), ref.size_bytes)
         return len(self._rows) // _ENTRY.size - 1
 
@@ -78,7 +78,7 @@ class PackedList:
 
 
 class NumberedIds:
-    """Ids, each with the number that it had when it was first noted."""
+    """Ids, each with the number that it was first added with, 18 bytes each."""
 
     def __init__(self) -> None:
         self._parts = [b""] * _SMALL_PARTS
@@ -92,10 +92,10 @@ class NumberedIds:
 
     def add(self, object_id: ObjectId, number: int) -> bool:
         """
-        Note *object_id* with *number*, unless it is there; return whether it was not.
+        Add *object_id* with *number*; return whether it is new.
 
         Raises:
-            IntegrityError: It is no id that any object could have.
+            IntegrityError: It cannot be an object's.
         """
         at, tail = _split(object_id)
         if _find(self._parts[at], tail) >= 0:
@@ -105,7 +105,7 @@ class NumberedIds:
         return True
 
     def number(self, object_id: ObjectId) -> int | None:
-        """Return the number of *object_id*, None where it was not noted."""
+        """Return the number of *object_id*, None if it was not added."""
         at, tail = _split(object_id)
         part = self._parts[at]
         start = _find(part, tail)
@@ -119,7 +119,7 @@ def _split(object_id: ObjectId) -> tuple[int, bytes]:
 
 
 def _find(part: bytes, tail: bytes) -> int:
-    """Return where the row of *tail* begins in *part*, -1 where there is none."""
+    """Return where the row of *tail* begins in *part*, -1 if there is none."""
     start = part.find(tail)
     while start > 0 and start % (_TAIL_BYTES + _NUMBER_BYTES):  # the same bytes across two rows
         start = part.find(tail, start + 1)
@@ -155,7 +155,7 @@ def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
     Return the objects that *blob*, a version or a rank's state, needs.
 
     Raises:
-        IntegrityError: It is damaged, gone, or neither.
+        IntegrityError: It is damaged, missing, or another kind of object.
     """
     data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
@@ -167,8 +167,7 @@ class Needs:
     """
     Every object that some records and parts need; a blob that many share is read once.
 
-    Each is noted with a number, for whoever wants to know later with what it came. What is needed *besides* is left
-    out, and not read.
+    Each object keeps the number that it was first added with. What is in *besides* is left out, and not read.
     """
 
     def __init__(self, repo: Repository, *, besides: "Needs | None" = None) -> None:
@@ -183,12 +182,12 @@ class Needs:
         return len(self._ids)
 
     def number(self, object_id: ObjectId) -> int | None:
-        """Return the number that *object_id* was first noted with, None where it was not."""
+        """Return the number that *object_id* was first added with, None if it was not."""
         return self._ids.number(object_id)
 
     def add_record(self, record: CommitRecord, *, number: int = 0) -> list[BlobRef]:
         """
-        Note what *record* needs; return what was not needed before.
+        Add what *record* needs; return what is new.
 
         Raises:
             IntegrityError: A version or state blob is damaged or missing.
@@ -201,19 +200,19 @@ class Needs:
         return new
 
     def add(self, refs: Iterable[BlobRef], *, number: int = 0) -> list[BlobRef]:
-        """Note that *refs* themselves are needed; return those that were not before."""
+        """Add *refs* themselves; return those that are new."""
         return [ref for ref in refs if self._add(ref, number)]
 
     def add_version(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
-        """Note what the version blob *ref* needs, itself included; return what was not needed before."""
+        """Add the version blob *ref* and what it needs; return what is new."""
         return self._add_blob(ref, lambda: objects_of_version(self._repo.version(ref)), number)
 
     def add_state(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
-        """Note what the state blob *ref* needs, itself included; return what was not needed before."""
+        """Add the state blob *ref* and what it needs; return what is new."""
         return self._add_blob(ref, lambda: objects_of_state(self._repo.state(ref)), number)
 
     def add_part(self, part: Part) -> None:
-        """Note what *part* has written for a commit that is not complete yet."""
+        """Add what *part* has written for a commit that is not complete yet."""
         self.add(stored.ref for layer in part.layers for stored in layer.objects)
         if part.state is not None:
             self.add_state(part.state)
@@ -221,7 +220,7 @@ class Needs:
     def _add_blob(self, ref: BlobRef, objects_in: Callable[[], list[BlobRef]], number: int) -> list[BlobRef]:
         if ref.id in self or self._is_left_out(ref):
             return []
-        # The blob itself last: one that could not be read just now is not taken for known.
+        # The blob itself last, so that one that could not be read is tried again.
         inner = self.add(objects_in(), number=number)
         return [*inner, *self.add([ref], number=number)]
 

@@ -1,4 +1,4 @@
-"""A run's saves as policies look at them: newest first, below a fork those of the attempt it left."""
+"""A run's saves as policies see them: newest first, below a fork those of the earlier attempt."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ Answer = TypeVar("Answer")
 
 
 def saved_at(repo: Repository, save: Saving) -> RecordName | None:
-    """Return the visible record of *save*; None where it was dropped, replaced or collected."""
+    """Return the visible record of *save*; None if it was dropped, replaced or collected."""
     view = repo.catalog.find(save.run)
     rows = [] if view is None else view.of_attempt(save.attempt)
     return next((row.name for row in rows if row.step == save.step), None)
@@ -22,9 +22,9 @@ def saved_at(repo: Repository, save: Saving) -> RecordName | None:
 
 def asked_again(repo: Repository, run: str, ask: Callable[[RunView | None], Answer]) -> Answer:
     """
-    Return what *ask* makes of *run*, asked once more if a collection has taken a commit that it relied on.
+    Return *ask* of the view of *run*, again with a new view if gc has removed a commit in between.
 
-    Collections take no lock against writers, so a commit can vanish between two reads.
+    gc takes no lock against writers, so a commit can vanish between two reads.
     """
     while True:
         view = repo.catalog.find(run)
@@ -37,14 +37,14 @@ def asked_again(repo: Repository, run: str, ask: Callable[[RunView | None], Answ
 
 
 def with_records_read(repo: Repository, view: RunView, step: int) -> RunView:
-    """Return *view* with the records at *step* read: one that has rotted since the index read it counts as damaged."""
+    """Return *view* with the records at *step* read again: one damaged since it was indexed counts as damaged."""
     damaged: dict[RecordName, LayerstoreError] = {}
     for row in view.rows.values():
         if row.step == step:
             try:
                 repo.records.read(row.name)
             except IntegrityError as exc:
-                if repo.records.is_there(row.name):  # else collected meanwhile
+                if repo.records.is_there(row.name):  # else it was collected meanwhile
                     damaged[row.name] = exc
     if not damaged:
         return view
@@ -57,8 +57,8 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
     Yield the saves of *attempt*'s history below *step*, newest first.
 
     Raises:
-        IntegrityError: A record below *step* cannot be read: what it holds, or hides, might be what is asked for.
-        Conflict: Two commits of one step stand side by side.
+        IntegrityError: A record below *step* is damaged; what it holds or hides might matter.
+        Conflict: A step has two commits.
     """
     problems = {name.step: problem for name, problem in view.damaged.items() if name.step < step}
     if problems:
@@ -75,17 +75,17 @@ def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow
 
 
 class Past:
-    """The saves up to a base, newest first, as far as somebody has looked back; the base is at position 0."""
+    """The saves up to a base, newest first and read lazily; the base is at position 0."""
 
     def __init__(self, repo: Repository, resolved: Resolved, *, view: RunView | None) -> None:
-        """A pinned base may have outlived its run: then *view* is None."""
+        """*view* is None if a pinned base has outlived its run."""
         self._repo = repo
         self._base = resolved
         self._view = view
         self._seen: list[RecordRow] = []
 
     def saves(self) -> Iterator[RecordRow]:
-        """Yield them, numbered by their steps: what is filled in later has the number of its place."""
+        """Yield them, numbered in step order, whatever order they were saved in."""
         record, view = self._base.record, self._view
         observed = Observed(time_ns=self._base.time_ns, bytes_new=0, bytes_reused=0)
         base = row_of(Commit(id=CommitId(self._base.commit), record=record, observed=observed))
@@ -101,7 +101,7 @@ class Past:
         yield from saves_below(view, attempt=base.attempt, step=base.step)
 
     def decided(self, position: int, policy: Policy) -> frozenset[str] | None:
-        """Return what *policy* chose at the save of *position*; None where that was full, or saved under another."""
+        """Return what *policy* chose at the save of *position*; None if that was full, or under another policy."""
         row = self._seen[position]
         if row.is_full:
             return None
@@ -111,7 +111,7 @@ class Past:
         return frozenset(entry.layer for entry in record.layers if entry.saved_by(record))
 
     def chosen(self, positions: Mapping[str, int]) -> list[tuple[RecordName | None, tuple[LayerEntry, ...]]]:
-        """Return each layer's version at its position, by record; None stands for the base, which is read."""
+        """Return each layer's version at its position, by record; None stands for the base."""
         layers: dict[int, list[str]] = {}
         for layer, position in positions.items():
             layers.setdefault(position, []).append(layer)
@@ -125,5 +125,5 @@ class Past:
         return found
 
     def is_older(self, entry: LayerEntry, position: int) -> bool:
-        """Whether the save of *position* had inherited the layer, although it was due there."""
+        """Whether the save of *position* inherited the layer instead of saving it."""
         return not entry.saved_by(self._seen[position])

@@ -1,13 +1,15 @@
 """
-Where a new commit stands in its run: its attempt and number, and what it inherits if it does not save everything.
+The place of a new commit in its run: attempt, save number, and the layers that it inherits; and who saves an attempt.
 
-Nothing is written here. The caller holds the run's lock, or the attempt's (`attempt_locks`).
+The caller holds the run's lock, or the attempt's (`reserve`). Locks are a courtesy: if two jobs that cannot see each
+other save one attempt, nothing is lost, but a step that both saved is ambiguous.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from layerstore.errors import InvalidInput
+from layerstore.errors import InvalidInput, Locked, StorageIO
 from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
 from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse
@@ -17,25 +19,25 @@ from layerstore.zero3 import LayerSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a commit stands."""
+    """The place of a commit in its run."""
 
     attempt: int
     lineage: tuple[Fork, ...]
     save_number: int
     inherited: Mapping[str, LayerEntry]
-    """What its history has of every layer; empty where nothing lies before it."""
+    """Every layer's version before it; empty for the first save."""
     supersedes: tuple[CommitId, ...] = ()
     after: int | None = None
-    """The step of the run that the next one has to come after; None where it goes on from nothing of it."""
+    """The step of the run that training continues from, if any: the commit has to come after it."""
 
     @property
     def fork(self) -> Fork | None:
-        """Where its attempt left an earlier one."""
+        """Where its attempt forked from an earlier one."""
         return self.lineage[0] if self.lineage else None
 
 
 def place_begun(view: RunView | None) -> Place:
-    """Return the place of a training that begins from nothing, whatever the run has already."""
+    """Return the place of a training that starts from scratch, in a new attempt."""
     return Place(attempt=1 + newest_number(view), lineage=(), save_number=0, inherited={})
 
 
@@ -58,16 +60,16 @@ def place_after(view: RunView | None, record: CommitRecord, *, of_commit: str, i
 
 
 def place_free(view: RunView | None, place: Place, taken: Collection[int]) -> Place:
-    """Return *place*, or one like it in the next free attempt if another job has *taken* its own."""
+    """Return *place*, or the same in the next free attempt if another job has *taken* its attempt."""
     if place.attempt not in taken:
         return place
     found = place_at(view, place, 1 + max(newest_number(view), *taken))
-    assert found is not None, "nothing is in an attempt behind all others"
+    assert found is not None, "the attempt is newer than all others"
     return found
 
 
 def place_at(view: RunView | None, place: Place, attempt: int) -> Place | None:
-    """Return *place*, or one like it in *attempt*; None where others have saved that attempt or a later one."""
+    """Return *place* moved to *attempt*; None if that attempt, or a later one, has commits."""
     if place.attempt == attempt:
         return place
     if attempt <= newest_number(view):
@@ -80,7 +82,7 @@ def place_at(view: RunView | None, place: Place, attempt: int) -> Place | None:
 
 
 def place_beside(repo: Repository, rival: RecordRow) -> tuple[Place, PolicyUse]:
-    """Return the place of *rival*, for a commit that may turn out to be the same, and the policy it was saved under."""
+    """Return the place and the policy of *rival*, to make a commit that may turn out to be the same."""
     record = repo.catalog.commit(rival.name).record
     place = Place(
         attempt=record.attempt,
@@ -102,10 +104,10 @@ def place_of(
     resumed_from: str | None,
 ) -> Place:
     """
-    Return where a new commit at *step* goes: into the newest attempt, or into one that it opens.
+    Return the place of a new commit at *step*: in the newest attempt, or in one that it opens.
 
     Raises:
-        InvalidInput: It says that training went back, and it did not.
+        InvalidInput: *rollback* or *resumed_from* contradicts the run's history.
     """
     if resumed_from is not None:
         return _resumed(repo, view, step=step, ref=resumed_from)
@@ -132,17 +134,17 @@ def place_of(
 
 
 def newest_attempt(view: RunView) -> int:
-    """Return the newest attempt that has commits, or had any where all are dropped."""
+    """Return the newest attempt that has visible commits, or any if none is visible."""
     return view.attempts[-1] if view.attempts else newest_number(view)
 
 
 def newest_number(view: RunView | None) -> int:
-    """Return the highest number that any attempt of *view* has."""
+    """Return the highest attempt number in *view*."""
     return 0 if view is None else max((row.attempt for row in view.rows.values()), default=0)
 
 
 def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> Place:
-    """Open an attempt that inherits what training was resumed from: a composite's own layers, not its base's."""
+    """Open an attempt that inherits the layers of what training was resumed from, a commit or a composite."""
     record = resolve(repo, ref).record
     is_of_run = view is not None and record.run == view.run
     if view is not None and view.attempts and not is_of_run:
@@ -159,7 +161,7 @@ def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> 
 
 
 def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> Place:
-    """Open the attempt that continues from *record*, or the first one of another run than its own."""
+    """Open the attempt that continues from *record*, which may be of another run."""
     if view is None or record.run != view.run:
         return Place(attempt=1 + newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
     attempt = record.attempt if left is None else left
@@ -181,7 +183,7 @@ def entries_of(
     origin: Origin,
     inherited: Mapping[str, LayerEntry],
 ) -> tuple[LayerEntry, ...]:
-    """Return what a record says of *layers*: the new versions of those that were *due*, and what it inherits."""
+    """Return a record's entries for *layers*: the new versions of those that are *due*, the inherited of the rest."""
     return tuple(
         LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
         if of.layer in due
@@ -195,14 +197,60 @@ def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
 
 
 def own_numbers(place: Place, run: str) -> dict[str, int]:
-    """Return the number of each inherited layer's save, as far as they are of *run* and before *place*."""
+    """Return the save number of each inherited layer that was saved in *run* before *place*."""
     origins = {layer: entry.origin for layer, entry in place.inherited.items() if entry.origin.run == run}
     return {layer: of.save_number for layer, of in origins.items() if of.save_number < place.save_number}
 
 
 def rows_at(view: RunView | None, step: int) -> list[RecordRow]:
-    """Return the visible commits of *step* in the newest attempt's history, or else in others, newest first."""
+    """Return the visible commits of *step*, newest attempt first."""
     if view is None:
         return []
     rows = [row for row in view.visible if row.step == step]
     return sorted(rows, key=lambda row: row.attempt, reverse=True)
+
+
+# -- who saves an attempt ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """An attempt that no other job saves, as far as locks can tell."""
+
+    place: Place
+    lock: ExitStack
+    """Holds the attempt."""
+    passed: tuple[Locked, ...]
+    """Why earlier attempts were passed over."""
+    doubt: StorageIO | None
+    """Why it could not be locked, so that another job may save it too."""
+
+
+def reserve(repo: Repository, run: str, placed: Callable[[Collection[int]], Place], *, held: int = 0) -> Reserved:
+    """Lock the attempt of the place that *placed* returns for the attempts that others hold; *held* is ours already."""
+    taken: dict[int, Locked] = {}
+    while True:
+        place, lock, doubt = placed(taken.keys()), ExitStack(), None
+        if place.attempt != held:
+            try:
+                lock.enter_context(repo.lock_attempt(run, place.attempt))
+            except Locked as exc:
+                taken[place.attempt] = exc
+                continue
+            except StorageIO as exc:
+                doubt = exc
+        return Reserved(place=place, lock=lock, passed=tuple(taken.values()), doubt=doubt)
+
+
+def saved_now(repo: Repository, run: str, attempts: Iterable[int]) -> set[int]:
+    """Return those of *attempts* that a job is saving, as far as locks can tell."""
+    found = set()
+    for attempt in attempts:
+        if not repo.files.exists(repo.layout.attempt_lock(run, attempt)):
+            continue
+        try:
+            with repo.lock_attempt(run, attempt, at_once=True):
+                pass
+        except (Locked, StorageIO):
+            found.add(attempt)
+    return found

@@ -16,7 +16,7 @@ from layerstore.model import Commit, CommitId, CommitRecord, Pin, Saving
 from layerstore.nearest import did_you_mean
 from layerstore.storage import RecordRow, Repository, RunView
 
-# As `log` shows them, or longer. Less of one is never taken for it, but may have been meant.
+# As `log` shows them, or longer; fewer digits are only ever suggested.
 _COMMIT_ID = re.compile("[0-9a-f]{12,32}")
 _PART_OF_ID = re.compile("[0-9a-f]{4,11}")
 
@@ -29,28 +29,28 @@ class Resolved:
     commit: CommitId
     """The id of the commit, or of a pin's base."""
     pin: str | None
-    """The pin's name, if it was one."""
+    """The pin's name, if it is one."""
     time_ns: int
-    """When the commit was written, by its writer's clock."""
+    """When it was written, by the writer's clock."""
 
     @classmethod
     def of_commit(cls, commit: Commit) -> Self:
-        """Return what a reference to *commit* means."""
+        """Return *commit* as resolved."""
         return cls(record=commit.record, commit=commit.id, pin=None, time_ns=commit.observed.time_ns)
 
     @classmethod
     def of_pin(cls, pin: Pin) -> Self:
-        """Return what the name of *pin* means."""
+        """Return *pin* as resolved."""
         return cls(record=pin.record, commit=pin.base, pin=pin.name, time_ns=pin.observed.time_ns)
 
     @property
     def is_mixture(self) -> bool:
-        """Whether it is a pin of a composite of several saves."""
+        """Whether it is a pinned composite of several saves."""
         return self.pin is not None and is_mixture(self.record, self.commit)
 
 
 def is_mixture(record: CommitRecord, base: str) -> bool:
-    """Whether *record*, which a pin keeps, is no commit but a mixture of several saves on top of *base*."""
+    """Whether *record*, from a pin, is a composite of several saves on top of *base*."""
     is_composite = record.policy.name != "latest" and commit_id(record) != base
     return is_composite and len({entry.origin for entry in record.layers}) > 1
 
@@ -61,7 +61,7 @@ def only_run(repo: Repository) -> str:
     if not runs:
         raise NotFound("the store holds no commit yet", hint="layerstore ingest CHECKPOINT")
     if len(runs) > 1:
-        # A run of which everything was dropped is none that could be meant.
+        # A run whose commits were all dropped cannot be meant.
         runs = [run for run in runs if not is_dropped(repo.catalog.view(run))] or runs[:1]
     if len(runs) > 1:
         more = ", …" if len(runs) > 10 else ""
@@ -81,8 +81,8 @@ def resolve(repo: Repository, text: str | None) -> Resolved:
     Return the record that *text* means; None means the tip of the store's only run.
 
     Raises:
-        NotFound: There is no such run, attempt, step or pin; the message says what there is.
-        Conflict: Two commits of that step stand side by side.
+        NotFound: There is no such run, attempt, step or pin.
+        Conflict: That step has two commits.
     """
     found = locate(repo, only_run(repo) if text is None else text, pins=repo.records.pin_names())
     if isinstance(found, Resolved):
@@ -94,9 +94,9 @@ def locate(
     repo: Repository, text: str, *, pins: Collection[str], view_of: Callable[[str], RunView] | None = None
 ) -> RecordRow | Resolved:
     """
-    Return the row of the commit that *text* means, or what one of *pins* means; raises as ``resolve`` does.
+    Return the row of the commit that *text* means, or the pin; raises as ``resolve`` does.
 
-    *view_of* returns a run's view to callers who look up many references of one run; by default it is read anew.
+    *view_of* may return a run's view from a cache, for callers who look up many references.
     """
     reference = parse_reference(text)
     if reference.name in pins and not repo.records.names(reference.name):
@@ -156,9 +156,9 @@ def find_row(view: RunView, reference: Reference) -> RecordRow:
 
 def _check_undamaged(view: RunView, step: int, *, tip: bool) -> None:
     """
-    Raise if a damaged record of *step*, or of a later one where the *tip* is asked for, may be what is meant.
+    Raise if a damaged record at *step*, or after it if the *tip* is asked for, might be the one that is meant.
 
-    It may also supersede the sound one beside it: what it hides must not come back in silence.
+    It might also supersede an intact one, which must not silently reappear.
     """
     for name, problem in view.damaged.items():
         if name.step == step or (tip and name.step > step):
@@ -199,22 +199,22 @@ def _no_such_step(view: RunView, reference: Reference, attempt: int) -> Exceptio
 
 
 def _around(step: int, steps: list[int]) -> list[int]:
-    """Return the last of *steps* before *step* and the first after it, as far as there are any."""
+    """Return the nearest of *steps* before and after *step*."""
     place = bisect_left(steps, step)
     return steps[max(place - 1, 0) : place + 1]
 
 
 def reference_to(repo: Repository, save: Saving) -> str:
     """
-    Return what means the commit *save* and no other: ``RUN@STEP``, or ``RUN~1@STEP`` if it is of an attempt before.
+    Return the reference of the commit *save*: ``RUN@STEP``, or ``RUN~1@STEP`` for one of an earlier attempt.
 
-    Where nothing does, because it is hidden and its step is another's by now, its attempt is named in words.
+    A hidden commit whose step has another one now gets its attempt in words instead.
     """
     return references_to(repo, [save])[0]
 
 
 def references_to(repo: Repository, saves: Iterable[Saving]) -> list[str]:
-    """Return what `reference_to` does for each of *saves*; each run is looked at once."""
+    """Return `reference_to` of each of *saves*; each run is looked up once."""
     views: dict[str, RunView | None] = {}
     found = []
     for save in saves:
@@ -227,7 +227,7 @@ def references_to(repo: Repository, saves: Iterable[Saving]) -> list[str]:
 def _reference(view: RunView | None, save: Saving) -> str:
     plain = f"{save.run}@{save.step}"
     if view is None or not view.attempts:
-        return plain  # it means nothing any more, and nothing else
+        return plain  # nothing is left of the run, so nothing else can be meant
     attempts = view.attempts
     meant = _attempt_meant(view, attempts[-1], save.step)
     if meant == save.attempt:
@@ -239,6 +239,6 @@ def _reference(view: RunView | None, save: Saving) -> str:
 
 
 def _attempt_meant(view: RunView, attempt: int, step: int) -> int | None:
-    """Return which attempt's commit *step* means in the history of *attempt*."""
+    """Return the attempt that *step* belongs to in the history of *attempt*."""
     row = next(view.history(attempt, step=step), None)
     return row.attempt if row is not None and row.step == step else None

@@ -10,47 +10,47 @@ from layerstore.model import CommitRecord, LayerEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAge:
-    """How much older than the base one layer is."""
+    """How much older than the base a layer is."""
 
     layer: str
     run: str
     attempt: int
     step: int
-    """At which it was saved."""
+    """The step that saved it."""
     steps: int | None
-    """Steps before the base; negative where it is newer, None where it comes from another run."""
+    """Steps before the base; negative if newer, None if from another run."""
     saves: int | None
-    """Saves before the base, likewise; None too where they came in another order than their steps."""
+    """Saves before the base; None also if saves and steps are in different orders."""
     optimizer_step: int | None
-    """How many updates the optimizer had made to it."""
+    """The optimizer's update count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """A composite's report of what was mixed."""
+    """How old the layers of a composite are."""
 
     layers: tuple[LayerAge, ...]
     """In the model's order."""
 
     @property
     def oldest(self) -> LayerAge:
-        """The layer that is most steps behind the base; one of unknown age counts as older than all."""
+        """The layer that is most steps behind the base; an unknown age counts as the oldest."""
         return max(self.layers, key=lambda age: float("inf") if age.steps is None else age.steps)
 
     @property
     def optimizer_steps(self) -> dict[int, int]:
-        """The optimizer's counts that are mixed, and how many layers have each."""
+        """The optimizer's update counts, with the number of layers that have each."""
         counts = Counter(age.optimizer_step for age in self.layers if age.optimizer_step is not None)
         return dict(sorted(counts.items()))
 
     @property
     def is_mixed(self) -> bool:
-        """Whether not all layers are of one save."""
+        """Whether layers of several saves are mixed."""
         return len({(age.run, age.attempt, age.step) for age in self.layers}) > 1
 
 
 def staleness_of(base: CommitRecord, layers: Sequence[LayerEntry]) -> Staleness:
-    """Compare *layers* with the commit they are put on."""
+    """Return the ages of *layers* relative to *base*."""
     return Staleness(layers=tuple(_age(base, entry) for entry in layers))
 
 
@@ -65,14 +65,14 @@ def _age(base: CommitRecord, entry: LayerEntry) -> LayerAge:
         attempt=origin.attempt,
         step=origin.step,
         steps=steps if is_own else None,
-        # A step that was filled in later may have a number that is no age.
+        # A step that was filled in later has a number that says nothing about its age.
         saves=saves if is_own and (saves >= 0 or steps < 0) else None,
         optimizer_step=entry.optimizer_step,
     )
 
 
 def check_staleness(base: CommitRecord, staleness: Staleness, *, steps_max: int) -> None:
-    """Raise Conflict if a layer is more than *steps_max* steps older than *base*, or of unknown age."""
+    """Raise Conflict if a layer is more than *steps_max* steps older than *base*, or its age is unknown."""
     oldest = staleness.oldest
     if oldest.steps is not None and oldest.steps <= steps_max:
         return

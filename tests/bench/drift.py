@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import layerstore
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.live.demo.launch import Ranks
 from layerstore.model import CommitRecord
 from layerstore.tree import Tree

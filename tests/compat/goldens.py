@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 
 from layerstore import Store
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.storage import Files, open_repository
 
 STORES = Path(__file__).parent / "stores"

@@ -16,7 +16,7 @@ from layerstore import Composite, Store
 from layerstore.compose import assemble, compose_latest
 from layerstore.compose.hf import config_with_dtype, goes_along, parse_config
 from layerstore.errors import IntegrityError, InvalidInput
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind
 from layerstore.storage import Files, Repository, open_repository

@@ -14,7 +14,7 @@ from layerstore import Store
 from layerstore.compose import Composition, compose_latest, execute_compose
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.model import LayerEntry
 from layerstore.progress import Silent
 from layerstore.storage import Repository

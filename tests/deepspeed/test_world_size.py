@@ -13,7 +13,7 @@ import pytest
 
 from layerstore import Store
 from layerstore.compose import compose_latest, execute_compose
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.progress import Silent
 from tests.deepspeed.compare import (
     checkpoint_differences,

@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 
 from layerstore.errors import LayerstoreError, StorageIO, Unsupported
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.store import Store
 from tests.bench.generate import Layout
 from tests.generated import generate

@@ -11,8 +11,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerstore.history.place import Place, place_after
-from layerstore.history.references import resolve
+from layerstore.history import Place, place_after, resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
 from layerstore.publish.rank_parts import Joint, ShareWork, join, parts_of, write_share
 from layerstore.publish.staging import SourceReader

@@ -27,7 +27,7 @@ import pytest
 
 from layerstore import Keep
 from layerstore.errors import Conflict, IntegrityError, Locked, NotFound
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.ingest import transfer
 from layerstore.storage import IndexNotice
 from layerstore.store import Store, init

@@ -18,7 +18,7 @@ from typing import Any
 from layerstore import Keep
 from layerstore.errors import AlreadyExists, NotFound, Unsupported
 from layerstore.format.identity import FORMAT
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.migrations import migrate
 from layerstore.storage import Files, Hook, make_store, no_hook
 from layerstore.store import Store, init

@@ -39,13 +39,14 @@ def test_rows_that_repeat_take_no_memory() -> None:
     assert sum(map(sys.getsizeof, packed._parts)) < 200_000
 
 
-@pytest.mark.parametrize(
-    ("object_id", "size_bytes"), [("x" * 32, 1), ("A" * 32, 1), ("a" * 31, 1), ("a" * 32, -1), ("a" * 32, 2**63)]
-)
+@pytest.mark.parametrize(("object_id", "size_bytes"), [("A" * 32, 1), ("a" * 31, 1), ("a" * 32, -1), ("a" * 32, 2**63)])
 def test_what_can_be_no_object_is_refused(object_id: str, size_bytes: int) -> None:
     """A record may say anything."""
     with pytest.raises(IntegrityError, match="is no object"):
         PackedRefs().add(BlobRef(id=ObjectId(object_id), size_bytes=size_bytes))
+    if object_id != "a" * 32:
+        with pytest.raises(IntegrityError, match="is no id of an object"):
+            NumberedIds().add(ObjectId(object_id), 0)
 
 
 def test_a_numbered_id_keeps_its_first_number_and_is_found_at_once() -> None:
@@ -76,13 +77,7 @@ def test_a_numbered_id_takes_18_bytes() -> None:
     assert sum(map(sys.getsizeof, packed._parts)) - empty == 18 * 200_000
 
 
-def test_what_can_be_no_object_gets_no_number() -> None:
-    """A record may say anything."""
-    with pytest.raises(IntegrityError, match="is no id of an object"):
-        NumberedIds().add(ObjectId("x" * 32), 0)
-
-
-@pytest.mark.parametrize("of", [1, 3, 7, 10, 1000])
+@pytest.mark.parametrize("of", [1, 7, 1000])
 def test_slices_are_everything_and_share_nothing(of: int) -> None:
     """Whatever they divide by."""
     chance = random.Random(2)

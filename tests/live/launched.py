@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import layerstore
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.model import CommitRecord
 from layerstore.policy import Policy
 from layerstore.store import Store

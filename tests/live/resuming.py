@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import layerstore
-from layerstore.history.references import resolve
+from layerstore.history import resolve
 from layerstore.live.engine.resume import Resumed
 from layerstore.live.saver.saver import Saver
 from layerstore.store import Store

@@ -8,7 +8,7 @@ import pytest
 
 import layerstore
 from layerstore.errors import Conflict
-from layerstore.history.place import place_begun
+from layerstore.history import place_begun
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import ObjectId, Part
 from layerstore.publish.rank_parts import GivenUp, fail_share

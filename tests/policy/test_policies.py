@@ -118,8 +118,12 @@ def test_two_saves_of_parity_hold_everything_once(number: int, layers: tuple[str
 
 
 def test_filter_always_takes_the_ends_and_the_norm() -> None:
-    """Between its turns, nothing else."""
+    """Of every stack; between its turns, nothing else but what an option adds."""
     assert Filter().due(save(3)) == blocks(0, 1, 6, 7) | {"model.norm"}
+    assert {"model.embed_tokens", "lm_head"} <= Filter(aux="always").due(save(1))
+    due = Filter(first=1, last=0).due(save(1, T5))
+    assert {"encoder.block.0", "decoder.block.0"} <= due
+    assert "decoder.block.2" not in due
 
 
 def test_filter_shares_the_rest_out_over_its_turns() -> None:
@@ -129,19 +133,6 @@ def test_filter_shares_the_rest_out_over_its_turns() -> None:
 
     assert turns[0] | turns[1] == set(LLAMA) - always
     assert not turns[0] & turns[1]
-
-
-def test_filter_can_take_all_auxiliary_layers_always() -> None:
-    """As its option says."""
-    assert {"model.embed_tokens", "lm_head"} <= Filter(aux="always").due(save(1))
-
-
-def test_filter_keeps_the_ends_of_every_stack() -> None:
-    """An encoder-decoder has two."""
-    due = Filter(first=1, last=0).due(save(1, T5))
-
-    assert {"encoder.block.0", "decoder.block.0"} <= due
-    assert "decoder.block.2" not in due
 
 
 @given(

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from layerstore.errors import InvalidInput, NotFound
 from layerstore.model import LayerVersion, Parameter
-from layerstore.policy.recipe import Choice, Spot, outline_of, parse_recipe
+from layerstore.policy.recipe import Choice, Spot, outline_of
 from layerstore.policy.recipe.document import Scalar
-from layerstore.policy.recipe.patterns import gathered, listed, read_pattern
+from layerstore.policy.recipe.patterns import gathered, read_pattern
 from tests.policy.recipes import FILE, layer, llama, plan, refused, steps
 
 SPOT = Spot(file=FILE, line=1, column=1)
@@ -62,13 +62,10 @@ def test_each_choice_knows_where_it_was_made() -> None:
     ("written", "run", "back", "step", "reference"),
     [
         ("1100", None, 0, 1100, "sft~2@1100"),
-        ("0", None, 0, 0, "sft~2@0"),
-        ('"1100"', None, 0, 1100, "sft~2@1100"),
         ('"@1100"', None, 0, 1100, "sft~2@1100"),
         ("base", None, 0, None, "sft~2"),
         ("other@5", "other", 0, 5, "other@5"),
         ("other~1@5", "other", 1, 5, "other~1@5"),
-        ("other~1", "other", 1, None, "other~1"),
         ("base@5", "base", 0, 5, "base@5"),
         ("my pin", "my pin", 0, None, "my pin"),
     ],
@@ -81,15 +78,6 @@ def test_sources_are_steps_references_or_the_base(
 
     assert (choice.run, choice.back, choice.step) == (run, back, step)
     assert reference == choice.reference(run="sft", back=2)
-
-
-@pytest.mark.parametrize("base", ["1200", "sft", "sft@1200", "sft~1@1200", "a-pin"])
-def test_the_base_is_known_before_the_model_is(base: str) -> None:
-    """Whoever plans asks for the base first, because its layers are the model."""
-    found = parse_recipe(f"base: {base}\nrest: base\n", name=FILE)
-
-    assert found.base.reference(run="sft") == (f"sft@{base}" if base.isdecimal() else base)
-    assert (found.name, found.grammar, found.run_hint) == (FILE, "layerstore", None)
 
 
 def test_the_order_of_entries_means_nothing() -> None:
@@ -117,42 +105,31 @@ def test_the_order_of_entries_means_nothing() -> None:
             "model.layers.2: 'model.layers.[2-3]' fits what",
         ),
         ("base: 1\nlayers: {«head: 1}\nrest: base\n", "no layer of the model is called 'head'"),
-        ("base: 1\nlayers: {«'model.layers.[7-9]': 1}\nrest: base\n", "no layer of the model is called"),
         ("base: 1\nlayers: {«'model.layers.[0-4]': 1}\nrest: base\n", "names index 4, which no layer has"),
         ("base: 1\nlayers: {«'model.layers.[0,7]': 1}\nrest: base\n", "names index 7, which no layer has"),
         # Patterns.
         ("base: 1\nlayers: {«'x.[0:4]': 1}\n", "'0:4' in 'x.[0:4]' is no range of numbers"),
-        ("base: 1\nlayers: {«'x.[a-c]': 1}\n", "is no range of numbers"),
-        ("base: 1\nlayers: {«'x.[]': 1}\n", "is no range of numbers"),
         ("base: 1\nlayers: {«'x.[01]': 1}\n", "is no range of numbers"),
         ("base: 1\nlayers: {«'x.[3-1]': 1}\n", "the range 3-1 in 'x.[3-1]' is empty"),
         ("base: 1\nlayers: {«'x.[0-3': 1}\n", "has a bracket without its partner"),
-        ("base: 1\nlayers: {«'x.0]': 1}\n", "has a bracket without its partner"),
-        ("base: 1\nlayers: {«'x.[[0]]': 1}\n", "has a bracket without its partner"),
         ("base: 1\nlayers: {«'': 1}\n", "an empty name fits no layer"),
         # Sources.
         ("base: 1\nrest: «0100\n", "rest is '0100', which YAML may read as octal"),
         ("base: 1\nrest: «1234567890123456789\n", "not a whole number of at most 18 digits"),
         ("base: 1\nrest: «-5\n", "starts with '-'"),
         ("base: 1\nrest: «sft@\n", "is not a reference"),
-        ("base: 1\nrest: «sft@new\n", "is not a reference"),
         ("base: 1\nrest: «../sft@1\n", "is a path, not a reference"),
         ("base: 1\nlayers:\n  lm_head:«\nrest: base\n", "'lm_head' is empty"),
         ("base: 1\nlayers:\n  lm_head: «[1, 2]\n", "'lm_head' is a list, not a single value"),
         ("base: 1\nlayers:\n  lm_head:\n    «step: 1\n", "'lm_head' is a mapping, not a single value"),
         # The frame.
         ("base: «base\nrest: base\n", "the base cannot be the base"),
-        ("base: «[1]\nrest: base\n", "base is a list"),
         ("«rest: base\n", "the recipe needs a value for 'base'"),
-        ("«base:\nrest: base\n", "the recipe needs a value for 'base'"),
         ("«base: 1\n", "the recipe names no layers"),
-        ("base: 1\n«layers:\n", "the recipe names no layers"),
         ("base: 1\nlayers:\n  «- lm_head\n", "layers is not a mapping"),
-        ("base: 1\nlayers: «lm_head\n", "layers is not a mapping"),
         ("base: 1\nrest: base\n«Layers: {}\n", "the recipe has no key 'Layers'"),
         ("«model: 1\n", "no key of one stands at the top"),
         ("base: 1\n«slices: []\n", "'base' and 'slices' belong to different grammars"),
-        ("slices: []\n«layers: {}\n", "'layers' and 'slices' belong to different grammars"),
     ],
 )
 def test_what_is_wrong_is_told_where_it_stands(text: str, match: str) -> None:
@@ -175,11 +152,6 @@ def test_a_name_that_fits_nothing_is_answered_with_names_that_do(name: str, hint
     problem = refused(f"base: 1\nlayers: {{«'{name}': 1}}\nrest: base\n", match="no layer of the model is called")
 
     assert hint in str(problem.hint)
-
-
-def test_a_key_of_the_wrong_case_is_answered_with_the_right_one() -> None:
-    """An unknown key names the one that was meant."""
-    assert refused("base: 1\n«layer: {}\nrest: base\n", match="no key 'layer'").hint == "did you mean layers?"
 
 
 @pytest.mark.known_fault("llmtailor 15")
@@ -211,15 +183,11 @@ def fits(pattern: str, name: str) -> bool:
     [
         ("lm_head", "lm_head", True),
         ("lm_head", "xlm_head", False),
-        ("lm_head", "lm_headx", False),
         ("*", "model.layers.3", True),
         ("*norm", "model.norm", True),
-        ("*norm", "model.norms", False),
         ("model.*.3", "model.layers.3", True),
-        ("m*.l*.*", "model.layers.3", True),
         ("model.layers.?", "model.layers.3", True),
         ("model.layers.?", "model.layers.13", False),
-        ("model.layers.[3]", "model.layers.13", False),
         ("model.layers.1[3]", "model.layers.13", False),
         ("*[3]", "model.layers.13", False),
         ("model.layers.[10-20]", "model.layers.2", False),
@@ -227,29 +195,14 @@ def fits(pattern: str, name: str) -> bool:
         ("model.layers.[odd]", "model.layers.10", False),
         ("model.layers.[even, 11]", "model.layers.11", True),
         ("model.layers.[4-]", "model.layers.4", True),
-        ("model.layers.[4-]", "model.layers.3", False),
         ("*.[0].*", "a.0.b", True),
-        ("a.[0].[1]", "a.0.1", True),
-        ("a.[0].[2]", "a.0.1", False),
         ("model.layers.[0-]", "model.layers.norm", False),
-        ("model.norm", "model-norm", False),
         ("(a|b)+", "(a|b)+", True),
     ],
 )
 def test_patterns_mean_what_they_say(pattern: str, name: str, expected: bool) -> None:
     """Signs stand for text, brackets for one whole number, everything else for itself."""
     assert expected == fits(pattern, name)
-
-
-def test_each_written_number_must_be_there() -> None:
-    """A range that reaches beyond the model was written for another one; an open end never does."""
-    for written, is_there in (("0-3", True), ("0-", True), ("0-3,2", True), ("1-4", False), ("4-", False)):
-        text = f"base: 1\nlayers: {{'model.layers.[{written}]': 2}}\nrest: base\n"
-        if is_there:
-            assert 2 in steps(plan(text, llama(4))).values()
-        else:
-            with pytest.raises(InvalidInput, match=r"recipe\.yaml:2:10: "):
-                plan(text, llama(4))
 
 
 @pytest.mark.fault(76)
@@ -269,11 +222,6 @@ def test_gathered_names_are_patterns_of_the_same_layers(chosen: set[int], count:
     (shown,) = gathered(expected)
 
     assert expected == read_pattern(Scalar(text=shown, is_null=False, spot=SPOT)).layers(names)
-
-
-def test_long_lists_are_cut_short() -> None:
-    """A message stays one line that can be read."""
-    assert listed(f"tower_{letter}" for letter in "abcdefghij").endswith("tower_h and 2 more")
 
 
 @given(

@@ -17,7 +17,7 @@ import layerstore
 from layerstore import Keep, Store
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, StorageIO
-from layerstore.history.place import Place
+from layerstore.history import Place
 from layerstore.live.engine.savers import place_resumed
 from layerstore.live.ranks.attempt import AttemptLock
 from layerstore.live.ranks.exchange import Exchange

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.history.place import Place
+from layerstore.history import Place
 from layerstore.live.saver.schedule import Schedule
 from layerstore.model import BlobRef, LayerEntry, ObjectId, Origin
 from layerstore.policy import Latest, Parity, Policy, Save
