@@ -251,7 +251,7 @@ RAW: list[tuple[Edit, str, type[LayerstoreError]]] = [
     # Files that do not belong together.
     (_copies("", of="three"), "", LayoutMismatch),
     (_copies("", of="later"), "are mixed: ", LayoutMismatch),
-    (_copies("optim", of="later"), "the optimizer's count of updates", LayoutMismatch),
+    (_copies("optim", of="later"), "optimizer_steps", LayoutMismatch),
     (_copies("model", of="raw", to="rank_0"), "was saved as", LayoutMismatch),
     (_copies("", of="raw", to="rank_0"), "was saved as", LayoutMismatch),
     (_swapped("model"), "was saved as", LayoutMismatch),
