@@ -34,7 +34,7 @@ from layerstore.zero3.trees import (
 )
 
 MASTER = ""
-"""The name of a master's flat buffer, which is no state of the optimizer."""
+"""The state name of a master's flat buffer."""
 
 # The states that Adam, Lion, SGD and the like keep for every element.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
@@ -79,7 +79,7 @@ class RankSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What all ranks of one save have alike."""
+    """Facts that all ranks of one save share."""
 
     dp_world_size: int
     global_steps: int
@@ -119,7 +119,7 @@ def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSo
 
 
 def check_saved_as_named(ranks: list[RankSource]) -> None:
-    """Raise if a file was renamed to another rank's or to the other half; only the archive's folder shows that."""
+    """Raise if a file has another file's name; only the folder inside its archive shows that."""
     for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
         if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
             raise LayoutMismatch(
@@ -129,7 +129,7 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
 
 
 def common_of(rank: RankSource) -> Common:
-    """Return what *rank* must have like all others."""
+    """Return the facts that *rank* must share with all others."""
     groups = sub_group_shapes(rank.model)
     return Common(
         dp_world_size=rank.model["dp_world_size"].integer(),
@@ -143,7 +143,7 @@ def common_of(rank: RankSource) -> Common:
 
 
 def agreed(ranks: list[RankSource]) -> Common:
-    """Return what *ranks* have alike; raises unless they are all the ranks of one save."""
+    """Return the facts that *ranks* share; raises unless these are all ranks of one save."""
     found = [common_of(rank) for rank in ranks]
     first, folder = found[0], ranks[0].model.path.parent
     for rank, other in zip(ranks, found, strict=True):
@@ -188,8 +188,7 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
     _check_states_present(states, len(masters), model)
     lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
     names = _sliced(states, lengths)
-    # A quantized moment is no slice, whatever its length: it means nothing without its block's scale, and its
-    # padding is not zero.
+    # Quantized moments are never slices, whatever their length: they mean nothing without their block's scale.
     is_whole = bool(undivided_in(states, lambda key, _: key in names))
     for group, (_, master) in enumerate(masters):
         yield Flat(state=MASTER, group=group, tensor=master.tensor())
@@ -202,7 +201,7 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
 
 
 def _sliced(states: TreeView, lengths: Mapping[int, int]) -> set[Tree]:
-    """Return the names of the states that have one number for each of a sub-group's."""
+    """Return the names of the states that have one number per element of a sub-group."""
     found = {
         key
         for group, elements in lengths.items()
@@ -218,7 +217,7 @@ def _is_flat(value: Tree, elements: int) -> TypeGuard[Tensor]:
 
 
 def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
-    """Refuse settings under which some moments live where no file holds them."""
+    """Refuse a checkpoint whose settings kept some moments out of the files."""
     filled = sum(bool(state.mapping()) for _, state in states.children())
     has_stepped = model["global_steps"].integer() > model["skipped_steps"].integer()
     if 0 < filled < groups or (not filled and has_stepped and groups and not _may_be_stateless(model)):
@@ -230,7 +229,7 @@ def _check_states_present(states: TreeView, groups: int, model: TreeView) -> Non
 
 
 def _may_be_stateless(model: TreeView) -> bool:
-    """Whether the optimizer may keep no state at all, as plain SGD: nothing was offloaded."""
+    """Whether the optimizer may have no state, like plain SGD: nothing was offloaded."""
     zero = (config_of(model) or {}).get("zero_optimization")
     if not isinstance(zero, dict):
         return False  # unknown: refusing is better than losing moments
@@ -301,7 +300,7 @@ def _check_names(rank: RankSource, groups: Groups) -> None:
 
 
 def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
-    """Return all parameters that are not aliases of others, in the model's order."""
+    """Return all parameters in the model's order; aliases are fields of their parameter."""
     shapes: dict[str, Tree] = {name: shape for group in groups for name, shape in group.items()}
     frozen = {str(name): shape for name, shape in rank.model.optional("frozen_param_shapes").items()}
     fragments = rank.model.optional("frozen_param_fragments")
@@ -354,7 +353,7 @@ def buffers_of(rank: RankSource) -> dict[str, Buffer]:
     found = {}
     for name in names.sequence() if names is not None else ():
         value = module.get(name)
-        # A buffer that is no plain block of memory stays in the tree.
+        # Other buffers stay in the tree.
         if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
             found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
     return found

@@ -97,7 +97,7 @@ class LayerSource:
     objects: tuple[ObjectSource, ...]
     """By kind, then by shard."""
     optimizer_step: int | None
-    """How many updates the optimizer has made to it; None where it does not count, or counts differ."""
+    """The optimizer's count of updates; None without a counter, or where counters differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +110,12 @@ class Checkpoint:
     layers: tuple[LayerSource, ...]
     """In the model's order."""
     states: tuple[RankState, ...]
-    """By rank; files and gathered weights still left out, small storages still ``Located``."""
+    """By rank, without files and gathered weights; small storages are still ``Located``."""
     gathered: tuple[GatheredFileSource, ...]
     files: tuple[Path, ...]
     """Files that are kept byte for byte."""
     checks: tuple[tuple[str, Located], ...]
-    """Every storage of every ``.pt`` file, by the name of its record: its bytes must have the checksum stated there."""
+    """Record name and place of every storage of every ``.pt`` file; its bytes must match the checksum there."""
     notes: tuple[str, ...]
     """What was left out or looks odd, for the user."""
 
@@ -134,7 +134,7 @@ class Share:
     layers: tuple[LayerSource, ...]
     """Every layer, in the model's order, with only this rank's objects."""
     state: RankState
-    """Files still left out."""
+    """Without files."""
     agreement: str
     """A hash of everything that the ranks of one save must agree on."""
 
@@ -178,10 +178,10 @@ def read_checkpoint(
 
 
 def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
-    """Note a mismatch that may be legitimate: an optimizer can be younger than its engine."""
+    """Note counts that differ; not an error, because an optimizer can be younger than its engine."""
     updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
     counted = sorted({step for step in steps if step is not None})
-    # DeepSpeed up to 0.13.1 counted one more: it made a first, empty update of its own.
+    # DeepSpeed up to 0.13.1 made an empty first update of its own.
     if counted and not set(counted) <= {updates, updates + 1}:
         yield (
             f"the optimizer has counted {', '.join(map(str, counted))} updates, the engine {updates}: "
@@ -205,7 +205,7 @@ def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
 
 
 def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
-    """Return the rank's trees with the layers' bytes left out."""
+    """Return the rank's trees without the bytes of layers."""
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
     }
