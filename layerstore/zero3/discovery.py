@@ -64,7 +64,7 @@ class FoundCheckpoint:
 
     @property
     def run_name(self) -> str:
-        """The run's name where the user gives none."""
+        """The run's name by default."""
         return run_name(self.folder, flavour=self.flavour)
 
 
@@ -121,7 +121,7 @@ def list_folder(path: Path) -> list[str]:
 
 
 def holds_zero3(path: Path) -> bool:
-    """Whether a ZeRO-3 checkpoint, complete or not, is where `discover` would look for one in the folder *path*."""
+    """Whether `discover` would find a ZeRO-3 checkpoint, complete or not, in the folder *path*."""
     folders = [path]
     for _ in range(3):
         names = {folder: list_folder(folder) for folder in folders}
@@ -258,7 +258,7 @@ def _refuse_foreign(folder: Path, names: list[str]) -> None:
 
 
 def _refuse_unfinished(folder: Path) -> None:
-    """Refuse a Trainer's unfinished save: ``trainer_state.json`` is nearly the last file that it writes."""
+    """Refuse a Trainer's unfinished save; ``trainer_state.json`` is one of its last files."""
     names = set(list_folder(folder))
     problem = None
     if INCOMPLETE in names:
@@ -400,7 +400,7 @@ def check_companions(found: FoundCheckpoint, world_size: int) -> None:
 
 
 def shards_of_index(path: Path) -> set[str]:
-    """Return the files that an index of sharded weights names; raises SourceCheckpoint where it is none."""
+    """Return the files that an index of sharded weights names; raises SourceCheckpoint if it is malformed."""
     data = read_source_file(path, size_bytes_max=RECORD_BYTES_MAX)
     try:
         return {str(name) for name in json.loads(data)["weight_map"].values()}

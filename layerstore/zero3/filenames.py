@@ -11,7 +11,7 @@ LATEST = "latest"
 LATEST_BYTES_MAX = 4096
 TRAINER_STATE = "trainer_state.json"
 SUMMARY = "layerstore.json"
-"""Compose writes it beside the shards. It describes that composite alone, so it is part of no checkpoint."""
+"""Compose writes it next to the shards. It describes one composite, so it is never ingested."""
 SHARD_STEM = re.compile(
     r"(?P<prefix>bf16_)?zero_pp_rank_(?P<rank>0|[1-9][0-9]{0,6})_mp_rank_(?P<mp>[0-9]{2,4})_(?P<what>model|optim)_states"
 )
@@ -48,7 +48,7 @@ _AUTOMATIC_PARENT, _AUTOMATIC = "checkpoints", re.compile(r"checkpoint_\d+")
 
 
 def folder_kind(names: Iterable[str]) -> str | None:
-    """Return ``ZeRO-3``, or the kind of another checkpoint, that a folder with these *names* is; None if it is none."""
+    """Return ``ZeRO-3`` or another kind of checkpoint, by the *names* in its folder; None if it is none."""
     names = list(names)
     shards = {match["what"] for name in names if (match := SHARD.fullmatch(name))}
     foreign = next((kind for name in names for pattern, kind in _FOREIGN if pattern.fullmatch(name)), None)

@@ -22,7 +22,7 @@ from layerstore.zero3.sourcefile import open_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredSource:
-    """One tensor of a gathered weights file: whole, in half precision or full."""
+    """One whole tensor of a gathered weights file."""
 
     file: Path
     name: str
@@ -30,7 +30,7 @@ class GatheredSource:
     elements: int
     offset_bytes: int
     supplier: str
-    """The parameter or buffer that has the same bytes or should have; empty if none has its name."""
+    """The parameter or buffer that should have the same bytes; empty if none has its name."""
 
     @property
     def size_bytes(self) -> int:
@@ -71,7 +71,7 @@ def read_gathered(
 
 
 def _suppliers(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, tuple[str, int]]:
-    """Return, by every name that a tensor may have, the parameter or buffer that it should equal, and its length."""
+    """Map every name that a tensor may have to its parameter or buffer, with the number of elements."""
     found: dict[str, tuple[str, int]] = {}
     bare: dict[str, list[tuple[str, int]]] = {}
     named = [((item.name, *item.aliases), item.name, item.shape) for item in parameters.values()]
@@ -123,7 +123,7 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
             begin, end = entry["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
                 raise _damaged(path, f"tensor {name!r} has sizes that are no whole numbers")
-            # Before they are multiplied: thousands of numbers of thousands of digits would take hours.
+            # Checked before multiplying: thousands of numbers with thousands of digits would take hours.
             if len(entry["shape"]) > TENSOR_DIMENSIONS_MAX or max([end, *entry["shape"]]) >= 1 << 63:
                 raise _damaged(path, f"tensor {name!r} has sizes that no tensor has")
             elements = prod(entry["shape"])

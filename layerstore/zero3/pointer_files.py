@@ -62,7 +62,7 @@ def pointer_bytes(pointer: Pointer, *, stem: str) -> bytes:
 
 
 def read_pointer(path: Path) -> Pointer | None:
-    """Return what *path* points at, None if it is no pointer."""
+    """Return the pointer in *path*, None if it is another file."""
     try:
         if not path.is_file() or path.stat().st_size > _SIZE_BYTES_MAX:
             return None
@@ -87,7 +87,7 @@ def read_pointer(path: Path) -> Pointer | None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise InvalidInput if *path*, which is asked for as a shard, is a pointer."""
+    """Raise InvalidInput if *path* is a pointer instead of a shard."""
     pointer = read_pointer(path)
     if pointer is not None:
         raise InvalidInput(

@@ -6,12 +6,13 @@ own loader would accept most of them silently.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
+from pathlib import PurePath
 from struct import Struct
-from typing import TypeGuard, TypeVar
+from typing import TypeGuard
 
 from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.format import crc32
@@ -23,10 +24,17 @@ from layerstore.zero3.filenames import SHARD_STEM, is_text
 from layerstore.zero3.pt import PtFile, read_pt
 from layerstore.zero3.slices import slice_length
 from layerstore.zero3.sourcefile import damaged, open_source
-from layerstore.zero3.trees import TreeView, config_of, optimizer_states, refuse_settings, undivided_in
+from layerstore.zero3.trees import (
+    TreeView,
+    config_of,
+    optimizer_states,
+    refuse_settings,
+    sub_group_shapes,
+    undivided_in,
+)
 
 MASTER = ""
-"""The name of a master's flat buffer, which is no state of the optimizer."""
+"""The state name of a master's flat buffer."""
 
 # The states that Adam, Lion, SGD and the like keep for every element.
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
@@ -36,7 +44,6 @@ STEP = "step"
 COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
 """The element types of such a tensor."""
 
-Agreed = TypeVar("Agreed")
 Groups = list[dict[str, Size]]
 """The parameters of every sub-group with their shapes, in flat order."""
 
@@ -70,6 +77,23 @@ class RankSource:
         return TreeView(self.optimizer_file.tree, path=self.optimizer_file.path)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """Facts that all ranks of one save share."""
+
+    dp_world_size: int
+    global_steps: int
+    param_shapes: Groups
+    optimizer_states: list[tuple[str, int, str]]
+    """State, sub-group and element type of every flat buffer."""
+    optimizer_steps: list[int | None]
+    """How many updates the optimizer has counted for each sub-group."""
+    frozen_parameters: dict[str, tuple[Tree, str, int]]
+    """Shape, element type and slice length of those whose weights the rank holds."""
+    buffers: dict[str, Buffer]
+    """In the model's order."""
+
+
 def read_ranks(pairs: tuple[RankFiles, ...], allowed_globals: frozenset[str]) -> list[RankSource]:
     """Read every rank's pair of files; raises Unsupported where a setting kept state out of them."""
 
@@ -95,7 +119,7 @@ def rank_source(rank: int, model_file: PtFile, optimizer_file: PtFile) -> RankSo
 
 
 def check_saved_as_named(ranks: list[RankSource]) -> None:
-    """Raise if a file was renamed to another rank's or to the other half; only the archive's folder shows that."""
+    """Raise if a file has another file's name; only the folder inside its archive shows that."""
     for file in (file for rank in ranks for file in (rank.model_file, rank.optimizer_file)):
         if SHARD_STEM.fullmatch(file.root) and file.root != file.path.stem:
             raise LayoutMismatch(
@@ -104,41 +128,51 @@ def check_saved_as_named(ranks: list[RankSource]) -> None:
             )
 
 
-def world_size_of(ranks: list[RankSource]) -> int:
-    """Return how many ranks saved the checkpoint; raises unless exactly their files are here."""
-    world_size = agreed(ranks, "dp_world_size", lambda rank: rank.model["dp_world_size"].integer())
-    partitions = agreed(
-        ranks, "partition_count", lambda rank: rank.optimizer["optimizer_state_dict"]["partition_count"].integer()
+def common_of(rank: RankSource) -> Common:
+    """Return the facts that *rank* must share with all others."""
+    groups = sub_group_shapes(rank.model)
+    return Common(
+        dp_world_size=rank.model["dp_world_size"].integer(),
+        global_steps=rank.model["global_steps"].integer(),
+        param_shapes=groups,
+        optimizer_states=[(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats],
+        optimizer_steps=_optimizer_steps(rank, len(groups)),
+        frozen_parameters=_frozen(rank),
+        buffers=buffers_of(rank),
     )
-    if partitions != world_size:
-        raise _mixed(ranks, f"the optimizer was cut for {partitions} ranks, the model for {world_size}")
+
+
+def agreed(ranks: list[RankSource]) -> Common:
+    """Return the facts that *ranks* share; raises unless these are all ranks of one save."""
+    found = [common_of(rank) for rank in ranks]
+    first, folder = found[0], ranks[0].model.path.parent
+    for rank, other in zip(ranks, found, strict=True):
+        partitions = rank.optimizer["optimizer_state_dict"]["partition_count"].integer()
+        if partitions != other.dp_world_size:
+            raise _mixed(folder, f"the optimizer was cut for {partitions} ranks, the model for {other.dp_world_size}")
+        for field in fields(Common):
+            ours, others = getattr(first, field.name), getattr(other, field.name)
+            if ours != others:
+                what = f"{field.name} differs at rank {rank.rank}"
+                raise _mixed(folder, f"{what}: {_short(ours)} and {_short(others)}")
+    world_size = first.dp_world_size
     if len(ranks) < world_size:
         raise SourceCheckpoint(
-            f"{ranks[0].model.path.parent} is incomplete: it was saved by {world_size} ranks; "
+            f"{folder} is incomplete: it was saved by {world_size} ranks; "
             f"missing: {len(ranks)}{f' to {world_size - 1}' if world_size - len(ranks) > 1 else ''}",
             hint="copy the missing files from the nodes that wrote them, or ingest another checkpoint",
         )
     if len(ranks) > world_size:
         raise LayoutMismatch(
-            f"{ranks[0].model.path.parent} holds files of {len(ranks)} ranks, but was saved by {world_size}",
+            f"{folder} holds files of {len(ranks)} ranks, but was saved by {world_size}",
             hint="remove the files that an earlier save of another world size left behind",
         )
-    return world_size
-
-
-def agreed(ranks: list[RankSource], what: str, look: Callable[[RankSource], Agreed]) -> Agreed:
-    """Return what *look* finds in every rank; raise LayoutMismatch, naming *what*, where ranks differ."""
-    values = [look(rank) for rank in ranks]
-    first = values[0]
-    for rank, value in zip(ranks, values, strict=True):
-        if value != first:
-            raise _mixed(ranks, f"{what} differs at rank {rank.rank}: {_short(first)} and {_short(value)}")
     return first
 
 
-def _mixed(ranks: list[RankSource], why: str) -> LayoutMismatch:
+def _mixed(folder: PurePath, why: str) -> LayoutMismatch:
     return LayoutMismatch(
-        f"the files of {ranks[0].model.path.parent} are mixed: {why}",
+        f"the files of {folder} are mixed: {why}",
         hint="ranks of one save belong together; ingest another checkpoint",
     )
 
@@ -154,8 +188,7 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
     _check_states_present(states, len(masters), model)
     lengths = {group: master.tensor().elements for group, (_, master) in enumerate(masters)}
     names = _sliced(states, lengths)
-    # A quantized moment is no slice, whatever its length: it means nothing without its block's scale, and its
-    # padding is not zero.
+    # Quantized moments are never slices, whatever their length: they mean nothing without their block's scale.
     is_whole = bool(undivided_in(states, lambda key, _: key in names))
     for group, (_, master) in enumerate(masters):
         yield Flat(state=MASTER, group=group, tensor=master.tensor())
@@ -168,7 +201,7 @@ def _flats(optimizer: TreeView, model: TreeView) -> Iterator[Flat]:
 
 
 def _sliced(states: TreeView, lengths: Mapping[int, int]) -> set[Tree]:
-    """Return the names of the states that have one number for each of a sub-group's."""
+    """Return the names of the states that have one number per element of a sub-group."""
     found = {
         key
         for group, elements in lengths.items()
@@ -184,7 +217,7 @@ def _is_flat(value: Tree, elements: int) -> TypeGuard[Tensor]:
 
 
 def _check_states_present(states: TreeView, groups: int, model: TreeView) -> None:
-    """Refuse settings under which some moments live where no file holds them."""
+    """Refuse a checkpoint whose settings kept some moments out of the files."""
     filled = sum(bool(state.mapping()) for _, state in states.children())
     has_stepped = model["global_steps"].integer() > model["skipped_steps"].integer()
     if 0 < filled < groups or (not filled and has_stepped and groups and not _may_be_stateless(model)):
@@ -196,7 +229,7 @@ def _check_states_present(states: TreeView, groups: int, model: TreeView) -> Non
 
 
 def _may_be_stateless(model: TreeView) -> bool:
-    """Whether the optimizer may keep no state at all, as plain SGD: nothing was offloaded."""
+    """Whether the optimizer may have no state, like plain SGD: nothing was offloaded."""
     zero = (config_of(model) or {}).get("zero_optimization")
     if not isinstance(zero, dict):
         return False  # unknown: refusing is better than losing moments
@@ -204,61 +237,70 @@ def _may_be_stateless(model: TreeView) -> bool:
     return offload is None or (isinstance(offload, dict) and offload.get("device") in {None, "none"})
 
 
-def check_flats(ranks: list[RankSource], groups: Groups, world_size: int) -> None:
-    """Raise unless every flat buffer is exactly as long as its parameters' slices."""
-    agreed(ranks, "the optimizer's states", kinds_of_flats)
-    expected = [sum(slice_length(prod(shape), world_size) for shape in group.values()) for group in groups]
-    for rank in ranks:
-        path = rank.optimizer_file.path
-        count = sum(flat.state == MASTER for flat in rank.flats)
-        if count != len(groups):
-            raise LayoutMismatch(f"{path} has {count} flat groups, param_shapes has {len(groups)}")
-        for flat in rank.flats:
-            found = flat.tensor.elements
-            if found == 0 and expected[flat.group]:
-                raise Unsupported(
-                    f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",
-                    hint="save with offload_optimizer.device 'cpu' or 'none'",
-                )
-            if found != expected[flat.group] or not flat.tensor.is_contiguous:
-                raise LayoutMismatch(
-                    f"{path}: {flat.state or 'master'} of flat group {flat.group} has {found} elements, "
-                    f"its parameters need {expected[flat.group]} (first: {next(iter(groups[flat.group]), 'none')})"
-                )
+def check_rank(rank: RankSource, common: Common) -> None:
+    """Raise unless every flat buffer is as long as its parameters' slices, and each parameter has one place."""
+    _check_names(rank, common.param_shapes)
+    _check_flats(rank, common)
+    _check_states(rank)
 
 
-def check_states(ranks: list[RankSource]) -> None:
+def _check_flats(rank: RankSource, common: Common) -> None:
+    path, groups = rank.optimizer_file.path, common.param_shapes
+    count = sum(flat.state == MASTER for flat in rank.flats)
+    if count != len(groups):
+        raise LayoutMismatch(f"{path} has {count} flat groups, param_shapes has {len(groups)}")
+    for flat in rank.flats:
+        shapes, found = groups[flat.group], flat.tensor.elements
+        expected = sum(slice_length(prod(shape), common.dp_world_size) for shape in shapes.values())
+        if found == 0 and expected:
+            raise Unsupported(
+                f"{path}: flat group {flat.group} is empty: its optimizer was offloaded to NVMe",
+                hint="save with offload_optimizer.device 'cpu' or 'none'",
+            )
+        if found != expected or not flat.tensor.is_contiguous:
+            raise LayoutMismatch(
+                f"{path}: {flat.state or 'master'} of flat group {flat.group} has {found} elements, "
+                f"its parameters need {expected} (first: {next(iter(shapes), 'none')})"
+            )
+
+
+def _check_states(rank: RankSource) -> None:
     """
     Raise unless a state that is sliced in one sub-group is sliced in all that have it.
 
     A moment of another length would otherwise be taken for a scalar of its sub-group and be lost to its layers.
     """
-    for rank in ranks:
-        lengths = {flat.group: flat.tensor.elements for flat in rank.flats if flat.state == MASTER}
-        states = optimizer_states(rank.optimizer)
-        sliced = _sliced(states, lengths)
-        for group, state in states.children():
-            for key, value in state.children():
-                length = lengths.get(group, -1) if isinstance(group, int) else -1
-                if key in sliced and isinstance(value.value, Tensor) and not _is_flat(value.value, length):
-                    shape = tuple(value.tensor().shape)
-                    raise LayoutMismatch(
-                        f"{rank.optimizer_file.path}: {key!r} of flat group {group!r} has shape {shape}, "
-                        "which is not the length of its parameters",
-                        hint="the file is damaged, or its optimizer is not supported",
-                    )
+    lengths = {flat.group: flat.tensor.elements for flat in rank.flats if flat.state == MASTER}
+    states = optimizer_states(rank.optimizer)
+    sliced = _sliced(states, lengths)
+    for group, state in states.children():
+        for key, value in state.children():
+            tensor, length = value.value, lengths.get(group, -1) if isinstance(group, int) else -1
+            if key in sliced and isinstance(tensor, Tensor) and not _is_flat(tensor, length):
+                raise LayoutMismatch(
+                    f"{rank.optimizer_file.path}: {key!r} of flat group {group!r} has shape {tuple(tensor.shape)}, "
+                    "which is not the length of its parameters",
+                    hint="the file is damaged, or its optimizer is not supported",
+                )
 
 
-def kinds_of_flats(rank: RankSource) -> list[tuple[str, int, str]]:
-    """Return the state, sub-group and element type of every flat buffer."""
-    return [(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats]
+def _check_names(rank: RankSource, groups: Groups) -> None:
+    seen: set[str] = {str(name) for name in rank.model.optional("frozen_param_shapes")}
+    for group in groups:
+        twice = sorted(seen & group.keys())
+        if twice:
+            raise LayoutMismatch(
+                f"{rank.model.path}: parameter {twice[0]!r} has two places, in two sub-groups or frozen and trained",
+                hint="the file is damaged: ingest another checkpoint",
+            )
+        seen |= group.keys()
 
 
 # -- what the model consists of -------------------------------------------------------------------------------------
 
 
 def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
-    """Return all parameters that are not aliases of others, in the model's order."""
+    """Return all parameters in the model's order; aliases are fields of their parameter."""
     shapes: dict[str, Tree] = {name: shape for group in groups for name, shape in group.items()}
     frozen = {str(name): shape for name, shape in rank.model.optional("frozen_param_shapes").items()}
     fragments = rank.model.optional("frozen_param_fragments")
@@ -292,13 +334,7 @@ def parameters_of(rank: RankSource, groups: Groups) -> dict[str, Parameter]:
     return found
 
 
-def frozen_of(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
-    """
-    Return shape, type and slice length of every frozen parameter whose weights the rank holds.
-
-    Raises:
-        LayoutMismatch: The rank has a shape without a fragment, or a fragment without a shape.
-    """
+def _frozen(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
     shapes = rank.model.optional("frozen_param_shapes")
     fragments = rank.model.get("frozen_param_fragments")
     if fragments is None or fragments.value is None:
@@ -310,19 +346,6 @@ def frozen_of(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
     return {str(name): (shapes[name], tensor.storage.dtype, tensor.elements) for name, tensor in held.items()}
 
 
-def check_names(rank: RankSource, groups: Groups) -> None:
-    """Raise unless every parameter has one place: in one sub-group, or among the frozen ones."""
-    seen: set[str] = {str(name) for name in rank.model.optional("frozen_param_shapes")}
-    for group in groups:
-        twice = sorted(seen & group.keys())
-        if twice:
-            raise LayoutMismatch(
-                f"{rank.model.path}: parameter {twice[0]!r} has two places, in two sub-groups or frozen and trained",
-                hint="the file is damaged: ingest another checkpoint",
-            )
-        seen |= group.keys()
-
-
 def buffers_of(rank: RankSource) -> dict[str, Buffer]:
     """Return the persistent buffers, in the model's order."""
     module = rank.model["module"].mapping()
@@ -330,14 +353,13 @@ def buffers_of(rank: RankSource) -> dict[str, Buffer]:
     found = {}
     for name in names.sequence() if names is not None else ():
         value = module.get(name)
-        # A buffer that is no plain block of memory stays in the tree.
+        # Other buffers stay in the tree.
         if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
             found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
     return found
 
 
-def optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
-    """Return the optimizer's own counter for every sub-group."""
+def _optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
     states = optimizer_states(rank.optimizer)
     found: list[int | None] = []
     for group in range(groups):

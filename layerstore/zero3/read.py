@@ -32,24 +32,19 @@ from layerstore.zero3.filenames import TRAINER_STATE
 from layerstore.zero3.gathered import GatheredFileSource, read_gathered
 from layerstore.zero3.pt import PtFile
 from layerstore.zero3.rank_files import (
+    Common,
     Groups,
     RankSource,
     agreed,
-    buffers_of,
-    check_flats,
-    check_names,
+    check_rank,
     check_saved_as_named,
-    check_states,
-    frozen_of,
-    kinds_of_flats,
-    optimizer_steps,
+    common_of,
     parameters_of,
     read_ranks,
-    world_size_of,
 )
 from layerstore.zero3.slices import slice_length, valid_elements
 from layerstore.zero3.sourcefile import open_source
-from layerstore.zero3.trees import replace_tensors, sub_group_shapes, with_content
+from layerstore.zero3.trees import replace_tensors, with_content
 
 _KINDS = tuple(Kind)
 
@@ -102,7 +97,7 @@ class LayerSource:
     objects: tuple[ObjectSource, ...]
     """By kind, then by shard."""
     optimizer_step: int | None
-    """How many updates the optimizer has made to it; None where it does not count, or counts differ."""
+    """The optimizer's count of updates; None without a counter, or where counters differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +110,12 @@ class Checkpoint:
     layers: tuple[LayerSource, ...]
     """In the model's order."""
     states: tuple[RankState, ...]
-    """By rank; files and gathered weights still left out, small storages still ``Located``."""
+    """By rank, without files and gathered weights; small storages are still ``Located``."""
     gathered: tuple[GatheredFileSource, ...]
     files: tuple[Path, ...]
     """Files that are kept byte for byte."""
     checks: tuple[tuple[str, Located], ...]
-    """Every storage of every ``.pt`` file, by the name of its record: its bytes must have the checksum stated there."""
+    """Record name and place of every storage of every ``.pt`` file; its bytes must match the checksum there."""
     notes: tuple[str, ...]
     """What was left out or looks odd, for the user."""
 
@@ -139,7 +134,7 @@ class Share:
     layers: tuple[LayerSource, ...]
     """Every layer, in the model's order, with only this rank's objects."""
     state: RankState
-    """Files still left out."""
+    """Without files."""
     agreement: str
     """A hash of everything that the ranks of one save must agree on."""
 
@@ -162,39 +157,31 @@ def read_checkpoint(
         Unsupported: A setting kept state out of the files.
     """
     ranks = read_ranks(found.ranks, allowed_globals)
-    world_size = world_size_of(ranks)
+    common = agreed(ranks)
     check_saved_as_named(ranks)
-    engine_step = agreed(ranks, "global_steps", lambda rank: rank.model["global_steps"].integer())
-    groups = agreed(ranks, "param_shapes", lambda rank: sub_group_shapes(rank.model))
-    check_flats(ranks, groups, world_size)
-    check_states(ranks)
-    steps = agreed(ranks, "the optimizer's count of updates", lambda rank: optimizer_steps(rank, len(groups)))
-    check_names(ranks[0], groups)
-    check_companions(found, world_size)
-    agreed(ranks, "the frozen parameters", frozen_of)
-    parameters = parameters_of(ranks[0], groups)
-    buffers = buffers_of(ranks[0])
-    gathered, files = read_gathered(found.others, parameters=parameters, buffers=buffers)
+    for rank in ranks:
+        check_rank(rank, common)
+    check_companions(found, common.dp_world_size)
+    parameters = parameters_of(ranks[0], common.param_shapes)
+    gathered, files = read_gathered(found.others, parameters=parameters, buffers=common.buffers)
     return Checkpoint(
         found=found,
-        step=_trainer_step(found, default=checked_step(engine_step, ranks[0].model.path)),
-        world_size=world_size,
-        layers=cut_layers(
-            ranks, groups, parameters, buffers, steps=steps, world_size=world_size, pattern=layer_pattern
-        ),
-        states=tuple(state_of(rank, found.folder, buffers) for rank in ranks),
+        step=_trainer_step(found, default=checked_step(common.global_steps, ranks[0].model.path)),
+        world_size=common.dp_world_size,
+        layers=_cut_layers(ranks, common, parameters, pattern=layer_pattern),
+        states=tuple(_state_of(rank, found.folder, common.buffers) for rank in ranks),
         gathered=gathered,
         files=files,
         checks=tuple(_storage_checks(ranks)),
-        notes=(*found.notes, *_doubts(ranks[0], steps)),
+        notes=(*found.notes, *_doubts(ranks[0], common.optimizer_steps)),
     )
 
 
 def _doubts(rank: RankSource, steps: list[int | None]) -> Iterator[str]:
-    """Note a mismatch that may be legitimate: an optimizer can be younger than its engine."""
+    """Note counts that differ; not an error, because an optimizer can be younger than its engine."""
     updates = rank.model["global_steps"].integer() - rank.model["skipped_steps"].integer()
     counted = sorted({step for step in steps if step is not None})
-    # DeepSpeed up to 0.13.1 counted one more: it made a first, empty update of its own.
+    # DeepSpeed up to 0.13.1 made an empty first update of its own.
     if counted and not set(counted) <= {updates, updates + 1}:
         yield (
             f"the optimizer has counted {', '.join(map(str, counted))} updates, the engine {updates}: "
@@ -217,8 +204,8 @@ def _storage_checks(ranks: list[RankSource]) -> Iterator[tuple[str, Located]]:
                     yield f"data/{number}", storage.content
 
 
-def state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
-    """Return the rank's trees with the layers' bytes left out."""
+def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer]) -> RankState:
+    """Return the rank's trees without the bytes of layers."""
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
     }
@@ -255,27 +242,13 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
         LayoutMismatch: A length does not fit its parameter.
         Unsupported: State of the optimizer lives elsewhere.
     """
-    world_size = rank.model["dp_world_size"].integer()
-    groups = sub_group_shapes(rank.model)
-    check_flats([rank], groups, world_size)
-    check_states([rank])
-    check_names(rank, groups)
-    steps = optimizer_steps(rank, len(groups))
-    parameters, buffers = parameters_of(rank, groups), buffers_of(rank)
-    common = (
-        world_size,
-        rank.model["global_steps"].integer(),
-        [[(name, tuple(shape)) for name, shape in group.items()] for group in groups],
-        kinds_of_flats(rank),
-        steps,
-        [(name, str(found)) for name, found in frozen_of(rank).items()],
-        [(buffer.name, buffer.dtype, buffer.shape) for buffer in buffers.values()],
-    )
+    common = common_of(rank)
+    check_rank(rank, common)
     return Share(
         rank=rank.rank,
-        world_size=world_size,
-        layers=cut_layers([rank], groups, parameters, buffers, steps=steps, world_size=world_size, pattern=pattern),
-        state=state_of(rank, folder, buffers),
+        world_size=common.dp_world_size,
+        layers=_cut_layers([rank], common, parameters_of(rank, common.param_shapes), pattern=pattern),
+        state=_state_of(rank, folder, common.buffers),
         agreement=object_id(repr(common).encode()),
     )
 
@@ -283,21 +256,11 @@ def share_of(rank: RankSource, *, folder: PurePath, pattern: re.Pattern[str] | N
 # -- slices of layers --------------------------------------------------------------------------------------------------
 
 
-def cut_layers(
-    ranks: list[RankSource],
-    groups: Groups,
-    parameters: Mapping[str, Parameter],
-    buffers: Mapping[str, Buffer],
-    *,
-    steps: list[int | None],
-    world_size: int,
-    pattern: re.Pattern[str] | None,
+def _cut_layers(
+    ranks: list[RankSource], common: Common, parameters: Mapping[str, Parameter], *, pattern: re.Pattern[str] | None
 ) -> tuple[LayerSource, ...]:
-    """
-    Return every layer, in the model's order, with the slices that *ranks* of *world_size* have.
-
-    *pattern* overrides how layers are named.
-    """
+    """Return every layer, in the model's order, with the slices that *ranks* have; *pattern* names layers."""
+    groups, buffers, world_size = common.param_shapes, common.buffers, common.dp_world_size
 
     def layer(name: str) -> str:
         return layer_of(name, pattern=pattern)
@@ -316,7 +279,9 @@ def cut_layers(
             parameters=tuple(parameters[member] for member in sorted(members) if member in parameters),
             buffers=tuple(buffers[member] for member in sorted(members) if member in buffers),
             objects=tuple(sorted(objects.get(name, ()), key=lambda source: (_KINDS.index(source.kind), source.shard))),
-            optimizer_step=_common_step(steps[group] for group, of in enumerate(groups) if of.keys() & set(members)),
+            optimizer_step=_common_step(
+                common.optimizer_steps[group] for group, of in enumerate(groups) if of.keys() & set(members)
+            ),
         )
         for name, members in layers_in_order(module, pattern=pattern).items()
     )
@@ -391,10 +356,7 @@ def _buffer_objects(
         dict(_by_layer(_buffer_slices(rank, buffers), layer, shard=rank.rank, shards=len(ranks))) for rank in ranks
     ]
     for name, source in by_rank[0].items():
-        others = [objects.get(name) for objects in by_rank[1:]]
-        if any(other is None or len(other.slices) != len(source.slices) for other in others):
-            raise LayoutMismatch(f"the ranks of {ranks[0].model.path.parent} hold different buffers in layer {name!r}")
-        if all(other is not None and _digests(other) == _digests(source) for other in others):
+        if all(_digests(objects[name]) == _digests(source) for objects in by_rank[1:]):
             yield name, ObjectSource(kind=Kind.BUFFERS, shard=0, shards=1, slices=source.slices)
         else:
             yield from ((name, objects[name]) for objects in by_rank)
@@ -402,10 +364,8 @@ def _buffer_objects(
 
 def _buffer_slices(rank: RankSource, buffers: Mapping[str, Buffer]) -> Iterator[tuple[Kind, SliceSource]]:
     module = rank.model["module"]
-    for name, buffer in buffers.items():
+    for name in buffers:
         tensor = module[name].tensor()
-        if tuple(tensor.shape) != buffer.shape or tensor.storage.dtype != buffer.dtype or not tensor.is_contiguous:
-            raise LayoutMismatch(f"{rank.model.path}: buffer {name!r} has another shape or type than on rank 0")
         yield from _slice(Kind.BUFFERS, tensor, 0, tensor.elements, name=name)
 
 

@@ -75,12 +75,12 @@ def plan_regrouping(state: RankState, *, world_size: int) -> Regrouping:
 def _sub_group_size(model: TreeView) -> float:
     zero = (config_of(model) or {}).get("zero_optimization")
     size = zero.get("sub_group_size", _SUB_GROUP_SIZE) if isinstance(zero, dict) else _SUB_GROUP_SIZE
-    # JSON writes 1e9, which is no whole number to it.
+    # JSON may hold 1e9, a float.
     return size if isinstance(size, int | float) and not isinstance(size, bool) else _SUB_GROUP_SIZE
 
 
 def _members(state: RankState) -> list[tuple[int, list[int]]]:
-    """Return the param groups that have sub-groups, with these, in the order of the buffers."""
+    """Return the param groups that have sub-groups, and these, in the order of the buffers."""
     view = _inner(state)["param_groups"]
     found = [
         (number, [index for index in group["params"].sequence() if isinstance(index, int)])
@@ -98,7 +98,7 @@ def _members(state: RankState) -> list[tuple[int, list[int]]]:
 def _check_rule(
     shapes: Sequence[Mapping[str, Size]], members: Sequence[tuple[int, list[int]]], size: float, *, saved_by: int
 ) -> None:
-    """Raise unless the base was split by the rule that this module splits by."""
+    """Raise unless DeepSpeed's rule explains how the base was split."""
     for param_group, old in members:
         names = [list(shapes[group]) for group in old]
         lengths = [_length({name: shape}, saved_by) for group in old for name, shape in shapes[group].items()]
@@ -112,7 +112,7 @@ def _check_rule(
 
 
 def _check_scalars(state: RankState, members: Sequence[tuple[int, list[int]]]) -> None:
-    """Raise unless the sub-groups of a param group agree in everything but slices, such as the step counter."""
+    """Raise unless the sub-groups of a param group agree in everything but slices, step counters included."""
     states = _inner(state)["state"]
     for param_group, (first, *others) in members:
         expected = _scalars(states.get(first))
@@ -223,7 +223,7 @@ def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
             content = replace(value.value.storage.content, group=group)
             found[key] = _flat(value.value, content, elements)
         else:
-            # Copies: two sub-groups must not count in the memory of one counter.
+            # Copies, so that two sub-groups never share one counter's memory.
             found[key] = replace_tensors(value.value, lambda tensor: replace(tensor, storage=replace(tensor.storage)))
     return found
 
@@ -288,7 +288,7 @@ def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]
 
 
 def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[str, tuple[str, int | None]]) -> int:
-    """Return the count of all layers in a sub-group."""
+    """Return the count that all layers of a sub-group share."""
     missing = [name for name in groups[group] if name not in steps]
     if missing:
         raise LayoutMismatch(f"parameter {missing[0]!r} is in none of the chosen layers", name=missing[0])
@@ -307,7 +307,7 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
 
 
 def _counter(old: Tree, count: int) -> Tree:
-    """Return *count* as the kind of counter that *old* is."""
+    """Return a counter like *old* that says *count*."""
     if isinstance(old, Tensor) and old.elements == 1 and old.storage.dtype in COUNTERS:
         return with_content(old, COUNTERS[old.storage.dtype].pack(count))
     if isinstance(old, int) and not isinstance(old, bool):

@@ -44,7 +44,6 @@ class Stretch:
     """Neighbouring elements of one slice."""
 
     shard: int
-    """Which slice."""
     start: int
     """The first element, counted from the beginning of the slice."""
     elements: int
@@ -104,16 +103,16 @@ class Piece:
     rounding: tuple[str, str] | None = None
     """From which element type to which; None to copy the bytes as they are."""
     is_cut: bool = False
-    """Whether it is only part of a stored slice: then its checksum is unknown until it is read."""
+    """Whether it is only part of a stored slice, whose checksum is unknown until it is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoragePart:
-    """A stretch of a storage: of a stored slice, or zeros where there is none."""
+    """Part of a storage: bytes of a stored slice, or zeros."""
 
     size_bytes: int
     checksum: int | None
-    """None for a part of a slice: only that of the whole is stored."""
+    """None for part of a slice: only the whole slice has a stored checksum."""
     source: tuple[BlobRef, int] | None
     """Object and offset in it."""
 
@@ -136,7 +135,7 @@ class StoredSlice:
         return Piece(object=self.object.ref, object_offset=self.offset, size_bytes=self.size_bytes, offset=offset)
 
     def part(self, start: int = 0, elements: int | None = None) -> StoragePart:
-        """Return *elements* of the slice from *start* on; without them, all."""
+        """Return *elements* of the slice from *start* on; all of it by default."""
         count = self.tensor.elements if elements is None else elements
         item_bytes = by_code(self.tensor.dtype).bytes
         return StoragePart(
@@ -247,11 +246,11 @@ class Slices:
             yield stored, stretch
 
     def shards(self, kind: Kind, name: str) -> int:
-        """Return into how many slices *name* was cut; 0 where this kind of it is not stored."""
+        """Return the number of slices of *name*; 0 where this kind is not stored."""
         return self._shards.get((kind, name), 0)
 
     def weights_kind(self, name: str) -> Kind:
-        """Return the kind that has the weights of *name*: its weights where these are stored, else its master."""
+        """Return the kind to take weights from: stored weights, else the master."""
         return Kind.WEIGHTS if self.shards(Kind.WEIGHTS, name) else Kind.MASTER
 
     def buffers(self) -> set[str]:
@@ -259,7 +258,7 @@ class Slices:
         return {name for kind, name in self._shards if kind is Kind.BUFFERS}
 
     def rank_buffers(self) -> dict[str, int]:
-        """Return the buffers that every rank saved for itself, each with the number of ranks."""
+        """Return the buffers that each rank saved for itself, with the number of ranks."""
         return {name: shards for (kind, name), shards in self._shards.items() if kind is Kind.BUFFERS and shards > 1}
 
     def parameter(self, name: str) -> Parameter:

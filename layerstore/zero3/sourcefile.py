@@ -91,7 +91,7 @@ def read_source_file(path: Path, *, size_bytes_max: int) -> bytes:
 
 
 def stat_source(path: Path) -> os.stat_result:
-    """Return the stat of *path*, or of what a link there points to; raises as `open_source` does."""
+    """Return the stat of *path*, following links; raises as `open_source` does."""
     try:
         return path.stat()
     except OSError as exc:
@@ -127,7 +127,7 @@ def damaged(path: Path, what: str) -> SourceCheckpoint:
 
 
 def untrusted(path: Path, what: str) -> SourceCheckpoint:
-    """Make the error for a file that no ``torch.save`` writes: built by hand, or to do harm."""
+    """Make the error for a file that ``torch.save`` never writes."""
     return SourceCheckpoint(
         f"{path}: untrusted: {what}",
         hint="do not open it elsewhere either; ingest a checkpoint that you know the origin of",

@@ -57,7 +57,7 @@ class TreeView:
         return self.value
 
     def mapping(self) -> dict[Tree, Tree]:
-        """Return this as a map; None counts as empty."""
+        """Return this as a map, empty for None."""
         if self.value is None:
             return {}
         if not isinstance(self.value, dict):
@@ -77,7 +77,7 @@ class TreeView:
         return self.value
 
     def children(self) -> "list[tuple[Tree, TreeView]]":
-        """Return what this map or list holds, by key."""
+        """Return the entries of this map or list, by key or index."""
         if isinstance(self.value, list | tuple):
             pairs: list[tuple[Tree, Tree]] = list(enumerate(self.value))
         else:
@@ -94,7 +94,7 @@ class TreeView:
 
 
 def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
-    """Return what lies in each flat buffer, by ``param_shapes`` of *model*: parameters and their shapes, in order."""
+    """Return the parameters of each flat buffer with their shapes, in order, from ``param_shapes``."""
     groups = []
     for _, group in model["param_shapes"].children():
         shapes: dict[str, Size] = {}
@@ -107,7 +107,7 @@ def sub_group_shapes(model: TreeView) -> list[dict[str, Size]]:
 
 
 def optimizer_states(optimizer: TreeView) -> TreeView:
-    """Return what the optimizer in the ``optim_states`` tree *optimizer* keeps, by sub-group."""
+    """Return the optimizer's states by sub-group, from the tree of ``optim_states``."""
     return optimizer["optimizer_state_dict"]["optimizer_state_dict"]["state"]
 
 
@@ -183,13 +183,13 @@ def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> d
 
 
 def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
-    """Return a map of the same kind and order as *tree* with *values* instead of its own; no key is added."""
+    """Return a copy of *tree* with the *values* of its keys replaced; no key is added."""
     items = {key: values.get(key, value) for key, value in tree.items()}
     return OrderedMap(items, tree.attributes) if isinstance(tree, OrderedMap) else items
 
 
 def with_content(tensor: Tensor, content: object) -> Tensor:
-    """Return a tensor like *tensor* in a storage of its own that holds *content*."""
+    """Return a tensor like *tensor* in a storage of its own with *content*."""
     storage = Storage(
         dtype=tensor.storage.dtype, elements=tensor.elements, device=tensor.storage.device, content=content
     )

@@ -57,7 +57,7 @@ class OutputFile:
 
 def whole(content: ObjectContent, offset: int) -> Piece:
     """Return the piece that copies a stored file or storage to *offset*."""
-    # The payload of such an object ends with its file.
+    # The payload ends where the object's file ends.
     start = content.object.size_bytes - content.size_bytes
     return Piece(object=content.object, object_offset=start, size_bytes=content.size_bytes, offset=offset)
 
@@ -194,7 +194,7 @@ def _filling(storage: Storage, slices: Slices, groups: _Groups, *, rank: int, wo
         case FragmentContent(parameter=name):
             yield from _padded_slice(storage, slices, Kind.WEIGHTS, name, state="", rank=rank, world_size=world_size)
         case BufferContent(buffer=name):
-            # Where every rank saved its own buffer, additional ranks take the first one's.
+            # Where every rank saved its own buffer, additional ranks get a copy of rank 0's.
             shard = rank if rank < slices.shards(Kind.BUFFERS, name) else 0
             yield slices.find(Kind.BUFFERS, name, shard=shard).part()
         case content:
@@ -228,7 +228,7 @@ def _placed(filling: list[StoragePart], offset: int) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedCheck:
-    """The checksum that a tensor of a gathered file had when it was saved, before it is rounded again."""
+    """The checksum of a derived tensor as it was saved: rounding the master again must give it."""
 
     name: str
     offset: int
@@ -238,7 +238,7 @@ class DerivedCheck:
 
 
 def plan_gathered(file: GatheredFile) -> OutputFile:
-    """Return the file without its tensors: each rank supplies its slices, see `gathered_pieces`."""
+    """Return the plan of *file* without its tensors, which `gathered_pieces` supplies rank by rank."""
     return OutputFile(
         path=file.path,
         size_bytes=len(file.header) + sum(_tensor_bytes(tensor) for tensor in file.tensors),
@@ -249,7 +249,7 @@ def plan_gathered(file: GatheredFile) -> OutputFile:
 
 
 def gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_size: int) -> Iterator[Piece]:
-    """Yield what *rank* of *world_size* supplies to *file*; tensors that are not cut into slices come with rank 0."""
+    """Yield the pieces that *rank* of *world_size* supplies to *file*; rank 0 supplies tensors that are not cut."""
     for tensor, offset in _placed_tensors(file):
         if tensor.source is TensorSource.PARAMETER:
             yield from _slice_pieces(tensor, slices, rank=rank, world_size=world_size, offset=offset)
@@ -263,7 +263,7 @@ def gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_size
 
 
 def derived_checks(file: GatheredFile, slices: Slices, *, unchanged: Callable[[str], bool]) -> Iterator[DerivedCheck]:
-    """Yield the tensors whose bytes are known beforehand: of parameters whose layers are *unchanged* since."""
+    """Yield the derived tensors whose checksums are known: those of parameters that are *unchanged* since the save."""
     for tensor, offset in _placed_tensors(file):
         is_derived = tensor.source is TensorSource.PARAMETER and slices.weights_kind(tensor.layer_name) is Kind.MASTER
         if is_derived and tensor.elements and unchanged(tensor.layer_name):
@@ -284,7 +284,7 @@ def _tensor_bytes(tensor: GatheredTensor) -> int:
 def _slice_pieces(
     tensor: GatheredTensor, slices: Slices, *, rank: int, world_size: int, offset: int
 ) -> Iterator[Piece]:
-    """Yield the slices that come with *rank*: those that its own files begin with, so that objects are still warm."""
+    """Yield the slices that *rank* supplies: those that its own files start with, whose objects are still cached."""
     name = tensor.layer_name
     kind = slices.weights_kind(name)
     shards = slices.shards(kind, name) or 1

@@ -177,15 +177,6 @@ def test_sub_groups_that_count_differently_are_not_put_together(steps: Sequence[
         plan_regrouping(state_of(steps=steps), world_size=3)
 
 
-def test_other_param_groups_may_count_otherwise() -> None:
-    """Sub-groups never mix param groups."""
-    base = state_of(steps=(4, 4, 7))
-
-    made = regrouped(base, plan_regrouping(base, world_size=3), rank=0)
-
-    assert [at(made, "optimizer_state_dict", "state", group, "step") for group in range(2)] == [4, 7]
-
-
 def test_a_state_before_the_first_update_stays_empty() -> None:
     """No moments are made up."""
     base = state_of()

@@ -24,7 +24,7 @@ _TORCH_INT_MAX = 2**63 - 1
 
 
 class DamagedPickleError(Exception):
-    """The pickle contradicts itself, or the records beside it."""
+    """The pickle contradicts itself or the archive's records."""
 
 
 @dataclass(frozen=True, slots=True)
