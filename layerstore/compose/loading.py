@@ -32,7 +32,7 @@ class RankLoad:
         self.notes = ranks.notes
         """What does not carry over to this many ranks."""
         groups, path = sub_group_shapes(TreeView.of(self.state.model)), self.state.optimizer.path
-        self._parts = partial(
+        self._filling = partial(
             filling_of, slices=ranks.slices, groups=groups, rank=rank, world_size=world_size, path=path
         )
         self._repo = repo
