@@ -12,11 +12,10 @@ from layerstore.compose.choose import (
     compose_by_policy,
     compose_exact,
     compose_latest,
-    difference,
 )
 from layerstore.compose.damage import losses_told, without_damaged
 from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
-from layerstore.compose.loading import RankLoad, content_of, plan_load
+from layerstore.compose.loading import RankLoad, content_of
 from layerstore.compose.recipes import compose_by_recipe
 from layerstore.compose.target import checked_file, write_file
 from layerstore.compose.tensors import Tensors, open_tensors
@@ -41,13 +40,11 @@ __all__ = [
     "compose_exact",
     "compose_latest",
     "content_of",
-    "difference",
     "execute_compose",
     "execute_export",
     "losses_told",
     "open_tensors",
     "plan_export",
-    "plan_load",
     "plan_ranks",
     "without_damaged",
     "write_file",

@@ -24,7 +24,7 @@ from layerstore.compose.safetensors import (
     index_of,
     weights_files,
 )
-from layerstore.compose.target import Product, appearing, checked_target
+from layerstore.compose.target import appearing, checked_target
 from layerstore.compose.weight_names import (
     ExportTensors,
     SavedTensor,
@@ -47,8 +47,6 @@ MAX_SHARD_SIZE = "5GB"
 """The default: small enough for every hub and filesystem."""
 
 CONFIG = "config.json"
-
-_EXPORT = Product(what="an export", signs=(WEIGHTS, INDEX, ADAPTER_CONFIG))
 
 # Files that resume training, or hold weights themselves: a model is not loaded with them.
 _TRAINING_NAMES = frozenset({"trainer_state.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"})
@@ -168,16 +166,14 @@ def execute_export(
     progress: Progress,
 ) -> Exported:
     """
-    Write *plan* to the folder *out*, which appears whole or not at all.
-
-    *verify*, *durable* and *force* are those of a compose; only objects that are read are verified.
+    Write *plan* to the folder *out*, which appears whole or not at all; the options are `Composite.write`'s.
 
     Raises:
         AlreadyExists: *out* is there and *force* was not given.
         IntegrityError: An object is damaged or missing; nothing is left at *out*.
     """
     started = time.monotonic()
-    target = checked_target(repo, out, _EXPORT, force=force)
+    target = checked_target(repo, out, what="an export", signs=(WEIGHTS, INDEX, ADAPTER_CONFIG), force=force)
     with (
         appearing(repo, target, is_older_form=_is_older_form) as folder,
         assembling(repo, folder, verify=verify, durable=durable, is_export=True, progress=progress) as assembly,

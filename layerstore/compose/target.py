@@ -17,16 +17,6 @@ from layerstore.storage import Repository, mapped_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """What a verb writes, so that ``--force`` recognises an older one."""
-
-    what: str
-    """With its article: ``a checkpoint``."""
-    signs: tuple[str, ...]
-    """Every such folder has at least one of these files."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Where a folder or file will be, and what it may replace there."""
 
@@ -37,9 +27,11 @@ class Target:
     """Whether that is a folder with nothing in it."""
 
 
-def checked_target(repo: Repository, out: Path, product: Product, *, force: bool) -> Target:
+def checked_target(repo: Repository, out: Path, *, what: str, signs: tuple[str, ...], force: bool) -> Target:
     """
-    Return where *out* is, if *product* may be written there.
+    Return where *out* is, if a folder may be written there; an older one is recognised as *what* by its *signs*.
+
+    *signs* are files of which every such folder has at least one. With *force* an older one is replaced.
 
     Raises:
         InvalidInput: It is in the store, around the store, or no path for a folder.
@@ -52,7 +44,7 @@ def checked_target(repo: Repository, out: Path, product: Product, *, force: bool
         older = repo.files.identity(path)
         is_empty = older is not None and not any(path.iterdir())
         if older is not None and not is_empty:
-            _check_replaceable(path, product, force=force)
+            _check_replaceable(path, what, signs, force=force)
         return Target(path=path, older=older, is_empty=is_empty)
 
 
@@ -100,19 +92,19 @@ def _placed(repo: Repository, out: Path) -> Path:
     return path
 
 
-def _check_replaceable(path: Path, product: Product, *, force: bool) -> None:
+def _check_replaceable(path: Path, what: str, signs: tuple[str, ...], *, force: bool) -> None:
     # A typing mistake must not cost a home folder, with --force or without.
-    if not any((path / sign).is_file() for sign in product.signs):
-        signs = " or ".join(map(repr, product.signs))
+    if not any((path / sign).is_file() for sign in signs):
+        named = " or ".join(map(repr, signs))
         raise AlreadyExists(
-            f"{path} is not empty, and is not {product.what} (it has no file {signs}), so it is not replaced; "
+            f"{path} is not empty, and is not {what} (it has no file {named}), so it is not replaced; "
             "nothing was changed",
             hint="choose another folder with -o, or remove it by hand",
         )
     if not force:
         raise AlreadyExists(
             f"{path} exists and is not empty; nothing was changed",
-            hint=f"choose another folder with -o, or replace {product.what} with --force",
+            hint=f"choose another folder with -o, or replace {what} with --force",
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from layerstore.compose.assemble import Assembly, assembling
 from layerstore.compose.choose import Composition
 from layerstore.compose.peft import plan_beside
-from layerstore.compose.target import Product, appearing, checked_target
+from layerstore.compose.target import appearing, checked_target
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
 from layerstore.progress import Progress
 from layerstore.storage import Repository
@@ -30,7 +30,6 @@ from layerstore.zero3 import (
     plan_rank,
 )
 
-_CHECKPOINT = Product(what="a checkpoint", signs=(LATEST,))
 _SUMMARY_SCHEMA = 1
 
 
@@ -71,7 +70,7 @@ def execute_compose(
     """
     started = time.monotonic()
     base, tag = composition.base, composition.base.layout.tag
-    target = checked_target(repo, out, _CHECKPOINT, force=force)
+    target = checked_target(repo, out, what="a checkpoint", signs=(LATEST,), force=force)
     ranks = plan_ranks(repo, composition, world_size=world_size, adam_step=adam_step)
     summary = {
         "schema": _SUMMARY_SCHEMA,

@@ -88,19 +88,8 @@ def execute_ingest(repo: Repository, plan: IngestPlan, *, progress: Progress) ->
     """
     started = time.monotonic()
     with repo.lock_run(plan.run), _disk_explained(repo, plan):
-        return asked_again(repo, plan.run, lambda view: _stored(repo, plan, view, progress=progress, started=started))
-
-
-def _stored(
-    repo: Repository, plan: IngestPlan, view: RunView | None, *, progress: Progress, started: float
-) -> Ingested:
-    if view is not None:
-        view = with_records_read(repo, view, plan.step)
-    rival = _rival(view, plan)
-    outcome = None if rival is None else _stored_beside(repo, plan, view, rival, progress)
-    if outcome is None:
-        outcome = _stored_as_new(repo, plan, view, rival, progress)
-    commit, is_new, writer = outcome.published.commit, outcome.published.is_new, outcome.objects
+        done = asked_again(repo, plan.run, lambda view: _stored(repo, plan, view, progress))
+    commit, is_new, writer = done.published.commit, done.published.is_new, done.objects
     record = commit.record
     return Ingested(
         run=plan.run,
@@ -108,7 +97,7 @@ def _stored(
         attempt=record.attempt,
         commit=commit.id,
         is_new=is_new,
-        record_healed=bool(_damaged_at(view, plan.step)) and not is_new,
+        record_healed=done.was_damaged and not is_new,
         layers=tuple(entry.layer for entry in record.layers),
         layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
         objects_new=writer.count_new,
@@ -117,19 +106,18 @@ def _stored(
         bytes_reused=writer.bytes_reused,
         objects_healed=len(writer.damaged),
         reused_read=not plan.trust_store,
-        bytes_derived=outcome.content.bytes_derived,
+        bytes_derived=done.content.bytes_derived,
         seconds=time.monotonic() - started,
         source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
-        notes=(*plan.checkpoint.notes, *_notes(plan, record, view, writer, is_new=is_new)),
+        notes=(*plan.checkpoint.notes, *_notes(plan, record, done)),
     )
 
 
-def _notes(
-    plan: IngestPlan, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
-) -> Iterator[str]:
+def _notes(plan: IngestPlan, record: CommitRecord, done: "_Outcome") -> Iterator[str]:
     """Say what is stored otherwise than the command suggests, and that the store had rotted."""
     called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
-    tip = None if view is None else next(view.history(record.attempt), None)
+    is_new, writer = done.published.is_new, done.objects
+    tip = None if done.view is None else next(done.view.history(record.attempt), None)
     is_whole = saved == len(record.layers)
     if not is_new and WITHOUT_MOMENTS in record.flags:
         yield f"{called} is stored without its moments, which a collection has dropped; --replace stores them again"
@@ -182,102 +170,126 @@ class _Outcome(NamedTuple):
     published: Published
     content: Content
     objects: ObjectWriter
+    view: RunView | None
+    """The run before."""
+    was_damaged: bool
+    """Whether a record at the step could not be read."""
 
 
-def _rival(view: RunView | None, plan: IngestPlan) -> RecordRow | None:
-    """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
-    rows = rows_at(view, plan.step)
-    if view is None or not rows:
-        return None
-    if plan.opens_attempt:
-        return next((row for row in rows if view.of_attempt(row.attempt)[0].id == row.id), None)
-    history = {row.id for row in view.history(newest_attempt(view), step=plan.step)}
-    return next((row for row in rows if row.id in history), rows[0])
-
-
-def _stored_beside(
-    repo: Repository, plan: IngestPlan, view: RunView | None, rival: RecordRow, progress: Progress
-) -> _Outcome | None:
-    """Put back what the store has lost of *rival*, if that has the same content; return None if it has not."""
-    place, use = place_beside(repo, rival)
-    is_trimmed = WITHOUT_MOMENTS in repo.catalog.commit(rival.name).record.flags
-    if plan.replace and (is_trimmed or use.name != plan.policy.name):
-        return None  # that is how its moments are asked for, or more of its layers
-    if plan.opens_attempt and not _opens_the_same(repo, view, plan, rival):
-        return None
-    due = frozenset(rival.layer_names) - place.inherited.keys()
-    with Transaction(repo, reads_reused=not plan.trust_store) as tx:
-        content = transfer(plan.checkpoint, tx.objects, progress, due=due, known_before=True, moments=not is_trimmed)
-        record = _record(plan, content, place, use, due)
-        if commit_id(record) != rival.id:
-            _check_may_differ(view, plan, rival)
-            return None
-        for entry in place.inherited.values():
-            tx.inherit(entry)
-        return _Outcome(tx.commit(record, observed=repo.catalog.commit(rival.name).observed), content, tx.objects)
-
-
-def _stored_as_new(
-    repo: Repository, plan: IngestPlan, view: RunView | None, rival: RecordRow | None, progress: Progress
-) -> _Outcome:
-    with contextlib.ExitStack() as opened:
-        replaced = [rival] if rival is not None and plan.replace and not plan.opens_attempt else []
-        place = place_of(
-            repo, view, step=plan.step, rivals=replaced, rollback=plan.rollback, resumed_from=plan.resumed_from
-        )
-        if plan.opens_attempt:
-            found = reserve(repo, plan.run, lambda taken: place_free(view, place, taken))
-            opened.enter_context(found.lock)
-            place = found.place
-        due = frozenset(layer.layer for layer in plan.checkpoint.layers)
-        decisions: dict[Tree, Tree] = {}
-        if not isinstance(plan.policy, Latest):
-            due, decisions = layers_due(repo, plan.checkpoint, place, plan.policy, run=plan.run)
-        use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
-        tx = opened.enter_context(Transaction(repo, reads_reused=not plan.trust_store))
-        content = transfer(plan.checkpoint, tx.objects, progress, due=due, known_before=rival is not None)
-        record = _record(plan, content, place, use, due)
-        for name, problem in _damaged_at(view, plan.step):
-            if name.id != commit_id(record):
-                drop = f"layerstore drop {plan.run}@{plan.step}"
-                raise IntegrityError(
-                    f"{problem}; it may be this very save, so nothing was changed",
-                    hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
-                )
-        for entry in record.layers:
-            if entry.layer not in due:
-                tx.inherit(entry)
-        return _Outcome(tx.commit(record), content, tx.objects)
-
-
-def _opens_the_same(repo: Repository, view: RunView | None, plan: IngestPlan, rival: RecordRow) -> bool:
-    """Whether this command would have opened *rival*'s attempt, had it not been there."""
-    before = None
+def _stored(repo: Repository, plan: IngestPlan, view: RunView | None, progress: Progress) -> _Outcome:
     if view is not None:
-        before = replaced(view, rows={key: row for key, row in view.rows.items() if row.attempt < rival.attempt})
-    try:
-        place = place_of(
-            repo, before, step=plan.step, rivals=[], rollback=plan.rollback, resumed_from=plan.resumed_from
+        view = with_records_read(repo, view, plan.step)
+    ingest = _Ingest(repo, plan, view, progress)
+    rival = ingest.rival()
+    outcome = None if rival is None else ingest.beside(rival)
+    return outcome or ingest.as_new(rival)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ingest:
+    """A checkpoint on its way into a run."""
+
+    repo: Repository
+    plan: IngestPlan
+    view: RunView | None
+    progress: Progress
+
+    def rival(self) -> RecordRow | None:
+        """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
+        rows = rows_at(self.view, self.plan.step)
+        if self.view is None or not rows:
+            return None
+        if self.plan.opens_attempt:
+            return next((row for row in rows if self.view.of_attempt(row.attempt)[0].id == row.id), None)
+        return next((row for row in rows if self._is_meant(row)), rows[0])
+
+    def _is_meant(self, row: RecordRow) -> bool:
+        """Whether *row* is in the newest attempt's history."""
+        view = self.view
+        return view is not None and any(
+            each.id == row.id for each in view.history(newest_attempt(view), step=self.plan.step)
         )
-    except InvalidInput:
-        return False
-    return place.lineage == rival.lineage
 
+    def beside(self, rival: RecordRow) -> _Outcome | None:
+        """Put back what the store has lost of *rival*, if that has the same content; return None if it has not."""
+        plan = self.plan
+        place, use = place_beside(self.repo, rival)
+        trimmed = WITHOUT_MOMENTS in self.repo.catalog.commit(rival.name).record.flags
+        if plan.replace and (trimmed or use.name != plan.policy.name):
+            return None  # that is how its moments are asked for, or more of its layers
+        if plan.opens_attempt and not self._opens_the_same(rival):
+            return None
+        due = frozenset(rival.layer_names) - place.inherited.keys()
+        with Transaction(self.repo, reads_reused=not plan.trust_store) as tx:
+            content = self._transfer(tx, due=due, known_before=True, moments=not trimmed)
+            record = _record(plan, content, place, use, due)
+            if commit_id(record) == rival.id:
+                for entry in place.inherited.values():
+                    tx.inherit(entry)
+                observed = self.repo.catalog.commit(rival.name).observed
+                return self._outcome(tx, tx.commit(record, observed=observed), content)
+        if not plan.replace and not plan.opens_attempt and self._is_meant(rival):
+            raise Conflict(
+                f"{plan.run}@{plan.step} is saved already, with other content (commit {rival.id[:12]}); "
+                "nothing was changed",
+                hint=_HOW_TO_SAVE_IT,
+            )
+        return None
 
-def _check_may_differ(view: RunView | None, plan: IngestPlan, rival: RecordRow) -> None:
-    """Raise Conflict if the step means *rival*, which has other content."""
-    if plan.replace or plan.opens_attempt or view is None:
-        return
-    if any(row.id == rival.id for row in view.history(newest_attempt(view), step=plan.step)):
-        raise Conflict(
-            f"{plan.run}@{plan.step} is saved already, with other content (commit {rival.id[:12]}); "
-            "nothing was changed",
-            hint=_HOW_TO_SAVE_IT,
+    def as_new(self, rival: RecordRow | None) -> _Outcome:
+        """Store a commit of its own, which replaces *rival* if that was asked for."""
+        plan, view = self.plan, self.view
+        with contextlib.ExitStack() as opened:
+            place = self._place(view, [rival] if rival is not None and plan.replace and not plan.opens_attempt else [])
+            if plan.opens_attempt:
+                found = reserve(self.repo, plan.run, lambda taken: place_free(view, place, taken))
+                opened.enter_context(found.lock)
+                place = found.place
+            due = frozenset(layer.layer for layer in plan.checkpoint.layers)
+            decisions: dict[Tree, Tree] = {}
+            if not isinstance(plan.policy, Latest):
+                due, decisions = layers_due(self.repo, plan.checkpoint, place, plan.policy, run=plan.run)
+            use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
+            tx = opened.enter_context(Transaction(self.repo, reads_reused=not plan.trust_store))
+            content = self._transfer(tx, due=due, known_before=rival is not None)
+            record = _record(plan, content, place, use, due)
+            for name, problem in self._damaged():
+                if name.id != commit_id(record):
+                    drop = f"layerstore drop {plan.run}@{plan.step}"
+                    raise IntegrityError(
+                        f"{problem}; it may be this very save, so nothing was changed",
+                        hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
+                    )
+            for entry in record.layers:
+                if entry.layer not in due:
+                    tx.inherit(entry)
+            return self._outcome(tx, tx.commit(record), content)
+
+    def _transfer(self, tx: Transaction, *, due: frozenset[str], known_before: bool, moments: bool = True) -> Content:
+        checkpoint = self.plan.checkpoint
+        return transfer(checkpoint, tx.objects, self.progress, due=due, known_before=known_before, moments=moments)
+
+    def _place(self, view: RunView | None, rivals: list[RecordRow]) -> Place:
+        plan = self.plan
+        return place_of(
+            self.repo, view, step=plan.step, rivals=rivals, rollback=plan.rollback, resumed_from=plan.resumed_from
         )
 
+    def _opens_the_same(self, rival: RecordRow) -> bool:
+        """Whether this command would have opened *rival*'s attempt, had it not been there."""
+        assert self.view is not None, "the rival is of the view"
+        rows = {key: row for key, row in self.view.rows.items() if row.attempt < rival.attempt}
+        try:
+            return self._place(replaced(self.view, rows=rows), []).lineage == rival.lineage
+        except InvalidInput:
+            return False
 
-def _damaged_at(view: RunView | None, step: int) -> list[tuple[RecordName, LayerstoreError]]:
-    return [] if view is None else [each for each in view.damaged.items() if each[0].step == step]
+    def _damaged(self) -> list[tuple[RecordName, LayerstoreError]]:
+        damaged = {} if self.view is None else self.view.damaged
+        return [each for each in damaged.items() if each[0].step == self.plan.step]
+
+    def _outcome(self, tx: Transaction, published: Published, content: Content) -> _Outcome:
+        return _Outcome(published, content, tx.objects, self.view, bool(self._damaged()))
 
 
 def _record(plan: IngestPlan, content: Content, place: Place, policy: PolicyUse, due: frozenset[str]) -> CommitRecord:

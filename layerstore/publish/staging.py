@@ -232,15 +232,14 @@ class Staging:
         """Exchange the place of a tensor's bytes for the bytes, or for an object that holds them."""
         located = tensor.storage.content
         if isinstance(located, Located):
-            tensor.storage.content = self._stored_content(located)
+            path, offset, size_bytes = located.path, located.offset_bytes, located.size_bytes
+            if size_bytes > INLINE_BYTES_MAX:
+                tensor.storage.content = self.bytes_object(path, offset, size_bytes)
+            else:
+                data = b"".join(map(bytes, self._reader.chunks(path, offset, size_bytes)))
+                self._checksums.note(path, offset, len(data), crc32(data))
+                tensor.storage.content = data
         return tensor
-
-    def _stored_content(self, located: Located) -> bytes | ObjectContent:
-        if located.size_bytes > INLINE_BYTES_MAX:
-            return self.bytes_object(located.path, located.offset_bytes, located.size_bytes)
-        data = b"".join(map(bytes, self._reader.chunks(located.path, located.offset_bytes, located.size_bytes)))
-        self._checksums.note(located.path, located.offset_bytes, len(data), crc32(data))
-        return data
 
     def _staged(self, kind: str, slices: tuple[SliceSource, ...], witness: Witness | None = None) -> _Inspected:
         """

@@ -4,6 +4,7 @@ import json
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from layerstore import Composite, Store
-from layerstore.compose import assemble, compose_latest
+from layerstore.compose import assemble
 from layerstore.compose.hf import config_with_dtype, goes_along, parse_config
 from layerstore.errors import IntegrityError, InvalidInput
-from layerstore.history import resolve
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Kind
-from layerstore.storage import Files, Repository, open_repository
 from layerstore.tree import Located
 from layerstore.zero3.pt import layout_pt, read_pt
 from tests.compose.test_target import rounded_differently
 from tests.deepspeed.compare import differing, rank_trees, whole_weights
+from tests.ingest.test_ingest import SHAPES as INGESTED
 from tests.unit.checkpoints import change_gathered, checkpoint, digests, header_of
 
 NORM = "model.norm.weight"
@@ -49,52 +49,32 @@ def weights_in(folder: Path) -> Tensors:
 
 def source_weights(folder: Path, dtype: torch.dtype) -> Tensors:
     """Return the weights of a checkpoint as torch casts them."""
-    (tag,) = folder.glob("global_step*")
-    return {name: tensor.to(dtype) for name, tensor in whole_weights(tag).items()}
-
-
-def rooms_of(store: Store) -> Repository:
-    """Return the repository of *store*."""
-    return open_repository(store.path, Files())
+    tag = (folder / "latest").read_text()
+    return {name: tensor.to(dtype) for name, tensor in whole_weights(folder / tag).items()}
 
 
 def objects_of(store: Store, ref: str, *kinds: Kind) -> list[Path]:
     """Return the files of all objects of some kinds."""
-    repo = rooms_of(store)
-    ids = {
-        stored.id
-        for entry in resolve(repo, ref).record.layers
-        for stored in repo.version_of(entry).objects
-        if stored.kind in kinds
-    }
+    repo = store.repo
+    versions = [repo.version_of(entry) for entry in store.compose(ref).composition.layers]
+    ids = {stored.id for version in versions for stored in version.objects if stored.kind in kinds}
     return [repo.layout.object(object_id) for object_id in sorted(ids)]
 
 
-def mixed(store: Store, base: str, other: str) -> tuple[Composite, set[str]]:
-    """Return *base* with every second layer of *other*, and the names of those layers."""
-    repo = rooms_of(store)
-    composition = compose_latest(resolve(repo, base))
-    entries = {entry.layer: entry for entry in resolve(repo, other).record.layers}
-    swapped = {entry.layer for entry in composition.layers[1::2]}
-    layers = tuple(entries[entry.layer] if entry.layer in swapped else entry for entry in composition.layers)
-    return Composite(repo, replace(composition, layers=layers)), swapped
+def is_block(name: str) -> bool:
+    """Whether *name* is a block, or of one."""
+    return "layers" in name
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "raw": {},
-    "hf": {"layout": "hf"},
-    "one rank": {"world_size": 1, "layout": "hf"},
-    "three ranks": {"world_size": 3, "layout": "hf"},
-    "more ranks than elements": {"world_size": 20, "layers": 1, "hidden": 4, "vocab": 4},
-    "layerwise": {"groups": "layerwise"},
-    "tied": {"tied": True, "layout": "hf"},
-    "frozen layer": {"frozen": ("model.layers.0",), "layout": "hf"},
-    "frozen embedding": {"frozen": ("model.embed_tokens",), "world_size": 3},
-    "fp16": {"precision": "fp16", "layout": "hf"},
-    "fp32": {"precision": "fp32", "layout": "hf"},
-    "odd sizes": {"hidden": 18, "vocab": 37, "world_size": 3, "layout": "hf"},
-    "whole pages": {"hidden": 64, "vocab": 64, "world_size": 2},
-}
+def mixed(store: Store, base: str, other: str, is_other: Callable[[str], bool] = is_block) -> Composite:
+    """Return *base* with some layers of *other*, by default the blocks."""
+    composition = store.compose(base).composition
+    theirs = {entry.layer: entry for entry in store.compose(other).composition.layers}
+    layers = tuple(theirs[entry.layer] if is_other(entry.layer) else entry for entry in composition.layers)
+    return Composite(store.repo, replace(composition, layers=layers))
+
+
+SHAPES: dict[str, dict[str, Any]] = INGESTED | {"whole pages": {"hidden": 64, "vocab": 64, "world_size": 2}}
 
 
 @pytest.mark.parametrize("dtype", [None, *DTYPES])
@@ -307,15 +287,12 @@ def test_layers_of_two_steps_and_of_any_number_of_ranks_make_one_export(
     }
     for source in sources.values():
         store.ingest(source)
-    composite, swapped = mixed(store, "sft@4", "sft@2")
+    composite = mixed(store, "sft@4", "sft@2")
     per_step = {step: source_weights(source, DTYPES[dtype or "bf16"]) for step, source in sources.items()}
 
     exported = composite.export(tmp_path / "out", dtype=dtype)
 
-    expected = {
-        name: per_step[2 if any(name.startswith(f"{layer}.") for layer in swapped) else 4][name] for name in per_step[4]
-    }
-    assert swapped
+    expected = {name: per_step[2 if is_block(name) else 4][name] for name in per_step[4]}
     assert all(differing(weights, expected) for weights in per_step.values())
     assert not differing(expected, weights_in(exported.out))
 

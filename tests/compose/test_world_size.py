@@ -3,7 +3,6 @@
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from typing import Any
 import pytest
 
 from layerstore import Store
-from layerstore.compose import Composition, compose_latest, execute_compose
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
-from layerstore.history import resolve
-from layerstore.model import LayerEntry
-from layerstore.progress import Silent
 from layerstore.storage import Repository
 from layerstore.tree import Tensor, Tree
 from layerstore.zero3 import replace_tensors
 from layerstore.zero3.pt import read_pt
+from tests.compose.test_hf import mixed
 from tests.deepspeed.compare import load
 from tests.unit.checkpoints import checkpoint, digests
 
@@ -135,26 +131,14 @@ def test_the_bases_own_size_changes_nothing(store: Store, tmp_path: Path) -> Non
 # -- layers that were stored by different numbers of ranks ---------------------------------------------------------
 
 
-def mixed(store: Store, odd: Callable[[LayerEntry], bool]) -> Composition:
-    """Return a composite of ``two`` with some layers of ``three``."""
-    base, other = resolve(store._repo, "two"), resolve(store._repo, "three")
-    layers = tuple(
-        theirs if odd(own) else own for own, theirs in zip(base.record.layers, other.record.layers, strict=True)
-    )
-    return replace(compose_latest(base), layers=layers)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_layers_may_come_from_different_world_sizes(store: Store, tmp_path: Path, world_size: int) -> None:
     """One composite has layers that two ranks have saved and layers that three have, at any size."""
     store.ingest(odd_checkpoint(tmp_path / "a", step=4, layout="hf", frozen=("model.layers.1",)), run="two")
     older = odd_checkpoint(tmp_path / "b", step=2, world_size=3, layout="hf", frozen=("model.layers.1",))
     store.ingest(older, run="three")
-    composition = mixed(store, lambda entry: "layers" in entry.layer)
 
-    written = execute_compose(
-        store._repo, composition, tmp_path / "out", world_size=world_size, durable=False, progress=Silent()
-    )
+    written = mixed(store, "two", "three").write(tmp_path / "out", world_size=world_size, durable=False)
 
     store.ingest(written.out, run="composite")
     for step, run in ((4, "two"), (2, "three")):
@@ -187,10 +171,9 @@ def test_layers_of_another_model_are_named(
     """Of another shape, or of another type of as many bytes: the parameter is named and nothing is left behind."""
     store.ingest(odd_checkpoint(tmp_path / "a", **ours), run="two")
     store.ingest(odd_checkpoint(tmp_path / "b", world_size=3, **theirs), run="three")
-    composition = mixed(store, lambda entry: entry.layer == layer)
 
     with pytest.raises(LayoutMismatch, match=match):
-        execute_compose(store._repo, composition, tmp_path / "out", progress=Silent())
+        mixed(store, "two", "three", lambda each: each == layer).write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -310,16 +293,14 @@ def test_each_layer_keeps_its_own_step_where_groups_allow(store: Store, tmp_path
     """With a param group per layer, a layer of step 2 in a composite of step 4 counts from 2 on; unify says 4."""
     store.ingest(odd_checkpoint(tmp_path / "a", step=4, groups="layerwise"), run="two")
     store.ingest(odd_checkpoint(tmp_path / "b", step=2, groups="layerwise", world_size=3), run="three")
-    composition = mixed(store, lambda entry: entry.layer == "model.layers.1")
-    write = partial(execute_compose, store._repo, composition, world_size=3, durable=False, progress=Silent())
+    composite = mixed(store, "two", "three", lambda layer: layer == "model.layers.1")
 
-    write(tmp_path / "unify")
-    write(tmp_path / "own", adam_step="per-layer")
+    composite.write(tmp_path / "unify", world_size=3, durable=False)
+    composite.write(tmp_path / "own", world_size=3, durable=False, adam_step="per-layer")
 
     assert {4.0} == set(steps_of(tmp_path / "unify").values())
-    assert {name: 2.0 if "layers.1" in name else 4.0 for name in steps_of(tmp_path / "own")} == steps_of(
-        tmp_path / "own"
-    )
+    own = steps_of(tmp_path / "own")
+    assert own == {name: 2.0 if "layers.1" in name else 4.0 for name in own}
 
 
 @pytest.mark.known_fault("llmtailor 8")
@@ -327,10 +308,10 @@ def test_layers_that_share_a_counter_cannot_keep_their_own(store: Store, tmp_pat
     """Under two param groups the error names two layers, their steps and the way out; nothing is written."""
     store.ingest(odd_checkpoint(tmp_path / "a", step=4), run="two")
     store.ingest(odd_checkpoint(tmp_path / "b", step=2), run="three")
-    composition = mixed(store, lambda entry: entry.layer == "model.layers.1")
+    composite = mixed(store, "two", "three", lambda layer: layer == "model.layers.1")
 
     both = r"\(optimizer step 4\) and 'model\.layers\.1' \(optimizer step 2\)"
     with pytest.raises(LayoutMismatch, match=both) as caught:
-        execute_compose(store._repo, composition, tmp_path / "out", adam_step="per-layer", progress=Silent())
+        composite.write(tmp_path / "out", adam_step="per-layer")
     assert "--adam-step unify" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()

@@ -25,7 +25,7 @@ MEASURE = "layerstore.live.saver.saver.capture"
 LOOK_UP = "layerstore.live.engine.checkpoint_engine.composition_of"
 PLAN = "layerstore.live.engine.pointer_files.plan_ranks"
 TRAINERS = "layerstore.live.engine.pointer_files._write_files"
-READ = "layerstore.live.engine.load.plan_load"
+READ = "layerstore.live.engine.load.RankLoad"
 
 
 def alone(options: Any) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from layerstore.compose import AdamStep, Composition, Tensors, plan_load
+from layerstore.compose import AdamStep, Composition, RankLoad, Tensors
 from layerstore.composite import Composite
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayoutMismatch
@@ -41,7 +41,7 @@ class Loaded:
         adam_step: AdamStep = "unify",
     ) -> None:
         self.composition = composition
-        self.load = plan_load(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
+        self.load = RankLoad(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
 
     def model(self) -> dict[str, Any]:
         """Return the content of ``model_states`` in a new dict; the tensors have memory of their own."""
