@@ -28,7 +28,7 @@ from typer.exceptions import TyperException
 
 import layerstore
 from layerstore.cli.complete import Shell, items, script_for, values
-from layerstore.cli.entry import (
+from layerstore.cli.exits import (
     EXIT_CLOSED_PIPE,
     EXIT_INTERRUPTED,
     EXIT_NO_MEMORY,

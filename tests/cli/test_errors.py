@@ -15,7 +15,7 @@ import pytest
 
 from layerstore import errors
 from layerstore.cli import app as cli
-from layerstore.cli import entry
+from layerstore.cli import exits
 from layerstore.limits import MIB
 from tests.cli.conftest import Run
 from tests.compat.format1 import as_format_1
@@ -381,11 +381,11 @@ def _defined() -> set[tuple[int, str, str]]:
         (0, "", ""),
         *((error.exit_code, error.kind, "StorageIO") for error in of_disk),
         *((kind.exit_code, kind.kind, kind.__name__) for kind in classes if issubclass(kind, errors.LayerstoreError)),
-        (entry.EXIT_NO_MEMORY, "no_memory", ""),
-        (entry.EXIT_USAGE, "usage", ""),
-        (entry.EXIT_INTERRUPTED, "interrupted", ""),
-        (entry.EXIT_CLOSED_PIPE, "closed_pipe", ""),
-        (entry.EXIT_TERMINATED, "terminated", ""),
+        (exits.EXIT_NO_MEMORY, "no_memory", ""),
+        (exits.EXIT_USAGE, "usage", ""),
+        (exits.EXIT_INTERRUPTED, "interrupted", ""),
+        (exits.EXIT_CLOSED_PIPE, "closed_pipe", ""),
+        (exits.EXIT_TERMINATED, "terminated", ""),
     }
 
 
