@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,7 @@ from typer.exceptions import TyperException
 
 import layerstore
 from layerstore.cli.complete import Shell, items, script_for, values
-from layerstore.cli.entry import (
+from layerstore.cli.exits import (
     EXIT_CLOSED_PIPE,
     EXIT_INTERRUPTED,
     EXIT_NO_MEMORY,
@@ -140,6 +140,18 @@ class Failure:
     hint: str | None = None
 
 
+_TERMINATED = Failure(kind="terminated", code=EXIT_TERMINATED, message="terminated; nothing half-done is left behind")
+_INTERRUPTED = Failure(
+    kind="interrupted", code=EXIT_INTERRUPTED, message="interrupted; nothing half-done is left behind"
+)
+_OUT_OF_MEMORY = Failure(
+    kind="no_memory",
+    code=EXIT_NO_MEMORY,
+    message="memory ran out; what was saved before is not affected",
+    hint="give it more (ulimit -v, the job's or the container's limit), or end what else uses it, and repeat it",
+)
+
+
 def _if_quiet(value: bool) -> bool:
     """Silence notes if ``--quiet`` was given, wherever it stands."""
     if value:
@@ -232,19 +244,17 @@ def _main(words: list[str]) -> int:
     with _unwound_by_sigterm(), _warnings_in_one_line():
         try:
             failure = _run(words)
-        except (BrokenPipeError, KeyboardInterrupt, Terminated) as exc:
-            failure = _stopped(exc)
+        except BrokenPipeError:
+            failure = Failure(kind="closed_pipe", code=EXIT_CLOSED_PIPE, message="")
+        except (KeyboardInterrupt, Terminated) as exc:
+            _show_traceback()
+            failure = _TERMINATED if isinstance(exc, Terminated) else _INTERRUPTED
     if failure is None:
         return 0
     with contextlib.suppress(OSError):  # nobody is left to tell
         if failure.message:
-            say_error(
-                kind=failure.kind,
-                code=failure.code,
-                message=failure.message,
-                hint=failure.hint,
-                as_json=_asks_for_json(words),
-            )
+            # The words themselves tell: a usage error is raised before options are parsed.
+            say_error(**asdict(failure), as_json="--json" in _options(words))
     _discard_output()
     return failure.code
 
@@ -271,12 +281,14 @@ def _run(words: list[str]) -> Failure | None:
         problem = StorageIO(f"{where}: {exc.strerror or exc}", errno=exc.errno, filename=str(where))
         return Failure(kind=problem.kind, code=problem.exit_code, message=str(problem))
     except SystemExit as exc:
-        if _is_closed_pipe(exc.__context__):
+        cause = exc.__context__
+        if isinstance(cause, OSError) and cause.errno == errnos.EPIPE:  # typer turns a closed pipe into an exit
             raise BrokenPipeError from exc
         raise
     except Exception as exc:  # noqa: BLE001  # whatever it is, it is our fault and must be reported
         if _is_out_of_memory(exc):
-            return _out_of_memory()
+            _show_traceback()
+            return _OUT_OF_MEMORY
         _show_traceback(always=True)
         return Failure(
             kind=Internal.kind,
@@ -302,36 +314,6 @@ def _is_out_of_memory(exc: BaseException | None) -> bool:
             return True
         exc = exc.__cause__
     return False
-
-
-def _out_of_memory() -> Failure:
-    _show_traceback()
-    return Failure(
-        kind="no_memory",
-        code=EXIT_NO_MEMORY,
-        message="memory ran out; what was saved before is not affected",
-        hint="give it more (ulimit -v, the job's or the container's limit), or end what else uses it, and repeat it",
-    )
-
-
-def _stopped(reason: BaseException) -> Failure:
-    """Return the failure that a signal or a closed pipe means."""
-    if isinstance(reason, BrokenPipeError):
-        return Failure(kind="closed_pipe", code=EXIT_CLOSED_PIPE, message="")
-    _show_traceback()
-    if isinstance(reason, Terminated):
-        return Failure(kind="terminated", code=EXIT_TERMINATED, message="terminated; nothing half-done is left behind")
-    return Failure(kind="interrupted", code=EXIT_INTERRUPTED, message="interrupted; nothing half-done is left behind")
-
-
-def _is_closed_pipe(exc: BaseException | None) -> bool:
-    # typer turns a closed pipe into SystemExit(1) before we see it.
-    return isinstance(exc, OSError) and exc.errno == errnos.EPIPE
-
-
-def _asks_for_json(words: list[str]) -> bool:
-    """Look at the words themselves: a usage error is raised before options are parsed."""
-    return "--json" in _options(words)
 
 
 def _options(words: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,19 +117,23 @@ def _references(incomplete: str, store: Path) -> Iterator[str]:
 def _runs(incomplete: str, store: Path) -> Iterator[str]:
     from layerstore.layout import layout_at
 
-    yield from (name for name in sorted(_names(layout_at(store).commits)) if name.startswith(incomplete))
+    yield from _beginning(incomplete, _names(layout_at(store).commits))
 
 
 def _pins(incomplete: str, store: Path) -> Iterator[str]:
     from layerstore.layout import layout_at
 
-    yield from (name for name in sorted(_names(layout_at(store).pins)) if name.startswith(incomplete))
+    yield from _beginning(incomplete, _names(layout_at(store).pins))
 
 
 def _policies(incomplete: str, store: Path) -> Iterator[str]:
     from layerstore.policy import EXACT, names
 
-    yield from (name for name in sorted([EXACT, *names()]) if name.startswith(incomplete))
+    yield from _beginning(incomplete, [EXACT, *names()])
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> Iterator[str]:
+    yield from (name for name in sorted(names) if name.startswith(incomplete))
 
 
 def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:

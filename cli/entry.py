@@ -1,24 +1,19 @@
 """
 The first lines that run: from here on Ctrl-C is quiet, also while the command line is being imported.
 
-Nothing has begun then, so the process just ends, with the exit code of an interruption. The exit codes besides those
-of ``layerstore.errors`` stand here; docs/reference/cli.md lists all.
+Nothing has begun then, so the process just ends, with the exit code of an interruption.
 """
 
 import os
 from typing import TYPE_CHECKING
+
+from layerstore.cli.exits import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     import signal
     from types import FrameType
 else:
     import _signal as signal  # the C part of the module, without the time to import enum
-
-EXIT_NO_MEMORY = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-EXIT_CLOSED_PIPE = 141
-EXIT_TERMINATED = 143
 
 
 def main() -> int:

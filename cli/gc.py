@@ -121,7 +121,7 @@ def gc(
         if not (dry_run or yes or as_json) and sys.stdin.isatty():
             with shown_progress(as_json=as_json) as progress:
                 plan = collect(dry_run=True, progress=progress)
-            if not _is_confirmed(plan, has_grace=grace_seconds != 0):
+            if not _is_confirmed(plan):
                 say("nothing was removed")
                 return
         with shown_progress(as_json=as_json) as progress:
@@ -129,13 +129,13 @@ def gc(
     if as_json:
         say_json(_fields(outcome, dry_run=dry_run))
     else:
-        _tell(outcome, is_done=not dry_run, has_grace=grace_seconds != 0)
+        _tell(outcome, is_done=not dry_run)
 
 
-def _is_confirmed(plan: "GcOutcome", *, has_grace: bool) -> bool:
-    """Show *plan* and ask; whatever is no yes is a no, the end of the input too. Ctrl-C ends the command as ever."""
+def _is_confirmed(plan: "GcOutcome") -> bool:
+    """Show *plan* and ask; anything but a yes is a no, the end of the input too."""
     let_through()  # who is asked has to see what, also with --quiet
-    _tell(plan, is_done=False, has_grace=has_grace)
+    _tell(plan, is_done=False)
     if not (plan.removed or plan.trimmed):
         return True
     sys.stdout.write("Remove them? [y/N]: ")
@@ -146,23 +146,15 @@ def _is_confirmed(plan: "GcOutcome", *, has_grace: bool) -> bool:
     return answer.strip().lower() in {"y", "yes"}
 
 
-def _tell(outcome: "GcOutcome", *, is_done: bool, has_grace: bool) -> None:
+def _tell(outcome: "GcOutcome", *, is_done: bool) -> None:
     from layerstore.gc import NOT_ASKED
 
     # What goes first: a long list is cut at its end.
     fates = sorted(outcome.commits, key=lambda fate: (bool(fate.kept_by), not fate.loses_moments))
     fates = [fate for fate in fates if fate.kept_by != (NOT_ASKED,)]
     if outcome.removed or outcome.trimmed:
-        say_table(
-            [
-                Column("COMMIT", folds=True),
-                Column("SAVED"),
-                Column(""),
-                Column("WHY", folds=True),
-                Column("FREES", "right"),
-            ],
-            map(_line, fates[:_LINES_MAX]),
-        )
+        columns = [Column("COMMIT", folds=True), Column("SAVED"), Column(""), Column("WHY", folds=True)]
+        say_table([*columns, Column("FREES", "right")], map(_line, fates[:_LINES_MAX]))
         if len(fates) > _LINES_MAX:
             say(f"… and {len(fates) - _LINES_MAX:,} more; --json has them all")
         if len(fates) < len(outcome.commits):
@@ -175,12 +167,7 @@ def _tell(outcome: "GcOutcome", *, is_done: bool, has_grace: bool) -> None:
     say_paragraph(f"{verb} {_parts(outcome)}: {freed}", indent=2)
     _warn_of_unserved(outcome, is_done=is_done)
     if outcome.young.count:
-        at_once = (
-            "--grace 0s if nobody writes"
-            if has_grace
-            else "they were written just now, or their times are still to come"
-        )
-        later = f"a later collection takes them{', or' if has_grace else ':'} {at_once}"
+        later = "a later collection takes them, or --grace 0s if nobody writes"
         say_paragraph(f"too young to go: {_amount(outcome.young)}; {later}", indent=2)
     if outcome.waiting.count:
         later = "on a network filesystem a later collection removes them"

@@ -1,5 +1,6 @@
 """``layerstore log``: which commits there are."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -132,34 +133,23 @@ def _fields(
 def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
     entries = [line.entry for line in lines if line.entry is not None]
     with_graph = any(line.drawing for line in lines)
-    with_attempts = with_graph or any(entry.attempt > 1 for entry in entries)
-    # Timings replace these columns: together they would fit no terminal.
-    with_pins = took is None and any(entry.pins for entry in entries)
-    with_lacks = took is None and not all(entry.has_moments for entry in entries)
-    columns = [
-        *([Column("GRAPH")] if with_graph else []),
-        Column("RUN", folds=True),
-        *([Column("ATTEMPT", "right")] if with_attempts else []),
-        Column("STEP", "right"),
-        Column("COMMIT"),
-        Column("SAVED"),
-        *([Column("LAYERS", "right"), Column("NEW", "right")] if took is None else []),
-        *([Column("LACKS", folds=True, width_min=_NOTE_WIDTH_MIN)] if with_lacks else []),
-        *([Column("PINS", folds=True, width_min=_NOTE_WIDTH_MIN)] if with_pins else []),
-        *([Column(name, "right") for name in ("BLOCKED", "DURABLE", "COPIED")] if took is not None else []),
-    ]
-    blank = [""] * (len(columns) - with_graph)
+    columns: dict[Column, Callable[[LogEntry], str]] = {Column("RUN", folds=True): lambda entry: entry.run}
+    if with_graph or any(entry.attempt > 1 for entry in entries):
+        columns[Column("ATTEMPT", "right")] = lambda entry: str(entry.attempt)
+    columns[Column("STEP", "right")] = lambda entry: str(entry.step)
+    columns[Column("COMMIT")] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
+    columns[Column("SAVED")] = lambda entry: age(entry.time_ns)
+    if took is None:
+        columns |= _what_commits_hold(entries)
+    else:
+        columns |= _what_saves_took(took)
     say_table(
-        columns,
+        [*([Column("GRAPH")] if with_graph else []), *columns],
         (
             [
                 *([line.drawing] if with_graph else []),
                 # A line that joins two attempts has no commit.
-                *(
-                    _row(line.entry, took, with_attempts=with_attempts, with_lacks=with_lacks, with_pins=with_pins)
-                    if line.entry
-                    else blank
-                ),
+                *("" if line.entry is None else cell(line.entry) for cell in columns.values()),
             ]
             for line in lines
         ),
@@ -168,25 +158,31 @@ def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
         say_note("-: not measured; only saves made with attach() are timed")
 
 
-def _row(
-    entry: "LogEntry", took: "Took | None", *, with_attempts: bool, with_lacks: bool, with_pins: bool
-) -> list[str]:
-    is_full = entry.layers_saved == entry.layers
-    saved = str(entry.layers) if is_full else f"{entry.layers_saved} of {entry.layers}"
-    return [
-        entry.run,
-        *([str(entry.attempt)] if with_attempts else []),
-        str(entry.step),
-        entry.commit[:SHORT_ID_DIGITS],
-        age(entry.time_ns),
-        *([saved, size(entry.bytes_new)] if took is None else []),
-        *(["" if entry.has_moments else "moments"] if with_lacks else []),
-        *([", ".join(entry.pins)] if with_pins else []),
-        *([] if took is None else _timing_cells(took.get((entry.run, entry.attempt, entry.step)))),
-    ]
+def _what_commits_hold(entries: list["LogEntry"]) -> "dict[Column, Callable[[LogEntry], str]]":
+    columns: dict[Column, Callable[[LogEntry], str]] = {
+        Column("LAYERS", "right"): lambda entry: (
+            str(entry.layers) if entry.layers_saved == entry.layers else f"{entry.layers_saved} of {entry.layers}"
+        ),
+        Column("NEW", "right"): lambda entry: size(entry.bytes_new),
+    }
+    if not all(entry.has_moments for entry in entries):
+        lacks = Column("LACKS", folds=True, width_min=_NOTE_WIDTH_MIN)
+        columns[lacks] = lambda entry: "" if entry.has_moments else "moments"
+    if any(entry.pins for entry in entries):
+        columns[Column("PINS", folds=True, width_min=_NOTE_WIDTH_MIN)] = lambda entry: ", ".join(entry.pins)
+    return columns
 
 
-def _timing_cells(found: "SaveTiming | None") -> list[str]:
-    if found is None:
-        return ["-", "-", "-"]
-    return [f"{found.blocked_seconds * 1e3:.1f} ms", f"{found.durable_seconds:.2f} s", size(found.copied_bytes)]
+def _what_saves_took(took: "Took") -> "dict[Column, Callable[[LogEntry], str]]":
+    def told(cell: "Callable[[SaveTiming], str]") -> "Callable[[LogEntry], str]":
+        def of_entry(entry: "LogEntry") -> str:
+            timing = took.get((entry.run, entry.attempt, entry.step))
+            return "-" if timing is None else cell(timing)
+
+        return of_entry
+
+    return {
+        Column("BLOCKED", "right"): told(lambda timing: f"{timing.blocked_seconds * 1e3:.1f} ms"),
+        Column("DURABLE", "right"): told(lambda timing: f"{timing.durable_seconds:.2f} s"),
+        Column("COPIED", "right"): told(lambda timing: size(timing.copied_bytes)),
+    }

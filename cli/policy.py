@@ -12,8 +12,6 @@ import typer
 if TYPE_CHECKING:
     from layerstore.policy import Policy
 
-_PANEL = "Policy"
-
 Fresh = Annotated[
     str | None,
     typer.Option(
@@ -60,10 +58,9 @@ def described_policy(name: str, settings: Settings) -> "Policy":
     from layerstore.policy import policy_named
 
     given = settings.given
-    if "share" in given:
-        given["share"] = _fraction(str(given["share"]))
-    if "budget" in given:
-        given["budget"] = _size(str(given["budget"]))
+    for key, read in (("share", _fraction), ("budget", _size)):
+        if key in given:
+            given[key] = read(str(given[key]))
     return policy_named(name, given)
 
 
@@ -83,9 +80,9 @@ def policy_from(text: str) -> "Policy":
     readers |= dict.fromkeys(("first", "last", "every", "stalest"), int)
     try:
         return policy_named(name, {key: readers.get(key, str)(value) for key, value in given.items()})
+    except InvalidInput:
+        raise
     except ValueError as exc:
-        if isinstance(exc, InvalidInput):
-            raise
         raise InvalidInput(f"--policy {text}: {exc}", hint="settings are like filter:every=10,share=1/3") from exc
 
 

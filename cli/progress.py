@@ -63,7 +63,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._what: str | None = None
+        self._what = ""  # until the first phase
         self._total = self._done = 0
         self._began = 0.0
 
@@ -77,20 +77,14 @@ class Lines:
         with self._guard:
             self._done += size_bytes
 
-    def now(self) -> Phase | None:
-        """Return how far it is; None before the first phase."""
-        with self._guard:
-            if self._what is None:
-                return None
-            return Phase(self._what, self._total, self._done, time.monotonic() - self._began)
-
     def speak(self, stop: threading.Event, *, every_seconds: float) -> None:
         """Print a line every *every_seconds* until *stop* is set."""
         before: Phase | None = None
         while not stop.wait(every_seconds):
-            phase = self.now()
+            with self._guard:
+                phase = Phase(self._what, self._total, self._done, time.monotonic() - self._began)
             try:
-                if phase is not None:
+                if phase.what:
                     say_progress(progress_line(phase, before))
             except OSError:  # nobody reads the log any more; the work goes on
                 return
@@ -112,7 +106,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
     is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
     done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
     rate = (phase.done - done) / max(phase.seconds - seconds, 1e-3)
-    amount = _count if _is_counted(phase.what) else size
+    amount = "{:,}".format if _is_counted(phase.what) else size
     parts = [
         *([f"{min(phase.done / phase.total, 1):.0%}"] if phase.total else []),
         f"{amount(phase.done)} of {amount(phase.total)}" if phase.total else amount(phase.done),
@@ -120,10 +114,6 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
         *([f"{_duration((phase.total - phase.done) / rate)} left"] if 0 < phase.done < phase.total and rate else []),
     ]
     return f"{phase.what}: {', '.join(parts)}"
-
-
-def _count(number: int) -> str:
-    return f"{number:,}"
 
 
 def _duration(seconds: float) -> str:

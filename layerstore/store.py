@@ -243,7 +243,7 @@ class Store:
         """
         Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
 
-        Every commit is read once. Of a long history only some saves are shown, so the page stays below 1 MB.
+        Of a long history only some saves are shown, so the page stays below 1 MB.
         With *keep* it also shows what `gc` would do by these rules. Only an older report is replaced.
 
         Raises:

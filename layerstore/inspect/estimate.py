@@ -16,14 +16,11 @@ from layerstore.check import Speed, scratch, write_speed
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.format import canonical_order, frame
-from layerstore.inspect.model_shapes import ADAM, MADE_UP_VOCABULARY, Model
+from layerstore.inspect.model_shapes import MADE_UP_VOCABULARY, Model
 from layerstore.model import StoredTensor
 from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.storage import Files
 from layerstore.zero3 import slice_length, valid_elements
-
-SHARDED_BYTES = 4 * (1 + len(ADAM))
-"""What a trained element takes in DeepSpeed's shards with Adam: a master and two moments in float32."""
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
 
@@ -183,13 +180,12 @@ def _elements(model: Model) -> dict[str, int]:
 
 
 def _trained_elements(model: Model, training: Training) -> dict[str, int]:
-    """Return how many elements of each parameter are trained."""
     share = training.trainable
     return {name: 0 if name in model.frozen else round(count * share) for name, count in _elements(model).items()}
 
 
 def _sharded_bytes(model: Model) -> int:
-    """Return what a trained element takes in DeepSpeed's shards: master and optimizer states in float32."""
+    """Return what a trained element takes in DeepSpeed's shards: its master and optimizer states, in float32."""
     return 4 * (1 + len(model.states))
 
 
@@ -264,15 +260,8 @@ def cycle_of(items: Sequence[object]) -> int | None:
     >>> cycle_of("abcabcab"), cycle_of("abcd")
     (3, None)
     """
-    # For each prefix, the longest proper prefix that is also its suffix (Knuth, Morris, Pratt); the rest is the cycle.
-    borders = [0]
-    for item in items[1:]:
-        length = borders[-1]
-        while length and items[length] != item:
-            length = borders[length - 1]
-        borders.append(length + (items[length] == item))
-    cycle = len(items) - borders[-1]
-    return cycle if 2 * cycle <= len(items) else None
+    lengths = range(1, len(items) // 2 + 1)
+    return next((length for length in lengths if items[length:] == items[:-length]), None)
 
 
 def _under(name: str, policy: Policy, sizes: Mapping[str, LayerSize], training: Training) -> EstimateLine:

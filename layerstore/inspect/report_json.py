@@ -198,30 +198,29 @@ def _timings(timings: Iterable[SaveTiming]) -> dict[str, object] | None:
     each = list(timings)
     if not each:
         return None
+    blocked, durable, visible = zip(*map(_timing, each), strict=True)
     return {
         "saves": len(each),
         "given_up": sum(bool(timing.failure) for timing in each),
-        "blocked": _summary(timing.blocked_seconds for timing in each),
-        "durable": _summary(timing.durable_seconds for timing in each),
-        "visible": _summary(timing.visible_seconds for timing in each),
+        "blocked": _summary(blocked),
+        "durable": _summary(durable),
+        "visible": _summary(visible),
     }
 
 
 def _summary(seconds: Iterable[float | None]) -> dict[str, float] | None:
-    found = [number for number in map(_number, seconds) if number is not None]
-    if not found:
-        return None
-    return {"median": _rounded_number(median(found)), "max": _rounded_number(max(found))}
+    found = [number for number in seconds if number is not None]
+    return {"median": _four_digits(median(found)), "max": max(found)} if found else None
 
 
 def _number(value: object) -> float | None:
     """Return *value* if it is a number of seconds."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _SECONDS_MAX:
-        return _rounded_number(float(value))
+        return _four_digits(float(value))
     return None
 
 
-def _rounded_number(value: float) -> float:
+def _four_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
@@ -229,7 +228,7 @@ def _rounded(movement: float | None) -> float | str | None:
     """Return *movement* with four digits; NaN and infinity, which JSON lacks, as text."""
     if movement is None:
         return None
-    return _rounded_number(movement) if math.isfinite(movement) else str(movement)
+    return _four_digits(movement) if math.isfinite(movement) else str(movement)
 
 
 # -- retention ------------------------------------------------------------------------------------------------------
@@ -258,15 +257,11 @@ def rules_of(keep: Keep) -> str:
     options = {
         "--keep-last": keep.last,
         "--keep-every": keep.every,
-        "--keep-within": keep.within if keep.age is None or isinstance(keep.within, str) else _seconds(keep.age),
+        "--keep-within": f"{keep.within.total_seconds():g}s" if isinstance(keep.within, timedelta) else keep.within,
         "--keep-best": best and f"{best.metric}:{best.count}:{best.direction}",
         "--drop-optimizer-older-than": keep.drop_optimizer_older_than,
     }
     return " ".join(f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None)
-
-
-def _seconds(age: timedelta) -> str:
-    return f"{age.total_seconds():g}s"
 
 
 def _fate(fate: CommitFate) -> list[object]:

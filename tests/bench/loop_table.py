@@ -10,15 +10,15 @@ from functools import cache
 from math import prod
 
 from layerstore.inspect import Model
-from layerstore.inspect.estimate import SHARDED_BYTES, cycle_of, due_sets
+from layerstore.inspect.estimate import cycle_of, due_sets
 from layerstore.layers import layer_of
 from layerstore.live.meta_model import parameter_shapes
 from layerstore.policy import Filter, Latest, Parity, Policy
 from layerstore.policy.anatomy import anatomy
 
-DEEPSPEED_BYTES = SHARDED_BYTES
+DEEPSPEED_BYTES = 12
 """Of a parameter in ``engine.save_checkpoint``: a master and two moments."""
-TRAINER_BYTES = SHARDED_BYTES + 2
+TRAINER_BYTES = DEEPSPEED_BYTES + 2
 """Of a parameter in HF Trainer's checkpoints: the same, and the gathered half-precision weights."""
 
 _CONFIGS: Mapping[str, Mapping[str, object]] = {

@@ -106,15 +106,6 @@ def test_with_several_runs_their_steps_wait_for_the_run(complete: Complete, stor
     assert complete("layerstore compose --run sft --step ") == ["4", "2"]
 
 
-def test_every_option_of_every_command_is_offered(complete: Complete) -> None:
-    """Whatever there is in the help."""
-    for name in COMMANDS:
-        params = command_line().load(name).params
-
-        options = {max(param.opts, key=len) for param in params if param.param_type_name == "option"}
-        assert {*options, "--help"} <= set(complete(f"layerstore {name} --"))
-
-
 def test_the_store_on_the_line_counts(
     complete: Complete, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,10 +182,9 @@ def test_no_library_is_loaded_for_it(store: Path) -> None:
     assert done.stdout == "sft@4\nsft@2\n[]\n"
 
 
-@pytest.mark.parametrize("line", ["layerstore ", "layerstore show sft@", "layerstore pin --delete "])
-def test_completing_takes_less_than_200_ms(store: Path, line: str) -> None:
+def test_completing_takes_less_than_200_ms(store: Path) -> None:
     """One of many, since other work on the machine only ever adds."""
-    start = partial(_asked, line, LAYERSTORE_STORE=str(store))
+    start = partial(_asked, "layerstore show sft@", LAYERSTORE_STORE=str(store))
 
     assert start().stdout
     assert any(processor_seconds(start) < COMPLETION_SECONDS_MAX for _ in range(25))

@@ -46,17 +46,22 @@ def test_a_pin_is_refused_and_the_last_commit_is_not(run: Run, store: Path) -> N
 
 
 def test_undrop_brings_it_back(run: Run, store: Path) -> None:
-    """By the command that drop names, which `log --dropped` lists it for until then."""
-    dropped = run("drop", "sft@2", "--store", store)
-    listed = run("log", "--dropped", "--store", store)
-    commit = run("log", "--dropped", "--json", "--store", store).fields
+    """By the command that drop names; `log --dropped` lists it until then, with its times, and log leaves it out."""
+    empty = run("log", "--dropped", "--store", store)
+    dropped = run("drop", "sft@4", "--store", store)
+    people = run("log", "--dropped", "--store", store).out.splitlines()
+    [fields] = run("log", "sft", "--dropped", "--store", store, "--json").fields["dropped"]
     command = dropped.out.splitlines()[-1].partition("until then: ")[2].split()
 
-    assert "sft@2" in listed.out or "sft" in listed.out
-    assert command[-1] in str(commit)
+    assert empty.out == "the trash holds no commit\n"
+    assert people[0].split() == ["RUN", "STEP", "COMMIT", "SAVED", "DROPPED"]
+    assert people[1].split()[:3] == ["sft", "4", command[-1]]
+    assert people[2] == f"layerstore --store {store} undrop RUN@STEP brings one back"
+    assert fields["commit"].startswith(command[-1])
+    assert fields["time"] < fields["dropped"]
     assert run(*command[1:]).code == 0
     assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4, 2]
-    assert run("undrop", "sft@2", "--store", store).code == 13
+    assert run("undrop", "sft@4", "--store", store).code == 13
 
 
 def test_what_was_dropped_comes_back_with_its_checkpoint(run: Run, store: Path, checkpoints: Path) -> None:

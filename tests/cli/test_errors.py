@@ -15,7 +15,7 @@ import pytest
 
 from layerstore import errors
 from layerstore.cli import app as cli
-from layerstore.cli import entry
+from layerstore.cli import exits
 from layerstore.limits import MIB
 from tests.cli.conftest import Run
 from tests.compat.format1 import as_format_1
@@ -56,14 +56,16 @@ def test_every_command_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_examples(run: Run, command: str) -> None:
-    """Each command's help shows one to four commands that work by being typed."""
-    outcome = run(command, "--help")
+def test_help_has_examples_whatever_is_wrong(run: Run, command: str) -> None:
+    """One to four commands that work by being typed; without a store, and no line wider than a terminal."""
+    outcome = run("--store", "nowhere", command, "-h")
     examples = re.findall(rf"^    layerstore {command}\b.*$", outcome.out, re.MULTILINE)
 
-    assert outcome.code == 0
+    assert (outcome.code, outcome.err) == (0, "")
     assert "--json" in outcome.out
+    assert "--quiet" in outcome.out
     assert 1 <= len(examples) <= 4
+    assert max(map(len, outcome.out.splitlines())) <= 80
 
 
 def test_without_a_command_there_is_help(run: Run) -> None:
@@ -146,17 +148,6 @@ def test_a_bad_store_has_its_code_whatever_is_asked_of_it(
     assert people.err.splitlines()[0] == f"error: {programs.error['message']}"
     assert (people.out, programs.out) == ("", "")
     assert (programs.error["code"], programs.error["kind"]) in {(code, kind) for code, kind, _ in _documented()}
-
-
-@pytest.mark.parametrize("words", [["--help"], ["-h"]])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_wins_over_whatever_is_wrong(run: Run, command: str, words: list[str]) -> None:
-    """It is there without a store, and with arguments that are missing; no line is wider than a terminal."""
-    outcome = run("--store", "nowhere", command, *words)
-
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "--quiet" in outcome.out
-    assert max(map(len, outcome.out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=lambda words: words[0])
@@ -302,13 +293,6 @@ def test_json_may_stand_in_front(run: Run, store: Path) -> None:
     assert run("--json", "log", "--store", store).fields == run("log", "--store", store, "--json").fields
 
 
-def test_a_damaged_store_has_its_own_code(run: Run, store: Path) -> None:
-    """A store whose identity is damaged is damage, not a missing store."""
-    (store / "store.json").write_text("{}")
-
-    assert run("log", "--store", store).code == 20
-
-
 @pytest.mark.fault(47)
 def test_another_writer_is_named(run: Run, store: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held lock is waited for until the deadline; then the code is 11."""
@@ -397,11 +381,11 @@ def _defined() -> set[tuple[int, str, str]]:
         (0, "", ""),
         *((error.exit_code, error.kind, "StorageIO") for error in of_disk),
         *((kind.exit_code, kind.kind, kind.__name__) for kind in classes if issubclass(kind, errors.LayerstoreError)),
-        (entry.EXIT_NO_MEMORY, "no_memory", ""),
-        (entry.EXIT_USAGE, "usage", ""),
-        (entry.EXIT_INTERRUPTED, "interrupted", ""),
-        (entry.EXIT_CLOSED_PIPE, "closed_pipe", ""),
-        (entry.EXIT_TERMINATED, "terminated", ""),
+        (exits.EXIT_NO_MEMORY, "no_memory", ""),
+        (exits.EXIT_USAGE, "usage", ""),
+        (exits.EXIT_INTERRUPTED, "interrupted", ""),
+        (exits.EXIT_CLOSED_PIPE, "closed_pipe", ""),
+        (exits.EXIT_TERMINATED, "terminated", ""),
     }
 
 

@@ -122,21 +122,6 @@ def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:
     assert "--grace 0s" in outcome.out
 
 
-def test_what_has_a_time_to_come_is_not_freed_without_grace_either(run: Run, store: Path) -> None:
-    """A clock was set back, or a copy kept its times: the same option again would change nothing."""
-    run("pin", "--delete", "best", "--store", store)
-    tomorrow = time.time() + 86400
-    for path in (store / "objects").rglob("*"):
-        os.utime(path, (tomorrow, tomorrow))
-
-    outcome = run("gc", "--keep-last", "1", "--grace", "0s", "--store", store)
-
-    assert outcome.code == 0
-    assert "too young to go: " in outcome.out
-    assert "they were written just now, or their times are still to come" in " ".join(outcome.out.split())
-    assert "--grace" not in outcome.out
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

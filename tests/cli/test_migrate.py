@@ -121,15 +121,14 @@ def test_an_interrupted_one_is_finished(run: Run, store: Path) -> None:
 
 def test_programs_get_the_same_fields(run: Run, old: Path) -> None:
     """The plan and the deed have the same fields, and so has nothing to do."""
-    planned = run("migrate", "--dry-run", "--json", "--store", old).fields
-    done = run("migrate", "--json", "--store", old).fields
-    nothing = run("migrate", "--json", "--store", old).fields
+    planned, done, nothing = (
+        run("migrate", *more, "--json", "--store", old).fields for more in (["--dry-run"], [], [])
+    )
 
-    assert list(planned) == list(done) == ["schema", "path", "found", "format", "unfinished", "steps", "dry_run"]
     assert (planned["found"], planned["format"], planned["dry_run"]) == (1, 2, True)
-    assert list(planned["steps"][0]) == ["source", "target", "summary", "files", "bytes", "backup"]
     assert done["steps"] == [planned["steps"][0] | {"backup": f"{old}/backups/format-1.1"}]
     assert (nothing["found"], nothing["format"], nothing["steps"]) == (2, 2, [])
+    assert planned.keys() == done.keys() == nothing.keys()
 
 
 def test_an_index_of_another_format_is_void(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
