@@ -13,7 +13,7 @@ from typing import Literal
 from layerstore.live.saver.settings import Mode
 from layerstore.policy import Filter, Latest, Parity, Policy, Save
 from layerstore.tree import Tree
-from tests.deepspeed.scenarios import SCENARIO_OF, SCENARIOS, Scenario
+from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 
 Misuse = Literal["", "refused", "given_up"]
 
@@ -99,7 +99,7 @@ RANK_BUFFERS = "rank_buffers"
 POLICY_CASE = "policies"
 GIVEN_UP = "given_up"
 
-# What is special to saving, with some of the scenarios: the full tier saves all of those, SCENARIO_CASES.
+# What is special to saving, with some of the scenarios; tests/live/test_resume.py saves and resumes all of them.
 CASES: tuple[Case, ...] = (
     Case(scenario=SCENARIO_OF["tied"], mode="sync"),
     Case(scenario=SCENARIO_OF[FROZEN]),
@@ -157,6 +157,3 @@ CASES: tuple[Case, ...] = (
 )
 
 CASE_OF = {case.name: case for case in CASES}
-
-SCENARIO_CASES = tuple(Case(scenario=scenario, policies=("latest", "parity")) for scenario in SCENARIOS)
-"""Everything that DeepSpeed trains in other tests, saved while it does."""

@@ -80,27 +80,6 @@ def begun_anew(options: Any) -> None:
     done()
 
 
-def mixed(options: Any) -> None:
-    """Go on from a composite of two saves; the first save after that fails, the second one does not."""
-    faults = Faults()
-    with Store(options["store"], hook=faults) as store:
-        engine = build()
-        with layerstore.attach(engine, store, run=RUN) as saver:
-            train(engine, 4, saver=saver, save_at=(1, 2, 3, 4))
-        engine = build()
-        resumed = layerstore.resume(engine, store, run=RUN, step=4, policy="parity")
-        assert resumed is not None
-        tell("resumed", layers=resumed.layers)
-        with layerstore.attach(engine, store, run=RUN, policy="parity") as saver:
-            faults.on("link", "/commits/", fail(errno.EIO), rank=0)
-            train(engine, 5, saver=saver, save_at=(5,), name="second")
-            saver.wait()
-            faults.clear()
-            told(saver, "failed")
-            train(engine, 6, saver=saver, save_at=(6,), name="second")
-    done()
-
-
 def back_and_forth(options: Any) -> None:
     """Go back under an attached saver, to below a save that was given up: its number is given again."""
     faults = Faults()

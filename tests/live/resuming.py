@@ -15,10 +15,9 @@ import argparse
 import json
 import random
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -29,19 +28,16 @@ import layerstore
 from layerstore.history import resolve
 from layerstore.live.engine.resume import Resumed
 from layerstore.live.saver.saver import Saver
-from layerstore.store import Store
 from tests.deepspeed import client_states, models
 from tests.deepspeed.scenarios import WORLD_SIZE, Scenario
 from tests.deepspeed.training import DTYPES, allow_fp16, built_engine
 from tests.live.plain import plainly
 from tests.live.resumptions import (
-    ATTACHED,
     COMPILED,
     COMPOSITE,
     DAMAGED,
     LAST,
     MISFITS,
-    ODD,
     RESIZED,
     RESUMPTION_OF,
     RESUMPTIONS,
@@ -138,15 +134,12 @@ def mix(each: Resumption, engine: Any, out: Path, facts: Facts) -> None:
 
 
 def go_wrong(out: Path) -> None:
-    """Try to resume from what cannot be resumed from, and from under a saver that still writes."""
+    """Try to resume from what cannot be resumed from."""
     for name in DAMAGED:
         each = RESUMPTION_OF[name]
         with built_engine(each.scenario) as engine:
             facts = stumble(each, engine, out)
         (out / f"wrong.{name}.{dist.get_rank()}.json").write_text(json.dumps(facts))
-    with built_engine(RESUMPTION_OF[ODD].scenario) as engine:
-        facts = resume_under_saver(engine, out)
-    (out / f"{ATTACHED}.{dist.get_rank()}.json").write_text(json.dumps(facts))
 
 
 def attempt(engine: Any, store: Path, **named: Any) -> str:
@@ -199,40 +192,6 @@ def flip(path: Path, run: str, damage: str, *, rank: int) -> None:
     data[len(data) // 2] ^= 1
     file.chmod(0o644)
     file.write_bytes(data)
-
-
-def resume_under_saver(engine: Any, out: Path) -> Facts:
-    """Go back and on while a saver is attached, whose last save is still being written each time."""
-    seed(SEED)
-    scenario, facts = RESUMPTION_OF[ODD].scenario, Facts()
-
-    def slow(operation: str, path: Path) -> None:
-        if operation == "write":
-            time.sleep(0.02)
-
-    with layerstore.attach(engine, Store(out / "store", hook=slow), run=ATTACHED, policy="parity") as saver:
-
-        def trained(until: int) -> list[Facts]:
-            trace = []
-            while engine.global_steps < until:
-                trace.append(train_step(scenario, engine))
-                saver.save()
-            facts.setdefault("queued", []).append(saver.status().queued)
-            return trace
-
-        def resumed(step: int | Literal["latest"]) -> Facts:
-            found = layerstore.resume(engine, out / "store", run=ATTACHED, step=step, must_exist=True)
-            assert found is not None
-            return told(found)
-
-        facts["first"] = trained(1)
-        facts["at once"] = resumed("latest")
-        facts["on"] = trained(3)
-        facts["back"] = resumed(2)
-        facts["again"] = trained(4)
-        facts["latest"] = resumed("latest")
-        facts["further"] = trained(5)
-    return facts
 
 
 def told(found: Resumed) -> Facts:

@@ -51,7 +51,6 @@ ODD = "odd_sizes"
 FP16 = "fp16"
 FROZEN = "frozen"
 COMPOSITE = "composite"
-ATTACHED = "attached"
 
 COMPILED = (FUSED_ADAM,)
 """Those whose optimizer DeepSpeed compiles first."""
@@ -96,20 +95,16 @@ RESIZED = (ODD, FROZEN, RANK_BUFFERS, "grouped_blocks_first")
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
-Damage = Literal["master", "optimizer", "buffers", "weights"]
+Damage = Literal["master", "optimizer"]
 
 DAMAGED: dict[str, tuple[Damage, ...]] = {
     ODD: ("master", "optimizer"),
-    FROZEN: ("weights",),
-    RANK_BUFFERS: ("buffers",),
     FP16: (),
 }
 """The engines that are asked to resume from what they cannot, and which of the last rank's objects are damaged."""
 
 MISFITS: dict[str, tuple[str, ...]] = {
     ODD: ("tied", COMPOSITE, "client_numpy"),
-    FROZEN: (ODD,),
-    RANK_BUFFERS: (),
     FP16: (ODD, "fp32"),
 }
 """The runs of others that they are asked to resume from."""

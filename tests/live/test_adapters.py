@@ -119,20 +119,6 @@ def test_a_mixture_has_the_values_of_its_own_layers(trained: Path, store: Store,
     assert loaded(trained, tmp_path / "composed")
 
 
-def test_an_ingested_checkpoint_is_mixed_likewise(trained: Path, store: Store, tmp_path: Path) -> None:
-    """Offline and live, under the same policy: one and the same file; of one save it is the Trainer's."""
-    with layerstore.init(tmp_path / "store") as ingested:
-        for step in (2, 4):
-            ingested.ingest(trained / "files" / f"checkpoint-{step}", run="parity", policy="parity")
-        ingested.compose("parity@4").write(tmp_path / "offline", world_size=1)
-        ingested.compose("parity@2").write(tmp_path / "first")
-    store.compose("parity@4").write(tmp_path / "live")
-
-    assert (tmp_path / "offline" / WEIGHTS).read_bytes() == (tmp_path / "live" / WEIGHTS).read_bytes()
-    own = trained / "files" / "checkpoint-2" / WEIGHTS
-    assert (tmp_path / "first" / WEIGHTS).read_bytes() == own.read_bytes()
-
-
 def test_several_adapters_are_mixed_each_in_its_folder(trained: Path, store: Store, tmp_path: Path) -> None:
     """One of them with DoRA, whose names are its own."""
     store.compose("two@4").write(tmp_path / "composed")
@@ -159,14 +145,6 @@ def test_an_export_is_the_folder_that_the_trainer_left(trained: Path, store: Sto
         assert (tmp_path / "out" / name).read_bytes() == (own / name).read_bytes()
     assert_equal(loaded(trained, tmp_path / "out"), loaded(trained, own))
     store.compose("stored@2").export(tmp_path / "out", force=True)
-
-
-def test_an_export_of_a_mixture_has_its_layers_values(trained: Path, store: Store, tmp_path: Path) -> None:
-    """As the composed folder has them."""
-    store.compose("parity@4").export(tmp_path / "out")
-    store.compose("parity@4").write(tmp_path / "composed")
-
-    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "composed" / WEIGHTS).read_bytes()
 
 
 def test_several_adapters_are_exported_each_to_its_folder(trained: Path, store: Store, tmp_path: Path) -> None:
@@ -201,14 +179,6 @@ def test_a_run_with_frozen_weights_is_exported_as_its_adapter(trained: Path, sto
     with safe_open(tmp_path / "out" / WEIGHTS, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert_equal(loaded(trained, tmp_path / "out"), loaded(trained, trained / "raw"))
-
-
-def test_without_a_config_everything_is_written_under_its_own_name(store: Store, tmp_path: Path) -> None:
-    """As ever, and the note says what is not done."""
-    exported = store.compose("raw@1").export(tmp_path / "out")
-
-    assert "model.safetensors" in exported.files
-    assert any("adapter" in note for note in exported.notes)
 
 
 @pytest.mark.parametrize("case", ["method", "absent", "stray", "garbage"])

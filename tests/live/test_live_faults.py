@@ -130,26 +130,6 @@ def test_what_was_left_is_in_no_composite(
             assert {entry.origin.attempt for entry in opened.compose(RUN, policy=policy).composition.layers} == {3}
 
 
-def test_after_a_failed_first_save_from_a_mixture_the_next_one_is_full(
-    ranks: Nursery, store: Path, tmp_path: Path
-) -> None:
-    """The failed save's half is owed, and the other half is due."""
-    with ranks.launch(f"{PROGRAMS}:mixed", {"store": str(store)}, folder=tmp_path, name="mixed") as launch:
-        launch.done()
-
-    resumed = one(launch, "resumed")["layers"]
-    assert set(resumed.values()) == {3, 4}
-    saved = due(launch, "second")
-    assert len(saved[5]) == LAYERS // 2
-    assert set(saved[6]) == set(resumed)  # the other half, and what was given up
-    assert len(one(launch, "status", name="failed")["errors"]) == 1
-    with Store(store) as opened:
-        assert opened.verify(read_data=True).damaged == ()
-        commit = opened.show(RUN)
-        assert (commit.attempt, commit.step) == (2, 6)
-        assert {line.step for line in opened.ls(RUN)} == {6}
-
-
 def test_a_number_that_is_given_again_is_not_given_up_again(ranks: Nursery, store: Path, tmp_path: Path) -> None:
     """An engine that goes back under its saver saves on, whatever was given up before."""
     with ranks.launch(f"{PROGRAMS}:back_and_forth", {"store": str(store)}, folder=tmp_path, name="back") as launch:

@@ -16,7 +16,6 @@ from tests.live.cases import (
     GIVEN_UP,
     OVERFLOW,
     POLICIES,
-    SCENARIO_CASES,
     Case,
 )
 from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records
@@ -25,7 +24,6 @@ from tests.live.plain import states_of
 LAUNCH_SECONDS_MAX = 800
 
 SAVERS = [(case, policy) for case in CASES for policy in case.policies]
-SCENARIO_SAVERS = [(case, policy) for case in SCENARIO_CASES for policy in case.policies]
 
 pytestmark = pytest.mark.timeout(LAUNCH_SECONDS_MAX + 100)
 
@@ -40,12 +38,6 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 def trained(launcher: Launcher, request: pytest.FixtureRequest) -> Launched:
     """Return the training of all cases, on each device that there is."""
     return launcher.on(request.param)
-
-
-@pytest.fixture(scope="module")
-def scenario_launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """Return what trains all scenarios of the other tests once."""
-    return Launcher(tmp_path_factory.mktemp("scenarios"), "training", "--all-scenarios")
 
 
 def seen(trained: Launched, case: Case, *, rank: int = 0) -> dict[str, Any]:
@@ -92,17 +84,6 @@ def test_savers_write_what_deepspeed_saves(trained: Launched, case: Case, policy
 
     assert found == expected
     assert trained.store.verify(f"{case.run(policy)}@{case.steps[-1]}", read_data=True).ok
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("case", "policy"), [pytest.param(*of, id=f"{of[0].name}-{of[1]}") for of in SCENARIO_SAVERS])
-def test_savers_write_what_deepspeed_saves_in_every_scenario(
-    scenario_launcher: Launcher, case: Case, policy: str
-) -> None:
-    """So it is for everything that DeepSpeed trains in the other tests."""
-    found, expected = compared(scenario_launcher.on("cpu"), case, policy)
-
-    assert found == expected
 
 
 def test_nothing_fails_and_nothing_is_left(trained: Launched) -> None:

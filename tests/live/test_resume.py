@@ -20,11 +20,9 @@ from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.live.cases import RANK_BUFFERS
 from tests.live.launched import DEVICES, Launched, Launcher, records
 from tests.live.resumptions import (
-    ATTACHED,
     COMPOSITE,
     DAMAGED,
     FP16,
-    FROZEN,
     LAST,
     MISFITS,
     ODD,
@@ -247,31 +245,6 @@ def test_saves_after_a_composite_inherit_its_own_layers(both: tuple[Launched, La
     assert origins == {layer: (2, each.at + 1) if layer in due else (1, layers[layer]) for layer in layers}
 
 
-def test_nothing_of_the_abandoned_steps_comes_back(both: tuple[Launched, Launched]) -> None:
-    """The first attempt went on after the step resumed at; no composite of the second one has layers from there."""
-    _, second = both
-    each, layers, (_, last) = composite_facts(both)
-    abandoned = set(versions(resolve_in(second, each.name, attempt=1, step=LAST)).items())
-    abandoned -= set(versions(resolve_in(second, each.name, attempt=1, step=each.at)).items())
-
-    for policy in ("latest", "parity"):
-        composite = second.store.compose(each.name, policy=policy)
-        chosen = {layer: choice.version for layer, choice in composite.layers.items()}
-        assert composite.step == each.at + 2
-        assert abandoned
-        assert not abandoned & set(chosen.items())
-        assert chosen == versions(last)
-    assert {entry.origin.attempt for entry in last.layers} <= {1, 2}
-    assert all(entry.origin.attempt == 2 or entry.origin.step == layers[entry.layer] for entry in last.layers)
-
-
-def resolve_in(launched: Launched, run: str, *, attempt: int, step: int) -> CommitRecord:
-    """Return the record of *step* in *attempt*."""
-    repo = launched.store.repo
-    (row,) = [row for row in repo.catalog.view(run).of_attempt(attempt) if row.step == step]
-    return repo.catalog.commit(row.name).record
-
-
 # -- what cannot be resumed from -----------------------------------------------------------------------------------
 
 
@@ -307,7 +280,6 @@ def test_what_is_not_there_is_told(both: tuple[Launched, Launched], name: str) -
         (ODD, "tied", "parameter embed.weight and 26 more: in the engine and not in the checkpoint"),
         (ODD, COMPOSITE, "the checkpoint has 1 param groups, the engine's optimizer has 2"),
         (ODD, "client_numpy", "the checkpoint has 2 sub-groups, the engine's optimizer 14, or of other sizes"),
-        (FROZEN, ODD, "trained parameter embed.weight and 8 more: in the checkpoint and not in the engine"),
         (FP16, ODD, "the checkpoint was saved with bf16, the engine trains without it"),
         (FP16, "fp32", "embed.weight in the checkpoint: float32; in the engine: float16"),
     ],
@@ -331,35 +303,3 @@ def test_of_a_damaged_object_every_rank_hears(ranks: tuple[Launched, Launched], 
 
 
 # -- under a saver -------------------------------------------------------------------------------------------------
-
-
-def test_a_resume_waits_for_what_is_on_its_way(both: tuple[Launched, Launched]) -> None:
-    """The newest step is the one that was saved just before, though it was not on disk yet."""
-    for found in of_all(both[1], ATTACHED):
-        assert all(queued > 0 for queued in found["queued"])
-        assert (found["at once"]["step"], found["back"]["step"], found["latest"]["step"]) == (1, 2, 4)
-
-
-def test_saves_after_a_resume_go_to_the_right_attempt(both: tuple[Launched, Launched]) -> None:
-    """At the tip the attempt goes on; further back the next one begins, from the very layers that were resumed."""
-    _, second = both
-    (back, *_) = [found["back"] for found in of_all(second, ATTACHED)]
-    log = {(row.attempt, row.step) for row in second.store.repo.catalog.view(ATTACHED).visible}
-
-    assert log == {(1, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5)}
-    third = resolve_in(second, ATTACHED, attempt=2, step=3)
-    assert third.fork == Fork(attempt=1, step=2)
-    origins = {entry.layer: (entry.origin.attempt, entry.origin.step) for entry in third.layers}
-    assert {of for of in origins.values() if of[0] == 1}
-    assert origins == {layer: of if of == (2, 3) else (1, back["layers"][layer]) for layer, of in origins.items()}
-    assert resolve(second.store.repo, ATTACHED).record.step == 5
-
-
-def test_a_resume_at_the_tip_changes_no_loss(both: tuple[Launched, Launched]) -> None:
-    """A full save that was resumed at once leaves the training what it was."""
-    first, second = both
-
-    for rank, found in enumerate(of_all(second, ATTACHED)):
-        trace = facts(first, RESUMPTION_OF[ODD], rank)["trace"]
-        assert found["first"] + found["on"] == trace[:3]
-        assert [entry["step"] for entry in found["again"] + found["further"]] == [3, 4, 5]

@@ -1,6 +1,6 @@
 """Train the cases on real DeepSpeed ranks, and save each step twice: through savers, and by DeepSpeed itself.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.live.training --out OUT [--all-scenarios]
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.live.training --out OUT
 
 ``OUT/store`` gets the savers' runs, ``OUT/checkpoints/<case>`` DeepSpeed's folders, ``OUT/<case>.<rank>.json``
 what each rank has seen: what was due, what was refused, how much was staged.
@@ -32,7 +32,7 @@ from layerstore.store import Store
 from layerstore.zero3 import ObjectSource
 from tests.deepspeed import client_states, models
 from tests.deepspeed.training import DTYPES, allow_fp16, built_engine
-from tests.live.cases import CASE_OF, CASES, CPU_ADAM, FUSED_ADAM, POLICIES, SCENARIO_CASES, Case
+from tests.live.cases import CASE_OF, CASES, CPU_ADAM, FUSED_ADAM, POLICIES, Case
 from tests.live.misuse import Gatekeeper, attempt, saved, try_misuse
 from tests.live.plain import plainly
 
@@ -46,13 +46,12 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--all-scenarios", action="store_true")
     parser.add_argument("--case", action="append", choices=sorted(CASE_OF))
     arguments = parser.parse_args()
     begin(arguments.out)
     allow_fp16()
     some = [CASE_OF[name] for name in arguments.case or ()]
-    for case in some or (SCENARIO_CASES if arguments.all_scenarios else CASES):
+    for case in some or CASES:
         if dist.get_rank() == 0:
             print(f"=== {case.name}", flush=True)
         facts: Facts = {"unavailable": "", "saves": {policy: {} for policy in case.policies}}

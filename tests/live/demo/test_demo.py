@@ -13,7 +13,7 @@ import pytest
 
 import layerstore
 from layerstore.cli.app import main
-from layerstore.errors import AlreadyExists, InvalidInput, Unsupported
+from layerstore.errors import AlreadyExists, InvalidInput
 from layerstore.live.demo import (
     STEPS,
     STEPS_MIN,
@@ -150,15 +150,6 @@ def test_an_earlier_demo_is_only_replaced_with_force(someone_elses: Path) -> Non
     assert (someone_elses / "store" / "file").read_text() == CONTENT
 
 
-def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
-    """The command says so with its own exit code."""
-    file = tmp_path / "file"
-    file.write_text(CONTENT)
-
-    assert main(["demo", "--dir", str(file), "--force"]) == 14
-    assert file.read_text() == CONTENT
-
-
 def test_a_missing_compiler_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,17 +163,6 @@ def test_a_missing_compiler_is_one_clear_error(
     assert "no-such-compiler" in error["message"]
     assert "g++" in error["hint"]
     assert not (tmp_path / "demo").exists()
-
-
-def test_missing_packages_are_all_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hint is the command that installs them."""
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # how the import system itself notes that it is not there
-    monkeypatch.setitem(sys.modules, "transformers", None)
-
-    with pytest.raises(Unsupported, match="deepspeed, transformers") as raised:
-        run_demo(tmp_path / "demo")
-
-    assert "pip install" in str(raised.value.hint)
 
 
 def test_too_few_steps_are_refused(tmp_path: Path) -> None:

@@ -3,51 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import layerstore
 from layerstore.live.demo.stores import (
-    POLICIES,
-    mixture_of,
     resized,
     same_layers,
-    usage_of_deepspeed,
-    usage_under,
 )
 from tests.generated import generate
 
 SMALL: dict[str, Any] = {"layers": 6, "hidden": 32, "vocab": 32}
 STEPS = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a save folder with a tag for every step."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for step in STEPS:
-        generate(folder, step=step, seed=step, **SMALL)
-    return folder
-
-
-def test_what_is_saved_is_counted_and_a_mixture_is_what_the_policy_left(checkpoints: Path, tmp_path: Path) -> None:
-    """For each policy; and the mixture by parity is not what saving everything has left."""
-    plain = usage_of_deepspeed(checkpoints, STEPS)
-    saved = {name: usage_under(name, checkpoints, STEPS, store=tmp_path / name, run="r") for name in POLICIES}
-
-    assert plain.total_bytes == sum(path.stat().st_size for path in checkpoints.rglob("*.pt"))
-    assert saved["full"].total_bytes > saved["parity"].total_bytes
-    assert {name: each.later_bytes < 0.7 * each.first_bytes for name, each in saved.items()} == {
-        "full": False,
-        "parity": True,
-        "filter": True,
-    }
-    with layerstore.open(tmp_path / "full") as store:
-        mixed = store.compose("r@3", policy=POLICIES["parity"])
-        mixture, wrong = (mixture_of(mixed, "parity", saved=tmp_path / name) for name in ("parity", "full"))
-
-    assert (mixture.same, mixture.layers, mixture.oldest_steps) == (9, 9, 1)
-    assert list(mixture.steps) == [3, 2]
-    assert wrong.same == mixture.steps[3] < wrong.layers
 
 
 def test_every_bit_of_every_array_is_compared_whatever_the_ranks(tmp_path: Path) -> None:

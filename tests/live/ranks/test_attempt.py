@@ -26,7 +26,6 @@ from layerstore.storage import RunView
 from tests.generated import generate
 
 RUN = "sft"
-SESSION = "0" * 32
 CHILDREN = multiprocessing.get_context("forkserver")
 
 
@@ -87,15 +86,6 @@ def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pyt
     (record,) = caplog.records
     assert f"attempt 1 of run 'sft' is locked by pid {os.getpid()} on " in record.getMessage()
     assert third.acquire(wish).attempt == 3
-
-
-def test_two_jobs_that_begin_at_once_begin_beside_each_other(store: Store) -> None:
-    """Neither was resumed; each has its own attempt before either has saved anything."""
-    wish = partial(place_resumed, composition=None)
-
-    places = [each.acquire(wish) for each in (attempt_of(store), attempt_of(store))]
-
-    assert [(place.attempt, place.fork, place.save_number) for place in places] == [(2, None, 0), (3, None, 0)]
 
 
 def test_what_the_last_holder_saved_meanwhile_is_not_overwritten(store: Store) -> None:
@@ -191,17 +181,3 @@ def test_a_killed_job_holds_nothing(store: Store) -> None:
     job.join()
 
     assert other.acquire(wish).attempt == 1
-
-
-def test_parts_of_a_save_that_was_given_up_go_with_their_session(tmp_path: Path) -> None:
-    """A rank may write its part after the first rank has given the save up: it is removed once all have written."""
-    with layerstore.init(tmp_path / "store") as store:
-        parts, folder = store.repo.parts, store.path / "parts" / SESSION
-        parts.open_session(SESSION)
-        (folder / "1.0").touch()
-
-        parts.close_session(SESSION, is_over=False)
-        assert folder.exists()
-        parts.close_session(SESSION, is_over=True)
-        assert not folder.exists()
-        parts.close_session(SESSION, is_over=True)  # twice is harmless

@@ -17,7 +17,6 @@ from layerstore.ingest.due import RUN_ELEMENTS, RUNS
 from layerstore.live.engine.capture import Captured, capture
 from layerstore.live.engine.deepspeed import SavedStates
 from layerstore.live.ranks.exchange import Exchange
-from layerstore.live.saver import movements as watch_module
 from layerstore.live.saver.movements import MovementWatch
 from layerstore.policy import Save
 from tests.generated import generate
@@ -137,18 +136,6 @@ def test_movement_is_the_stores_own_at_any_world_size(tmp_path: Path) -> None:
         assert ranks.movements() == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_rank_may_hold_nothing_that_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where many ranks share a few large parameters: the others measure for it."""
-    own = watch_module._own_places
-    monkeypatch.setattr(watch_module, "_own_places", lambda shape, share: own(shape, share) if share.rank == 0 else [])
-    ranks = Ranks(tmp_path)
-    ranks.saved()
-
-    assert ranks.movements() == dict.fromkeys(ALL, 0.0)
-    ranks.change("lm_head", lambda values: values.mul_(2))
-    assert ranks.movements()["lm_head"] > 0
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sample_is_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """However many sub-groups there are: each transfer would wait for all that the device has begun."""
@@ -210,19 +197,6 @@ def test_a_layer_that_has_gone_wrong_is_due_and_spoils_no_other(tmp_path: Path, 
     assert not math.isfinite(found.pop("model.layers.1"))
     assert found == dict.fromkeys(ALL - {"model.layers.1"}, 0.0)
     assert due == {"model.layers.1"}
-
-
-def test_what_is_frozen_has_not_moved(tmp_path: Path) -> None:
-    """Else a frozen layer, which has no masters, would count as what moved most, and use up every budget."""
-    frozen: dict[str, Any] = {"frozen": ("model.layers.1", "model.embed_tokens")}
-    ranks = Ranks(tmp_path, **frozen)
-    ranks.saved()
-    ranks.go_to(2)
-
-    found = ranks.movements()
-
-    assert found == pytest.approx(ingested(tmp_path, **frozen), rel=1e-9)
-    assert {layer for layer, movement in found.items() if not movement} == {"model.layers.1", "model.embed_tokens"}
 
 
 def test_another_model_is_measured_from_its_own_first_save(tmp_path: Path) -> None:
