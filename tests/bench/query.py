@@ -7,7 +7,6 @@ What a new process needs is measured in new processes.
 
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -90,7 +89,7 @@ def run(folder: Path, *, commits: int, layers: int) -> None:
     built = time.perf_counter()
     with layerstore.open(path) as store:
         assert len(store.log(limit=1)) == 1
-    print(f"{commits:,} commits of {layers} layers, {os.cpu_count()} processors, {platform.platform()}")
+    print(f"{commits:,} commits of {layers} layers")
     print(
         f"made in {built - started:.1f} s; indexed in {time.perf_counter() - built:.1f} s; "
         f"index {(path / 'manifest/data.mdb').stat().st_size / 1e6:.1f} MB"
