@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,6 @@ from tests.faults.harness import (
     leftovers,
     problems,
     tiny_checkpoint,
-    wait_for,
 )
 
 ROUNDS = 3
@@ -99,29 +97,6 @@ def test_two_ingests_at_once_both_succeed_or_one_is_refused(
         assert leftovers(path) == []
         with Store(path) as store:
             assert len(store.log()) == len(set(done))
-
-
-def _hold(path: Path, signal: Path) -> None:
-    with Store(path) as store, store._repo.lock_run("run"):
-        signal.touch()
-        threading.Event().wait(600)
-
-
-@pytest.mark.fault(47, 55)
-def test_a_lock_is_freed_by_its_holders_death_and_named_before(sources: Path, fast_path: Path) -> None:
-    """The message names the process; after a kill nothing has to be cleaned up."""
-    path = fast_path / "store"
-    init(path).close()
-    with child(_hold, path, fast_path / "held") as holder:
-        wait_for(fast_path / "held")
-        failure = in_child(_ingest, path, sources / "step2", "run", "0.2").needed()
-        assert failure.kind == Locked.__name__
-        assert f"pid {holder.pid}" in failure.message
-        assert "\n" not in failure.message
-        assert failure.hint
-        assert in_child(_ingest, path, sources / "step2", "elsewhere", "0.2").needed() is None
-
-    assert in_child(_ingest, path, sources / "step2", "run", "0.2").needed() is None
 
 
 def _ingest_slowly(path: Path, source: Path, runs: list[str]) -> None:
