@@ -276,12 +276,6 @@ RANKS = Group(
 GROUPS = (DEATH, LIMITS, DAMAGE, CONCURRENCY, INPUT, VERSIONS, RECORDS, RANKS)
 CASES: Mapping[int, tuple[str, str]] = {number: case for group in GROUPS for number, case in group.cases.items()}
 
-REASONS: Mapping[int, str] = {}
-"""Why there can be no test of a case."""
-
-OPEN: tuple[int, ...] = ()
-"""Cases whose tests are still to come: whoever marks the first one of a case takes its number out."""
-
 INTRODUCTION = f"""\
 # Faults
 
@@ -307,26 +301,15 @@ def cases_with_tests(tests: list[MarkedTest[int]]) -> dict[int, list[MarkedTest[
 def page(tests: list[MarkedTest[int]]) -> str:
     """Return the text of the page."""
     by_case = cases_with_tests(tests)
-    shown = sum(bool(by_case[number]) for number in CASES)
-    counts = f"{len(CASES)} cases: {shown} shown by {len(tests)} tests, {len(REASONS)} with a reason why not"
-    counts += f", {len(OPEN)} open.\n" if OPEN else ".\n"
+    counts = f"{len(CASES)} cases, shown by {len(tests)} tests.\n"
     return "\n".join([INTRODUCTION, counts, *(_section(group, by_case) for group in GROUPS)])
 
 
 def _section(group: Group, by_case: Mapping[int, list[MarkedTest[int]]]) -> str:
-    rows = [
-        f"| {number} | {what} | {rule} | {_shown_by(number, by_case[number])} |"
-        for number, (what, rule) in group.cases.items()
-    ]
+    rows = [f"| {number} | {what} | {rule} | {cell(by_case[number])} |" for number, (what, rule) in group.cases.items()]
     return "\n".join(
         [f"## {group.title}", "", "| no. | what happens | what comes of it | tests |", "|---|---|---|---|", *rows, ""]
     )
-
-
-def _shown_by(number: int, tests: list[MarkedTest[int]]) -> str:
-    if number in REASONS:
-        return f"none: {REASONS[number]}"
-    return cell(tests) or "open"
 
 
 if __name__ == "__main__":

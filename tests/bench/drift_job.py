@@ -9,7 +9,10 @@ Evaluation is over text that is never trained on, the same at every seed.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,8 @@ import layerstore
 from layerstore.live.demo.launch import tell
 from layerstore.live.demo.training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.saver.saver import Saver
-from tests.bench.drift_lines import CONTROL, LINES, OTHER_TEXT, RUN
+from layerstore.policy import Drift, Filter, Latest, Parity, Policy
+from tests.bench.loop_table import DEEPSPEED_BYTES
 from tests.bench.ranked import begin, end
 
 if TYPE_CHECKING:
@@ -35,14 +39,60 @@ _STRIDE = 1_000_003
 """So far apart are the seeds of the batches of two runs: more than either has steps."""
 
 
+RUN = "bench"
+RARELY = 20
+"""A plain full save comes every so manyth time: as few bytes as drift may take."""
+
+THRESHOLD = 0.01
+STALEST = 40
+"""Every layer's turn comes once in so many saves, which takes half of what drift may take; the budget is the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One way to save."""
+
+    name: str
+    policy: Callable[[int], Policy]
+    """For a model of so many parameters."""
+    is_saved: Callable[[int, int], bool] = lambda number, last: True
+    """Whether it saves at the moment of this number, of which there are so many after the first."""
+
+
+def drift(parameters: int, *, share: Fraction) -> Drift:
+    """Return drift with a budget of this *share* of a full save."""
+    return Drift(threshold=THRESHOLD, budget=int(parameters * DEEPSPEED_BYTES * share), stalest=STALEST)
+
+
+DRIFT = Line(name="drift, 1/40", policy=partial(drift, share=Fraction(1, 40)))
+"""What is measured."""
+CONTROL = Line(name="full", policy=lambda _: Latest(), is_saved=lambda number, last: number == last)
+"""Saved in full at the last moment: what resumes from it is the uninterrupted run, to the last bit."""
+
+LINES = (
+    CONTROL,
+    Line(name="parity", policy=lambda _: Parity()),
+    Line(name="filter", policy=lambda _: Filter()),
+    DRIFT,
+    Line(name="drift, 1/6", policy=partial(drift, share=Fraction(1, 6))),
+    # Its turns lie so that the failure comes just before the next one.
+    Line(
+        name=f"full, every {RARELY}th",
+        policy=lambda _: Latest(),
+        is_saved=lambda number, last: number == 0 or (number - last) % RARELY == 1 % RARELY,
+    ),
+)
+
+OTHER_TEXT = "full, other text"
+"""No way to save: the control trained on other batches, which says how far apart equally good runs come."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Course:
     """What was seen of one policy."""
 
     bytes: list[int] = field(default_factory=list)
     """What each save copied, on all ranks together."""
-    numbers: list[int] = field(default_factory=list)
-    """Which of the moments to save each of them was."""
     base: int = 0
     """The step that was resumed at."""
     layers: dict[str, int] = field(default_factory=dict)
@@ -109,7 +159,6 @@ class Job:
             for line in LINES:
                 if line.is_saved(number, saves):
                     savers[line.name].save()
-                    courses[line.name].numbers.append(number)
         last = self.engine.global_steps
         for name, saver in savers.items():
             saver.close()

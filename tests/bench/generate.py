@@ -1,13 +1,10 @@
 """
 Write DeepSpeed-shaped ZeRO-3 checkpoints of any size, without training and without torch.
 
-    python -m tests.bench.generate FOLDER --gb 2 --layout hf
-
 Only the numbers are made up; every file, key and byte that a reader could look at is where DeepSpeed puts it.
 Equal arguments give equal bytes. What is written streams to disk: memory does not grow with the size.
 """
 
-import argparse
 import json
 import struct
 from collections.abc import Collection, Iterator
@@ -21,7 +18,6 @@ from layerstore.tree import OrderedMap, Storage, Tree
 from layerstore.zero3 import convert
 from layerstore.zero3.pt import layout_pt
 from tests.bench.shapes import (
-    GROUPINGS,
     Grouping,
     ModelShape,
     Parameter,
@@ -31,7 +27,6 @@ from tests.bench.shapes import (
 )
 from tests.bench.trees import (
     HALF_OF,
-    PRECISIONS,
     Job,
     Precision,
     Recipe,
@@ -262,36 +257,3 @@ def _safetensors_header(parameters: list[Parameter], dtype: str) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def main() -> None:
-    """Write what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.generate", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--gb", type=float, help="about this many GiB, in shapes that fill pages")
-    parser.add_argument("--odd", action="store_true", help="with --gb: shapes that do not, for three ranks")
-    parser.add_argument("--layout", choices=LAYOUTS, default="raw")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int)
-    parser.add_argument("--vocab", type=int, default=64)
-    parser.add_argument("--world-size", type=int, help="2, or what --gb chooses")
-    parser.add_argument("--groups", choices=GROUPINGS, default="two")
-    parser.add_argument("--sub-group-size", type=int, default=10**9)
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--frozen", nargs="*", default=())
-    parser.add_argument("--tag")
-    parser.add_argument("--step", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = vars(parser.parse_args())
-    gib, odd = arguments.pop("gb"), arguments.pop("odd")
-    if gib is not None:
-        shape = shape_of_size(gib, is_gathered=arguments["layout"] == "hf", is_odd=odd)
-        arguments |= {name: getattr(shape, name) for name in ("layers", "hidden", "intermediate", "vocab")}
-        arguments["world_size"] = arguments["world_size"] or shape.world_size
-    print(generate(**arguments | {"world_size": arguments["world_size"] or 2}))
-
-
-if __name__ == "__main__":
-    main()

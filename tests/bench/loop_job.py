@@ -1,24 +1,25 @@
 """
-The training that the benchmark of the loop times: the program that each of its ranks runs.
-
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.bench.loop_job --out RESULT.json --data DIR …
+The training that the benchmark of the loop times, and the ways to save it: the program that each of its ranks runs.
 
 DeepSpeed starts once. Then the same job is done with every way to save in turns, on the same engine, whose state goes
-on from job to job: only its values differ. The first rank writes down what all of them measured.
+on from job to job: only its values differ. Every way keeps the same state on every rank: its masters with their two
+moments, 12 bytes a parameter over all ranks. The first rank writes down what all of them measured.
 """
 
 import argparse
 import os
-import statistics
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
+import layerstore
 from layerstore.live.demo.launch import tell
-from tests.bench.loop_variants import VARIANTS, Engine, Variant, Way, clear, folder_bytes
+from layerstore.live.saver.saver import Saver
 from tests.bench.measure import machine_busy_seconds, own_cpu_seconds, wait_for_quiet
 from tests.bench.ranked import begin, end
 from tests.bench.shapes import ModelShape
@@ -27,6 +28,154 @@ HIDDEN = 512
 INTERMEDIATE = 1408
 HEADS = 8
 VOCAB_MIN = 4096
+BATCH = 2
+SEQUENCE = 64
+RUN = "bench"
+
+Engine = Any  # deepspeed ships no types
+
+
+# -- ways to save --------------------------------------------------------------------------------------------------
+
+
+class Way(Protocol):
+    """One way to save, for the time of one job."""
+
+    @property
+    def durable_seconds(self) -> list[float]:
+        """Of every save that is known to be on disk, how long that took; empty where nobody can tell."""
+
+    def save(self) -> None:
+        """Save the engine's state: training stands still meanwhile."""
+
+    def blocked_elsewhere(self) -> float:
+        """Return how many seconds training has been held so far outside of `save`."""
+
+    def finish(self) -> None:
+        """Return once every save is there."""
+
+    def close(self) -> None:
+        """Let go of the engine; every rank calls it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One line of the table."""
+
+    name: str
+    begin: Callable[[Engine, Path], Way]
+    """Called on every rank with a folder that is its own, and empty."""
+    cycle: int = 1
+    """How many saves after the first it takes until the same layers come again."""
+
+
+class Nothing:
+    """No checkpoints at all."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.durable_seconds: list[float] = []
+
+    def save(self) -> None:
+        """Save nothing."""
+
+    def blocked_elsewhere(self) -> float:
+        """Return that nothing is held."""
+        return 0.0
+
+    def finish(self) -> None:
+        """Wait for nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+class DeepSpeed(Nothing):
+    """DeepSpeed's own ``engine.save_checkpoint``; it neither syncs its files nor tells when they are on disk."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        super().__init__(engine, folder)
+        self._engine = engine
+        self._folder = folder
+
+    def save(self) -> None:
+        """Save a checkpoint."""
+        self._engine.save_checkpoint(str(self._folder), tag=f"global_step{self._engine.global_steps}")
+
+
+class SyncedDeepSpeed(DeepSpeed):
+    """The same, on disk before training goes on, as layerstore's saves are before they show: like against like."""
+
+    def save(self) -> None:
+        """Save a checkpoint, and sync it; the ranks share the files among them."""
+        import torch.distributed as dist
+
+        super().save()
+        dist.barrier()
+        files = sorted(path for path in self._folder.rglob("*.pt") if path.is_file())
+        for path in files[dist.get_rank() :: dist.get_world_size()]:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        dist.barrier()
+
+
+class Layerstore:
+    """A saver of this project, on a store of its own."""
+
+    def __init__(self, engine: Engine, folder: Path, *, policy: str, mode: Literal["async", "sync"] = "async") -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            layerstore.init(folder / "store").close()
+        dist.barrier()
+        self._saver: Saver = layerstore.attach(engine, folder / "store", run=RUN, policy=policy, mode=mode)
+        self._within = 0.0
+
+    @property
+    def durable_seconds(self) -> list[float]:
+        """Of every save until this rank's share was on disk; a commit of all follows within a few hundredths."""
+        return [of.durable_seconds for of in self._saver.results if of.durable_seconds is not None]
+
+    def save(self) -> None:
+        """Begin a save, in sync mode end it too."""
+        started = time.monotonic()
+        self._saver.save()
+        self._within += time.monotonic() - started
+
+    def blocked_elsewhere(self) -> float:
+        """Return what was waited for before updates: the saver counts that with what `save` took."""
+        return max(self._saver.status().blocked_seconds - self._within, 0.0)
+
+    def finish(self) -> None:
+        """Wait until all is durable, and make sure that nothing was given up."""
+        self._saver.wait()
+        status = self._saver.status()
+        if status.failed:
+            raise RuntimeError(f"a save came to nothing: {status.errors}")
+
+    def close(self) -> None:
+        """Detach."""
+        self._saver.close()
+
+
+NONE = Variant(name="no checkpoints", begin=Nothing)
+DEEPSPEED = Variant(name="engine.save_checkpoint", begin=DeepSpeed)
+SYNCED = Variant(name="the same, and synced", begin=SyncedDeepSpeed)
+FULL = Variant(name="layerstore, full", begin=partial(Layerstore, policy="latest"))
+
+VARIANTS = (
+    NONE,
+    DEEPSPEED,
+    SYNCED,
+    FULL,
+    Variant(name="layerstore, full, sync", begin=partial(Layerstore, policy="latest", mode="sync")),
+    Variant(name="layerstore, parity", begin=partial(Layerstore, policy="parity"), cycle=2),
+    Variant(name="layerstore, filter", begin=partial(Layerstore, policy="filter"), cycle=10),
+    Variant(name="layerstore, drift", begin=partial(Layerstore, policy="drift"), cycle=10),
+)
+"""What takes turns; a policy that is added here has its line in every table."""
+
+
+# -- the job ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,9 +188,6 @@ class Job:
     blocked: list[float] = field(default_factory=list)
     """Of every save: inside it, and before updates until the next one."""
     durable: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    passes: list[float] = field(default_factory=list)
-    """Forward and backward of every step."""
     others_share: float = 0.0
     """How much of the machine's processors somebody else used meanwhile; the kernel's own flushing is in it."""
 
@@ -52,9 +198,6 @@ class Result:
 
     state_bytes: int
     parameters: int
-    layers: int
-    memcpy_seconds: float
-    """To copy each rank's state within its memory, all ranks at once."""
     sizes: dict[str, list[int]]
     """Of every variant, what each save of a whole cycle added to its folder."""
     jobs: list[Job]
@@ -79,11 +222,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--saves", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--sequence", type=int, required=True)
     options = parser.parse_args()
     begin()
-    training = Training(shape_of(options.gb), batch=options.batch, sequence=options.sequence)
+    training = Training(shape_of(options.gb))
     training.step()  # the optimizer has its moments now
     end(_measured(training, options), options.out)
 
@@ -91,35 +232,32 @@ def main() -> None:
 class Training:
     """A Llama under ZeRO-3, and one step of its training."""
 
-    def __init__(self, shape: ModelShape, *, batch: int, sequence: int) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         import torch.distributed as dist
 
-        self._shape, self._batch, self._sequence = shape, batch, sequence
-        self.engine = _engine(shape, sequence)
+        self._shape = shape
+        self.engine = _engine(shape)
         self.rank = dist.get_rank()
         self.parameters = sum(parameter.elements for parameter in shape.parameters())
 
-    def step(self) -> tuple[float, float]:
-        """Make one step; return how long it took, and how long forward and backward did."""
+    def step(self) -> None:
+        """Make one step."""
         import torch
 
-        started = time.monotonic()
         generator = torch.Generator().manual_seed(1000 * self.engine.global_steps + self.rank)
-        tokens = torch.randint(0, self._shape.vocab, (self._batch, self._sequence), generator=generator)
+        tokens = torch.randint(0, self._shape.vocab, (BATCH, SEQUENCE), generator=generator)
         self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
-        passes = time.monotonic() - started
         self.engine.step()
-        return time.monotonic() - started, passes
 
-    def state(self) -> list[Any]:
-        """Return this rank's masters and moments."""
+    def state_bytes(self) -> int:
+        """Return the size of all ranks' masters and moments."""
         zero = self.engine.optimizer
         flats = list(zero.fp32_partitioned_groups_flat)
         moments = [zero.optimizer.state[flat][name] for flat in flats for name in ("exp_avg", "exp_avg_sq")]
-        return flats + moments
+        return int(_sum(sum(part.numel() * part.element_size() for part in flats + moments)))
 
 
-def _engine(shape: ModelShape, sequence: int) -> Engine:
+def _engine(shape: ModelShape) -> Engine:
     import deepspeed
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,7 +277,7 @@ def _engine(shape: ModelShape, sequence: int) -> Engine:
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
         vocab_size=shape.vocab,
-        max_position_embeddings=sequence,
+        max_position_embeddings=SEQUENCE,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -152,14 +290,7 @@ def _engine(shape: ModelShape, sequence: int) -> Engine:
 
 
 def _measured(training: Training, options: argparse.Namespace) -> Result:
-    result = Result(
-        state_bytes=int(_sum(sum(part.numel() * part.element_size() for part in training.state()))),
-        parameters=training.parameters,
-        layers=training._shape.layers,
-        memcpy_seconds=_memcpy_seconds(training),
-        sizes={},
-        jobs=[],
-    )
+    result = Result(state_bytes=training.state_bytes(), parameters=training.parameters, sizes={}, jobs=[])
     for variant in VARIANTS:
         result.sizes[variant.name] = _rehearsed(training, variant, options.data)
     for number in range(options.rounds):
@@ -178,7 +309,7 @@ def _rehearsed(training: Training, variant: Variant, folder: Path) -> list[int]:
         way.save()
         way.finish()
         _meet()
-        sizes.append(folder_bytes(folder))
+        sizes.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         _meet()
         tell("step", number=training.engine.global_steps)
     way.close()
@@ -194,7 +325,7 @@ def _job(training: Training, variant: Variant, options: argparse.Namespace) -> J
     own = _sum(own_cpu_seconds())
     machine, started = machine_busy_seconds(), time.monotonic()
     for _ in range(options.saves):
-        job.blocked.append(_max(_interval(training, way, options.every, job)))
+        job.blocked.append(_max(_interval(training, way, options.every)))
         tell("step", number=training.engine.global_steps)
     way.finish()
     job.seconds = _max(time.monotonic() - started)
@@ -206,31 +337,14 @@ def _job(training: Training, variant: Variant, options: argparse.Namespace) -> J
     return job
 
 
-def _interval(training: Training, way: Way, steps: int, job: Job) -> float:
+def _interval(training: Training, way: Way, steps: int) -> float:
     _meet()  # ranks leave a step at different times; waiting for each other there is none of a save's time
     elsewhere, started = way.blocked_elsewhere(), time.monotonic()
     way.save()
     blocked = time.monotonic() - started
     for _ in range(steps):
-        seconds, passes = training.step()
-        job.steps.append(seconds)
-        job.passes.append(passes)
+        training.step()
     return blocked + way.blocked_elsewhere() - elsewhere
-
-
-def _memcpy_seconds(training: Training) -> float:
-    state = training.state()
-    copies = [part.clone() for part in state]
-
-    def times() -> Iterator[float]:
-        for _ in range(3):
-            _meet()
-            started = time.monotonic()
-            for copy, part in zip(copies, state, strict=True):
-                copy.copy_(part)
-            yield time.monotonic() - started
-
-    return _max(statistics.median(times()))
 
 
 def _fresh(folder: Path) -> None:
@@ -239,7 +353,8 @@ def _fresh(folder: Path) -> None:
 
     _meet()
     if dist.get_rank() == 0:
-        clear(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         os.sync()
         wait_for_quiet()
     _meet()

@@ -14,7 +14,6 @@ from layerstore.inspect.estimate import cycle_of, due_sets
 from layerstore.layers import layer_of
 from layerstore.live.meta_model import parameter_shapes
 from layerstore.policy import Filter, Latest, Parity, Policy
-from layerstore.policy.anatomy import anatomy
 
 DEEPSPEED_BYTES = 12
 """Of a parameter in ``engine.save_checkpoint``: a master and two moments."""
@@ -92,19 +91,3 @@ def lines() -> Iterator[str]:
                 f"  {name:<36}{found / 1e9:>7.1f} GB{most / 1e9:>7.1f} GB{total * DEEPSPEED_BYTES / found:>29.2f}x"
                 f"{total * TRAINER_BYTES / found:>23.2f}x"
             )
-        yield f"  {_limit(elements)}"
-
-
-def _limit(elements: Mapping[str, int]) -> str:
-    """Say what keeps filter's factor down."""
-    total, layers = sum(elements.values()), tuple(elements)
-    parts, policy = anatomy(layers), Filter()
-    ends = sum(elements[layer] for layer in parts.ends(policy.first, policy.last))
-    large = sum(elements[layer] for layer in parts.auxiliary)
-    turns = policy.every / float(policy.share)
-    return (
-        f"filter: the {policy.first} + {policy.last} blocks that are always due are {ends / total:.0%} of the model; "
-        f"embeddings and head are {large / total:.0%}:\n"
-        f"  in rotation they add 1/{turns:.0f} of that to an average save (all of it with aux=always), "
-        "and the save with their turn is the largest"
-    )

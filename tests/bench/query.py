@@ -7,7 +7,6 @@ What a new process needs is measured in new processes.
 
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -58,28 +57,18 @@ class Question:
     """Done before each round, and not measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A composite that is planned, on top of a random commit."""
-
-    name: str
-    ref: Callable[[int], str]
-    """From a random step to a reference."""
-    policy: str | Policy
-
-
 _SLOW_FILTER = Filter(first=0, last=0, share=Fraction(1, 10), every=10)
 
-PLANS = (
-    Plan(name="latest", ref=lambda _: RUN, policy="latest"),
-    Plan(name="exact", ref=lambda _: RUN, policy="exact"),
-    Plan(name="RUN@STEP", ref=lambda step: f"{RUN}@{step}", policy="latest"),
-    Plan(name="RUN~1", ref=lambda _: f"{RUN}~1", policy="latest"),
-    Plan(name="parity", ref=lambda step: f"{RUN}@{step}", policy=Parity()),
-    Plan(name="filter, half at every 5th", ref=lambda step: f"{RUN}@{step}", policy=Filter()),
-    Plan(name="filter, a tenth at every 10th", ref=lambda step: f"{RUN}@{step}", policy=_SLOW_FILTER),
+PLANS: tuple[tuple[str, str, str | Policy], ...] = (
+    ("latest", RUN, "latest"),
+    ("exact", RUN, "exact"),
+    ("RUN@STEP", f"{RUN}@STEP", "latest"),
+    ("RUN~1", f"{RUN}~1", "latest"),
+    ("parity", f"{RUN}@STEP", Parity()),
+    ("filter, half at every 5th", f"{RUN}@STEP", Filter()),
+    ("filter, a tenth at every 10th", f"{RUN}@STEP", _SLOW_FILTER),
 )
-"""Every way to choose layers has a line here."""
+"""Every way to choose layers: its name, a reference in which STEP is a random one, and a policy."""
 
 
 def run(folder: Path, *, commits: int, layers: int) -> None:
@@ -90,7 +79,7 @@ def run(folder: Path, *, commits: int, layers: int) -> None:
     built = time.perf_counter()
     with layerstore.open(path) as store:
         assert len(store.log(limit=1)) == 1
-    print(f"{commits:,} commits of {layers} layers, {os.cpu_count()} processors, {platform.platform()}")
+    print(f"{commits:,} commits of {layers} layers")
     print(
         f"made in {built - started:.1f} s; indexed in {time.perf_counter() - built:.1f} s; "
         f"index {(path / 'manifest/data.mdb').stat().st_size / 1e6:.1f} MB"
@@ -111,8 +100,8 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
     steps = sorted({place.step for place in places(commits) if place.attempt == newest.attempt})
     folder = path / "commits" / RUN
 
-    def planned(plan: Plan) -> Callable[[], object]:
-        return lambda: store.compose(plan.ref(chance.choice(steps)), policy=plan.policy)
+    def planned(ref: str, policy: str | Policy) -> Callable[[], object]:
+        return lambda: store.compose(ref.replace("STEP", str(chance.choice(steps))), policy=policy)
 
     names = [line.layer for line in store.ls(RUN)]
 
@@ -134,7 +123,7 @@ def _questions(store: Store, path: Path, *, commits: int) -> list[Question]:
     last = store.log(RUN, limit=commits // 2)[-1].commit
     return [
         Question(name="open", ask=opened, bar_ms=50),
-        *(Question(name=f"plan {plan.name}", ask=planned(plan), bar_ms=10) for plan in PLANS),
+        *(Question(name=f"plan {name}", ask=planned(ref, policy), bar_ms=10) for name, ref, policy in PLANS),
         Question(name="plan a recipe of 3 steps", ask=by_recipe(3), bar_ms=10, rounds=50),
         Question(name="plan a recipe, each layer of its own step", ask=by_recipe(len(names)), bar_ms=10, rounds=50),
         Question(name="plan RUN@STEP, folder just changed", ask=just_changed, bar_ms=10),

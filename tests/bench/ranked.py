@@ -1,4 +1,4 @@
-"""What every benchmark that trains does as it begins and ends, on each of its ranks."""
+"""Benchmarks that train: how their ranks are started, what each of them does first and last, and what they bring."""
 
 import json
 import os
@@ -7,12 +7,29 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from layerstore.live.demo.launch import tell
+from layerstore.live.demo.launch import Ranks, tell
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+RANKS = 2
+_ROOT = Path(__file__).parents[2]
+
+
+def result_of(module: str, folder: Path, **options: object) -> dict[str, Any]:
+    """Run *module* on all ranks with *options*, and its data in *folder*; return what the first rank writes down."""
+    (folder / "data").mkdir(parents=True)
+    arguments = ["--out", str(folder / "result.json"), "--data", str(folder / "data")]
+    for name, value in options.items():
+        arguments += [f"--{name}", str(value)]
+    with Ranks(module, arguments, count=RANKS, folder=_ROOT, log=folder / "log") as ranks:
+        for _ in ranks.events():
+            pass
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
 
 
 def begin() -> None:

@@ -1,11 +1,9 @@
-"""The benchmarks: what each verb is compared with, and which ratio it must keep to."""
+"""What ingest and compose are compared with: copies of the same bytes, and other ways to ask for the same."""
 
-import fcntl
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,52 +17,6 @@ COPY = "cp -r"
 DURABLE_COPY = "cp -r + sync"
 
 RUN = "bench"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """What a contender must keep to."""
-
-    contender: str
-    baseline: str
-    ratio_max: float
-
-
-BARS = (
-    Bar(contender="ingest", baseline=DURABLE_COPY, ratio_max=1.0),
-    Bar(contender="ingest again", baseline=COPY, ratio_max=1.0),
-    Bar(contender="ingest again, store trusted", baseline=COPY, ratio_max=0.5),
-    Bar(contender="compose", baseline=DURABLE_COPY, ratio_max=1.25),
-    Bar(contender="compose, not durable", baseline=COPY, ratio_max=1.25),
-    Bar(contender="compose, not durable or verified", baseline=COPY, ratio_max=1.05),
-)
-"""For shapes that fill pages; the odd ones are reported beside them."""
-
-SHARING_RATIO_MAX = 0.3
-"""Of an unverified compose to a real copy, where the filesystem can let both share their blocks."""
-
-_FICLONE = 0x40049409
-
-
-def bars_for(folder: Path) -> list[Bar]:
-    """Return the bars on the filesystem of *folder*."""
-    unverified = BARS[-1]
-    return [*BARS[:-1], replace(unverified, ratio_max=SHARING_RATIO_MAX) if _shares_blocks(folder) else unverified]
-
-
-def _shares_blocks(folder: Path) -> bool:
-    source, target = folder / "share-source", folder / "share-target"
-    source.write_bytes(bytes(4096))
-    try:
-        with source.open("rb") as of_source, target.open("wb") as of_target:
-            fcntl.ioctl(of_target.fileno(), _FICLONE, of_source.fileno())
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        source.unlink()
-        target.unlink(missing_ok=True)
 
 
 class Workplace:
@@ -151,9 +103,6 @@ class Workplace:
     def _compose(self, *, verify: bool, durable: bool) -> None:
         assert self._store is not None
         self._store.compose(RUN, policy=self._policy).write(self._out, verify=verify, durable=durable)
-
-    def _compose_command(self) -> None:
-        self._command("compose", RUN, "--policy", self._policy, "-o", str(self._out))
 
     def _command(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "layerstore.cli", *arguments, "--store", str(self._store_path)]

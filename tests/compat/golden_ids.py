@@ -3,7 +3,7 @@ The ids of the checkpoint that ``checkpoint.py`` builds, at step 2.
 
 Changing one of OBJECTS, VERSIONS, STATES and COMMIT is a change of format: what users have stored would no longer
 be recognised. COMPOSED are the files of a composite; they may change with the writer, if that is meant.
-Written by ``python -m tests.compat.regenerate``.
+Written by ``python -m tests.compat.goldens``.
 """
 
 COMMIT = "8aa398e184cb937163e655a10acfc4d2"

@@ -1,46 +1,51 @@
-"""Take the ids and digests that the golden files pin: used to check them, and to write them."""
+"""
+Take the ids and digests that the golden files pin; ``python -m tests.compat.goldens`` writes them and the golden store.
+
+Only for a change of format that is meant, and only before the format is released:
+from then on a changed format gets a number and files of its own, and the old ones stay for ever.
+"""
 
 import hashlib
+import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
+import layerstore
 from layerstore import Store
+from layerstore.format import FORMAT
 from layerstore.history import resolve
 from layerstore.storage import Files, open_repository
+from tests.compat.checkpoint import build
 
 STORES = Path(__file__).parent / "stores"
+TARGET = Path(__file__).parent / "golden_ids.py"
 
 
-def object_ids(path: Path, ref: str) -> dict[str, str]:
-    """Return every object of the layers of *ref* in the store at *path*, by layer, kind and shard."""
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """The names that a commit consists of."""
+
+    objects: dict[str, str]
+    """By layer, kind and shard."""
+    versions: dict[str, str]
+    states: dict[str, str]
+
+
+def ids_of(path: Path, ref: str) -> Ids:
+    """Return the ids of *ref* in the store at *path*."""
     repo = open_repository(path, Files())
     try:
-        return {
-            f"{version.layer} {stored.kind} {stored.shard}/{stored.shards}": stored.id
-            for entry in resolve(repo, ref).record.layers
-            for version in [repo.version(entry.version)]
+        record = resolve(repo, ref).record
+        objects = {
+            f"{version.layer} {stored.kind} {stored.shard}/{stored.shards}": str(stored.id)
+            for version in (repo.version(entry.version) for entry in record.layers)
             for stored in version.objects
         }
     finally:
         repo.catalog.close()
-
-
-def version_ids(path: Path, ref: str) -> dict[str, str]:
-    """Return every layer's version."""
-    repo = open_repository(path, Files())
-    try:
-        return {entry.layer: entry.version.id for entry in resolve(repo, ref).record.layers}
-    finally:
-        repo.catalog.close()
-
-
-def state_ids(path: Path, ref: str) -> dict[str, str]:
-    """Return every rank's state blob."""
-    repo = open_repository(path, Files())
-    try:
-        return {f"rank {rank}": state.id for rank, state in enumerate(resolve(repo, ref).record.states)}
-    finally:
-        repo.catalog.close()
+    versions = {str(entry.layer): str(entry.version.id) for entry in record.layers}
+    return Ids(objects, versions, {f"rank {rank}": str(state.id) for rank, state in enumerate(record.states)})
 
 
 def composed(store: Store, ref: str, out: Path) -> dict[str, str]:
@@ -68,3 +73,27 @@ def unpack_store(archive: Path, path: Path) -> Path:
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(path)
     return path
+
+
+def main() -> None:
+    """Rewrite the golden ids, and the golden store of today's format."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "store"
+        with layerstore.init(path) as store:
+            commit = store.ingest(build(folder / "sft" / "checkpoint-2"), pin="best").commit
+            store.ingest(build(folder / "sft" / "checkpoint-4", step=4))
+            ids, files = ids_of(path, "sft@2"), composed(store, "sft@2", folder / "out")
+        pack_store(path, STORES / f"format-{FORMAT}.zip")
+    parts = {"OBJECTS": ids.objects, "VERSIONS": ids.versions, "STATES": ids.states, "COMPOSED": files}
+    head = TARGET.read_text().partition("COMMIT = ")[0]
+    TARGET.write_text(head + f'COMMIT = "{commit}"\n' + "".join(_literal(*part) for part in parts.items()))
+
+
+def _literal(name: str, values: dict[str, str]) -> str:
+    rows = "".join(f'    "{key}": "{value}",\n' for key, value in values.items())
+    return f"\n{name} = {{\n{rows}}}\n"
+
+
+if __name__ == "__main__":
+    main()

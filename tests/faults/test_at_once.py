@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -306,57 +307,58 @@ def test_killed_processes_lose_nothing(fast_path: Path, arena: Arena, seconds: f
 # -- suspended ones ------------------------------------------------------------------------------------------------
 
 
-def _stopping(call: Call, path: Path) -> Callable[[str, Path], None]:
-    """Return a hook that suspends its process before *call*, and says so at *path*."""
+def _do_and_stop(path: Path, arena: Arena, deed: str, call: Call) -> None:
+    """Save or collect, suspended before *call*; files beside the store say so, and that it came to its end."""
     counts = Recorder()
 
-    def hook(operation: str, _: Path) -> None:
+    def stop(operation: str, _: Path) -> None:
         if counts.count(operation) == call:
-            path.touch()
+            (path.parent / "stopped").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    return hook
+    with Store(path, hook=stop) as store:
+        _do(store, arena, deed)
+    (path.parent / "finished").touch()
 
 
-def _ingest_and_stop(path: Path, source: Path, at: Path) -> None:
-    with Store(path, hook=_stopping(Call("link", 3), at)) as store:
-        store.ingest(source, run="run")
-    (at.parent / "finished").touch()
+def _do(store: Store, arena: Arena, deed: str) -> object:
+    """Collect, with or without a grace, or ingest what ``RUN@STEP`` says."""
+    run, _, step = deed.partition("@")
+    if step:
+        return store.ingest(arena.source(int(step)), run=run)
+    return store.gc(Keep(last=1), grace_seconds=0.0 if deed == "gc at once" else None)
 
 
-def _collect_and_stop(path: Path, at: Path) -> None:
-    with Store(path, hook=_stopping(Call("rename", 2), at)) as store:
-        store.gc(Keep(last=1), grace_seconds=0.0)
-    (at.parent / "finished").touch()
-
-
-def _try(path: Path, arena: Arena, verb: str, step: int, run: str) -> Failure | None:
+def _try(path: Path, arena: Arena, deed: str) -> Failure | None:
     os.environ["LAYERSTORE_LOCK_TIMEOUT"] = "0.5"
     with Store(path) as store:
-        if verb == "gc":
-            return attempt(lambda: store.gc(Keep(last=1)))
-        return attempt(lambda: store.ingest(arena.source(step), run=run))
+        return attempt(lambda: _do(store, arena, deed))
 
 
-@pytest.mark.fault(47, 54)
+@contextlib.contextmanager
+def _suspended(path: Path, arena: Arena, deed: str, call: Call) -> Iterator[int]:
+    """Let somebody do *deed* who is suspended at *call* until the block ends; yield the process."""
+    with child(_do_and_stop, path, arena, deed, call) as holder:
+        wait_for(path.parent / "stopped")
+        assert holder.pid is not None
+        yield holder.pid
+        os.kill(holder.pid, signal.SIGCONT)
+        wait_for(path.parent / "finished")
+
+
+@pytest.mark.fault(47, 54, 55)
 def test_a_suspended_ingest_is_named_and_holds_up_nobody_else(fast_path: Path, arena: Arena) -> None:
     """Another ingest of its run is told at its deadline; other runs and a collection go on, and so does it at last."""
     path = fast_path / "store"
     init(path).close()
-    with child(_ingest_and_stop, path, arena.source(1), fast_path / "stopped") as holder:
-        wait_for(fast_path / "stopped")
-        started = time.monotonic()
-        refused = in_child(_try, path, arena, "ingest", 2, "run").needed()
-        waited = time.monotonic() - started
+    with _suspended(path, arena, "run@1", Call("link", 3)) as pid:
+        refused = in_child(_try, path, arena, "run@2").needed()
 
         assert (refused.kind, refused.exit_code) == ("Locked", 11)
-        assert f"pid {holder.pid}" in refused.message
-        assert 0.5 <= waited < 30
-        assert in_child(_try, path, arena, "ingest", 1, "other").needed() is None
-        assert in_child(_try, path, arena, "gc", 0, "").needed() is None
-        assert holder.pid is not None
-        os.kill(holder.pid, signal.SIGCONT)
-        wait_for(fast_path / "finished")
+        assert f"pid {pid}" in refused.message
+        assert refused.hint
+        assert in_child(_try, path, arena, "other@1").needed() is None
+        assert in_child(_try, path, arena, "gc").needed() is None
 
     composites = {"run@1": arena.digests[1], "other@1": arena.digests[1]}
     assert in_child(problems, path, fast_path, composites).needed() == []
@@ -370,15 +372,11 @@ def test_a_suspended_collection_holds_up_only_collections(fast_path: Path, arena
         for step in (1, 2, 3):
             store.ingest(arena.source(step), run="run")
     time.sleep(0.05)
-    with child(_collect_and_stop, path, fast_path / "stopped") as holder:
-        wait_for(fast_path / "stopped")
-        refused = in_child(_try, path, arena, "gc", 0, "").needed()
+    with _suspended(path, arena, "gc at once", Call("rename", 2)):
+        refused = in_child(_try, path, arena, "gc").needed()
 
         assert (refused.kind, refused.exit_code) == ("Locked", 11)
-        assert in_child(_try, path, arena, "ingest", 1, "again").needed() is None
-        assert holder.pid is not None
-        os.kill(holder.pid, signal.SIGCONT)
-        wait_for(fast_path / "finished")
+        assert in_child(_try, path, arena, "again@1").needed() is None
 
     composites = {"run@3": arena.digests[3], "again@1": arena.digests[1]}
     assert in_child(problems, path, fast_path, composites).needed() == []
@@ -568,31 +566,21 @@ def _join(path: Path, arena: Arena, ready: Path, go: Path) -> str:
 @pytest.mark.fault(105)
 def test_two_who_join_the_same_parts_make_one_commit(fast_path: Path, arena: Arena) -> None:
     """One link wins, and both are told that it is saved; whoever comes too late finds no parts."""
-    for number in range(2):
-        path = fast_path / f"store{number}"
-        with init(path) as store:
-            store.ingest(arena.source(1), run="run")
-            begun_after(store, arena.source(3), session=SESSION).write_all()
-        commits: list[str | None] = []
+    path, go = fast_path / "store", fast_path / "go"
+    with init(path) as store:
+        store.ingest(arena.source(1), run="run")
+        begun_after(store, arena.source(3), session=SESSION).write_all()
+    ready = [fast_path / "one", fast_path / "other"]
+    with ThreadPoolExecutor(2) as pool:
+        joins = [pool.submit(in_child, _join, path, arena, each, go) for each in ready]
+        for each in ready:
+            wait_for(each)
+        go.touch()
 
-        def join(who: str, path: Path = path, commits: list[str | None] = commits) -> None:
-            outcome = in_child(_join, path, arena, path.parent / f"{path.name}-{who}", path.parent / f"{path.name}-go")
-            commits.append(outcome.value)
-
-        threads = [threading.Thread(target=join, args=(who,)) for who in ("one", "other")]
-        for thread in threads:
-            thread.start()
-        for who in ("one", "other"):
-            wait_for(fast_path / f"{path.name}-{who}")
-        (fast_path / f"{path.name}-go").touch()
-        for thread in threads:
-            thread.join()
-
-        made = {commit for commit in commits if commit is not None}
-        assert len(made) == 1
-        with Store(path) as store:
-            assert next((entry.step, entry.commit) for entry in store.log()) == (3, *made)
-            assert store.verify(read_data=True).ok
+    (made,) = {join.result().value for join in joins} - {None}
+    with Store(path) as store:
+        assert next((entry.step, entry.commit) for entry in store.log()) == (3, made)
+        assert store.verify(read_data=True).ok
 
 
 @pytest.mark.fault(104)

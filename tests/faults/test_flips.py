@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -257,34 +257,6 @@ def test_a_damaged_record_is_reported_and_hides_no_other(sound: Path, fast_path:
         with Store(path) as store, pytest.raises(IntegrityError):
             store.compose("run")
         shutil.rmtree(path / "manifest")
-
-
-def moved_record(path: Path) -> Iterator[Path]:
-    """Yield places where a record does not belong: of another run, another step and another id."""
-    record = next((path / "commits" / "run").iterdir())
-    step, _, commit = record.name.partition(".")
-    yield path / "commits" / "other" / record.name
-    yield record.with_name(f"3.{commit}")
-    yield record.with_name(f"{step}.{'0' * 32}")
-
-
-@pytest.mark.fault(96)
-def test_a_record_in_the_wrong_place_is_not_believed(sound: Path, fast_path: Path) -> None:
-    """Under another step, id or run, or from another store, a whole record is damage."""
-    with init(fast_path / "foreign") as store:
-        store.ingest(tiny_checkpoint(fast_path / "source"), run="run")
-    foreign = next((fast_path / "foreign" / "commits" / "run").iterdir())
-    own = next((sound / "commits" / "run").iterdir())
-    for source, place in [*((own, place) for place in moved_record(sound)), (foreign, own.with_name(foreign.name))]:
-        path = copied(sound, fast_path / "store")
-        target = path / place.relative_to(sound)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copy(source, target)
-        with Store(path) as store:
-            assert not store.verify().ok, place
-            assert composed(store, "kept", fast_path)
-            mine = [entry for entry in store.log("run") if own.name == f"{entry.step}.{entry.commit}"]
-            assert [entry.damage for entry in mine] == [None]
 
 
 # -- folders and strangers -----------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import InvalidInput
 from layerstore.storage import IndexNotice, files, locks, manifest_directory
 from tests.faults.harness import composed, in_child, tiny_checkpoint
 
@@ -83,18 +82,6 @@ def test_every_verb_works_on_a_network_filesystem(
     assert (index / "data.mdb").is_file()
     assert not (network / "store" / "manifest").exists()
     assert {path.name for path in (network / "store" / "locks").iterdir()} >= {"gc.lock", "run-run.lock", "gc.lock.1"}
-
-
-def test_an_index_is_not_forced_onto_the_network(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the reason; and nothing was written."""
-    layerstore.init(network / "store").close()
-    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(network / "index"))
-
-    with pytest.raises(InvalidInput, match="which is on nfs4: an LMDB index must be on a local disk") as caught:
-        Store(network / "store")
-
-    assert caught.value.hint
-    assert not (network / "index").exists()
 
 
 def test_two_stores_may_be_given_one_folder_for_the_index(

@@ -104,27 +104,19 @@ def _looked_at(folder: Path, name: str, seed: int, most: int | None) -> tuple[in
     chance = random.Random(seed)
     noted = trace(folder, name)
     last = len(noted.operations)
-    if most is None:
-        chosen = images(noted, chance, most=AT_EACH_MOMENT, moments=lambda moment: True)
-    else:
-        wanted = {last, *chance.choices(range(last + 1), k=most)}
-        chosen = images(noted, chance, most=4, moments=wanted.__contains__)
-    found = list(chosen) if most is None else _some(list(chosen), most, chance)
+    moments = range(last + 1) if most is None else {last, *chance.choices(range(last + 1), k=most)}
+    found = list(images(noted, chance, most=AT_EACH_MOMENT, moments=moments.__contains__))
+    if most is not None:  # one of them from when the verb was done
+        done, others = found[-1:], found[:-1]
+        found = done + chance.sample(others, min(len(others), most - 1))
     bad = []
     for image in found:
         target = folder.with_name(f"{folder.name}-image")
         wrong = image_problems(image.tree, target, name, is_done=image.is_done, look=aftermath)
         if wrong:
-            done = "at the end" if image.is_done else f"before {noted.operations[image.moment]}"
-            bad.append((done, f"lost: {', '.join(image.lost)}", *wrong))
+            done_by = "at the end" if image.is_done else f"before {noted.operations[image.moment]}"
+            bad.append((done_by, f"lost: {', '.join(image.lost)}", *wrong))
     return last, len(found), bad
-
-
-def _some(found: list[Image], most: int, chance: random.Random) -> list[Image]:
-    """Return *most* of *found*, one of them from when the verb was done."""
-    done = [image for image in found if image.is_done][:1]
-    others = [image for image in found if image not in done]
-    return done + chance.sample(others, min(len(others), most - len(done)))
 
 
 # -- the promises --------------------------------------------------------------------------------------------------

@@ -33,12 +33,21 @@ def lab(fast_module_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab
         assert folder.name in {"sources", "foreign"} or folder.name.startswith("machine")
 
 
-def _run(lab: Lab, *, histories: int, steps: int) -> None:
+@pytest.mark.fault(35, 41, 45, 92, 101)
+@pytest.mark.parametrize(
+    ("histories", "steps"),
+    [
+        (2, 20),
+        pytest.param(6, 30, marks=pytest.mark.full),
+        pytest.param(150, 50, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_histories_are_what_the_model_says(lab: Lab, histories: int, steps: int) -> None:
+    """Some dozens of steps, or thousands; those of another seed are others."""
     number = seeded("histories").randrange(10**9)
     started = time.monotonic()
-    machine = seed(number)(StoreMachine)
     run_state_machine_as_test(
-        machine,
+        seed(number)(StoreMachine),
         settings=settings(
             max_examples=histories,
             stateful_step_count=steps,
@@ -51,24 +60,3 @@ def _run(lab: Lab, *, histories: int, steps: int) -> None:
     counts = ", ".join(f"{count} {what}" for what, count in sorted(lab.counts.items()))
     print(f"{histories} histories: {counts} in {time.monotonic() - started:.0f} s")
     assert lab.counts["steps"] > histories * 2
-
-
-@pytest.mark.fault(35, 41, 45, 101)
-def test_histories_are_what_the_model_says(lab: Lab) -> None:
-    """Some dozens of steps; those of another seed are others."""
-    _run(lab, histories=2, steps=20)
-
-
-@pytest.mark.full
-@pytest.mark.fault(35, 41, 45, 101)
-def test_more_histories_are_what_the_model_says(lab: Lab) -> None:
-    """More than a hundred."""
-    _run(lab, histories=6, steps=30)
-
-
-@pytest.mark.fault(35, 41, 45, 101)
-@pytest.mark.exhaustive
-@pytest.mark.timeout(7200)
-def test_many_histories_are_what_the_model_says(lab: Lab) -> None:
-    """Thousands."""
-    _run(lab, histories=150, steps=50)

@@ -1,10 +1,6 @@
 """`python -m tests.house` counts what is there, and nothing twice."""
 
-import subprocess
-
-import pytest
-
-from tests.house import Count, counted, main, public_names, room_of, sources_at, sources_here, table
+from tests.house import Count, counted, public_names, room_of, sources_here, table
 
 
 def test_files_count_in_the_room_that_they_lie_in() -> None:
@@ -41,18 +37,3 @@ def test_linked_folders_count_once() -> None:
 
     assert "cli/gc.py" in paths
     assert not [path for path in paths if path.startswith(("layerstore/cli/", "layerstore/migrations/"))]
-
-
-def test_a_commit_is_read_from_git() -> None:
-    """The figures of a commit are those of its own files, whatever the working tree has."""
-    try:
-        sources = sources_at("HEAD")
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        pytest.skip("this is no clone of the repository")
-
-    assert "layerstore/__init__.py" in sources
-
-
-def test_wrong_words_are_refused() -> None:
-    """An option that does not exist is a usage error."""
-    assert main(["--all"]) == 2

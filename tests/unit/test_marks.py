@@ -1,9 +1,10 @@
-"""Marks that name what a test shows are found wherever tests are, and one that nobody would find is refused."""
+"""Marks say which fault a test shows: they are found wherever tests are, and every fault has one."""
 
 from pathlib import Path
 
 import pytest
 
+from tests import fault_cases, known_faults
 from tests.marks import MarkedTest, Marker, cell
 
 NUMBERED = Marker(mark="fault", kind=int)
@@ -61,3 +62,16 @@ def test_a_cell_gathers_tests_by_file() -> None:
     tests = [MarkedTest("tests/a.py", 1, "test_x", (1,)), MarkedTest("tests/a.py", 9, "test_y", (1,))]
 
     assert cell(tests) == "`a.py`: `test_x`, `test_y`"
+
+
+def test_every_case_and_every_known_fault_has_a_test_and_the_pages_say_which() -> None:
+    """Whoever adds a fault, removes the last test of one, or names one that there is not, is told."""
+    cases, faults = fault_cases.MARKER.tests(), known_faults.MARKER.tests()
+    by_case, by_fault = fault_cases.cases_with_tests(cases), known_faults.faults_with_tests(faults)
+
+    assert [number for number, tests in by_case.items() if not tests] == []
+    assert [fault for fault, tests in by_fault.items() if not tests] == []
+    assert list(by_case) == list(fault_cases.CASES) == list(range(1, len(fault_cases.CASES) + 1))
+    assert list(by_fault) == known_faults.REFERENCES
+    assert fault_cases.PAGE.read_text() == fault_cases.page(cases), "python -m tests.fault_cases writes it"
+    assert known_faults.PAGE.read_text() == known_faults.page(faults), "python -m tests.known_faults writes it"

@@ -46,52 +46,24 @@ def test_only_layerstore_is_installed(wheel: zipfile.ZipFile) -> None:
 
 
 def test_every_source_file_is_installed(wheel: zipfile.ZipFile) -> None:
-    """Each module of the library, the command line and the migrations is in the wheel, with the bytes it has here."""
-    expected = {}
+    """Modules, types and the pieces of the report are in the wheel with the bytes they have here, and as real files."""
+    expected = {"layerstore/py.typed": b""}
     for folder, prefix in (("layerstore", ""), ("cli", "layerstore/"), ("migrations", "layerstore/")):
         # rglob does not descend into the two links.
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in (path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".html", ".css", ".js"}):
             expected[prefix + path.relative_to(ROOT).as_posix()] = path.read_bytes()
-    found = {name: wheel.read(name) for name in wheel.namelist() if name.endswith(".py")}
+    members = {info.filename: info for info in wheel.infolist() if ".dist-info/" not in info.filename}
 
-    assert expected.keys() == found.keys()
-    assert expected == found
-
-
-@pytest.mark.parametrize("room", ["cli", "migrations"])
-def test_mapped_folders_are_real_files(wheel: zipfile.ZipFile, room: str) -> None:
-    """The wheel holds files where the repository has links."""
-    members = [info for info in wheel.infolist() if info.filename.startswith(f"layerstore/{room}")]
-
-    assert any(info.filename == f"layerstore/{room}/__init__.py" for info in members)
-    assert all((info.external_attr >> 16) & 0o170000 in {0, 0o100000} for info in members)
+    assert {f"layerstore/inspect/page/page.{kind}" for kind in ("html", "css", "js")} <= expected.keys()
+    assert {name: wheel.read(name) for name in members} == expected
+    assert {(info.external_attr >> 16) & 0o170000 for info in members.values()} <= {0, 0o100000}
 
 
-def test_the_types_are_shipped(wheel: zipfile.ZipFile) -> None:
-    """Whoever uses the library gets its types checked."""
-    assert "layerstore/py.typed" in wheel.namelist()
-
-
-def test_the_pieces_of_the_report_are_installed(wheel: zipfile.ZipFile) -> None:
-    """The page is made of files that are no modules: they come along, with the bytes they have here."""
-    folder = ROOT / "layerstore" / "inspect" / "page"
-    pieces = [path for path in folder.iterdir() if path.suffix in {".html", ".css", ".js"}]
-
-    assert len(pieces) == 3
-    for path in pieces:
-        assert wheel.read(f"layerstore/inspect/page/{path.name}") == path.read_bytes()
-
-
-def test_the_version_is_said_once(wheel: zipfile.ZipFile) -> None:
-    """The version of the wheel is the one that the library tells."""
-    metadata = wheel.read(f"layerstore-{layerstore.__version__}.dist-info/METADATA").decode()
+def test_version_and_command_are_the_librarys_own(wheel: zipfile.ZipFile) -> None:
+    """What the wheel says of itself is what the library tells."""
+    info = f"layerstore-{layerstore.__version__}.dist-info"
+    metadata, entry_points = (wheel.read(f"{info}/{name}").decode() for name in ("METADATA", "entry_points.txt"))
 
     assert f"\nVersion: {layerstore.__version__}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
-
-
-def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
-    """``layerstore`` on the command line is the library's own."""
-    entry_points = wheel.read(f"layerstore-{layerstore.__version__}.dist-info/entry_points.txt").decode()
-
     assert "layerstore = layerstore.cli.entry:main" in entry_points
