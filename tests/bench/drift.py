@@ -12,13 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import layerstore
-from layerstore.history import resolve
-from layerstore.live.demo.launch import Ranks
-from layerstore.model import CommitRecord
-from layerstore.tree import Tree
-from tests.bench.drift_job import Course, FURTHER_STEPS, HIDDEN, LAYERS, Result
-from tests.bench.drift_lines import CONTROL, DRIFT, LINES, OTHER_TEXT, RUN
+from tests.bench.drift_job import HIDDEN, LAYERS, Course, Result
 from tests.bench.loop_table import DEEPSPEED_BYTES, TRAINER_BYTES
 from tests.bench.ranked import RANKS, result_of
 

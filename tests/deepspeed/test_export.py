@@ -166,7 +166,7 @@ def loaded(
         folders[f"{name} shards"] = composite.export(root / f"{name}-shards", max_shard_size="2KB").out
         for dtype in ("fp16", "fp32"):
             folders[f"{name} {dtype}"] = composite.export(root / f"{name}-{dtype}", dtype=dtype).out
-        other, _ = mixed(stored_hugging_face, f"{name}@4", f"{name}@2")
+        other = mixed(stored_hugging_face, f"{name}@4", f"{name}@2")
         folders[f"{name} mixed"] = other.export(root / f"{name}-mixed").out
     described = printed("pretrained", folders.values())
     return {name: described[str(folder)] for name, folder in folders.items()}
@@ -207,7 +207,7 @@ def test_layers_of_two_steps_are_exported_each_from_its_own(
         step: load_file(scenario.checkpoint(trained_hugging_face.root, step=step) / "model.safetensors")
         for step in SAVE_STEPS
     }
-    composite, swapped = mixed(stored_hugging_face, "trainer@4", "trainer@2")
+    composite = mixed(stored_hugging_face, "trainer@4", "trainer@2")
 
     actual = weights_in(composite.export(tmp_path / "out").out)
 

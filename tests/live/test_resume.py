@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import layerstore
-from layerstore.history import resolve
 from layerstore.layers import layer_of
 from layerstore.model import CommitRecord, Fork
 from tests.deepspeed.compare import checkpoint_differences, full_tensors, tree_differences
