@@ -23,6 +23,7 @@ from layerstore.cli.policy import (
 )
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
+from layerstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     from layerstore import Composite
@@ -183,8 +184,6 @@ def _checked_format(form: str, request: _Request) -> Callable[["Composite", _Req
     Raises:
         InvalidInput: It is no format, an option was given that it does not take, or there is nothing to do.
     """
-    from layerstore.errors import InvalidInput
-
     if form not in _FORMATS:
         raise InvalidInput(f"{form!r} is no format", hint=f"choose one of {', '.join(_FORMATS)}")
     only_zero3 = {"--world-size": request.world_size, "--adam-step": request.adam_step}
@@ -212,8 +211,6 @@ def _policy(policy: str, settings: Settings) -> "str | Policy":
 
 def _check_alone(settings: Settings, *, others: tuple[object, object, object]) -> None:
     """Raise InvalidInput if anything was given beside a recipe that this decides."""
-    from layerstore.errors import InvalidInput
-
     others_by_name = dict(zip(("REF", "--step", "--policy"), others, strict=True))
     others_by_name |= {f"--{name}": value for name, value in settings.given.items()}
     for name, value in others_by_name.items():

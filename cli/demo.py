@@ -10,6 +10,7 @@ import typer
 
 from layerstore.cli.options import AsJson
 from layerstore.cli.render import Column, counted, is_quiet, say, say_json, say_paragraph, say_table, shown, size
+from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def demo(
       layerstore demo
       layerstore demo --dir /tmp/demo --steps 40 --keep
     """
-    from layerstore.errors import LayerstoreError
     from layerstore.live.demo import run_demo
 
     try:

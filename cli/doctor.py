@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import layerstore
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
 from layerstore.cli.render import PASTED_WIDTH, counted, say, say_json, say_paragraph, shown
+from layerstore.errors import LayerstoreError
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
@@ -33,9 +35,6 @@ def doctor(
       layerstore doctor
       layerstore doctor /scratch/me
     """
-    import layerstore
-    from layerstore.errors import LayerstoreError
-
     diagnosis = layerstore.doctor(path or store or DEFAULT_STORE)
     if as_json:
         say_json(json_fields(diagnosis))

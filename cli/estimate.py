@@ -11,7 +11,9 @@ import typer
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
 from layerstore.cli.policy import policy_from
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
+from layerstore.errors import InvalidInput, NotFound
 from layerstore.json_fields import json_fields
+from layerstore.units import size_in_bytes
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -149,7 +151,6 @@ def estimate(
 
 
 def _model(name: str | None, *, params: str | None, layers: int | None, store: Path | None) -> "Model":
-    from layerstore.errors import InvalidInput
     from layerstore.inspect import made_up, model_at
 
     if (name is None) == (params is None and layers is None):
@@ -169,7 +170,6 @@ def _model(name: str | None, *, params: str | None, layers: int | None, store: P
 
 
 def _stored_model(name: str, store: Path | None) -> "Model":
-    from layerstore.errors import InvalidInput, NotFound
     from layerstore.inspect import model_of_commit
 
     if store is None and not DEFAULT_STORE.exists():
@@ -189,8 +189,6 @@ def _stored_model(name: str, store: Path | None) -> "Model":
 
 
 def _count(text: str) -> int:
-    from layerstore.errors import InvalidInput
-
     match = _COUNT.fullmatch(text.strip())
     count = 0 if match is None else round(float(match["number"]) * 1000 ** _POWERS[match["unit"].upper()])
     if not 0 < count <= _PARAMETERS_MAX:
@@ -201,8 +199,6 @@ def _count(text: str) -> int:
 def _share(text: str) -> "Fraction":
     from fractions import Fraction
 
-    from layerstore.errors import InvalidInput
-
     bare = text.strip()
     try:
         return Fraction(bare.removesuffix("%")) / (100 if bare.endswith("%") else 1)
@@ -211,9 +207,6 @@ def _share(text: str) -> "Fraction":
 
 
 def _size(text: str, option: str) -> int:
-    from layerstore.errors import InvalidInput
-    from layerstore.units import size_in_bytes
-
     size_bytes = size_in_bytes(text)
     if size_bytes < _BARE_BYTES_MIN and not text.strip()[-1:].isalpha():
         raise InvalidInput(
@@ -223,7 +216,6 @@ def _size(text: str, option: str) -> int:
 
 
 def _rate(bandwidth: str | None, measure: Path | None) -> float:
-    from layerstore.errors import InvalidInput
     from layerstore.inspect import measure_speed
 
     if measure is None:

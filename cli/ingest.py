@@ -36,6 +36,7 @@ from layerstore.cli.render import (
     shown,
     size,
 )
+from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
@@ -155,8 +156,6 @@ def ingest(
 
 def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
     """Raise InvalidInput if something was given with several checkpoints that can only be meant for one."""
-    from layerstore.errors import InvalidInput
-
     if tag is not None:
         raise InvalidInput(
             "--tag chooses one checkpoint; --all and --watch take every one", hint="leave one of them out"
@@ -200,8 +199,6 @@ def _ingest(
 @contextlib.contextmanager
 def _counted_if_failed(number: int, *, of: int) -> Iterator[None]:
     """Let an error say how many of several checkpoints came before it: those after it were not looked at."""
-    from layerstore.errors import LayerstoreError
-
     try:
         yield
     except LayerstoreError as exc:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from layerstore.cli.render import counted, say, say_warning, shown
+from layerstore.errors import IntegrityError, Internal, LayerstoreError, Locked, Overtaken, SourceCheckpoint, StorageIO
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from layerstore.errors import LayerstoreError
     from layerstore.ingest import Ingested
     from layerstore.zero3 import FoundTag
 
@@ -74,8 +74,6 @@ def take_or_note(checkpoint: "FoundTag", take: Take, batch: IngestBatch) -> None
 
     Once more where a collection or a repair was faster: what it has taken is written anew.
     """
-    from layerstore.errors import LayerstoreError, Overtaken
-
     try:
         with contextlib.suppress(Overtaken):
             take_one(checkpoint.folder, checkpoint.tag, take)
@@ -90,8 +88,6 @@ def take_or_note(checkpoint: "FoundTag", take: Take, batch: IngestBatch) -> None
 
 def _concerns_all(problem: "LayerstoreError", folder: Path) -> bool:
     """Whether *problem* is one of the store, its disk or its lock, and not of the checkpoint in *folder*."""
-    from layerstore.errors import IntegrityError, Internal, Locked, StorageIO
-
     if isinstance(problem, StorageIO):
         return not Path(str(problem.filename)).is_relative_to(folder)
     return isinstance(problem, IntegrityError | Internal | Locked)
@@ -99,8 +95,6 @@ def _concerns_all(problem: "LayerstoreError", folder: Path) -> bool:
 
 def take_one(folder: Path, tag: str | None, take: Take) -> None:
     """Ingest one checkpoint; say so if it was removed while it was read, whatever was noticed first."""
-    from layerstore.errors import SourceCheckpoint
-
     place = folder if tag is None else folder / tag
     was_there = place.exists()
     try:
@@ -154,7 +148,6 @@ def _follow(tops: list[Path], take: Take, batch: IngestBatch) -> NoReturn:
 
 def _found(tops: list[Path]) -> Iterator["FoundTag"]:
     from layerstore import find_checkpoints
-    from layerstore.errors import SourceCheckpoint
 
     for top in tops:
         try:

@@ -5,8 +5,10 @@ from typing import Annotated
 
 import typer
 
+import layerstore
 from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath
 from layerstore.cli.render import name_store, named_store, say, say_json, say_note, shown, with_store
+from layerstore.errors import InvalidInput
 
 
 def init(
@@ -24,9 +26,6 @@ def init(
       layerstore init
       layerstore init /scratch/me/store
     """
-    import layerstore
-    from layerstore.errors import InvalidInput
-
     named = named_store()
     if path is not None and named is not None and Path(named).absolute() != path.absolute():
         raise InvalidInput(f"two places were given: {path} and --store {named}", hint="leave one of them out")

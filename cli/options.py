@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import layerstore
+from layerstore.errors import InvalidInput
+
 if TYPE_CHECKING:
     from layerstore import Store
 
@@ -34,7 +37,6 @@ Reference = Annotated[
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator["Store"]:
     """Yield the store at *path*, or the default one; show its warnings in every command."""
-    import layerstore
     from layerstore.storage import IndexNotice, WeakDurability
 
     warnings.simplefilter("always", IndexNotice)
@@ -50,8 +52,6 @@ def chosen_reference(store: "Store", *, ref: str | None, run: str | None, step: 
     Raises:
         InvalidInput: REF and the options were both given, or it is not clear whose step is meant.
     """
-    from layerstore.errors import InvalidInput
-
     if ref is not None and (run is not None or step is not None):
         raise InvalidInput("REF and --run or --step were both given", hint=f"choose one: {ref}, or --run R --step N")
     if step is None:

@@ -18,6 +18,7 @@ from layerstore.cli.render import (
     shown,
     with_store,
 )
+from layerstore.errors import InvalidInput
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ def pin(
       layerstore pin --list
       layerstore pin --delete best
     """
-    from layerstore.errors import InvalidInput
-
     asked = [name is not None, list_, delete is not None]
     if sum(asked) != 1 or (name is not None and ref is None):
         raise InvalidInput("pin takes NAME and REF, or --list, or --delete PIN", hint="layerstore pin --help")

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from layerstore.errors import InvalidInput
+from layerstore.units import size_in_bytes
+
 if TYPE_CHECKING:
     from layerstore.policy import Policy
 
@@ -58,7 +61,7 @@ def described_policy(name: str, settings: Settings) -> "Policy":
     from layerstore.policy import policy_named
 
     given = settings.given
-    for key, read in (("share", _fraction), ("budget", _size)):
+    for key, read in (("share", _fraction), ("budget", size_in_bytes)):
         if key in given:
             given[key] = read(str(given[key]))
     return policy_named(name, given)
@@ -71,12 +74,11 @@ def policy_from(text: str) -> "Policy":
     >>> policy_from("filter:every=10,aux=always").parameters["every"]
     10
     """
-    from layerstore.errors import InvalidInput
     from layerstore.policy import policy_named
 
     name, _, settings = text.partition(":")
     given = dict(setting.partition("=")[::2] for setting in settings.split(",") if setting)
-    readers: dict[str, Callable[[str], object]] = {"share": _fraction, "budget": _size, "threshold": float}
+    readers: dict[str, Callable[[str], object]] = {"share": _fraction, "budget": size_in_bytes, "threshold": float}
     readers |= dict.fromkeys(("first", "last", "every", "stalest"), int)
     try:
         return policy_named(name, {key: readers.get(key, str)(value) for key, value in given.items()})
@@ -89,18 +91,10 @@ def policy_from(text: str) -> "Policy":
 def _fraction(text: str) -> object:
     from fractions import Fraction
 
-    from layerstore.errors import InvalidInput
-
     try:
         return Fraction(text)
     except (ValueError, ZeroDivisionError) as exc:
         raise InvalidInput(f"--share {text!r} is no share", hint="write it like 1/2 or 0.25") from exc
-
-
-def _size(text: str) -> int:
-    from layerstore.units import size_in_bytes
-
-    return size_in_bytes(text)
 
 
 def policy_in_words(name: str, parameters: Mapping[str, object]) -> str:

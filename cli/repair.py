@@ -19,6 +19,7 @@ from layerstore.cli.render import (
     some,
     with_store,
 )
+from layerstore.errors import IntegrityError
 from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 
@@ -64,8 +65,6 @@ def repair(
       layerstore repair --read-data --dry-run
       layerstore repair --read-data --from /backup/store
     """
-    from layerstore.errors import IntegrityError
-
     restored = None
     if store_id is not None:
         from layerstore.store import restore_identity

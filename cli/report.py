@@ -9,6 +9,7 @@ from layerstore.cli.gc import DropOptimizer, KeepBest, KeepEvery, KeepLast, Keep
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown, size
+from layerstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     from layerstore.inspect import Report, RetentionReport
@@ -42,7 +43,6 @@ def report(
       layerstore report -o report.html --run sft --keep-last 3 --keep-every 1000
       layerstore report --json
     """
-    from layerstore.errors import InvalidInput
     from layerstore.policy import Keep
 
     keep = Keep(

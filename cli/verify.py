@@ -7,6 +7,7 @@ import typer
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, lost_in_words, say, say_json, say_note, say_paragraph, shown, size, some
+from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ def verify(
       layerstore verify sft@200 --read-data
       layerstore verify --read-data-subset 3/10
     """
-    from layerstore.errors import IntegrityError, InvalidInput
-
     if seed is not None and read_data_subset is None:
         raise InvalidInput("--seed is for --read-data-subset", hint="layerstore verify --help")
     reads = read_data or read_data_subset is not None

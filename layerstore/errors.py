@@ -9,7 +9,7 @@ LayerstoreError
     NoStore                     no store at this path
   AlreadyExists                 the store, pin or target is there
   Conflict                      other content for one (run, step); changed meanwhile
-    Overtaken                   taken away meanwhile: the same again succeeds
+    Overtaken                   something was removed meanwhile: repeat the command
   Unsupported                   a newer format, a setting, a dtype
   IntegrityError                damage found in the store
   SourceCheckpoint              the source is incomplete, damaged or untrusted
@@ -23,7 +23,7 @@ Every class has a stable *kind* and the exit code of the command line.
 import errno as errnos
 
 PERMISSION_ERRNOS = frozenset({errnos.EACCES, errnos.EPERM, errnos.EROFS})
-# What says nothing of the file that was asked for: the process can open none, or has no memory.
+# The process's own limits: these say nothing about the file.
 PROCESS_ERRNOS = frozenset({errnos.EMFILE, errnos.ENFILE, errnos.ENOMEM})
 NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
 
@@ -38,9 +38,9 @@ class LayerstoreError(Exception):
     """
     Say in one line what was asked, what was found and what is safe.
 
-    *hint* is the next thing to do, best as a command; a class may have one for all that give none.
+    *hint* is the next thing to do, best as a command; a class may have a usual one.
     *facts* are the values behind the message, for programs.
-    Names of files may hold anything, so what a terminal would not show as it stands is escaped.
+    Unprintable characters, which file names may hold, are escaped.
     """
 
     exit_code: int = 1
@@ -59,7 +59,7 @@ class LayerstoreError(Exception):
         return self.message
 
     def locate(self, place: object) -> None:
-        """Let the message begin with *place*, where somebody asked for what failed."""
+        """Prefix the message with *place*."""
         self.message = _in_one_line(f"{place}: {self.message}")
 
 
@@ -127,7 +127,7 @@ class Conflict(LayerstoreError):
 
 
 class Overtaken(Conflict):
-    """What was relied on was taken away meanwhile: the same again finds it as it is now, and succeeds."""
+    """Something that this relied on was removed meanwhile; repeating the command succeeds."""
 
 
 class Unsupported(LayerstoreError):

@@ -1,8 +1,8 @@
 """
-What the machine and its libraries have to be, looked at once, before anything of a store is read or written.
+The machine and the libraries that a store needs, checked once before anything is read or written.
 
-An installer keeps these ranges; what others put there later does not. Whoever goes on with a library that spells or
-checks bytes in another way finds out when a store is read that nobody can read.
+An installer keeps these ranges, but a later install may break them: a library that encodes or hashes differently would
+write stores that nobody can read.
 """
 
 import re
@@ -12,7 +12,7 @@ from importlib import metadata
 
 from layerstore.errors import Unsupported
 
-# Library -> the first version that is good, and the first one that nobody has tried. pyproject.toml says the same.
+# Library -> the first version that works, and the first untested one; pyproject.toml says the same.
 NEEDS = {
     "lmdb": ((3,), (4,)),
     "msgpack": ((1, 1), (2,)),
@@ -26,13 +26,12 @@ def check_host() -> None:
     Make sure that stores can be read and written here.
 
     Raises:
-        Unsupported: The machine is big-endian, or a library is of another version than those that are known to do.
+        Unsupported: The machine is big-endian, or a library has a version that is not known to work.
     """
     if sys.byteorder != "little":
         raise Unsupported(
-            f"this machine is {sys.byteorder}-endian; tensors in checkpoints and stores are little-endian, "
-            "and nothing here turns them round",
-            hint="use a little-endian machine: x86-64, or ARM as it is usually run",
+            f"this machine is {sys.byteorder}-endian; tensors in checkpoints and stores are little-endian",
+            hint="use a little-endian machine, such as x86-64 or ARM",
         )
     for library, (least, beyond) in NEEDS.items():
         try:

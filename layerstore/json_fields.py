@@ -23,6 +23,8 @@ _FIELDS = {
     "CommitView": "run step attempt fork save_number turn commit pin time=time_ns world_size flavour tag policy "
     "policy_parameters mixture=is_mixture supersedes pins layers_saved size_bytes layers files beside_bytes "
     "has_moments",
+    "Report": "store=path id=store_id run=stats.run is_sampled runs_left_out left_out",
+    "RunReport": "run commits attempts total layers layers_left_out",
     "Diff": "a b layers same_state bytes_same bytes_changed bytes_only_a bytes_only_b",
     "DiffSide": "run step commit pin world_size",
     "LayerDiff": "layer same=is_same status kinds bytes_changed",

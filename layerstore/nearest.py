@@ -1,4 +1,4 @@
-"""What somebody may have meant who wrote a name that there is not."""
+"""Suggestions for a mistyped name."""
 
 from collections.abc import Iterable
 

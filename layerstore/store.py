@@ -221,7 +221,7 @@ class Store:
         return compare(self._repo, *sides, stat=stat, progress=progress or Silent())
 
     def names_of(self, saves: Iterable[Saving]) -> list[str]:
-        """Return for each of *saves* the reference that means it and no other: ``RUN~1@STEP`` if it was left."""
+        """Return the unambiguous reference of each of *saves*: ``RUN~1@STEP`` for one of an abandoned attempt."""
         from layerstore.history import references_to
 
         return references_to(self._repo, saves)
@@ -297,7 +297,7 @@ class Store:
         """
         Move the records at the step of *ref* that cannot be read to the trash; return their ids.
 
-        What only they need goes with the next collection, which they have held up until then.
+        They block `gc` until then; the next one frees what only they need.
         """
         from layerstore.gc import damaged_records, give_up
 
@@ -342,7 +342,7 @@ class Store:
         of a run. Safe beside everything else that uses the store; with *dry_run* nothing is removed.
         What is younger than *grace_seconds* stays; change it only where nothing else writes.
         What was dropped or replaced a week ago leaves the trash; with *empty_trash* all of it does.
-        No visible commit goes, or loses its moments, that does not in *confirmed*, a plan that somebody has seen.
+        With *confirmed*, a plan that somebody has approved, nothing goes beyond that plan.
 
         Raises:
             IntegrityError: Something cannot be read, so that what it needs is not known, or commits would go and what
@@ -435,10 +435,10 @@ def init(path: StrPath) -> Store:
 
 def restore_identity(path: StrPath, store_id: str, *, dry_run: bool = False) -> "RestoredIdentity | None":
     """
-    Write the ``store.json`` of the store at *path* again, which is damaged or gone; None where it had not to be.
+    Rewrite the damaged or missing ``store.json`` of the store at *path*; return None if it was sound.
 
     Raises:
-        InvalidInput: The records there do not say that they are of the store *store_id*.
+        InvalidInput: The records there are not of the store *store_id*.
     """
     from layerstore.check import restore_identity as restored_identity
 
@@ -453,7 +453,7 @@ def find_checkpoints(*folders: StrPath) -> "Survey":
 
 
 def doctor(path: StrPath) -> "Diagnosis":
-    """Try out whether the promises of a store can be kept at *path*: a store, or a folder that may become one."""
+    """Check whether *path*, a store or a folder that may become one, can keep the promises of a store."""
     from layerstore.check import diagnose
 
     return diagnose(Path(path), Files())

@@ -34,7 +34,17 @@ _SECONDS_MAX = 1e9
 _PINS_MAX = 4
 _COUNTED_MAX = 200
 
-_STATS = ("commits", "pins", "logical_bytes", "unique_bytes", "physical_bytes", "saved_ratio", "unneeded", "missing")
+_STATS = (
+    "commits",
+    "pins",
+    "logical_bytes",
+    "unique_bytes",
+    "physical_bytes",
+    "saved_ratio",
+    "unneeded",
+    "missing",
+    "kinds",
+)
 
 
 def make_report(
@@ -56,17 +66,11 @@ def make_report(
 
 def report_fields(report: Report) -> dict[str, object]:
     """Return *report* as JSON has it."""
-    return {
-        "store": report.path,
-        "id": report.store_id,
+    return json_fields(report) | {
         "time": _iso(report.time_ns),
-        "run": report.stats.run,
-        "is_sampled": report.is_sampled,
         "stats": _stats(report.stats),
         "runs": [_run(run) for run in report.runs],
-        "runs_left_out": report.runs_left_out,
         "retention": None if report.retention is None else _retention(report.retention),
-        "left_out": list(report.left_out),
     }
 
 
@@ -93,12 +97,7 @@ def _stats(found: Stats) -> dict[str, object]:
     fields = stats_fields(found)
     runs = fields["runs"]
     assert isinstance(runs, list)
-    return {
-        **{name: fields[name] for name in _STATS},
-        "run_count": len(runs),
-        "runs": runs[:_COUNTED_MAX],
-        "kinds": fields["kinds"],
-    }
+    return {name: fields[name] for name in _STATS} | {"run_count": len(runs), "runs": runs[:_COUNTED_MAX]}
 
 
 def _run(run: RunReport) -> dict[str, object]:
@@ -107,15 +106,9 @@ def _run(run: RunReport) -> dict[str, object]:
         name: [None if layers is None else _places(layers, run.layers, origins) if layers else [] for layers in each]
         for name, each in _composites(run).items()
     }
-    return {
-        "run": run.run,
-        "commits": run.commits,
-        "attempts": run.attempts,
+    return json_fields(run) | {
         "first_time": _iso(run.first_ns) if run.commits else None,
         "last_time": _iso(run.last_ns) if run.commits else None,
-        "total": json_fields(run.total),
-        "layers": list(run.layers),
-        "layers_left_out": run.layers_left_out,
         "saves": _columns(run.saves),
         "composites": composites,
         "origins": _origins(run, origins),

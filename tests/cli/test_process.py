@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,15 +192,6 @@ def test_tables_in_a_pipe_are_not_cut(store: Path) -> None:
     assert pin in free
     assert max(map(len, narrow.splitlines())) <= 80
     assert narrow.count("z") == 150
-
-
-def test_a_narrow_terminal_loses_no_digit(store: Path) -> None:
-    """Rather than cut a number, lines are longer than the terminal."""
-    wide, narrow = (
-        _run("ls", "--store", store, cwd=store, COLUMNS=columns).stdout.decode() for columns in ("160", "20")
-    )
-
-    assert re.findall(r"[\d.]+ kB", wide) == re.findall(r"[\d.]+ kB", narrow)
 
 
 def _on_a_terminal(words: list[str], **more: str) -> str:

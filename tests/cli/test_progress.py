@@ -1,6 +1,5 @@
 """How far a verb is: in a log a line now and then, for who does not want it nothing."""
 
-import doctest
 import io
 import re
 import sys
@@ -9,7 +8,6 @@ import time
 
 import pytest
 
-from layerstore.cli import progress
 from layerstore.cli.progress import LINE_SECONDS, Phase, progress_line, shown_progress
 from layerstore.cli.render import be_quiet, speak_up
 
@@ -25,11 +23,6 @@ def _worked(*, as_json: bool = False, seconds: float = 0.3) -> None:
 def test_a_log_is_told_every_half_minute() -> None:
     """As the documentation says."""
     assert LINE_SECONDS == 30
-
-
-def test_the_examples_in_the_docstrings_hold() -> None:
-    """They are the specification of what a line says."""
-    assert doctest.testmod(progress).failed == 0
 
 
 def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,11 +165,6 @@ class Page:
         """Give the window another size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
-    def picture(self, *, whole: bool = False) -> bytes:
-        """Return the window, or the *whole* page, as PNG."""
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(answer["data"])
-
     def printed(self) -> bytes:
         """Return the page as PDF."""
         return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])

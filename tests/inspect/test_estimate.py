@@ -299,17 +299,6 @@ def test_what_is_no_config_is_refused(text: str | None, message: str, config: Pa
     assert "--params" in str(raised.value.hint)
 
 
-def test_a_folder_with_neither_shards_nor_a_config_says_what_it_holds(tmp_path: Path) -> None:
-    """What was looked for, what is there, and other ways."""
-    for name in "fedcba":
-        (tmp_path / name).touch()
-    with pytest.raises(InvalidInput, match="neither ZeRO-3 shards nor a config") as raised:
-        seen_at(tmp_path)
-
-    assert "it holds a, b, c, d, e and 1 more" in str(raised.value)
-    assert "--params" in str(raised.value.hint)
-
-
 def test_shards_go_before_a_config(config: Path) -> None:
     """They know what is trained; the config is there by its own name, and where the shards are another tool's."""
     config.write_text(CONFIG)
