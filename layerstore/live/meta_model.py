@@ -1,8 +1,8 @@
 """
-The model that a Transformers config describes, on the meta device: names and shapes, and not one element.
+The model that a Transformers config describes, on the meta device: names and shapes without any elements.
 
-Nothing is downloaded, and no code but that of Transformers and PyTorch runs: the model class must be one of
-Transformers' own, and what would make it fetch code or kernels is taken out of the config.
+Nothing is downloaded, and only code of Transformers and PyTorch runs: the model class must be one of Transformers' own,
+and settings that would make it fetch code or kernels are removed from the config.
 """
 
 import os
@@ -94,7 +94,7 @@ def _by_type(shape: dict[str, Any]) -> Any:
 
 
 def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *config*, and the configs inside it, without what says nothing of the shapes."""
+    """Return *config*, and the configs inside it, without the settings that do not affect shapes."""
     return {
         key: _shape_of(value) if isinstance(value, dict) else value
         for key, value in config.items()

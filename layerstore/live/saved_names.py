@@ -3,9 +3,9 @@ How Transformers writes a model's weights: under which names, and cut or joined 
 
     python -m layerstore.live.saved_names <question.json >answer.json
 
-Transformers 5 holds some models otherwise than their files do: Mixtral's experts are one tensor in memory and many on
-disk. Only it knows its mappings, so it is asked, in a process of its own: whoever exports need not import torch.
-The model is built from its config alone, as ``meta_model`` does: no element exists, and no code of the model's runs.
+Transformers 5 holds some models in another form than their files: Mixtral's experts are one tensor in memory and many
+on disk. Only Transformers knows these mappings. A process of its own asks it, so that an export does not import torch.
+The model is built from its config alone, as in ``meta_model``: no tensor has elements, and no checkpoint's code runs.
 """
 
 import json
@@ -62,7 +62,7 @@ def saved_as(
 
 
 def _mappings(model: Any) -> Iterator[list[Any] | None]:
-    """Yield what saving may have found attached to the model: nothing as it was made, or what loading had attached."""
+    """Yield the mappings that saving may have found: none, as the model was made, or those that loading attached."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError as exc:
@@ -86,7 +86,7 @@ def _written(
 
 
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
-    """Knows of every tensor that is made of *tensors*, without any element, where its elements come from."""
+    """Tracks where the elements of each tensor that is made of *tensors* come from; no tensor has any."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
@@ -115,7 +115,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         self._kept.append(made)
 
     def _blocks(self, tensor: Any, dimension: int) -> list[list[Run]]:
-        """Return the runs of *tensor*, apart for each index of what lies before *dimension*."""
+        """Return the runs of *tensor*, one list for each index of the dimensions before *dimension*."""
         stored = self._stored.get(_key(tensor))
         if stored is None:
             raise Unsupported(f"{_TRANSFORMERS} converts this model's weights in a way not known here")
@@ -138,12 +138,12 @@ def _key(tensor: Any) -> int:
 
 
 def _joined(parts: list[list[list[Run]]]) -> list[Run]:
-    """Return the blocks of all *parts* in turns, as ``cat`` lays them."""
+    """Interleave the blocks of all *parts*, in the order of ``cat``."""
     return [run for blocks in zip(*parts, strict=True) for block in blocks for run in block]
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return from which dimension on the elements lie together, and how many these are."""
+    """Return the first dimension from which on the elements are contiguous, and their number."""
     length = 1
     for dimension in reversed(range(len(shape))):
         if shape[dimension] != 1 and strides[dimension] != length:
@@ -163,7 +163,7 @@ def _places(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def _within(runs: Sequence[Run], begin: int, length: int) -> Iterator[Run]:
-    """Yield what *runs*, laid one after another, hold of *length* elements from *begin* on."""
+    """Yield the parts of the concatenated *runs* that hold the *length* elements from *begin* on."""
     for name, start, count in runs:
         first, last = max(begin, 0), min(begin + length, count)
         if first < last:
@@ -182,7 +182,7 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def main() -> None:
-    """Answer one question; what Transformers itself says goes to stderr."""
+    """Answer one question; what Transformers prints goes to stderr."""
     question = json.load(sys.stdin)
     answers, sys.stdout = sys.stdout, sys.stderr
     try:

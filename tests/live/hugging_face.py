@@ -85,8 +85,6 @@ def train_all(out: Path) -> None:
 def resume_all(out: Path) -> None:
     """Go on with what was left."""
     store = out / "store"
-    # Without layerstore at first: from here on nothing of it knows this process.
-    refused(out, out / "left" / "checkpoint-2")
     job(out, "left", store=store, resume=True, trace="left-resumed")
     job(out, "from-signal", store=store, run="terminated", resume=str(out / "terminated" / "checkpoint-3"))
     job(out, "terminated-in-step", store=store, resume=True, trace="terminated-in-step-resumed")
@@ -100,21 +98,6 @@ def resume_all(out: Path) -> None:
         resume=out / "accelerate-left" / "checkpoints" / "checkpoint_0",
         trace="accelerate-left-resumed",
     )
-
-
-def refused(out: Path, folder: Path) -> None:
-    """Load *folder*, which holds pointers, as if there were no layerstore, and write down what torch says."""
-    trainer = StepTrainer(
-        model=models.llama(tied=False),
-        args=arguments_of(out / "refused"),
-        train_dataset=Batches(),
-        eval_dataset=Batches(),
-    )
-    try:
-        trainer.train(resume_from_checkpoint=str(folder))
-    except RuntimeError as exc:
-        (out / f"refused-{dist.get_rank()}").write_text(str(exc))
-    forget_state()
 
 
 # -- the Trainer ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 from tests.live.cases import BEFORE_FIRST, CASE_OF, FUSED_ADAM, RANK_BUFFERS
@@ -95,16 +94,13 @@ RESIZED = (ODD, FROZEN, RANK_BUFFERS, "grouped_blocks_first")
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
-Damage = Literal["master", "optimizer"]
+DAMAGED = ("master", "optimizer")
+"""Objects of the last rank that are damaged in a copy of the store, for the engine of ODD to resume from."""
 
-DAMAGED: dict[str, tuple[Damage, ...]] = {
-    ODD: ("master", "optimizer"),
-    FP16: (),
+MISFITS = {
+    "tied": "parameter embed.weight and 26 more: in the engine and not in the checkpoint",
+    COMPOSITE: "the checkpoint has 1 param groups, the engine's optimizer has 2",
+    "client_numpy": "the checkpoint has 2 sub-groups, the engine's optimizer 14, or of other sizes",
+    FP16: "the checkpoint was saved without bf16, the engine trains with it",
 }
-"""The engines that are asked to resume from what they cannot, and which of the last rank's objects are damaged."""
-
-MISFITS: dict[str, tuple[str, ...]] = {
-    ODD: ("tied", COMPOSITE, "client_numpy"),
-    FP16: (ODD, "fp32"),
-}
-"""The runs of others that they are asked to resume from."""
+"""Other runs that it is asked to resume from, and what it says of them."""

@@ -33,15 +33,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what eight steps without a pause leave."""
-    out = tmp_path_factory.mktemp("uninterrupted")
-    layerstore.init(out / "store").close()
-    launch(out, "8")
-    return out
-
-
 def launch(out: Path, steps: str) -> None:
     """Run all examples for *steps* steps."""
     train("tests.live.run_examples", ["--out", str(out), "--steps", steps], log=out / f"{steps}.log")
@@ -63,13 +54,6 @@ def test_an_example_goes_on_when_it_is_started_again(left: Path, name: str) -> N
     assert [entry.step for entry in entries] == [8, 6, 4, 2]
     assert {entry.attempt for entry in entries} == {1}
     assert "begins anew" not in (left / "8.log").read_text()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_that_was_left_learns_the_same(left: Path, uninterrupted: Path, name: str) -> None:
-    """Every loss is that of the example that was never left."""
-    assert printed(left, name) == printed(uninterrupted, name)
 
 
 def test_examples_mark_what_is_layerstores() -> None:

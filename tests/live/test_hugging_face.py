@@ -226,14 +226,6 @@ def test_a_save_without_a_folder_resumes(resumed: Path) -> None:
 # -- pointers without layerstore -----------------------------------------------------------------------------------
 
 
-def test_pointers_say_what_they_are_to_whoever_loads_them(resumed: Path) -> None:
-    """An engine without layerstore fails with the command that writes the checkpoint out."""
-    for rank in range(2):
-        said = (resumed / f"refused-{rank}").read_text()
-        assert f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt is a pointer" in said
-        assert f"layerstore compose left@2 -o FOLDER --store {resumed / 'store'}" in said
-
-
 def test_ingest_says_that_a_folder_holds_pointers(
     trained: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,54 +247,40 @@ def test_saves_after_a_composite_inherit_its_own_layers(both: tuple[Launched, La
 # -- what cannot be resumed from -----------------------------------------------------------------------------------
 
 
-def said(launched: Launched, name: str) -> list[dict[str, str]]:
-    """Return what each rank was told when the engine *name* was to resume from what it cannot."""
-    return [found["said"] for found in of_all(launched, f"wrong.{name}")]
+def said(launched: Launched) -> list[dict[str, str]]:
+    """Return what each rank was told when its engine was to resume from what it cannot."""
+    return [found["said"] for found in of_all(launched, "wrong")]
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_an_engine_trains_on_as_if_nothing_had_been_asked(both: tuple[Launched, Launched], name: str) -> None:
-    """After all that failed, losses, norms and scales are those of the training that was not disturbed."""
+def test_an_engine_trains_on_as_if_nothing_had_been_asked(both: tuple[Launched, Launched]) -> None:
+    """After all that failed, losses, norms and scales are those of the undisturbed training."""
     first, second = both
 
-    for rank, found in enumerate(of_all(second, f"wrong.{name}")):
-        assert found["trace"] == facts(first, RESUMPTION_OF[name], rank)["trace"]
+    for rank, found in enumerate(of_all(second, "wrong")):
+        assert found["trace"] == facts(first, RESUMPTION_OF[ODD], rank)["trace"]
         assert "resumed" not in found["said"].values()
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_not_there_is_told(both: tuple[Launched, Launched], name: str) -> None:
+def test_what_is_not_there_is_told(both: tuple[Launched, Launched]) -> None:
     """An empty run is None, so that a job can start with it; a step that was never saved is an error."""
-    for words in said(both[1], name):
+    for words in said(both[1]):
         assert words["empty"] == "None"
         assert words["must exist"] == "NotFound: run 'none-such' has no commit to resume from"
-        assert words["unknown step"] == f"NotFound: run {name!r} has no step 77"
+        assert words["unknown step"] == f"NotFound: run {ODD!r} has no step 77"
         assert words["unknown policy"] == "InvalidInput: there is no policy 'none-such'"
         assert words["no store"].startswith("NoStore: there is no store at ")
 
 
-@pytest.mark.parametrize(
-    ("name", "run", "words"),
-    [
-        (ODD, "tied", "parameter embed.weight and 26 more: in the engine and not in the checkpoint"),
-        (ODD, COMPOSITE, "the checkpoint has 1 param groups, the engine's optimizer has 2"),
-        (ODD, "client_numpy", "the checkpoint has 2 sub-groups, the engine's optimizer 14, or of other sizes"),
-        (FP16, ODD, "the checkpoint was saved with bf16, the engine trains without it"),
-        (FP16, "fp32", "embed.weight in the checkpoint: float32; in the engine: float16"),
-    ],
-)
-def test_what_does_not_fit_is_told(ranks: tuple[Launched, Launched], name: str, run: str, words: str) -> None:
-    """Another model, other groups or another precision: every rank hears what it is."""
-    assert [found[f"run {run}"] for found in said(ranks[1], name)] == [f"LayoutMismatch: {words}"] * WORLD_SIZE
-    assert run in MISFITS[name]
+@pytest.mark.parametrize("run", MISFITS)
+def test_what_does_not_fit_is_told(ranks: tuple[Launched, Launched], run: str) -> None:
+    """Another model, other groups or another precision: every rank says which."""
+    assert [found[f"run {run}"] for found in said(ranks[1])] == [f"LayoutMismatch: {MISFITS[run]}"] * WORLD_SIZE
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"), [(name, damage) for name, damages in DAMAGED.items() for damage in damages]
-)
-def test_of_a_damaged_object_every_rank_hears(ranks: tuple[Launched, Launched], name: str, damage: str) -> None:
-    """Only the last rank needs it, but none goes on without the others; the layer is named, as it is by compose."""
-    first, last = (found[damage] for found in said(ranks[1], name))
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damage_is_an_error_on_every_rank(ranks: tuple[Launched, Launched], damage: str) -> None:
+    """Only the last rank needs the object, but all refuse to resume; the layer is named."""
+    first, last = (found[damage] for found in said(ranks[1]))
 
     assert re.match(r"IntegrityError: \S+ of \S+@1: object ", last), last
     assert "is damaged" in last

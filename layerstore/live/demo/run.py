@@ -5,9 +5,9 @@ A tiny Llama is trained and saved on two CPU ranks. Its checkpoints are ingested
 from three composites: one of a single step, after which every loss is compared bit by bit with the uninterrupted run's;
 a mixture of steps; and one for a single rank, where masters and moments are compared. Then most commits are collected,
 and an HTML page shows what is left.
-A loss does not see everything (the embedding of a byte that the text lacks), so what both runs save at the last step is
-compared, too: layers have the same version only if all their weights and moments are the same bytes.
-All numbers are measured in this very run. Only the ranks load torch and DeepSpeed.
+Losses do not depend on everything (the embedding of a byte that is not in the text), so the layers that both runs save
+at the last step are compared, too: they have the same version only if all their weights and moments are the same bytes.
+All numbers are measured in this run. Only the ranks load torch and DeepSpeed.
 """
 
 import math

@@ -1,5 +1,5 @@
 """
-The engine's checkpoint engine: ``save_checkpoint`` and ``load_checkpoint`` go to the store, whoever calls them.
+The engine's checkpoint engine: ``save_checkpoint`` and ``load_checkpoint`` go to the store.
 
 A save is captured as by ``Saver.save``, and leaves pointer files in the folder. Pointers are loaded from the store;
 all other files are loaded as before.

@@ -52,7 +52,7 @@ class SavedStates:
 
 
 class LoadHandler(Protocol):
-    """A checkpoint engine that hears of its engine's loads."""
+    """A checkpoint engine that takes part in its engine's loads."""
 
     def loading(self, *, is_whole: bool, note: str) -> AbstractContextManager[None]:
         """Surround one load; not *is_whole*: without the optimizer's state. *note* is logged if pointers are loaded."""
@@ -311,7 +311,7 @@ class Engine:
 
 
 def _announced(engine: Any, own: LoadHandler) -> Callable[..., Any]:
-    """Return *engine*'s ``load_checkpoint``, wrapped so that *own* hears of each load."""
+    """Return *engine*'s ``load_checkpoint``, wrapped so that *own* surrounds each load."""
     load = engine.load_checkpoint
     signature = inspect.signature(load)
 
@@ -356,12 +356,12 @@ def _asking(engine: Any, own: LoadHandler) -> Iterator[None]:
 
 
 def engine_of(model: Any) -> Any:
-    """Return the engine that trains *model*: trainers hand the bare model to callbacks, which does not know it."""
+    """Return the engine that trains *model*: trainers give callbacks the bare model, which does not know its engine."""
     return _engine_where(lambda engine: engine.module is model)
 
 
 def engine_with(checkpoint_engine: Any) -> Any:
-    """Return the engine that saves and loads with *checkpoint_engine*, which is not told its engine."""
+    """Return the engine that saves and loads with *checkpoint_engine*, which does not know its engine."""
     return _engine_where(lambda engine: getattr(engine, "checkpoint_engine", None) is checkpoint_engine)
 
 

@@ -1,8 +1,8 @@
 """
 What one rank loads of a composite, as live objects, and whether that fits the engine.
 
-All is checked before the engine's loader changes anything: DeepSpeed's loader would notice a mismatch late, with half
-of the engine filled, or never, since it copies as many flat buffers as both sides have.
+Everything is checked before the engine's loader changes anything. DeepSpeed's loader would notice a mismatch late, with
+half of the engine filled, or never: it copies as many flat buffers as both sides have.
 """
 
 from collections.abc import Iterable, Mapping
@@ -140,7 +140,7 @@ def _tensor(tensors: Tensors, name: str) -> "torch.Tensor":
 
 
 def _age_notes(composition: Composition) -> tuple[str, ...]:
-    """Say which layers are older than the commit: such a mixture is no state that training ever had."""
+    """Return a note on layers that are older than the commit: training never was in such a mixed state."""
     base = composition.base
     older = [entry for entry in composition.layers if not entry.saved_by(base)]
     if not older:

@@ -1,8 +1,8 @@
 """
 Resume: fill a live engine from the store, with no shards written to disk.
 
-The engine's own loader does it, fed from memory, so that persistent parameters, half-precision copies and all else that
-depends on the masters come out right. Which version of each layer is taken, a query says.
+The engine's own loader does the work, fed from memory, so that persistent parameters, half-precision copies and all
+else that depends on the masters come out right. A query says which version of each layer is taken.
 """
 
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def _composite(
 
 
 def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
-    """Fill *engine* from *composite*. Whatever can fail fails on every rank, before the engine is changed."""
+    """Fill *engine* from *composite*; an error is raised on every rank, before the engine is changed."""
     composition = composite.composition
     with exchange.together(), losses_told(store.repo, composition):
         loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)

@@ -136,7 +136,7 @@ def _numpy_makers() -> dict[str, Callable[..., Any]]:
 
 
 def _check_numpy_type(dtype: Any) -> None:
-    """Refuse types that would read bytes as pointers, or outside of an element; a type's state can do both."""
+    """Refuse types that would read bytes as pointers or outside of an element: a forged state can do both."""
     if dtype.hasobject:
         raise Unsupported("the state holds a numpy array of objects, which is not made here")
     for kind, offset, *_ in (dtype.fields or {}).values():

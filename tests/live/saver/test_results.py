@@ -41,17 +41,6 @@ def test_sums_are_of_all_saves_and_memory_holds_the_newest() -> None:
     assert found.errors[-1] == f"step {MANY}: made up"
 
 
-def test_saves_that_were_given_up_are_forgotten_in_time() -> None:
-    """The one that was made last can be made again; of those long ago nobody asks."""
-    last = LastSave(None)
-    for number in range(MANY):
-        last.note(Saved(step=number, number=number, layers_due=(), skipped=False, blocked_seconds=0.0), updates=number)
-        last.note_lost(number)
-
-    assert len(last._lost) < 100
-    assert last.same(MANY - 1, updates=MANY - 1, pin=None, has_extras=False) is None
-
-
 def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.LogCaptureFixture) -> None:
     """Trainers save twice at the end, which is no news; another client_state or a pin would be lost in silence."""
     last = LastSave(None)
