@@ -1,6 +1,6 @@
 """Remove commits by retention rules, and objects that nothing needs; drop and undrop."""
 
-from layerstore.gc.collect import CommitFate, GcOutcome, GcRequest, execute_gc, has_work, plan_gc
+from layerstore.gc.collect import GcOutcome, GcRequest, execute_gc, has_work, plan_gc
 from layerstore.gc.drop import (
     Dropped,
     DroppedCommit,
@@ -11,7 +11,7 @@ from layerstore.gc.drop import (
     plan_drop,
     undrop,
 )
-from layerstore.gc.retention import ASKED_FOR, NOT_ASKED
+from layerstore.gc.retention import ASKED_FOR, NOT_ASKED, CommitFate
 from layerstore.gc.sweep import Gone
 
 __all__ = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.gc.mark import Marks, concluding, named, pinned_commits
-from layerstore.gc.retention import Fate, Unserved, choose, unserved, views_of
+from layerstore.gc.retention import CommitFate, Unserved, choose, unserved, views_of
 from layerstore.gc.sweep import Gone, list_aside, settle, take_aside
 from layerstore.gc.trim import add_needs, plan_trim, trim
 from layerstore.history import Needs, references_to
@@ -23,28 +23,6 @@ from layerstore.policy import Keep
 from layerstore.progress import Progress, Silent
 from layerstore.publish import retire
 from layerstore.storage import RecordName, Repository, RunView
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitFate:
-    """What becomes of one commit."""
-
-    run: str
-    attempt: int
-    step: int
-    commit: str
-    reference: str
-    time_ns: int
-    """When it was saved."""
-    kept_by: tuple[str, ...]
-    """The rules that keep it; none if it goes."""
-    goes_because: str
-    loses_moments: bool
-    """Whether it stays without its optimizer's moments."""
-    bytes_freed: int
-    """The bytes that go with it and with none listed before it."""
-    bytes_freed_later: int
-    """Likewise, those that are too young to go yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +83,14 @@ class GcPlan:
     """What is to go, with what was needed to decide."""
 
     outcome: GcOutcome
-    runs: tuple[tuple[RunView, tuple[Fate, ...]], ...]
+    runs: tuple[tuple[RunView, tuple[CommitFate, ...]], ...]
     marks: Marks
     old_before_ns: int
     unfinished_before_ns: int
     trash_before_ns: int
 
     @property
-    def fates(self) -> list[Fate]:
+    def fates(self) -> list[CommitFate]:
         """The fates of all visible commits."""
         return [fate for _, fates in self.runs for fate in fates]
 
@@ -153,16 +131,16 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     runs = _chosen(repo, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
     _check_metric(request.keep, fates)
-    going = {fate.row.name for fate in fates if fate.goes or fate.loses_moments}
+    going = {fate.name for fate in fates if fate.goes or fate.loses_moments}
     marks = Marks(
         repo, old_before_ns=old_before_ns, dead_before_ns=unfinished_before_ns, trash_before_ns=trash_before_ns
     )
     progress.start("records", sum(len(view.rows) for view, _ in runs) - len(going))
     for fate in fates:
         if fate.loses_moments:
-            with named(f"{fate.row.run}@{fate.row.step}"):
-                planned = plan_trim(repo, repo.catalog.commit(fate.row.name))
-            marks.check_whole(add_needs(marks.needs, planned), of=fate.row)
+            with named(f"{fate.run}@{fate.step}"):
+                planned = plan_trim(repo, repo.catalog.commit(fate.name))
+            marks.check_whole(add_needs(marks.needs, planned), of=fate)
     # A collection that removes no commit takes nothing that could replace what is lost.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     tally = _tally(repo, fates, marks)
@@ -208,14 +186,14 @@ class _Tally:
     """Moved aside by an earlier collection."""
 
 
-def _tally(repo: Repository, fates: Sequence[Fate], marks: Marks) -> _Tally:
+def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> _Tally:
     """Look at every object; it goes with the first commit that names it."""
     taken = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:
             # The commit goes anyway; what cannot be attributed to it because of damage counts as orphans.
             with contextlib.suppress(IntegrityError, NotFound):
-                taken.add_record(repo.catalog.commit(fate.row.name).record, number=number)
+                taken.add_record(repo.catalog.commit(fate.name).record, number=number)
     tally = _Tally(*(defaultdict[int | None, Gone](Gone) for _ in range(3)))
     for each in marks.unneeded():
         (tally.young if each.is_young else tally.old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
@@ -229,7 +207,7 @@ def _sum(parts: Mapping[int | None, Gone]) -> Gone:
     return sum(parts.values(), Gone())
 
 
-def _chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[Fate, ...]], ...]:
+def _chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[RunView, tuple[CommitFate, ...]], ...]:
     views = views_of(repo)
     wanted = {view.run for view in views} if request.runs is None else set(request.runs)
     missing = wanted - {view.run for view in views}
@@ -244,7 +222,7 @@ def _chosen(repo: Repository, request: GcRequest, now_ns: int) -> tuple[tuple[Ru
     )
 
 
-def _check_metric(keep: Keep, fates: Sequence[Fate]) -> None:
+def _check_metric(keep: Keep, fates: Sequence[CommitFate]) -> None:
     best = keep.best_of
     reasons = {reason for fate in fates for reason in fate.kept_by}
     if best is None or best.reason in reasons or not fates:
@@ -255,20 +233,13 @@ def _check_metric(keep: Keep, fates: Sequence[Fate]) -> None:
     )
 
 
-def _commit_fates(repo: Repository, fates: Sequence[Fate], tally: _Tally) -> tuple[CommitFate, ...]:
+def _commit_fates(repo: Repository, fates: Sequence[CommitFate], tally: _Tally) -> tuple[CommitFate, ...]:
     """Return the fates with the bytes that go with each."""
-    references = references_to(repo, [fate.row for fate in fates])
+    references = references_to(repo, fates)
     return tuple(
-        CommitFate(
-            run=fate.row.run,
-            attempt=fate.row.attempt,
-            step=fate.row.step,
-            commit=fate.row.id,
+        replace(
+            fate,
             reference=reference,
-            time_ns=fate.time_ns,
-            kept_by=fate.kept_by,
-            goes_because=fate.goes_because,
-            loses_moments=fate.loses_moments,
             bytes_freed=tally.old[number].size_bytes + tally.aside[number].size_bytes,
             bytes_freed_later=tally.young[number].size_bytes,
         )
@@ -323,10 +294,9 @@ def _check_confirmed(plan: GcPlan, request: GcRequest) -> None:
     removed = {fate.commit for fate in request.confirmed.removed}
     trimmed = {fate.commit for fate in request.confirmed.trimmed} | removed
     for fate in plan.fates:
-        if (fate.goes and fate.row.id not in removed) or (fate.loses_moments and fate.row.id not in trimmed):
+        if (fate.goes and fate.commit not in removed) or (fate.loses_moments and fate.commit not in trimmed):
             raise Conflict(
-                f"{fate.row.run}@{fate.row.step} was to stay when the plan was shown, and is to go by now; "
-                "nothing was removed",
+                f"{fate.run}@{fate.step} was to stay when the plan was shown, and is to go by now; nothing was removed",
                 hint="look at the new plan: repeat the command",
             )
 
@@ -354,8 +324,8 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
                 retire(repo, repo.catalog.commit(row.name))
         for fate in fates:
             if fate.loses_moments:
-                trim(repo, fate.row)
-        going = [fate.row.name for fate in fates if fate.goes]
+                trim(repo, fate.name)
+        going = [fate.name for fate in fates if fate.goes]
         repo.records.remove(going)
         repo.catalog.forget(going)
     records, files = _old_trash(repo, plan.trash_before_ns)

@@ -10,37 +10,50 @@ from layerstore.gc.trim import has_moments, saved_ns
 from layerstore.history import Needs, Resolved, newest_attempt, references_to, saved_now
 from layerstore.model import CommitId, CommitRecord
 from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
-from layerstore.storage import RecordRow, Repository, RunView, packed_versions
+from layerstore.storage import RecordName, RecordRow, Repository, RunView, packed_versions
 from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
-    """What becomes of a visible commit."""
+class CommitFate:
+    """What becomes of one visible commit."""
 
-    row: RecordRow
+    run: str
+    attempt: int
+    step: int
+    commit: str
+    reference: str = ""
+    time_ns: int
+    """When it was saved: the later of its record's time and its file's."""
     kept_by: tuple[str, ...]
     """The rules that keep it; none if it goes."""
     goes_because: str
     """Why it goes; empty if it is kept."""
-    time_ns: int = 0
-    """When it was saved: the later of its record's time and its file's."""
-    loses_moments: bool = False
-    """Whether a commit without moments replaces it."""
-    is_blind: bool = False
+    loses_moments: bool
+    """Whether it stays without its optimizer's moments."""
+    is_blind: bool
     """Whether it is kept because the only rule says nothing about its run."""
+    bytes_freed: int = 0
+    """The bytes that go with it and with none listed before it."""
+    bytes_freed_later: int = 0
+    """Likewise, those that are too young to go yet."""
 
     @property
     def goes(self) -> bool:
-        """Whether the record is to be removed."""
+        """Whether its record is to be removed."""
         return not self.kept_by
+
+    @property
+    def name(self) -> RecordName:
+        """The name of its record."""
+        return RecordName(self.run, self.step, CommitId(self.commit))
 
 
 def choose(
     repo: Repository, view: RunView, keep: Keep | None, *, pinned: Mapping[CommitId, str], now_ns: int
-) -> tuple[Fate, ...]:
+) -> tuple[CommitFate, ...]:
     """
     Return the fate of each visible commit of *view*, newest first; without *keep* all stay.
 
@@ -52,7 +65,7 @@ def choose(
 
 def _fates(
     repo: Repository, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
-) -> Iterable[Fate]:
+) -> Iterable[CommitFate]:
     goes_on = list(view.history(newest_attempt(view)))
     history = {row.id for row in goes_on}
     rows = [*goes_on, *(row for row in reversed(view.visible) if row.id not in history)]
@@ -82,11 +95,14 @@ def _fates(
         if row.id in pinned:
             kept_by = (*kept_by, f"pin {pinned[row.id]}")
         abandoned = "" if row.id in history else ", and training has left its attempt"
-        yield Fate(
-            row=row,
+        yield CommitFate(
+            run=row.run,
+            attempt=row.attempt,
+            step=row.step,
+            commit=row.id,
+            time_ns=times[row.id],
             kept_by=kept_by,
             goes_because="" if kept_by else f"no rule keeps it{abandoned}",
-            time_ns=times[row.id],
             loses_moments=loses_moments,
             is_blind=blind in kept_by,
         )
@@ -188,18 +204,20 @@ class Unserved:
 
 
 def unserved(
-    repo: Repository, planned: Iterable[tuple[RunView, tuple[Fate, ...]]], *, needs: Needs
+    repo: Repository, planned: Iterable[tuple[RunView, tuple[CommitFate, ...]]], *, needs: Needs
 ) -> tuple[Unserved, ...]:
     """Return which composites of the newest kept steps of every run would change; *needs* is what stays."""
     found: list[Unserved] = []
     for view, fates in planned:
-        going = {fate.row.id for fate in fates if fate.goes}
-        trimmed = {fate.row.id: _without_moments(fate.row) for fate in fates if fate.loses_moments}
+        going = {fate.name.id for fate in fates if fate.goes}
+        trims = [view.rows[fate.name.id] for fate in fates if fate.loses_moments]
+        trimmed = {row.id: _without_moments(row) for row in trims}
         if not (going or trimmed):
             continue
         rows = {name: row for name, row in view.rows.items() if name not in going} | trimmed
         left = replace(view, rows=rows)
-        kept = [fate.row for fate in fates if not (fate.goes or fate.loses_moments) and all(fate.row.saved)]
+        stay = [view.rows[fate.name.id] for fate in fates if not (fate.goes or fate.loses_moments)]
+        kept = [row for row in stay if all(row.saved)]
         kept = kept[:_STEPS_MAX]
         for row, reference in zip(kept, references_to(repo, kept), strict=True):
             found += _lost(repo, row, reference, before=view, after=left, needs=needs)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from layerstore.errors import Overtaken
 from layerstore.format import WITHOUT_MOMENTS, encode_version, make_commit, ref_of
 from layerstore.history import Needs, objects_of_version
-from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, LayerEntry, LayerVersion
+from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.publish import Transaction
-from layerstore.storage import RecordRow, Repository
+from layerstore.storage import RecordName, Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,23 +80,22 @@ def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
     return new
 
 
-def trim(repo: Repository, row: RecordRow) -> CommitId:
+def trim(repo: Repository, name: RecordName) -> None:
     """
-    Replace *row* by a commit without moments, and remove its record for good; return the new id.
+    Replace the commit *name* by one without moments, and remove its record for good.
 
     Raises:
         Overtaken: An object that it names is gone.
     """
-    commit = repo.catalog.commit(row.name)
+    commit = repo.catalog.commit(name)
     plan = plan_trim(repo, commit)
     with Transaction(repo) as tx:
         # Not the old versions: a blob that was touched keeps the moments that it names until the next collection.
         tx.keep(replace(commit.record, layers=()))
         for ref in plan.objects:
             if not tx.objects.reuse(ref):
-                raise Overtaken(f"object {ref.id} of {row.run}@{row.step} is gone", hint="repeat the command")
+                raise Overtaken(f"object {ref.id} of {name.run}@{name.step} is gone", hint="repeat the command")
         for ref, data in plan.versions.items():
             tx.objects.put(data, ref)
-        trimmed = tx.commit(plan.commit.record, observed=plan.commit.observed).commit
-    repo.trash.remove_record(row.name)
-    return trimmed.id
+        tx.commit(plan.commit.record, observed=plan.commit.observed)
+    repo.trash.remove_record(name)

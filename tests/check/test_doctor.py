@@ -19,7 +19,7 @@ from layerstore.check import doctor as ops_doctor
 from layerstore.check import probes
 from layerstore.check.doctor import Diagnosis, Finding
 from layerstore.check.probes import Race, race
-from layerstore.errors import InvalidInput, StorageIO
+from layerstore.errors import InvalidInput
 from layerstore.storage import Files, files
 from layerstore.storage.files import Room
 from tests.cli.conftest import Run
@@ -313,20 +313,9 @@ def test_a_name_that_is_missing_for_a_moment_is_a_note(tmp_path: Path, monkeypat
     assert [finding.verdict for finding in findings] == ["ok", "note", "note"]
 
 
-@pytest.mark.parametrize("name", ["NAME", "n" * 200])
-def test_names_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Case that is not told apart, and names that are too long."""
-    if name == "NAME":
-        monkeypatch.setattr(Files, "exists", lambda self, path: path.name == name or path.exists())
-    else:
-        real = Files.create
-
-        def create(self: Files, path: Path, *, sync_ahead: bool = False) -> object:
-            if path.name == name:
-                raise StorageIO("too long", errno=errno.ENAMETOOLONG, filename=name)
-            return real(self, path, sync_ahead=sync_ahead)
-
-        monkeypatch.setattr(Files, "create", create)
+def test_names_that_cannot_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upper and lower case may be one."""
+    monkeypatch.setattr(Files, "exists", lambda self, path: path.name == "NAME" or path.exists())
 
     assert found(layerstore.doctor(tmp_path), "names").verdict == "note"
 

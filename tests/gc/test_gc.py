@@ -453,22 +453,6 @@ def test_a_commit_that_lost_its_moments_is_as_old_as_before(
     assert steps(store, "r") == [30]
 
 
-def test_a_young_blob_keeps_what_it_names(store: Store, saved: Checkpoints) -> None:
-    """Who inherits a layer claims its version alone."""
-    store.ingest(saved(10), run="r")
-    store.ingest(saved(20), run="r")
-    version = store.compose("r@10")._composition.layers[0].version
-    for path in (store.path / "objects").rglob("*"):
-        os.utime(path, (1, 1))
-    (store.path / "objects" / version.id[:2] / version.id).touch()
-    repo = open_repository(store.path, Files())
-    needed = {version.id, *(stored.id for stored in repo.version(version).objects)}
-
-    collect(store, Keep(last=1), grace_seconds=None)
-
-    assert needed <= objects(store).keys()
-
-
 @pytest.mark.fault(49, 51)
 @pytest.mark.parametrize(("operation", "policy"), [("rename", "full"), ("unlink", "parity")])
 def test_what_is_saved_meanwhile_is_put_back(store: Store, saved: Checkpoints, operation: str, policy: str) -> None:
@@ -604,25 +588,6 @@ def test_the_whole_do_not_go_while_what_stays_is_hurt(
     assert store.verify(read_data=True).ok
 
 
-def test_the_hint_names_the_hurt_commit_of_an_earlier_attempt(store: Store, saved: Checkpoints) -> None:
-    """The same step of the newest attempt is whole: it is not the one to be given up."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
-    store.ingest(saved(20, seed=7), run="r", rollback=True)
-    store.ingest(saved(30, seed=8), run="r")
-    for step in (10, 20):
-        store.ingest(saved(step, seed=9), run="other")
-    lost = lose(store, "r~1@30", "missing")
-
-    with pytest.raises(IntegrityError, match=rf"^r~1@30 is to stay and is not whole: object {lost}") as at:
-        collect(store, Keep(last=1), runs=["other"])
-
-    assert "layerstore drop r~1@30 gives it up" in str(at.value.hint)
-    store.drop("r~1@30")
-    collect(store, Keep(last=1), runs=["other"])
-    assert store.verify(read_data=True).ok
-
-
 @pytest.mark.parametrize("how", ["missing", "cut short", "version"])
 def test_what_goes_may_be_hurt(store: Store, saved: Checkpoints, how: str) -> None:
     """Only what stays has to be whole."""
@@ -690,24 +655,6 @@ def test_moments_that_are_to_go_may_be_lost(store: Store, saved: Checkpoints) ->
     done = collect(store, Keep(last=3, drop_optimizer_older_than=5))
 
     assert [fate.step for fate in done.trimmed] == [20, 10]
-    assert store.verify(read_data=True).ok
-
-
-def test_what_lies_aside_is_there(store: Store, saved: Checkpoints) -> None:
-    """A collection that was stopped had moved it; the next one finds it, and puts it back."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
-    kept = masters(store, "r@20")
-    repo = open_repository(store.path, Files())
-    aside = store.path / "gc" / "aside"
-    aside.mkdir(parents=True, exist_ok=True)
-    for stored in repo.version_of(store.compose("r@20")._composition.layers[0]).objects:
-        repo.layout.object(stored.ref.id).rename(aside / stored.ref.id)
-
-    assert [fate.step for fate in collect(store, Keep(last=1)).removed] == [10]
-
-    assert list(aside.iterdir()) == []
-    assert masters(store, "r@20") == kept
     assert store.verify(read_data=True).ok
 
 

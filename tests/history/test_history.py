@@ -1,6 +1,5 @@
 """Promises of histories: whatever happened to a run, its view says what the records alone say."""
 
-import contextlib
 import dataclasses
 import shutil
 import tempfile
@@ -243,19 +242,6 @@ def test_a_row_says_what_was_saved_and_what_is_counted(repo: Repository) -> None
     repo.catalog.close()
 
 
-def test_rows_share_their_layers_names(repo: Repository) -> None:
-    """Ten thousand rows hold the names of eighty layers once, also across blocks."""
-    for step in range(65):
-        publish(repo, step)
-    repo.catalog.view(RUN)
-    repo.catalog.close()
-    again = open_repository(repo.layout.root, Files())
-    with contextlib.closing(again.catalog):
-        names = {id(row.layer_names) for row in again.catalog.view(RUN).visible}
-
-    assert len(names) == 1
-
-
 def test_a_long_chain_of_attempts_ends_in_no_recursion(repo: Repository) -> None:
     """Training that went back a thousand times, each time further, is still followed and drawn."""
     count, versions = 1200, packed_versions([samples.entry("layer")])
@@ -344,17 +330,6 @@ def test_a_record_that_is_repaired_in_place_is_seen(repo: Repository) -> None:
 
     assert repo.catalog.view(RUN).damaged == {}
     assert resolve(repo, f"{RUN}@2").commit == commit.id
-
-
-def test_strangers_in_the_folder_are_no_news(repo: Repository) -> None:
-    """What is no record is neither read nor taken for a change of the run."""
-    publish(repo, 2)
-    first = repo.catalog.view(RUN)
-    (repo.layout.run(RUN) / ".swp").write_bytes(b"")
-    second = repo.catalog.view(RUN)
-
-    assert second == first
-    assert repo.catalog.view(RUN) is second
 
 
 # -- pages ---------------------------------------------------------------------------------------------------------

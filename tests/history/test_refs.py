@@ -233,28 +233,6 @@ def test_what_is_hidden_is_not_called_as_another_is(repo: Repository) -> None:
     assert reference_to(repo, samples.record(run="gone", attempt=1, step=5)) == "gone@5"
 
 
-def test_an_attempt_that_forks_nowhere_has_no_history_below(repo: Repository) -> None:
-    """A fresh start under an old name does not inherit the old steps."""
-    publish(repo, 100, tag="old")
-    publish(repo, 50, attempt=2, tag="new")
-
-    assert meant(repo, "sft") == (2, 50)
-    with pytest.raises(NotFound, match="belongs to an earlier attempt"):
-        resolve(repo, "sft@100")
-
-
-def test_history_runs_on_through_an_attempt_that_is_hidden(repo: Repository) -> None:
-    """Where all of the attempt between is hidden, what lies below its own fork still belongs to the history."""
-    publish(repo, 100, tag="first")
-    between = publish(repo, 200, attempt=2, fork=Fork(attempt=1, step=100), tag="second")
-    publish(repo, 300, attempt=3, fork=Fork(attempt=2, step=200), tag="third", hides=between.id)
-
-    assert meant(repo, "sft@300") == (3, 300)
-    assert meant(repo, "sft@100") == (1, 100)
-    with pytest.raises(NotFound):
-        resolve(repo, "sft@200")
-
-
 def test_a_fork_that_leads_in_a_circle_ends(repo: Repository) -> None:
     """An attempt that claims to have left itself, or a later one, is followed no further."""
     publish(repo, 100, fork=Fork(attempt=2, step=200))
@@ -264,26 +242,7 @@ def test_a_fork_that_leads_in_a_circle_ends(repo: Repository) -> None:
     assert meant(repo, "sft~1") == (1, 100)
 
 
-def test_an_attempt_that_starts_at_its_fork_comes_first(repo: Repository) -> None:
-    """Where both hold the very step of the fork, the newer attempt's counts."""
-    publish(repo, 800, tag="old")
-    publish(repo, 800, attempt=2, fork=Fork(attempt=1, step=800), tag="new")
-
-    assert meant(repo, "sft@800") == (2, 800)
-    assert meant(repo, "sft") == (2, 800)
-    assert meant(repo, "sft~1@800") == (1, 800)
-
-
 # -- hidden, doubled, damaged --------------------------------------------------------------------------------------
-
-
-def test_hiding_works_in_chains(repo: Repository) -> None:
-    """What hides may be hidden itself."""
-    first = publish(repo, 4, tag="1")
-    second = publish(repo, 4, tag="2", hides=first.id)
-    third = publish(repo, 4, tag="3", hides=second.id)
-
-    assert resolve(repo, "sft@4").commit == third.id
 
 
 @pytest.mark.fault(102)

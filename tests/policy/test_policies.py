@@ -126,15 +126,6 @@ def test_filter_always_takes_the_ends_and_the_norm() -> None:
     assert "decoder.block.2" not in due
 
 
-def test_filter_shares_the_rest_out_over_its_turns() -> None:
-    """Half of the rest at every fifth save, the other half at the next."""
-    always = Filter().due(save(1))
-    turns = [Filter().due(save(number)) - always for number in (5, 10)]
-
-    assert turns[0] | turns[1] == set(LLAMA) - always
-    assert not turns[0] & turns[1]
-
-
 @given(
     share=st.fractions(Fraction(1, 20), 1, max_denominator=20),
     every=st.integers(1, 7),
@@ -154,17 +145,6 @@ def test_filter_leaves_nobody_out(share: Fraction, every: int, first: int, last:
             assert len(due - always) <= -(-(len(layers) - len(always)) * share.numerator // share.denominator)
 
     assert seen == set(layers)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"first": -1}, {"share": Fraction(0)}, {"share": Fraction(3, 2)}, {"every": 0}, {"aux": "sometimes"}],
-)
-def test_a_filter_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
-    """With the setting and what it may be."""
-    with pytest.raises(InvalidInput) as caught:
-        Filter(**settings)
-    assert caught.value.hint
 
 
 # -- names ---------------------------------------------------------------------------------------------------------
@@ -389,11 +369,24 @@ def test_no_layer_grows_older_than_the_bound_and_none_waits_for_it_with_all_othe
         written |= dict.fromkeys(due, number)
 
 
-@pytest.mark.parametrize("settings", [{"threshold": -1.0}, {"threshold": float("nan")}, {"budget": 0}, {"stalest": 0}])
-def test_a_drift_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
-    """With what it may be."""
-    with pytest.raises(InvalidInput):
-        Drift(**settings)
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        (Drift, {"threshold": float("nan")}),
+        (Drift, {"budget": 0}),
+        (Drift, {"stalest": 0}),
+        (Filter, {"first": -1}),
+        (Filter, {"share": Fraction(3, 2)}),
+        (Filter, {"every": 0}),
+        (Filter, {"aux": "sometimes"}),
+        (Parity, {"fresh": "both"}),
+    ],
+)
+def test_settings_out_of_range_are_refused(policy: Any, settings: dict[str, Any]) -> None:
+    """With the setting and what it may be."""
+    with pytest.raises(InvalidInput) as caught:
+        policy(**settings)
+    assert caught.value.hint
 
 
 def test_drift_goes_by_what_was_recorded() -> None:

@@ -71,18 +71,6 @@ def test_parity_of_an_untied_model() -> None:
     assert (found.base.run, found.base.step, found.notes) == (None, 200, ())
 
 
-def test_parity_of_a_tied_model() -> None:
-    """Without a head of its own, L + 1 is the embedding."""
-    assert steps(plan(PARITY_TIED, llama(4, tied=True))) == {
-        "model.embed_tokens": 100,
-        "model.layers.0": 200,
-        "model.layers.1": 100,
-        "model.layers.2": 200,
-        "model.layers.3": 100,
-        "model.norm": 200,
-    }
-
-
 def test_choices_stand_where_their_checkpoint_is_named() -> None:
     """A step that the store does not have is told with the line of its slice, and the folder to ingest."""
     found = plan(PARITY, llama(4))
@@ -188,24 +176,13 @@ def test_ranges_cover_every_block_once_and_in_order(ranges: str, match: str) -> 
 
 
 @pytest.mark.known_fault("llmtailor 3")
-@pytest.mark.parametrize(
-    ("slices", "match", "hint"),
-    [
-        (
-            [one(200, 0, 0), one(200, 0, 4), one(200, 5, 5)],
-            "no slice takes the optimizer state of model.embed_tokens",
-            "layer_range: [6, 6]",
-        ),
-        (
-            [one(200, 0, 4)],
-            "no slice takes the optimizer state of model.norm, lm_head, model.embed_tokens",
-            "layer_range: [0, 0] and layer_range: [5, 5] and layer_range: [6, 6]",
-        ),
-    ],
-)
-def test_every_auxiliary_layer_needs_a_slice(slices: list[str], match: str, hint: str) -> None:
+def test_every_auxiliary_layer_needs_a_slice() -> None:
     """There the composite's optimizer would lack the group; here the slice to add is told."""
-    assert hint in str(refused("«" + recipe(*slices), match=match).hint)
+    found = refused(
+        "«" + recipe(one(200, 0, 4), one(200, 5, 5)), match="no slice takes the optimizer state of model.norm, "
+    )
+
+    assert "layer_range: [0, 0] and layer_range: [6, 6]" in str(found.hint)
 
 
 @pytest.mark.parametrize(
@@ -289,19 +266,7 @@ def test_weights_agree_with_the_slices(more: str, match: str) -> None:
     refused(recipe(*WHOLE, more=more), match=match)
 
 
-def test_either_list_may_name_any_auxiliary_layer() -> None:
-    """LLMTailor's lists only differ in where their tensors are written: its own example has the norm in pre_weights."""
-    entries = {
-        name: f"{{name: {name}.weight, model: run/checkpoint-200}}"
-        for name in ("model.norm", "lm_head", "model.embed_tokens")
-    }
-    post = f"post_weights: [{entries['lm_head']}, {entries['model.embed_tokens']}]\n"
-    more = post + f"pre_weights: [{entries['model.norm']}]\n"
-
-    assert set(steps(plan(recipe(*WHOLE, more=more), llama())).values()) == {200}
-
-
-@pytest.mark.parametrize("empty", ["", "pre_weights: []\n", "pre_weights:\npost_weights: ~\n"])
+@pytest.mark.parametrize("empty", ["", "pre_weights: []\npost_weights: ~\n"])
 def test_a_default_that_would_have_split_a_layer_is_noted(empty: str) -> None:
     """Without lists LLMTailor takes weights from the first and last slice's checkpoint; here the layer stays whole."""
     slices = [one(200, 0, 0), one(200, 0, 4), one(300, 5, 5), one(100, 6, 6)]
@@ -510,19 +475,12 @@ OPT = model(
     layer("model.decoder.final_layer_norm"),
     *blocks(4, stack="model.decoder.layers"),
 )
-BLOOM = model(
-    layer("transformer.word_embeddings", ties=["lm_head.weight"]),
-    layer("transformer.word_embeddings_layernorm"),
-    *blocks(4, stack="transformer.h"),
-    layer("transformer.ln_f"),
-)
 HEAD_FIRST = model(*blocks(4), layer("model.norm"), layer("lm_head", ties=["model.embed_tokens.weight"]))
 VALUE_HEAD = model(
     layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("lm_head"), layer("v_head.summary")
 )
 GPT2_UNTIED = model(layer("transformer.wpe"), layer("transformer.wte"), *GPT2.layers[2:], layer("lm_head"))
 UNNAMED = model(layer("input"), *blocks(4), layer("final"), layer("lm_head"))
-CLASSIFIER = model(layer("model.embed_tokens"), *blocks(4), layer("model.norm"), layer("score"))
 ROTARY = model(
     layer("model.embed_tokens"), *blocks(4), buffers("model.rotary_emb"), layer("model.norm"), layer("lm_head")
 )
@@ -537,10 +495,8 @@ ROTARY = model(
         (UNNAMED, "final", "lm_head", "input", set()),
         (NEOX, "gpt_neox.final_layer_norm", "embed_out", "gpt_neox.embed_in", set()),
         (OPT, "model.decoder.final_layer_norm", None, "model.decoder.embed_tokens", {"model.decoder.embed_positions"}),
-        (BLOOM, "transformer.ln_f", None, "transformer.word_embeddings", {"transformer.word_embeddings_layernorm"}),
         (HEAD_FIRST, "model.norm", None, "lm_head", set()),
         (VALUE_HEAD, "model.norm", "lm_head", "model.embed_tokens", {"v_head.summary"}),
-        (CLASSIFIER, "model.norm", "score", "model.embed_tokens", set()),
         (ROTARY, "model.norm", "lm_head", "model.embed_tokens", {"model.rotary_emb"}),
     ],
 )
@@ -611,10 +567,6 @@ def test_layers_are_known_by_name_wherever_the_optimizer_has_them() -> None:
         (
             model(layer("e"), *blocks(4), layer("norm"), layer("head_a"), layer("head_b")),
             "takes one head, and in this model head_a, head_b may each be it",
-        ),
-        (
-            model(layer("front"), layer("side"), *blocks(4), layer("norm"), layer("lm_head")),
-            "takes one embedding, and in this model front, side may each be it",
         ),
     ],
 )
