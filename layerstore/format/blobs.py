@@ -1,7 +1,7 @@
 """
 Version blobs and state blobs: small content-addressed files.
 
-Eight bytes of magic that tell what it is, then one canonical value. The name is the checksum.
+Eight bytes of magic that say which kind it is, then one canonical value. The name is the checksum.
 """
 
 from typing import TypeVar

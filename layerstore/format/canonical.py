@@ -34,7 +34,7 @@ def pack(value: Plain) -> bytes:
 
 
 def pack_again(value: Plain) -> bytes:
-    """Encode what ``unpack`` gave, or a part of it: its maps are in order already, so this is ``pack``, faster."""
+    """Encode what ``unpack`` gave, or a part of it: as ``pack`` does, but faster, since its maps are in order."""
     try:
         data: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
     except (ValueError, TypeError, RecursionError) as exc:  # nested too deep, say
@@ -61,9 +61,9 @@ def unpack(data: bytes, *, what: str) -> Plain:
 
 def unpack_known(data: bytes, *, what: str) -> Plain:
     """
-    Decode *data* without asking whether it is canonical, which takes most of the time.
+    Decode *data* without checking that it is canonical, which takes most of the time.
 
-    For bytes that were read in full before: whoever calls this compares a hash of ``pack_again`` with the one of then.
+    For bytes that were checked in full before: the caller compares a hash with the one of that time.
 
     Raises:
         IntegrityError: It is not readable.
@@ -91,13 +91,13 @@ def _decode(data: bytes, what: str, *, as_map: Callable[[list[tuple[str, Plain]]
 
 
 def _refuse_extension(code: int, data: bytes) -> Plain:
-    # Without content they pass the limit on their length.
+    # Extensions without content pass the limit on their length.
     raise ValueError(f"it holds the extension type {code}")
 
 
 def _map_in_order(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     made = dict(pairs)
-    # A key that is there twice shows when the map is encoded again.
+    # A duplicate key shows when the map is encoded again.
     if not _are_texts_in_order(tuple(made)):
         raise ValueError("a map's keys are not texts in order")
     return made
@@ -105,7 +105,7 @@ def _map_in_order(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
 
 @lru_cache(maxsize=1024)
 def _are_texts_in_order(keys: tuple[object, ...]) -> bool:
-    """Look at *keys* once: a record has hundreds of maps of four kinds."""
+    """Whether *keys* are sorted texts; cached, as a record has hundreds of maps of four kinds."""
     texts = [key for key in keys if type(key) is str]
     return len(texts) == len(keys) and texts == sorted(texts)
 

@@ -1,10 +1,8 @@
 """
 Dataclasses to plain maps and back, by their fields.
 
-Strict both ways: an unknown or missing field, or a value of another type, is damage or a newer format,
-never something to guess about.
-
-What a field must be is looked up once per class: a commit has a thousand fields, and a plan may need ten commits.
+Strict both ways: an unknown or missing field, or a value of another type, is damage or a newer format, and nothing is
+guessed. Types are looked up once per class: a commit has a thousand fields, and a plan may need ten commits.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ _CONTENTS: tuple[type[object], ...] = (ObjectContent, FlatContent, FragmentConte
 
 
 class _Misfit(Exception):
-    """A value is not what its field wants; fields around it put their names before it. It never leaves here."""
+    """A value does not fit its field. Fields around it prefix their names; it never leaves this module."""
 
 
 def to_plain(value: object) -> Plain:
@@ -68,7 +66,7 @@ def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
 
 @cache
 def _reader_of(cls: Any) -> Reader:
-    """Return what reads a *cls*: its plain fields are only looked at, the others have readers of their own."""
+    """Return a function that reads a *cls*: plain fields are only checked, the others have readers of their own."""
     fields = _fields(cls)
     names = frozenset(field.name for field in fields)
     may_lack = frozenset(field.name for field in fields if "omitted" in field.metadata)
@@ -121,7 +119,7 @@ def _read_tree(value: Plain) -> Any:
 
 
 def _reader_for(hint: Any) -> Reader:
-    """Return what reads a value of the type *hint*."""
+    """Return a function that reads a value of the type *hint*."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
         return _union_reader(arguments)
@@ -173,7 +171,7 @@ def _enum_reader(cls: type[StrEnum]) -> Reader:
 
 
 def _union_reader(choices: tuple[Any, ...]) -> Reader:
-    """Return what reads one of *choices*: at most one of a union's members is a dataclass."""
+    """Return a function that reads one of *choices*, of which at most one is a dataclass."""
     by_type = {dict if dataclasses.is_dataclass(choice) else choice: _reader_for(choice) for choice in choices}
 
     def read(value: Plain) -> Any:

@@ -1,9 +1,9 @@
 """
 The framing of tensor objects: safetensors files whose every byte is decided here.
 
-The header is padded with spaces so that the payload starts on a page.
-Slices that fill whole pages come first, then the rest, each part by key: so page-sized slices stay page-aligned,
-whatever else is in the file. Nothing that varies between equal contents goes in.
+The header is padded with spaces so that the payload starts on a page. Slices that fill whole pages come first, then the
+rest, both by key: so they stay page-aligned whatever else is in the file. Nothing that varies between equal contents
+goes in.
 """
 
 import json

@@ -1,7 +1,7 @@
 """
 The checksums of the format, and the only user of xxhash and isal.
 
-xxh3_128 names content, xxh3_64 witnesses 16 MiB at a time, crc32 is what zip archives ask for.
+xxh3_128 names content, xxh3_64 checks 16 MiB at a time, crc32 is what zip archives need.
 They find accidents, not attackers.
 """
 
@@ -32,7 +32,7 @@ def object_id(data: Bytes) -> ObjectId:
 
 
 def crc32(data: Bytes, previous: int = 0) -> int:
-    """Return the zip checksum of what *previous* covers, followed by *data*."""
+    """Return the zip checksum of *data*, continued from *previous*."""
     value: int = isal_zlib.crc32(data, previous)
     return value
 
@@ -67,7 +67,7 @@ def crc32_of_zeros(size_bytes: int) -> int:
 
 
 class NameHasher:
-    """Find out what an object is called while its bytes stream by."""
+    """Compute an object's name while its bytes stream by."""
 
     __slots__ = ("_whole", "size_bytes")
 
@@ -81,7 +81,7 @@ class NameHasher:
         self.size_bytes += len(data)
 
     def id(self) -> ObjectId:
-        """Return the name of what was seen so far."""
+        """Return the name of the bytes so far."""
         return ObjectId(self._whole.hexdigest())
 
 

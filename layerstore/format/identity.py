@@ -2,8 +2,8 @@
 ``store.json``: what makes a folder a store.
 
 JSON so that a person can read it, with a checksum over its canonical text so that a program can trust it.
-The field ``format`` never moves: every version of layerstore, past or future, can tell whether it may read on.
-Neither does ``needs``, by which a later format may say which layerstore reads it.
+The fields ``format`` and ``needs`` never move: every layerstore, past or future, can tell whether it may read on, and a
+later format may say which layerstore reads it.
 """
 
 import json
@@ -18,7 +18,7 @@ FORMAT = 2
 HASH = "xxh3_128"
 # A writer must know all flags of a store; a reader may go on if it does not.
 KNOWN_FLAGS: frozenset[str] = frozenset()
-# A version, not a tale: what stands there was written by somebody else's layerstore, and is printed.
+# A version, and no longer text: another layerstore wrote it, and it is printed.
 _NEEDS_SIGNS_MAX = 40
 
 
@@ -61,7 +61,7 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
         IntegrityError: It is damaged.
     """
     fields = _parse(data, what)
-    # Before the checksum: a newer format may compute it differently, and must still be recognised.
+    # Before the checksum, which a newer format may compute differently.
     found = fields.get("format")
     if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
         _check_format(fields, what)
@@ -74,7 +74,7 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
         raise _damaged(what, str(exc)) from exc
     if identity.hash != HASH:
         raise Unsupported(f"{what} names its objects by {identity.hash!r}; this layerstore knows {HASH}")
-    # Spelled differently, it is not what was written: no byte of it may change unseen.
+    # No byte may change unseen, not even the spelling.
     if encode_identity(identity) != data:
         raise _damaged(what, "it is not as it was written")
     return identity
@@ -82,7 +82,7 @@ def decode_identity(data: bytes, *, what: str) -> StoreIdentity:
 
 def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
     """
-    Return the format that the ``store.json`` *data* names, of which nothing else is looked at.
+    Return the format that the ``store.json`` *data* names; nothing else is looked at.
 
     Raises:
         Unsupported: It is newer than the *known* one.
@@ -100,7 +100,7 @@ def format_of(data: bytes, *, what: str, known: int = FORMAT) -> int:
 
 
 def stated_flags(data: bytes) -> tuple[str, ...] | None:
-    """Return the flags that a damaged ``store.json`` still states, as they stand there; None where it does not."""
+    """Return the flags that can still be read from a damaged ``store.json``, None if none can."""
     try:
         flags = _parse(data, "store.json").get("flags")
     except IntegrityError:
@@ -109,7 +109,7 @@ def stated_flags(data: bytes) -> tuple[str, ...] | None:
 
 
 def _check_format(fields: dict[str, Any], what: str) -> None:
-    """Raise IntegrityError if all of it is as today's format has it, but for the number: a bit of that has flipped."""
+    """Raise IntegrityError if the checksum is right for today's format: a bit of the number has flipped."""
     rest = {name: value for name, value in fields.items() if name != "checksum"}
     if fields.get("checksum") == _checksum(rest | {"format": FORMAT}):
         raise _damaged(what, f"its format says {fields['format']}, and its checksum is that of format {FORMAT}")

@@ -22,7 +22,7 @@ ContentFromPlain = Callable[[Plain, str], object]
 
 
 def encode_tree(tree: Tree, *, content_to_plain: ContentToPlain) -> Plain:
-    """Turn *tree* into ``[storages, root]``; *content_to_plain* says where a storage's bytes are."""
+    """Turn *tree* into ``[storages, root]``; *content_to_plain* encodes where a storage's bytes are."""
     return _Encoder(lambda storage: content_to_plain(storage.content)).image(tree)
 
 
@@ -111,7 +111,7 @@ def _encode_scalar(value: Tree) -> Plain:
 
 def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
     """
-    Turn what ``encode`` gave back into a tree.
+    Turn what ``encode_tree`` gave back into a tree.
 
     Raises:
         IntegrityError: It is not the image of a tree.
@@ -120,7 +120,7 @@ def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str
         rows, root = cast("list[Plain]", value)
         contents = {_storage(row, content_from_plain, what): row[3] for row in cast("list[list[Plain]]", rows)}
         tree = _Decoder(list(contents)).node(root)
-        # As everywhere on reading: what is not exactly what we would write was not written by us.
+        # What is not exactly what we would write was not written by us.
         is_canonical = pack(_Encoder(contents.__getitem__).image(tree)) == pack(value)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise IntegrityError(f"{what} is not a tree: {exc}") from exc

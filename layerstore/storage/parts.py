@@ -125,9 +125,7 @@ class PartStore:
     def remove(self, session: str, save: int, *, world_size: int) -> None:
         """Remove the parts of one save, which was committed or given up."""
         for rank in range(world_size):
-            path = self._path(session, save, rank)
-            if self._files.exists(path):
-                self._files.discard(path)
+            self._files.discard(self._path(session, save, rank))
 
     def close_session(self, session: str, *, is_over: bool) -> None:
         """
