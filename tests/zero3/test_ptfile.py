@@ -13,7 +13,7 @@ import torch
 from isal import isal_zlib
 
 from layerstore.dtypes import DTYPES
-from layerstore.errors import InvalidInput, SourceCheckpoint, Unsupported
+from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.limits import PAGE_BYTES
 from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt import PtFile, layout_pt, read_pt
@@ -389,29 +389,6 @@ def test_a_torch_file_beyond_four_gigabytes(tmp_path: Path) -> None:
 
     assert [place.size_bytes for place in located] == [2**32 + 17, 12]
     assert located[1].offset_bytes > 2**32
-
-
-@pytest.mark.parametrize("name", ["", "..", "a/b", "a\0b", "x" * 600])
-def test_a_name_that_is_no_stem_is_refused(name: str) -> None:
-    """The archive's folder is one plain name."""
-    with pytest.raises(InvalidInput):
-        layout_pt(None, name=name)
-
-
-@pytest.mark.parametrize("alignment_bytes", [0, 64 * 1024])
-def test_an_alignment_that_padding_cannot_reach_is_refused(alignment_bytes: int) -> None:
-    """Padding has its limits, and they are said before a byte is laid out."""
-    with pytest.raises(InvalidInput, match="aligned"):
-        layout_pt(None, name="a", alignment_bytes=alignment_bytes)
-
-
-def test_a_missing_crc_is_an_error() -> None:
-    """A skeleton with a wrong CRC would be damage: each storage that is not empty must have one."""
-    storage = Storage(dtype="F32", elements=1, device="cpu")
-    tree = Tensor(storage=storage, offset=0, shape=Size((1,)), stride=(1,))
-
-    with pytest.raises(InvalidInput, match="is missing"):
-        layout_pt(tree, name="a").skeleton({})
 
 
 @pytest.mark.fault(87)

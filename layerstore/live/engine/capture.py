@@ -83,7 +83,7 @@ def has_moments(share: Share) -> dict[str, bool]:
 
 def _file(state: object, path: Path, memory: Memory) -> PtFile:
     tree = inert(state, memory)
-    return PtFile(path=path, tree=tree, size_bytes=0, storages=memory.storages, root=path.stem)
+    return PtFile(path=path, tree=tree, storages=memory.storages, root=path.stem)
 
 
 def _slices(source: RankSource) -> set[Storage]:

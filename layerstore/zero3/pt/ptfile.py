@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerstore.dtypes import by_code
-from layerstore.errors import InvalidInput, Unsupported
+from layerstore.errors import Unsupported
 from layerstore.format import crc32 as crc32_of
 from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.tree import Storage, Tree
@@ -28,9 +28,6 @@ _STORAGE_FOLDER = "data/"
 # torch's own alignment, for all that is not a payload.
 _RECORD_ALIGNMENT_BYTES = 64
 
-# The padding lies in an extra field, whose length has 16 bits.
-_ALIGNMENT_BYTES_MAX = 32 * 1024
-
 # The length that torch gives its own serialization ids.
 _ID_DIGITS = 40
 
@@ -43,8 +40,6 @@ class PtFile:
     """Where it was read."""
     tree: Tree
     """Inert; each tensor's storage holds a `Located` as its content."""
-    size_bytes: int
-    """Size of the whole file when it was opened."""
     storages: tuple[Storage, ...]
     """Every storage that a tensor views, in order of first use."""
     root: str
@@ -70,25 +65,15 @@ class PtLayout:
         *crc32* holds the CRC of each storage's payload; empty ones may be left out.
         Skeleton and payloads together cover the file, without gap or overlap,
         and are the same bytes for the same tree, name and payloads.
-
-        Raises:
-            InvalidInput: The CRC of a storage is missing.
         """
-        crcs = [_crc32(content, crc32) for content in self._contents]
+        crcs = [
+            crc32_of(part) if isinstance(part, bytes) else crc32[part] if part.elements else 0
+            for part in self._contents
+        ]
         identity = _serialization_id(self._contents, crcs)
         framing = self._zip.framing([*crcs, crc32_of(identity)])
         placed = zip(self._zip.records, (*self._contents, identity), strict=True)
         return sorted([*framing, *((at.offset_bytes, part) for at, part in placed if isinstance(part, bytes))])
-
-
-def _crc32(content: bytes | Storage, known: Mapping[Storage, int]) -> int:
-    if isinstance(content, bytes):
-        return crc32_of(content)
-    if not content.elements:
-        return 0
-    if content not in known:
-        raise InvalidInput(f"the CRC of a storage of {content.elements} elements is missing")
-    return known[content]
 
 
 def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtFile:
@@ -117,7 +102,7 @@ def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtF
         },
         allowed_globals=allowed_globals,
     )
-    return PtFile(path=path, tree=read.tree, size_bytes=source.size_bytes, storages=read.storages, root=archive.root)
+    return PtFile(path=path, tree=read.tree, storages=read.storages, root=archive.root)
 
 
 def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> PtLayout:
@@ -128,12 +113,8 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
     copied or shared by the kernel.
 
     Raises:
-        InvalidInput: A tree, name or alignment that cannot be written.
+        InvalidInput: A tree or a name that cannot be written.
     """
-    if not name or name in (".", "..") or any(sign in name for sign in "/\\\0"):
-        raise InvalidInput(f"{name!r} is not the stem of a file name")
-    if not 1 <= alignment_bytes <= _ALIGNMENT_BYTES_MAX:
-        raise InvalidInput(f"payloads cannot be aligned to {alignment_bytes} bytes")
     written = write_pickle(tree)
     # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
     # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
