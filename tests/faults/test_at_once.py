@@ -69,11 +69,6 @@ class Arena:
     hurt_object: str
     """An object that only the checkpoint *hurt* has, which is there to be harmed; ``alone`` has a sound copy."""
 
-    @property
-    def hurt(self) -> Path:
-        """The checkpoint that it is of."""
-        return self.folder / "hurt"
-
     def source(self, step: int) -> Path:
         """Return the checkpoint of *step*."""
         return self.folder / f"source{step}"
@@ -88,7 +83,7 @@ def arena(fast_module_path: Path) -> Arena:
             source = generate(fast_module_path / f"source{step}", layers=2, hidden=8, vocab=8, step=step, seed=step)
             store.ingest(source, run="alone")
             digests[step] = composed(store, f"alone@{step}", fast_module_path)
-        hurt = generate(fast_module_path / "hurt", layers=2, hidden=8, vocab=8, step=1, seed=99)
+        hurt = generate(fast_module_path / HURT, layers=2, hidden=8, vocab=8, step=1, seed=99)
         store.ingest(hurt, run=HURT)
         version = store.repo.version_of(resolve(store.repo, f"{HURT}@1").record.layers[0])
     return Arena(fast_module_path, digests, version.objects[0].id)
@@ -112,18 +107,8 @@ class _Worker:
 
     def live(self) -> None:
         """Go on for ever."""
-        verbs = [
-            self.save,
-            self.save_for_all,
-            self.save_to_throw,
-            self.compose,
-            self.collect,
-            self.verify,
-            self.drop,
-            self.undrop,
-            self.harm,
-            self.repair,
-        ]
+        verbs = [self.save, self.save_for_all, self.save_to_throw, self.compose, self.collect, self.verify]
+        verbs += [self.drop, self.undrop, self.harm, self.repair]
         while True:
             with Store(self._path) as store:
                 for _ in range(self._chance.randrange(1, 6)):
@@ -190,7 +175,7 @@ class _Worker:
 
     def harm(self, store: Store) -> None:
         """Save what nobody else has, and damage it: whatever a repair has taken away is written again here."""
-        store.ingest(self._arena.hurt, run=HURT)
+        store.ingest(self._arena.folder / HURT, run=HURT)
         path = store.path / "objects" / self._arena.hurt_object[:2] / self._arena.hurt_object
         with contextlib.suppress(FileNotFoundError):  # to the trash it goes, and comes back
             flip(path)
@@ -201,9 +186,7 @@ class _Worker:
         sources = [self._arena.folder / "alone"] if heals else []
         done = store.repair(read_data=read_data, sources=sources)
         self.say("repaired", len(done.moved), len(done.fetched))
-        moved = {
-            Path(path).name for path in (*(each.path for each in done.moved), *(each.path for each in done.fetched))
-        }
+        moved = {Path(each.path).name for each in (*done.moved, *done.fetched)}
         costs = {cost.holder for cost in done.lost if not cost.holder.startswith(("thrown", HURT))}
         if moved - {self._arena.hurt_object} or costs or done.unreadable:
             self.say("wrong", f"a repair did {done}")

@@ -363,7 +363,7 @@ def test_a_flipped_bit_in_a_shard_is_never_ingested(place: Path, what: str) -> N
     contents = [storage.content for storage in read_pt(path).storages]
     payloads = [content for content in contents if isinstance(content, Located) and content.size_bytes]
     inside = [located.offset_bytes + chance.randrange(located.size_bytes) for located in payloads]
-    for offset in [*inside, *chance.sample(range(len(data)), 40)]:
+    for offset in [*inside, *chance.sample(range(len(data)), 15)]:
         path.write_bytes(data[:offset] + bytes([data[offset] ^ 1 << chance.randrange(8)]) + data[offset + 1 :])
         if offset in inside:
             with refused(place / "store", SourceCheckpoint, naming=path.name):
@@ -572,6 +572,7 @@ def _cut(path: Path, stop: threading.Event) -> None:
 Move = Callable[[Path, threading.Event], None]
 
 
+@pytest.mark.full
 @pytest.mark.fault(64)
 @pytest.mark.parametrize("move", [_growing, _coming_and_going, _cut], ids=lambda move: move.__name__[1:])
 def test_a_moving_checkpoint_gets_in_whole_or_not_at_all(place: Path, move: Move) -> None:

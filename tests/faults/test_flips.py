@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Keep
-from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NoStore, Unsupported
+from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Unsupported
 from layerstore.model import BlobRef, ObjectId, Part
 from layerstore.storage.timings import SaveTiming, note_timing
 from layerstore.store import Store, init
@@ -319,19 +319,6 @@ def test_a_store_without_its_commits_is_never_an_empty_one(sound: Path, fast_pat
     for question in (Store.log, Store.verify, Store.compose, Store.repair):
         with pytest.raises(IntegrityError), Store(path) as store:
             question(store)
-
-
-@pytest.mark.fault(43)
-def test_a_missing_store_json_is_damage_where_commits_are(sound: Path, fast_path: Path) -> None:
-    """Only a folder without commits, pins and objects is "no store"."""
-    path = copied(sound, fast_path / "store")
-    (path / "store.json").unlink()
-    for name in ("commits", "objects", "pins"):
-        with pytest.raises(IntegrityError):
-            Store(path)
-        shutil.rmtree(path / name)
-    with pytest.raises(NoStore):
-        Store(path)
 
 
 @pytest.mark.fault(74)
