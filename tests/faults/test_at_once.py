@@ -186,7 +186,7 @@ class _Worker:
         sources = [self._arena.folder / "alone"] if heals else []
         done = store.repair(read_data=read_data, sources=sources)
         self.say("repaired", len(done.moved), len(done.fetched))
-        moved = {Path(each.path).name for each in (*done.moved, *done.fetched)}
+        moved = {Path(each.path).name for each in done.moved} | {Path(each.path).name for each in done.fetched}
         costs = {cost.holder for cost in done.lost if not cost.holder.startswith(("thrown", HURT))}
         if moved - {self._arena.hurt_object} or costs or done.unreadable:
             self.say("wrong", f"a repair did {done}")
