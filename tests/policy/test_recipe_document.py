@@ -22,7 +22,11 @@ def read_map(text: str) -> dict[str, object]:
 
 
 def test_values_stay_the_text_that_was_written() -> None:
-    """Nothing becomes a truth value, an octal or a sexagesimal number on the way."""
+    """Nothing becomes a truth value or an octal number; a key without a value is absent, the quoted word is a text."""
+    document = read_document("a:\nb: ~\nc: null\nd: 'null'\n", name=FILE)
+
+    assert isinstance(document, MapNode)
+    assert [document.get(key) is None for key in "abcde"] == [True, True, True, False, True]
     assert read_map("a: on\nb: 0100\nc: 1:30\nd: 2026-11-21\ne: '1'\nf: 1_000\n") == {
         "a": "on",
         "b": "0100",
@@ -31,14 +35,6 @@ def test_values_stay_the_text_that_was_written() -> None:
         "e": "1",
         "f": "1_000",
     }
-
-
-def test_null_is_known_by_its_spelling() -> None:
-    """A key without a value is absent; the quoted word is a text."""
-    document = read_document("a:\nb: ~\nc: null\nd: 'null'\n", name=FILE)
-
-    assert isinstance(document, MapNode)
-    assert [document.get(key) is None for key in "abcde"] == [True, True, True, False, True]
 
 
 def test_every_node_knows_its_place() -> None:

@@ -72,22 +72,15 @@ def test_parity_of_an_untied_model() -> None:
 
 
 def test_choices_stand_where_their_checkpoint_is_named() -> None:
-    """A step that the store does not have is told with the line of its slice, and the folder to ingest."""
+    """A missing step is told with its slice's line and the folder to ingest, which also names the run."""
     found = plan(PARITY, llama(4))
 
     assert (found.base.path, found.layers["model.layers.3"].path) == ("run/checkpoint-200", "run/checkpoint-100")
     assert str(found.layers["model.layers.3"].spot) == f"{FILE}:6:24"
     assert str(found.layers["model.embed_tokens"].spot) == f"{FILE}:8:24"
     assert str(found.base.spot) == f"{FILE}:2:24"
-
-
-def test_the_recipe_says_what_ingest_would_have_called_the_run() -> None:
-    """Where a store holds several runs, the checkpoints' folder says which one is meant."""
-    absolute = PARITY.replace("run/", "/data/my-run/./")
-
-    assert parse_recipe(absolute, name=FILE).run_hint == "my-run"
-    assert parse_recipe(PARITY.replace("run/", ""), name=FILE).run_hint is None
-    assert parse_recipe(PARITY, name=FILE).grammar == "llmtailor"
+    hints = {folder: parse_recipe(PARITY.replace("run/", folder), name=FILE) for folder in ("run/", "", "/a/my-run/./")}
+    assert [each.run_hint for each in hints.values()] == ["run", None, "my-run"]
 
 
 @dataclass(frozen=True)
@@ -154,14 +147,10 @@ def test_any_valid_recipe_means_what_its_grammar_says(case: Case) -> None:
         ("[0, 2] «[1, 4]", "[1, 4] stands where block 2 is due"),
         ("«[2, 4] [0, 2]", "[2, 4] stands where block 0 is due"),
         ("«[3, 1] [0, 4]", "[3, 1] is no range"),
-        ("«[-1, 4]", "[-1, 4] is no range"),
         ("«[0, 2, 4]", "layer_range has 3 numbers"),
-        ("«[0]", "layer_range has 1 numbers"),
         ("[0, «x]", "layer_range is 'x', not a whole number"),
-        ("[0, «4.0]", "layer_range is '4.0', not a whole number"),
         ("[0, «04]", "which YAML may read as octal"),
         ("«all", "layer_range is 'all', not a list"),
-        ("«{a: 1}", "layer_range is a mapping, not a list"),
     ],
 )
 def test_ranges_cover_every_block_once_and_in_order(ranges: str, match: str) -> None:
@@ -256,7 +245,6 @@ def test_frozen_auxiliary_layers_need_no_slice() -> None:
             "pre_weights: [{name: «model.layers.0.weight, model: run/checkpoint-200}]\n",
             "the model has no parameter 'model.layers.0.weight' outside its blocks",
         ),
-        ("pre_weights: [«{model: run/checkpoint-200}]\n", "an entry of pre_weights needs a value for 'name'"),
         ("pre_weights: [{name: a, model: r/checkpoint-1, «step: 2}]\n", "an entry of pre_weights has no key 'step'"),
         ("pre_weights: «{name: a}\n", "pre_weights is a mapping, not a list"),
     ],
@@ -314,14 +302,12 @@ def test_checkpoints_may_be_spelled_in_many_ways(written: str) -> None:
     ("written", "match"),
     [
         ("«run/final", "'run/final' is no folder called checkpoint-N"),
-        ("«run/checkpoint-200.bak", "is no folder called checkpoint-N"),
         ("«meta-llama/Llama-3.1-8B", "is no folder called checkpoint-N"),
         ("«run@a/checkpoint-200", "asks for a revision or an adapter"),
         ("{model: «run/checkpoint-200+lora}", "asks for a revision or an adapter"),
         ("{model: run/checkpoint-200, «lora: x}", "'lora' is not supported"),
         ("{model: {path: run/checkpoint-200, «revision: main}}", "'revision' is not supported"),
         ("{«path: run/checkpoint-200}", "model has no key 'path'"),
-        ("{model: «{}}", "model needs a value for 'path'"),
         ("«[a]", "model is a list"),
         ("«other/checkpoint-100", "'other/checkpoint-100' is in another folder than 'run/checkpoint-200' in line 2"),
     ],
@@ -361,7 +347,6 @@ def test_paths_with_at_and_plus_work_through_the_mapping(folder: str) -> None:
             "«models: [{model: run/checkpoint-100}]\nmerge_method: linear\n",
             "'models' merges weights and knows no optimizer",
         ),
-        ("«modules: {default: {slices: []}}\nmerge_method: passthrough\n", "'modules' merges weights"),
         ("«merge_method: passthrough\n", "the recipe needs a value for 'slices'"),
         ("slices: «[]\nmerge_method: passthrough\n", "slices is empty"),
         ("slices: [«x]\nmerge_method: passthrough\n", "a slice is 'x', not a mapping"),
@@ -370,7 +355,6 @@ def test_paths_with_at_and_plus_work_through_the_mapping(folder: str) -> None:
             "slices: [{sources: [«{model: a/checkpoint-1}]}]\nmerge_method: passthrough\n",
             "a source needs a value for 'layer_range'",
         ),
-        ("slices: [{sources: [{«layers: 1}]}]\nmerge_method: passthrough\n", "a source has no key 'layers'"),
         ("«slices: [{}]\n", "the recipe needs a value for 'merge_method'"),
         ("slices: [{}]\nmerge_method: «slerp\n", "merge_method 'slerp' computes new weights"),
         ("slices: [{}]\nmerge_method: passthrough\n«merge_methods: x\n", "the recipe has no key 'merge_methods'"),
@@ -387,11 +371,9 @@ def test_the_frame_is_checked_before_the_model(text: str, match: str) -> None:
         ("dtype: «int64\n", "dtype 'int64' is unknown"),
         ("parameters: {«scale: 0.5}\n", "'scale' would change weights"),
         ("parameters: {«scale: [{filter: x, value: 1}]}\n", "'scale' would change weights"),
-        ("parameters: «[1]\n", "parameters is not a mapping"),
         ("base_model: «other/checkpoint-200\n", "is in another folder"),
         ("tokenizer_source: union\n«tokenizer: {source: base}\n", "exclude each other"),
         ("tokenizer: {«tokens: {a: {}}}\n", "'tokens' would make new embeddings"),
-        ("tokenizer: {«pad_to_multiple_of: 64}\n", "'pad_to_multiple_of' would make new embeddings"),
     ],
 )
 def test_what_would_change_tensors_is_refused(more: str, match: str) -> None:
@@ -404,11 +386,9 @@ def test_what_would_change_tensors_is_refused(more: str, match: str) -> None:
     [
         ("dtype: torch.bfloat16\nout_dtype: ~\n", None),
         ("dtype: float32\nout_dtype: bfloat16\n", None),
-        ("dtype: float16\n", ":7:1: weights stay as they were trained (BF16), not F16"),
         ("dtype: bfloat16\nout_dtype: float32\n", ":8:1: weights stay as they were trained (BF16), not F32"),
         ("parameters: {scale: 1.0}\n", None),
         ("parameters: {weight: 0.5}\n", ":7:14: passthrough has no parameter 'weight'; ignored"),
-        ("tokenizer_source: base\n", None),
         ("tokenizer_source: run/checkpoint-200\n", None),
         ("tokenizer: {source: base, tokens: {}}\n", None),
         ("tokenizer_source: union\n", ":7:19: the tokenizer is that of the base, step 200, not the union"),
