@@ -6,7 +6,7 @@ A sibling of ``zero3``; an output format plans its files, and ``assemble`` and `
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -123,9 +123,8 @@ def plan_export(
         weights, files, notes = plan_adapters(repo, state.files, slices, own=own, dtype=wanted)
         code = _uniform_dtype(weights)
     else:
-        config = _read_config(repo, state.files)
-        model_class = None if config is None else config.model_class
-        fields = None if config is None else config.fields
+        config, fields, problem = _read_config(repo, state.files)
+        model_class = _model_class(fields)
         chosen = ExportTensors(
             parameters=slices.parameters,
             buffers={buffer.name: buffer for version in versions for buffer in version.buffers},
@@ -140,7 +139,7 @@ def plan_export(
         files = [file.output(slices) for file in weights]
         if len(weights) > 1:
             files.append(_literal_file(INDEX, index_of(weights)))
-        made, config_notes = _plan_config(config, code)
+        made, config_notes = _plan_config(config, fields, problem, code)
         files += made
         notes = [*chosen.notes, *_doubts(state, versions, slices), *config_notes]
         beside = [file for file in beside if file.path != CONFIG]
@@ -272,55 +271,48 @@ def goes_along(path: str, *, tag: str) -> bool:
     return not (is_of_training or is_other)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
-    """The base's config."""
-
-    file: SourceFile
-    fields: dict[str, object] | None
-    """None where it cannot be read."""
-    problem: str = ""
-    """Why not."""
-
-    @property
-    def model_class(self) -> str | None:
-        """The class that it names."""
-        names = (self.fields or {}).get("architectures")
-        name = names[0] if isinstance(names, list) and names else None
-        return name if isinstance(name, str) and name.isidentifier() else None
-
-
-def _read_config(repo: Repository, files: Iterable[SourceFile]) -> _Config | None:
+def _read_config(
+    repo: Repository, files: Iterable[SourceFile]
+) -> tuple[SourceFile | None, dict[str, object] | None, str]:
+    """Return the base's config, its fields, and why these cannot be read; None for what is not there."""
     file = next((file for file in files if file.path == CONFIG), None)
     if file is None:
-        return None
+        return None, None, ""
     if isinstance(file.content, ObjectContent) and file.content.size_bytes > BLOB_BYTES_MAX:
         raise Unsupported(f"the base's {CONFIG} has {file.content.size_bytes} bytes, which no config has")
     try:
-        return _Config(file=file, fields=parse_config(content_of(repo, file.content)))
+        return file, parse_config(content_of(repo, file.content)), ""
     except ValueError as exc:
-        return _Config(file=file, fields=None, problem=str(exc))
+        return file, None, str(exc)
 
 
-def _plan_config(config: _Config | None, code: str | None) -> tuple[list[OutputFile], list[str]]:
+def _model_class(fields: Mapping[str, object] | None) -> str | None:
+    names = (fields or {}).get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def _plan_config(
+    file: SourceFile | None, fields: dict[str, object] | None, problem: str, code: str | None
+) -> tuple[list[OutputFile], list[str]]:
     """Return the config for weights of the element type *code* (None for several), and the notes on it."""
-    if config is None:
+    if file is None:
         note = (
             f"the base has no {CONFIG}: from_pretrained needs the model's {CONFIG} beside the weights, "
             "and its tokenizer files; the weights have the names that they have in memory, if no file told others"
         )
         return [], [note]
-    unchanged = [plan_source_file(config.file)]
     if code is None:
-        return unchanged, [f"the parameters have several element types: {CONFIG} is as the base has it"]
-    if config.fields is None:
-        return unchanged, [f"the base's {CONFIG} is not JSON ({config.problem}): it is written as it is"]
-    fields = config_with_dtype(config.fields, code)
-    if fields == config.fields:
-        return unchanged, []
-    data = json.dumps(fields, indent=2).encode() + b"\n"
+        note = f"the parameters have several element types: {CONFIG} is as the base has it"
+        return [plan_source_file(file)], [note]
+    if fields is None:
+        note = f"the base's {CONFIG} is not JSON ({problem}): it is written as it is"
+        return [plan_source_file(file)], [note]
+    made = config_with_dtype(fields, code)
+    if made == fields:
+        return [plan_source_file(file)], []
     note = f"{CONFIG} is changed to say {by_code(code).torch_name}, as the weights are"
-    return [_literal_file(CONFIG, data)], [note]
+    return [_literal_file(CONFIG, json.dumps(made, indent=2).encode() + b"\n")], [note]
 
 
 def parse_config(data: bytes) -> dict[str, object]:

@@ -49,7 +49,7 @@ class SavedTensor:
 
 
 Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mapping[str, FileTensor]]
-"""Tells how Transformers writes a model, given the shapes of what is in memory and of tensors in the base's files."""
+"""Says how Transformers writes a model, given the shapes of its tensors in memory and in the base's files."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,23 +169,20 @@ class ExportTensors:
         is_whole = len(runs) == 1 and runs[0].elements == prod(first.shape)
         if any(part.dtype != first.dtype for part in parts) or (first.source is TensorSource.BUFFER and not is_whole):
             raise Unsupported(f"{name!r} consists of {suppliers[0]!r} and others in a way that cannot be written")
-        is_same = tensor is not None and tensor.dtype == first.dtype and len(suppliers) == 1
-        return replace(
-            first,
-            shape=shape,
-            runs=() if is_whole else runs,
-            crc32=tensor.crc32 if tensor and is_same and self.is_own(suppliers[0]) else None,
+        is_same = (
+            tensor is not None and tensor.dtype == first.dtype and len(suppliers) == 1 and self.is_own(suppliers[0])
         )
+        crc32 = tensor.crc32 if tensor is not None and is_same else None
+        return replace(first, shape=shape, runs=() if is_whole else runs, crc32=crc32)
 
     # -- names of the layers or of the base's files --------------------------------------------------------------
 
     def _from_layer(self, supplier: str, tensor: SavedTensor) -> OutputTensor:
         """Return what the layers supply for *tensor* of the base's own file."""
-        found = self._whole(supplier, name=tensor.name)
         if tensor.stored is not None:
-            return found
-        is_same = tensor.dtype == found.dtype and self.is_own(supplier)
-        return replace(found, shape=tensor.shape, crc32=tensor.crc32 if is_same else None)
+            return self._whole(supplier, name=tensor.name)
+        run = Run(name=supplier, start=0, elements=prod(tensor.shape))
+        return self._from_runs(tensor.name, tensor.shape, (run,), tensor)
 
     def _whole(self, supplier: str, *, name: str) -> OutputTensor:
         """Return all of a parameter or buffer as the tensor *name*."""
@@ -237,7 +234,7 @@ def _stored(tensor: SavedTensor) -> OutputTensor:
 
 
 def _by_any_name(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, str]:
-    """Return which parameter or buffer each name means; a name without wrappers where that fits only one."""
+    """Return which parameter or buffer each name means; a name without wrappers only if it fits one of them."""
     found: dict[str, str] = {}
     bare: dict[str, set[str]] = {}
     named = [((item.name, *item.aliases), item.name) for item in parameters.values()]
@@ -298,7 +295,7 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBL
 
 
 def may_be_renamed(config: Mapping[str, object]) -> bool:
-    """Whether a model with *config* may have other names in files than in memory: from Transformers 5 on, its own."""
+    """Whether a model with *config* may have other names in files than in memory: Transformers' own since version 5."""
     major = str(config.get("transformers_version", "")).partition(".")[0]
     return major.isdecimal() and int(major) >= 5 and "auto_map" not in config
 

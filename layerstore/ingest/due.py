@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint are stored: those that are due, and those that nothing can stand in for."""
+"""Which layers of a checkpoint are stored: those that are due, and those that cannot be inherited."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -68,13 +68,13 @@ def _read(reader: SourceReader, source: SliceSource, start: int, elements: int) 
 
 
 def is_still(parameters: Sequence[Parameter]) -> bool:
-    """Whether a layer of these has no masters that could move: all of it is frozen."""
+    """Whether a layer of these *parameters* cannot move: all of it is frozen."""
     return bool(parameters) and all(parameter.frozen for parameter in parameters)
 
 
 def sampled(elements: int) -> Iterator[tuple[int, int]]:
     """
-    Yield the runs of a parameter of *elements* elements that are looked at: all of a small one.
+    Yield the runs of a parameter of *elements* elements that are sampled: all of a small one.
 
     >>> list(sampled(10))
     [(0, 10)]
