@@ -74,7 +74,7 @@ def test_live_saves_of_some_layers_and_mixtures_are_refused(trained: tuple[Launc
 def test_composites_of_several_saves_or_for_other_ranks_are_refused(
     trained: tuple[Launch, Path], tmp_path: Path
 ) -> None:
-    """Neither a plan nor a pin nor a folder comes of them; weights alone have no moments to be torn."""
+    """There is no plan, pin or folder of them; weights alone can be exported."""
     _, folder = trained
     with Store(folder / "store") as store:
         mixed = store.compose(f"{RUN}@4", policy="parity")

@@ -56,7 +56,7 @@ def test_what_one_rank_cannot_do_none_does(ranks: Nursery, tmp_path: Path, undis
     assert len(due(launch, "measured")[5]) == LAYERS
 
 
-def test_whoever_steps_only_at_the_end_of_an_accumulation_saves_there(ranks: Nursery, tmp_path: Path) -> None:
+def test_accelerate_saves_at_the_end_of_an_accumulation(ranks: Nursery, tmp_path: Path) -> None:
     """Accelerate counts batches itself, DeepSpeed's counter counts updates then; nothing is loaded in between."""
     layerstore.init(tmp_path / "store").close()
     options = {"store": str(tmp_path / "store"), "out": str(tmp_path / "out")}

@@ -94,7 +94,7 @@ def test_things_break_while_training(ranks: Nursery, tmp_path: Path, undisturbed
 def test_what_cannot_be_attached_to_is_refused_on_every_rank(
     ranks: Nursery, tmp_path: Path, undisturbed: dict[int, str]
 ) -> None:
-    """One line each, at once, and training may go on without."""
+    """Each error is one line, raised at once, and training can continue without a saver."""
     store, other, copy = tmp_path / "store", tmp_path / "other", tmp_path / "copy"
     for path in (store, other):
         layerstore.init(path).close()

@@ -118,7 +118,7 @@ def test_a_load_waits_for_the_savers_of_its_own_job(ranks: Nursery, tmp_path: Pa
     assert "a job still saves attempt 1: that save is not complete yet, or it failed" in lost["hint"]
 
 
-def test_whoever_knows_nothing_of_layerstore_is_told_what_to_type(ranks: Nursery, tmp_path: Path) -> None:
+def test_readers_without_layerstore_get_the_command(ranks: Nursery, tmp_path: Path) -> None:
     """DeepSpeed's own readers, its script in the folder, engines without a saver, universal ones."""
     launch = launched(ranks, tmp_path, "foreign")
 

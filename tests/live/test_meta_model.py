@@ -80,7 +80,7 @@ def test_a_config_that_names_no_class_is_taken_by_its_type() -> None:
 
 
 def test_nothing_of_the_folder_is_run_and_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code, kernels and packing that a config names are passed over: they are no part of the shape."""
+    """Code, kernels and packing that a config names are ignored: they do not affect shapes."""
     ran = tmp_path / "ran"
     (tmp_path / "modeling_evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
     named = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "evil/repo--modeling_evil.Model"}
@@ -119,7 +119,7 @@ def test_what_transformers_does_not_know_is_refused(config: dict[str, Any], mess
 
 @pytest.mark.parametrize("missing", ["transformers", "torch"])
 def test_without_transformers_there_is_the_way_on(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to install, and what needs neither."""
+    """The hint says what to install, and what works without."""
     monkeypatch.setitem(sys.modules, missing, None)
 
     with pytest.raises(Unsupported, match="only Transformers knows what a config") as refused:

@@ -149,7 +149,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(both: tuple[Launched, Launc
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("each", [each for each in RESUMPTIONS if not each.is_usual], ids=lambda each: each.name)
 def test_every_other_training_is_resumed_as_well(all_trainings: Trainings, each: Resumption) -> None:
-    """So it is for everything that DeepSpeed trains in the other tests."""
+    """The same holds for every scenario of the DeepSpeed tests."""
     check_the_same(*all_trainings.again("cpu"), each)
 
 
@@ -201,7 +201,7 @@ def test_masters_and_moments_are_the_same_at_other_world_sizes(
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("each", RESUMPTIONS, ids=lambda each: each.name)
 def test_everything_goes_on_at_other_world_sizes(all_trainings: Trainings, world_size: int, each: Resumption) -> None:
-    """So it is for everything that DeepSpeed trains in the other tests."""
+    """The same holds for every scenario of the DeepSpeed tests."""
     if each.name == COMPOSITE:
         pytest.skip("mixed from two steps")
     check_resized(*resized(all_trainings, "cpu", world_size), each)

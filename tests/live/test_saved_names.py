@@ -61,7 +61,7 @@ def test_experts_are_cut_as_their_files_have_them() -> None:
 def test_what_it_does_not_know_is_refused(
     config: dict[str, Any], shapes: dict[str, Any], expected: dict[str, Any], message: str
 ) -> None:
-    """In one line, with a way on."""
+    """The error is one line; its hint names an alternative."""
     with pytest.raises(Unsupported, match=message) as refused:
         ask_transformers(config, shapes, expected)
 
@@ -72,7 +72,7 @@ def test_what_it_does_not_know_is_refused(
 def test_nothing_of_the_folder_that_somebody_stands_in_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a checkpoint's, with files of any name."""
+    """It may be a checkpoint's folder, with files of any name."""
     (tmp_path / "torch.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
     monkeypatch.chdir(tmp_path)
 

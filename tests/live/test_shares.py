@@ -95,7 +95,7 @@ def test_a_save_whose_parts_name_what_is_not_there_is_given_up(saves: Saves, whi
 
 
 def test_a_part_that_names_what_vanished_is_replaced_by_a_failed_one(saves: Saves) -> None:
-    """Though it was visible already: whoever joins is told that its rank has failed."""
+    """The rank that joins learns that the other one has failed, even though its part was visible."""
     first, second = saves.begun(0), saves.begun(1)
     first.write_all()
     reused = saves.path(named(first.parts()[1], "master"))

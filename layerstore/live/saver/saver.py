@@ -194,9 +194,8 @@ class Saver:
         try:
             stock = self._take_stock(read, states)
         except Exception as exc:
-            agree_on_save(
-                self.exchange, self._report(step=self._engine.step, problem=exc)
-            )  # which raises, on all ranks
+            # Raises on all ranks: no rank saves what another one cannot.
+            agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
             raise
         request, share, step = stock.request, stock.captured.share, stock.request.step
         agreed = agree_on_save(self.exchange, self._report(step=step))

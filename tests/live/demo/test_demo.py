@@ -121,7 +121,7 @@ def check_report(measured: dict[str, Any]) -> None:
 
 
 def test_how_long_it_takes_is_said_once_the_same_way() -> None:
-    """Where people are invited to run it, and where they ask what it does."""
+    """README and the command's help say the same."""
     sentence = "It takes about a minute and a half on two cores; the first time DeepSpeed compiles for a minute or more"
 
     for text in (README.read_text(), commands()["demo"].help or ""):
@@ -153,7 +153,7 @@ def test_an_earlier_demo_is_only_replaced_with_force(someone_elses: Path) -> Non
 def test_a_missing_compiler_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is looked for before anything is written or started, and the hint says what to install."""
+    """The compiler is checked before anything is written or started; the hint says what to install."""
     monkeypatch.setenv("CXX", "no-such-compiler")
 
     code = main(["demo", "--dir", str(tmp_path / "demo"), "--json"])
@@ -172,7 +172,7 @@ def test_too_few_steps_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_has_the_librarys_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Default and bound stand in the command, too, so that ``--help`` need not import the library."""
+    """The command repeats default and bound, so that ``--help`` need not import the library."""
     main(["demo", "--help"])
 
     assert f"[default: {STEPS}; {STEPS_MIN}<=x" in " ".join(capsys.readouterr().out.split())
@@ -208,10 +208,10 @@ def result(**changed: Any) -> DemoResult:
         ({"collected": replace(result().collected, is_sound=False)}, "is damaged"),
     ],
 )
-def test_whatever_is_not_as_it_has_to_be_fails_the_demo(
+def test_any_difference_fails_the_demo(
     changed: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And is named; what was measured is printed all the same."""
+    """The difference is named, and all measurements are still printed."""
     monkeypatch.setattr("layerstore.live.demo.run_demo", lambda *_, **__: result(**changed))
 
     assert main(["demo"]) == 1

@@ -45,7 +45,7 @@ def ranks_of(program: str, folder: Path, *, count: int) -> Ranks:
 
 
 def test_leaving_early_ends_the_ranks_and_what_they_started(tmp_path: Path) -> None:
-    """Whatever exception comes, Ctrl-C included, no process is left."""
+    """No process is left after any exception, Ctrl-C included."""
     seen: list[Event] = []
 
     def hear(ranks: Ranks) -> None:
@@ -67,7 +67,7 @@ def test_leaving_early_ends_the_ranks_and_what_they_started(tmp_path: Path) -> N
 
 
 def test_a_failure_names_the_log_and_shows_its_end(tmp_path: Path) -> None:
-    """What the rank said last is shown, not what torchrun says about it; events survive torn lines."""
+    """The rank's last lines are shown, without torchrun's report; events survive torn lines."""
     seen: list[Event] = []
 
     with (

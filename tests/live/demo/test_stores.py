@@ -15,7 +15,7 @@ STEPS = [1, 2, 3]
 
 
 def test_every_bit_of_every_array_is_compared_whatever_the_ranks(tmp_path: Path) -> None:
-    """Equal ones are found equal, others are not; layers cut for other ranks are other versions."""
+    """Equal arrays are found equal, others are not; layers sharded for other ranks are other versions."""
     numbers: dict[str, dict[str, Any]] = {
         "same": {"seed": 1, "world_size": 1},
         "two": {"seed": 1, "world_size": 2},

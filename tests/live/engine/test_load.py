@@ -105,7 +105,7 @@ GROUPS = "optimizer.optimizer_state_dict.param_groups"
     ],
 )
 def test_what_differs_is_told(changes: dict[str, object], words: str) -> None:
-    """The first thing that the loader would stumble over, or would not even notice."""
+    """The error names the first difference, also one that the loader would not notice."""
     saved = states()
     for place, value in changes.items():
         put(saved, place, value)
@@ -117,8 +117,8 @@ def test_what_differs_is_told(changes: dict[str, object], words: str) -> None:
     assert caught.value.hint
 
 
-def test_what_may_differ_may_differ() -> None:
-    """Values, and frozen weights that the checkpoint left out: the engine keeps its own."""
+def test_values_and_missing_frozen_weights_may_differ() -> None:
+    """Values may differ, and frozen weights may be missing: the engine keeps its own."""
     saved = states()
     put(saved, "frozen_param_shapes", None)
     del saved.model["module"]["ice"]
@@ -130,7 +130,7 @@ def test_what_may_differ_may_differ() -> None:
 
 
 def test_schedules_are_told_of() -> None:
-    """Both ways; nothing is said where both have one, or neither."""
+    """A note says which side lacks a schedule; there is none if both have one, or neither."""
     neither, both = states(), states()
     neither.model["lr_scheduler"] = None
 

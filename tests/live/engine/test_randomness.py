@@ -56,7 +56,7 @@ def content(data: Any) -> bytes:
 
 
 def test_what_is_drawn_next_is_drawn_again() -> None:
-    """From Python's, numpy's and torch's own generator, however far they have gone meanwhile."""
+    """Python's, numpy's and torch's generators continue from the saved state."""
     state = state_with(("trainer_state.json", b"{}"), kept(rank=1))
     expected = [drawn() for _ in range(3)]
 
@@ -83,12 +83,12 @@ def test_the_file_is_the_trainers_own() -> None:
 
 @pytest.mark.parametrize("files", [(), (("random_states_0.pkl", b"Accelerate's"),), (("trainer_state.json", b"{}"),)])
 def test_without_a_state_of_ours_there_is_none(files: tuple[tuple[str, bytes], ...]) -> None:
-    """Accelerate's own form is Accelerate's to load."""
+    """Accelerate's own file is left to Accelerate."""
     assert read_random_state(state_with(*files), content) is None
 
 
 def test_a_state_of_another_device_is_told() -> None:
-    """A generator whose state is not there goes on as it was; then the course of random numbers is another one."""
+    """A generator without a saved state continues as it was, and the result says so."""
     found = read_random_state(state_with(kept()), content)
     assert found is not None
     is_cuda = torch.cuda.is_available()
@@ -102,7 +102,7 @@ def test_a_state_of_another_device_is_told() -> None:
 
 
 def test_a_damaged_file_sets_nothing() -> None:
-    """It is read as a whole first."""
+    """The file is read as a whole before any generator is set."""
     name, data = kept()
     before = random.getstate()
 

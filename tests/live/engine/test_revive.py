@@ -16,7 +16,7 @@ from tests.live.engine.test_inert import revived
 
 
 def test_tensors_that_shared_memory_share_it_again() -> None:
-    """What is written to one is read from the other, and the original hears nothing of it."""
+    """Views share the new memory, and the original does not change."""
     base = torch.arange(6.0)
 
     made = revived({"base": base, "view": base[2:4]})
@@ -27,7 +27,7 @@ def test_tensors_that_shared_memory_share_it_again() -> None:
 
 
 def test_a_scaler_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its counters are those of the one that was saved: the same updates are skipped, the same scales follow."""
+    """It has the saved counters: it skips the same updates and takes the same scales."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)  # the first one tells of each overflow
@@ -62,7 +62,7 @@ def refuse(storage: Storage) -> Any:
     ],
 )
 def test_other_names_are_refused(name: str) -> None:
-    """Neither made nor looked up, wherever they stand."""
+    """They are neither created nor looked up, at any place in the tree."""
     named: list[Tree] = [Inert(name=name, arguments=("true",)), Global(name)]
     for tree in named:
         places: list[Tree] = [tree, [tree], {"a": (tree,)}, Inert(name="collections.Counter", arguments=(tree,))]
@@ -72,7 +72,7 @@ def test_other_names_are_refused(name: str) -> None:
 
 
 def test_every_name_that_is_read_is_made() -> None:
-    """The reader's list of inert names and the list of what is made are one; of values types and arrays are made."""
+    """The reader's list of inert names equals the list of makers; only types and arrays are made of values."""
     from layerstore.live.engine.revive import _makers
 
     assert set(_makers()) == INERT
@@ -106,7 +106,7 @@ def array_of(dtype: Tree, data: Tree) -> Inert:
 
 @pytest.mark.parametrize("dtype", ["O", "V8", "fields"])
 def test_arrays_of_objects_are_refused(dtype: str) -> None:
-    """Their elements would be pointers: whether the type says so, a field of it, or forged flags."""
+    """Their elements would be pointers, by the type, one of its fields, or forged flags."""
     objects = Inert(name="numpy.dtype", arguments=("O8", False, True))
     fields: Tree = {"a": (objects, 0)}
     forged = {
@@ -121,7 +121,7 @@ def test_arrays_of_objects_are_refused(dtype: str) -> None:
 
 
 def test_fields_outside_of_their_elements_are_refused() -> None:
-    """They would be read from memory that is none of the array's."""
+    """They would be read from memory outside of the array."""
     fields: Tree = {"a": (described("f8"), 4096)}
     forged = described("V8", fields=fields, names=("a",))
 

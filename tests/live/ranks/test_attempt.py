@@ -74,7 +74,7 @@ def attempt_of(store: Store) -> AttemptLock:
 
 
 def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """It forks where it was resumed from, inherits from there, and says who saves the attempt that it wanted."""
+    """It forks and inherits from where it was resumed; a warning names the process that saves the wanted attempt."""
     wish = partial(place_resumed, composition=tip(store))
     first, second, third = attempt_of(store), attempt_of(store), attempt_of(store)
     wanted = first.acquire(wish)
@@ -89,7 +89,7 @@ def test_the_second_of_two_jobs_opens_the_next_attempt(store: Store, caplog: pyt
 
 
 def test_what_the_last_holder_saved_meanwhile_is_not_overwritten(store: Store) -> None:
-    """It may commit right before it gives its attempt free: who comes next looks again once the attempt is its own."""
+    """The holder may commit just before it releases the lock, so the next one looks again under the lock."""
     wish = partial(place_resumed, composition=tip(store))
 
     def late(view: RunView | None) -> Place:
@@ -104,8 +104,8 @@ def test_what_the_last_holder_saved_meanwhile_is_not_overwritten(store: Store) -
     assert attempt_of(store).acquire(partial(place_resumed, composition=tip(store))).attempt == 1
 
 
-def test_a_job_that_cannot_take_another_attempt_keeps_its_own(store: Store) -> None:
-    """An error leaves nothing half changed."""
+def test_a_failed_move_keeps_the_attempt(store: Store) -> None:
+    """After an error it still holds its lock."""
     first, second = attempt_of(store), attempt_of(store)
     first.acquire(partial(place_resumed, composition=tip(store)))
 
@@ -133,7 +133,7 @@ def test_ranks_that_see_different_commits_are_told(store: Store) -> None:
 
 
 def test_a_collection_keeps_what_running_jobs_rest_on(store: Store) -> None:
-    """Of each attempt that is being saved the newest commit, whatever the rules say; later it may go."""
+    """The newest commit of each attempt that is being saved stays, whatever the rules say, until the job ends."""
     job = attempt_of(store)
     job.acquire(partial(place_resumed, composition=tip(store)))
     for step in (3, 5, 7):
@@ -148,8 +148,8 @@ def test_a_collection_keeps_what_running_jobs_rest_on(store: Store) -> None:
     assert [(entry.attempt, entry.step) for entry in store.log(RUN)] == [(2, 7)]
 
 
-def test_whoever_goes_back_gives_its_attempt_free(store: Store) -> None:
-    """A saver that is filled with something else leaves its attempt to others."""
+def test_going_back_releases_the_attempt(store: Store) -> None:
+    """A saver whose engine was filled from elsewhere releases its attempt."""
     first, second = attempt_of(store), attempt_of(store)
     first.acquire(partial(place_resumed, composition=tip(store)))
 

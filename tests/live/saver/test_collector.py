@@ -49,7 +49,7 @@ def collect(store: Store, keep: Keep, *, times: int = 1) -> Collector:
 def test_it_collects_what_the_rules_say(
     store: Store, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It logs how much, whatever modules lie where training runs; without work no process is started."""
+    """It logs how much, and ignores modules in the working folder; without work it starts no process."""
     monkeypatch.setattr(collector, "GRACE_SECONDS", 0)
     for name in ("secrets", "pathlib", "layerstore"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
@@ -115,7 +115,7 @@ def test_a_process_that_fails_is_an_error_in_the_status(store: Store, monkeypatc
     ],
 )
 def test_every_rule_reaches_the_process(store: Store, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was given, in whichever form."""
+    """Ages and metrics arrive in any form in which they were given."""
     asked: list[dict[str, Any]] = []
 
     def noted(question: dict[str, Any]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def test_only_saved_layers_are_measured_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "since"])
 def test_a_layer_that_has_gone_wrong_is_due_and_spoils_no_other(tmp_path: Path, when: str) -> None:
-    """Whether it was saved like that, or is like that now."""
+    """Its values may have been NaN when it was saved, or since."""
     ranks = Ranks(tmp_path)
     if when == "since":
         ranks.saved()
@@ -200,7 +200,7 @@ def test_a_layer_that_has_gone_wrong_is_due_and_spoils_no_other(tmp_path: Path, 
 
 
 def test_another_model_is_measured_from_its_own_first_save(tmp_path: Path) -> None:
-    """Where layers are not what they were, nothing is known of any."""
+    """If the layers change, all are measured again."""
     ranks = Ranks(tmp_path / "small")
     ranks.saved()
     larger = Ranks(tmp_path / "large", layers=4)

@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     ],
 )
 def test_a_mistyped_setting_is_refused(name: str, value: object, hint: str) -> None:
-    """What it would have meant nobody could tell."""
+    """The hint lists the choices."""
     assert Settings(**USUAL).mode == "async"
 
     with pytest.raises(InvalidInput, match=f"{name} is {value!r}") as caught:
@@ -95,7 +95,7 @@ def test_what_cannot_be_saved_is_refused(
     ],
 )
 def test_a_run_is_no_reference(store: Store, run: str, error: type[Exception], words: str) -> None:
-    """Else an engine would begin from nothing, without a word."""
+    """Otherwise an engine would silently begin from nothing."""
     with pytest.raises(error, match=words):
         check_run(store, run)
 
@@ -104,7 +104,7 @@ def test_a_run_is_no_reference(store: Store, run: str, error: type[Exception], w
 
 
 def test_a_traceback_shows_the_hint(store: Store) -> None:
-    """In Python nobody prints it."""
+    """Python prints the notes of an exception, and not its attributes."""
     with pytest.raises(InvalidInput) as caught:
         check_run(store, "sft@12")
 
@@ -123,7 +123,7 @@ def files_in(folder: Path) -> SaveFiles:
 
 @pytest.mark.parametrize("is_trainers", [True, False])
 def test_a_folder_is_what_it_was_when_training_went_on(tmp_path: Path, *, is_trainers: bool) -> None:
-    """Who wrote it is seen neither before its files have come, nor after it was removed or changed."""
+    """The layout is read once, when training continues, not earlier or later."""
     folder = tmp_path / "checkpoint-7"
     (folder / TAG).mkdir(parents=True)
     files = files_in(folder)

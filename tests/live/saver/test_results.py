@@ -25,7 +25,7 @@ def result(step: int, *, is_running: bool = False) -> Result:
 
 
 def test_sums_are_of_all_saves_and_memory_holds_the_newest() -> None:
-    """A job that saves for weeks is told all that it was, in as much memory as one that has saved for an hour."""
+    """A job that saves for weeks needs no more memory than one that saves for an hour."""
     results = Results()
     for step in range(1, MANY + 1):
         results.add(result(step))
@@ -42,7 +42,7 @@ def test_sums_are_of_all_saves_and_memory_holds_the_newest() -> None:
 
 
 def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.LogCaptureFixture) -> None:
-    """Trainers save twice at the end, which is no news; another client_state or a pin would be lost in silence."""
+    """Trainers save twice at the end, silently; a warning says that another client_state or a pin is not kept."""
     last = LastSave(None)
     first = Saved(step=7, number=0, layers_due=(), skipped=False, blocked_seconds=0.0)
     last.note(first, updates=7)
@@ -57,7 +57,7 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
 
 
 def test_a_hold_is_as_long_as_training_stands_still() -> None:
-    """It can be asked while it lasts; once it is over it grows no more."""
+    """Its length can be read while it lasts; after its end it stays the same."""
     with hold_training(torch.device("cpu")) as held:
         time.sleep(SECONDS)
         assert held.seconds >= SECONDS
@@ -68,7 +68,7 @@ def test_a_hold_is_as_long_as_training_stands_still() -> None:
 
 
 def test_while_the_device_works_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's marks count once it has come to the second one; until then nobody waits for them."""
+    """The device's time counts once it has reached the second mark; until then the host's does, and nothing waits."""
     marks: list[Any] = []
 
     class Mark:

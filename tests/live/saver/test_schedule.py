@@ -57,7 +57,7 @@ def test_layers_of_a_save_that_was_given_up_are_due_again() -> None:
 
 
 def test_outcomes_come_in_any_window_and_more_than_once() -> None:
-    """What is told of saves that were resolved long ago, or that there never were, changes nothing."""
+    """Outcomes of saves that were resolved long ago, or never made, change nothing."""
     of = schedule()
     save(of)
     of.resolve({0: True})
@@ -70,7 +70,7 @@ def test_outcomes_come_in_any_window_and_more_than_once() -> None:
 
 
 def test_a_save_that_was_left_out_is_made_up_for() -> None:
-    """Its number is spent, as the policy's turn is; its layers come with the next save."""
+    """It uses up its number and the policy's turn; its layers are due at the next save."""
     of = schedule()
     save(of)
     skipped = due(of)
@@ -82,7 +82,7 @@ def test_a_save_that_was_left_out_is_made_up_for() -> None:
 
 
 def test_fewer_layers_are_the_oldest_that_fit_and_at_least_one() -> None:
-    """What is left out stays due, and so does not wait for its turn."""
+    """Layers that are left out stay due."""
     of = schedule(Latest())
     of.visible = {layer: age for age, layer in enumerate(reversed(LAYERS))}
     sizes = dict.fromkeys(LAYERS, 10)

@@ -102,7 +102,7 @@ def test_throwing_away_frees_a_copier_that_waits() -> None:
 
 
 def test_a_closed_ring_ends_both_sides() -> None:
-    """As when the training program leaves by an exception."""
+    """As after an exception in the training program."""
     snapshot, pool = snapshot_of(torch.zeros(2 * SIZE, dtype=torch.uint8), [0, SIZE]), Pool(1024, pinned=False)
     pool.close()
     snapshot.fill(pool, Copier())
@@ -181,7 +181,7 @@ def test_a_taker_waits_for_what_is_given_back() -> None:
 
 
 def test_closing_wakes_a_copier_that_waits() -> None:
-    """A saver that ends at once does not wait for room that nobody makes."""
+    """A saver that ends at once does not wait for free memory."""
     snapshot, pool = snapshot_of(torch.zeros(2 * SIZE, dtype=torch.uint8), [0, SIZE]), Pool(RING, pinned=False)
     filling = threading.Thread(target=snapshot.fill, args=(pool, Copier()), daemon=True)
     filling.start()
