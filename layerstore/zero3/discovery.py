@@ -291,13 +291,7 @@ def _pair_up(folder: Path, names: list[str]) -> tuple[RankFiles, ...]:
         )
     halves = [f"{kind}_states of rank {rank}" for rank in ranks for kind in found if rank not in found[kind]]
     gaps = [f"both files of rank {rank}" for rank in range(len(ranks)) if rank not in ranks]
-    missing = halves + gaps
-    if missing:
-        raise SourceCheckpoint(
-            f"{folder} is incomplete: {', '.join(missing[:8])}{' …' if len(missing) > 8 else ''} missing",
-            hint="copy the missing files from the node that wrote them, or ingest another checkpoint",
-            missing=missing,
-        )
+    _refuse_missing(folder, halves + gaps)
     if len({path.name.startswith("bf16_") for path in found["optim"].values()}) > 1:
         raise LayoutMismatch(
             f"{folder} is mixed: the optim_states of some ranks begin with bf16_ and those of others do not",
@@ -380,43 +374,47 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def check_companions(found: FoundCheckpoint, world_size: int) -> None:
     """Raise unless every rank left its random state, if any did, and every shard of an index is here."""
-    beside = [file for file in found.others if file.parent == found.folder]
-    ranks = {rank for file in beside if (rank := rank_of_file(file.name)) is not None}
-    missing = sorted(set(range(world_size)) - ranks) if ranks and world_size > 1 else []
-    if missing:
-        raise SourceCheckpoint(
-            f"{found.folder} is incomplete: the random state of rank {missing[0]} is missing ({len(missing)} in all)",
-            hint="wait for the save to end, or ingest another checkpoint",
-        )
     others = set(found.others)
+    ranks = {rank_of_file(file.name) for file in others if file.parent == found.folder} - {None}
+    missing = [
+        f"the random state of rank {rank}"
+        for rank in range(world_size)
+        if ranks and world_size > 1 and rank not in ranks
+    ]
     for file in found.others:
         if file.name.endswith(".safetensors.index.json"):
-            absent = sorted(name for name in shards_of_index(file) if file.parent / name not in others)
-            if absent:
-                raise SourceCheckpoint(
-                    f"{found.folder} is incomplete: {file.name} names {absent[0]!r}, which is not there",
-                    hint="wait for the save to end, or ingest another checkpoint",
-                )
+            named = sorted(shards_of_index(file))
+            missing += [f"{name} of {file.name}" for name in named if file.parent / name not in others]
+    _refuse_missing(found.folder, missing)
+
+
+def _refuse_missing(folder: Path, missing: list[str]) -> None:
+    if missing:
+        raise SourceCheckpoint(
+            f"{folder} is incomplete: {', '.join(missing[:8])}{' …' if len(missing) > 8 else ''} missing",
+            hint="wait for the save to end, copy the missing files from their node, or ingest another checkpoint",
+            missing=missing,
+        )
 
 
 def shards_of_index(path: Path) -> set[str]:
     """Return the files that an index of sharded weights names; raises SourceCheckpoint if it is malformed."""
-    data = read_source_file(path, size_bytes_max=RECORD_BYTES_MAX)
-    try:
-        return {str(name) for name in json.loads(data)["weight_map"].values()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise SourceCheckpoint(
-            f"{path} is not the index of sharded weights: {exc}", hint="was the save interrupted?"
-        ) from exc
+    names = _json_at(path, "weight_map")
+    if not isinstance(names, dict):
+        raise SourceCheckpoint(f"{path} is not the index of sharded weights", hint="was the save interrupted?")
+    return {str(name) for name in names.values()}
 
 
 def step_of_trainer(path: Path) -> int:
     """Return the step in a ``trainer_state.json``; raises SourceCheckpoint where it has none."""
+    return checked_step(_json_at(path, "global_step"), path)
+
+
+def _json_at(path: Path, key: str) -> object:
     try:
-        step = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))["global_step"]
+        return json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))[key]
     except (ValueError, TypeError, KeyError, RecursionError) as exc:
-        raise SourceCheckpoint(f"{path} does not tell the step: {exc}", hint="was the save interrupted?") from exc
-    return checked_step(step, path)
+        raise SourceCheckpoint(f"{path} has no {key}: {exc}", hint="was the save interrupted?") from exc
 
 
 def checked_step(step: object, path: PurePath) -> int:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from filelock import FileLock
 
 from layerstore.live.demo.launch import cpu_environment, free_port, search_path
 from tests.deepspeed.compare import file_tree
-from tests.deepspeed.scenarios import RESUME_STEP, SCENARIO_OF, WORLD_SIZE
+from tests.deepspeed.scenarios import WORLD_SIZE
 from tests.environment import REPOSITORY
 from tests.forked import nursery
 
@@ -132,19 +131,6 @@ def printed(module: str, arguments: Iterable[object], *, environment: Mapping[st
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str, tuple[Any, Any]]:
-    """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the first save below both roots."""
-    folders = {
-        name: [
-            f"{SCENARIO_OF[name].save_dir(root, step=RESUME_STEP)}:{SCENARIO_OF[name].tag(step=RESUME_STEP)}"
-            for root in (source, composed)
-        ]
-        for name in names
-    }
-    digests = printed("consolidate", chain.from_iterable(folders.values()))
-    return {name: (digests[before], digests[after]) for name, (before, after) in folders.items()}
 
 
 def remove_stale(cache: Path) -> None:

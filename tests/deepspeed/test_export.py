@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import layerstore
 from layerstore import Store
-from tests.compose.test_hf import is_block, mixed, weights_in
+from tests.compose.test_hf import mixed, weights_in
 from tests.deepspeed.compare import differing, rank_trees, whole_weights
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, printed
 from tests.deepspeed.scenarios import (
     HUGGING_FACE_SCENARIO_OF,
     HUGGING_FACE_SCENARIOS,
-    POKED,
-    POKED_FOLDER,
     RESUME_STEP,
     SAVE_STEPS,
-    SCENARIO_OF,
     SCENARIOS,
     Scenario,
 )
-from tests.deepspeed.test_fidelity import overwrite_weight_bits
 
 pytestmark = pytest.mark.timeout(2 * LAUNCH_SECONDS_MAX)
 
@@ -79,26 +73,6 @@ def test_every_scenario_is_exported_as_torch_casts_it(
     assert ("unlike on other ranks" in notes) == (scenario.name == "rank_buffers")
 
 
-@pytest.mark.parametrize("name", POKED)
-def test_special_numbers_are_exported_as_torch_casts_them(name: str, trained: Launch, tmp_path: Path) -> None:
-    """Infinities, -0.0, denormals and ties to the last bit, NaNs as NaNs; as fp32 every bit of them."""
-    scenario, root = SCENARIO_OF[name], trained.root / POKED_FOLDER
-    expected, buffers = trained_weights(scenario, root), buffer_names(scenario, root)
-    with layerstore.init(tmp_path / "store") as made:
-        made.ingest(scenario.save_dir(root, step=RESUME_STEP), run=name)
-        actual = {dtype: weights_in(made.compose(name).export(tmp_path / dtype, dtype=dtype).out) for dtype in DTYPES}
-
-    for dtype, tensors in actual.items():
-        assert tensors.keys() == expected.keys()
-        for of, tensor in tensors.items():
-            cast = expected[of] if of in buffers else expected[of].to(DTYPES[dtype])
-            assert torch.equal(cast.isnan(), tensor.isnan())
-            assert torch.equal(cast[~cast.isnan()], tensor[~tensor.isnan()])
-            assert torch.equal(cast.signbit()[~cast.isnan()], tensor.signbit()[~tensor.isnan()])
-            if cast.dtype == expected[of].dtype:
-                assert not differing({of: cast}, {of: tensor})
-
-
 # -- the Trainer ---------------------------------------------------------------------------------------------------
 
 
@@ -123,28 +97,6 @@ def test_an_export_equals_what_the_trainer_gathered(
     beside = {"config.json", "generation_config.json", "model.safetensors.index.json"}
     assert {path.name for path in out.iterdir()} - files == beside & {path.name for path in source.iterdir()}
     assert all((source / file).read_bytes() == (out / file).read_bytes() for file in beside if (out / file).exists())
-
-
-def test_weights_that_do_not_follow_from_their_masters_are_the_trainers(
-    trained_hugging_face: Launch, tmp_path: Path
-) -> None:
-    """In the type that it saved; in others they are rounded from the masters."""
-    scenario = HUGGING_FACE_SCENARIO_OF["trainer"]
-    source = tmp_path / "source" / "checkpoint-2"
-    shutil.copytree(scenario.checkpoint(trained_hugging_face.root, step=RESUME_STEP), source)
-    overwrite_weight_bits(source / "model.safetensors")
-    saved = load_file(source / "model.safetensors")
-    masters = whole_weights(source / f"global_step{RESUME_STEP}")
-    assert differing(saved, {name: master.bfloat16() for name, master in masters.items()})
-    with layerstore.init(tmp_path / "store") as made:
-        made.ingest(source, run="poked")
-        default, widened = (
-            weights_in(made.compose("poked").export(tmp_path / f"out-{dtype}", dtype=dtype).out)
-            for dtype in (None, "fp32")
-        )
-
-    assert not differing(saved, default)
-    assert not differing({name: master.detach() for name, master in masters.items()}, widened)
 
 
 # -- Transformers itself -------------------------------------------------------------------------------------------
@@ -193,27 +145,6 @@ def test_transformers_loads_the_type_that_was_written(name: str, loaded: dict[st
     assert types == {kind: model["dtype"] for kind, model in described.items()}
     assert [model["complaints"] for model in described.values()] == [{}] * len(types)
     assert len({str(model["tensors"]) for model in described.values()}) == len(types)
-
-
-# -- composites, and what is not read ------------------------------------------------------------------------------
-
-
-def test_layers_of_two_steps_are_exported_each_from_its_own(
-    stored_hugging_face: Store, trained_hugging_face: Launch, tmp_path: Path
-) -> None:
-    """As the Trainer's own files of both steps have them."""
-    scenario = HUGGING_FACE_SCENARIO_OF["trainer"]
-    saved = {
-        step: load_file(scenario.checkpoint(trained_hugging_face.root, step=step) / "model.safetensors")
-        for step in SAVE_STEPS
-    }
-    composite = mixed(stored_hugging_face, "trainer@4", "trainer@2")
-
-    actual = weights_in(composite.export(tmp_path / "out").out)
-
-    expected = {name: saved[2 if is_block(name) else 4][name] for name in saved[4]}
-    assert all(differing(weights, expected) for weights in saved.values())
-    assert not differing(expected, actual)
 
 
 # -- arrays --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import layerstore
 from tests.deepspeed.compare import checkpoint_differences, file_tree, full_tensors, shard_names, tree_differences
 from tests.deepspeed.conftest import write_composite
-from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, consolidate
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
 from tests.deepspeed.scenarios import (
     GROUPINGS,
     HUGGING_FACE_SCENARIO_OF,
@@ -35,12 +35,6 @@ REPORT = "layerstore.json"
 """The one file that a composite has and its source has not."""
 
 
-@pytest.fixture(scope="session")
-def consolidated(trained: Launch, composed: Path) -> dict[str, tuple[object, object]]:
-    """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the source and of the composite."""
-    return consolidate((scenario.name for scenario in SCENARIOS), trained.root, composed)
-
-
 @pytest.mark.fault(69)
 @each_scenario
 def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: Launch, composed: Path) -> None:
@@ -49,16 +43,6 @@ def test_a_composite_equals_its_source_bit_for_bit(scenario: Scenario, trained: 
 
     assert not checkpoint_differences(source, composite)
     assert source.name == (composite.parent / "latest").read_text()
-
-
-@each_scenario
-def test_deepspeeds_own_converter_reads_a_composite_like_its_source(
-    scenario: Scenario, consolidated: dict[str, tuple[object, object]]
-) -> None:
-    """zero_to_fp32 gives the same names, shapes and bits from both, or refuses both alike."""
-    source, composite = consolidated[scenario.name]
-
-    assert source == composite
 
 
 @each_library

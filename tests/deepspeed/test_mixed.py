@@ -62,32 +62,24 @@ def went_on(request: pytest.FixtureRequest, launch_cache: Path, mixed: Path) -> 
     }
 
 
-def sources(store: Store, scenario: Scenario, policy: str) -> dict[str, int]:
-    """Return the step that the plan takes each layer from."""
-    plan = store.compose(scenario.name, policy=POLICIES[policy])
-    return {layer: choice.step for layer, choice in plan.layers.items()}
-
-
-@each_mixture
-def test_both_saves_are_mixed(scenario: Scenario, policy: str, stored: Store) -> None:
-    """No plan takes all that is trained from one save, unless the first save holds no moments to take."""
-    trained = {line.layer for line in stored.ls(scenario.name) if line.bytes_by_kind["optimizer"]}
-    steps = {step for layer, step in sources(stored, scenario, policy).items() if layer in trained}
-
-    assert steps == ({BASE_STEP} if scenario.name in NO_MOMENTS_AT_FIRST else set(SAVE_STEPS))
-
-
 @pytest.mark.known_fault("llmtailor 1", "llmtailor 2", "llmtailor 4", "llmtailor 18")
 @each_mixture
 def test_each_parameter_comes_bit_for_bit_from_the_save_that_the_plan_names(
     scenario: Scenario, policy: str, trained: Launch, mixed: Path, stored: Store
 ) -> None:
-    """Master and every moment, whatever the order of the optimizer's groups."""
-    steps = sources(stored, scenario, policy)
+    """
+    Master and every moment, whatever the order of the optimizer's groups.
+
+    Parameters come from both saves, unless the first holds no moments to take.
+    """
+    plan = stored.compose(scenario.name, policy=POLICIES[policy])
+    steps = {layer: choice.step for layer, choice in plan.layers.items()}
     saved = {step: full_tensors(scenario.tag_dir(trained.root, step=step)) for step in SAVE_STEPS}
     composed = full_tensors(scenario.tag_dir(mixed / policy, step=BASE_STEP))
 
     assert composed.keys() == saved[BASE_STEP].keys()
+    mixed_from = {BASE_STEP} if scenario.name in NO_MOMENTS_AT_FIRST else set(SAVE_STEPS)
+    assert mixed_from == {steps[layer_of(name)] for name in composed}
     for name, kinds in composed.items():
         assert not differing(saved[steps[layer_of(name)]][name], kinds), name
 
@@ -112,10 +104,3 @@ def test_training_goes_on(scenario: Scenario, policy: str, went_on: dict[str, La
 
     assert [entry["step"] for entry in trace] == list(range(BASE_STEP + 1, STEPS + 1))
     assert all(math.isfinite(float.fromhex(loss)) for entry in trace for loss in entry["losses"])
-
-
-def test_the_summary_lies_beside_the_shards(mixed: Path) -> None:
-    """``layerstore.json`` tells what a folder was made of."""
-    folders = [scenario.save_dir(mixed / "parity", step=BASE_STEP) for scenario in SCENARIOS]
-
-    assert all((folder / "layerstore.json").is_file() for folder in folders)

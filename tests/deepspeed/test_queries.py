@@ -45,31 +45,6 @@ def test_distances_are_those_of_deepspeeds_own_masters(name: str, trained: Launc
         assert layer.distance.relative_l2 > 0
 
 
-def test_one_training_under_other_groupings_is_the_same(stored: Store) -> None:
-    """No layer differs; what is not a layer does, because the optimizer's groups are part of it."""
-    first, *others = (f"grouped_{grouping}" for grouping in GROUPINGS)
-    found = [stored.diff(first, other) for other in others]
-
-    assert {layer.status for diff in found for layer in diff.layers} == {"same"}
-    assert {diff.same_state for diff in found} == {False}
-
-
-def test_frozen_layers_are_the_same_and_counted_once(trained: Launch, tmp_path: Path) -> None:
-    """Diff and stats agree on what training left alone."""
-    scenario = SCENARIO_OF["frozen"]
-    with layerstore.init(tmp_path / "store") as store:
-        for step in SAVE_STEPS:
-            store.ingest(scenario.save_dir(trained.root, step=step), run="frozen", tag=scenario.tag(step=step))
-        found = store.diff(f"frozen@{OLD}", "frozen")
-        stats = store.stats()
-
-    same = {layer.layer for layer in found.layers if layer.status == "same"}
-    assert same >= {"embed", "layers.0"}
-    assert "layers.1" not in same
-    assert same == {name for name, layer in stats.layers.items() if layer.count == 1}
-    assert all(stats.layers[name].logical_bytes == 2 * stats.layers[name].unique_bytes for name in same)
-
-
 def test_all_checkpoints_of_a_trainer_and_of_accelerate_are_found(
     trained_hugging_face: Launch, trained: Launch, tmp_path: Path
 ) -> None:

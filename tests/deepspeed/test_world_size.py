@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.deepspeed.compare import (
     tree_differences,
 )
 from tests.deepspeed.conftest import scenarios_asked
-from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch, consolidate
+from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch, cached_launch, printed
 from tests.deepspeed.scenarios import (
     HUGGING_FACE_SCENARIOS,
     RESUME_STEP,
@@ -99,6 +100,19 @@ def resizings(
 def resized(world_size: int, resizings: Callable[[int], Resized]) -> Resized:
     """Return the composites for the world size that the test is about."""
     return resizings(world_size)
+
+
+def consolidate(names: Iterable[str], source: Path, composed: Path) -> dict[str, tuple[Any, Any]]:
+    """Return, by scenario, what DeepSpeed's zero_to_fp32 makes of the first save below both roots."""
+    folders = {
+        name: [
+            f"{SCENARIO_OF[name].save_dir(root, step=RESUME_STEP)}:{SCENARIO_OF[name].tag(step=RESUME_STEP)}"
+            for root in (source, composed)
+        ]
+        for name in names
+    }
+    digests = printed("consolidate", chain.from_iterable(folders.values()))
+    return {name: (digests[before], digests[after]) for name, (before, after) in folders.items()}
 
 
 @pytest.mark.known_fault("llmtailor 11")
