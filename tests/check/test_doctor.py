@@ -376,6 +376,7 @@ def test_a_folder_of_checkpoints_may_get_a_store(run: Run, tmp_path: Path) -> No
     assert max(map(len, (beside.out + instead.out).splitlines())) <= 80
 
 
+@pytest.mark.full
 def test_torch_is_asked_for_and_not_imported(tmp_path: Path) -> None:
     """Its version comes from what is installed."""
     program = (

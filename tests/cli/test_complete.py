@@ -226,6 +226,7 @@ STARTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shell", Shell)
 def test_in_a_real_shell(store: Path, tmp_path: Path, shell: Shell) -> None:
     """Keys on a terminal become the words that the program is started with."""

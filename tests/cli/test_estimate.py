@@ -106,6 +106,7 @@ def test_the_same_layers_trained_alike_can_be_asked_for_drift(run: Run) -> None:
     assert any("one direction" in text for text in found["assumptions"])
 
 
+@pytest.mark.full
 def test_the_bandwidth_can_be_measured(run: Run, tmp_path: Path) -> None:
     """By writing for a moment, after which nothing is left."""
     before = list(tmp_path.iterdir())

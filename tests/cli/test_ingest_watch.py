@@ -74,6 +74,7 @@ def wait_for(done: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.full
 def test_what_is_there_and_what_comes_is_saved_once_it_rests(
     job: Path, tmp_path: Path, watcher: "subprocess.Popen[str]"
 ) -> None:
@@ -99,6 +100,7 @@ def test_what_is_there_and_what_comes_is_saved_once_it_rests(
     assert "checkpoint-30" in err
 
 
+@pytest.mark.full
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     """The job may be started later than the watcher."""
     layerstore.init(tmp_path / "store").close()

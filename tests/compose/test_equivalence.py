@@ -99,6 +99,7 @@ def live(policy: Policy, seed: int, folder: Path) -> None:
         assert store.verify().ok
 
 
+@pytest.mark.full
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32))
 def test_composing_is_what_saving_would_have_left(policy: Policy, seed: int) -> None:

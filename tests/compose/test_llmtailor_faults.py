@@ -469,6 +469,7 @@ def test_each_needed_byte_is_read_once_however_many_sources(
     assert len({len(cost.verified) for cost in costs}) == 1
 
 
+@pytest.mark.full
 @pytest.mark.fault(26)
 @pytest.mark.known_fault("llmtailor 17")
 @pytest.mark.parametrize("world_size", [None, 3])

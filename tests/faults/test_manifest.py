@@ -268,6 +268,7 @@ def used_file(fast_module_path: Path) -> bytes:
     return (fast_module_path / "data.mdb").read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.fault(39, 40)
 def test_the_check_before_opening_finds_what_lmdbs_own_finds(used_file: bytes, fast_path: Path) -> None:
     """Ours is the faster one, and no less strict: whichever bit flips, wherever the file is cut."""

@@ -30,6 +30,7 @@ def test_people_can_read_it() -> None:
     assert json.loads(text).keys() == {"format", "store_id", "hash", "created", "flags", "checksum"}
 
 
+@pytest.mark.full
 @pytest.mark.fault(43)
 def test_every_changed_byte_is_found() -> None:
     """Every byte replaced by every other value: each is refused, none passes."""

@@ -242,6 +242,7 @@ def test_a_row_says_what_was_saved_and_what_is_counted(repo: Repository) -> None
     repo.catalog.close()
 
 
+@pytest.mark.full
 def test_a_long_chain_of_attempts_ends_in_no_recursion(repo: Repository) -> None:
     """Training that went back a thousand times, each time further, is still followed and drawn."""
     count, versions = 1200, packed_versions([samples.entry("layer")])

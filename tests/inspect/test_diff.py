@@ -137,6 +137,7 @@ def test_what_is_the_same_is_not_read(store: Store, tmp_path: Path) -> None:
     assert distance.elements == masters(store, "sft", BLOCK_0).size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_sizes", [(1, 1), (2, 3)])
 def test_memory_does_not_grow_with_the_layer(store: Store, tmp_path: Path, world_sizes: tuple[int, int]) -> None:
     """Two masters of 50 MB are compared within what a few chunks take."""

@@ -258,6 +258,7 @@ def test_drift_and_timings_are_what_was_recorded(drifting: Path) -> None:
     assert any(told == "inf" for moved in drift["drift"] for told in moved)
 
 
+@pytest.mark.full
 def test_a_line_of_timings_that_somebody_else_wrote_harms_nothing(drifting: Path) -> None:
     """Texts, infinities and huge numbers in place of seconds are no seconds."""
     with layerstore.open(drifting) as store:
@@ -274,6 +275,7 @@ def test_a_line_of_timings_that_somebody_else_wrote_harms_nothing(drifting: Path
         path.write_bytes(before)
 
 
+@pytest.mark.full
 def test_a_long_run_is_sampled_and_counted_whole(tmp_path: Path) -> None:
     """The ends of attempts and pins are among what is shown, and the totals are those of every save."""
     path = tmp_path / "store"

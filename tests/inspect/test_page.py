@@ -157,6 +157,7 @@ def test_the_script_makes_no_markup_and_asks_nobody() -> None:
     assert script.startswith('"use strict";')
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("runs", "saves", "layers"), [(1, 400, 130), (50, 60, 24), (200, 2, 4)])
 def test_a_page_stays_below_its_bound(tmp_path: Path, runs: int, saves: int, layers: int) -> None:
     """Whatever there are many of; what is left out is said in the facts, and the newest save is never left out."""

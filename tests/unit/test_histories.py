@@ -32,6 +32,7 @@ def test_a_made_history_is_a_whole_one(path: Path) -> None:
         assert len(store.ls(RUN)) == 5
 
 
+@pytest.mark.full
 def test_every_question_of_the_benchmark_has_an_answer(path: Path) -> None:
     """None of them times an error."""
     with layerstore.open(path) as store:

@@ -82,6 +82,7 @@ def test_all_unknown_globals_are_named_at_once_with_their_places(tmp_path: Path)
     assert "--allow-global acme.hooks.Callback --allow-global os.system" in error.hint
 
 
+@pytest.mark.full
 @pytest.mark.fault(59)
 def test_no_bomb_explodes(tmp_path: Path) -> None:
     """Each of the files that promise too much is refused within a few hundred megabytes of memory."""
