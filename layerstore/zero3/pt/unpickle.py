@@ -121,7 +121,7 @@ class _Machine:
         if len(self._payload) > PICKLE_BYTES_MAX:
             raise MalformedPickleError(f"it has {len(self._payload)} bytes, more than {PICKLE_BYTES_MAX}")
         if self._payload[:2] != b"\x80\x02":
-            raise MalformedPickleError("its protocol is not 2")
+            raise MalformedPickleError("it is not of protocol 2, torch.save's default")
         self._position = 2
         for _ in range(PICKLE_OPCODES_MAX):
             code = self._take(1)[0]
