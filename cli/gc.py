@@ -66,7 +66,7 @@ Grace = Annotated[
     typer.Option(
         "--grace",
         metavar="AGE",
-        help="Objects younger than this stay: 5m; what writers left half done, 24h. 0s: nobody writes now.",
+        help="Objects younger than this stay: 5m; what writers left half done, at least 24h. 0s: nobody writes now.",
         show_default=False,
     ),
 ]

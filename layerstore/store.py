@@ -125,7 +125,7 @@ class Store:
             check_pin_free(self._repo, pin, run=plan.run, step=plan.step)
         ingested = execute_ingest(self._repo, plan, progress=progress or Silent())
         if pin is not None:
-            self.pin(pin, f"{ingested.run}@{ingested.step}")
+            self.pin(pin, ingested.commit)
         return ingested
 
     def compose(

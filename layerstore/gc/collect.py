@@ -126,7 +126,9 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = repo.aside.now_ns()
     old_before_ns = now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS)
-    unfinished_before_ns = now_ns - _ns(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
+    # A short grace says nothing of what is being written for hours; only 0 s does, when nobody writes.
+    unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
+    unfinished_before_ns = now_ns - _ns(unfinished_seconds, GC_UNFINISHED_GRACE_SECONDS)
     trash_before_ns = now_ns - _ns(request.trash_seconds, TRASH_SECONDS)
     runs = _chosen(repo, request, now_ns)
     fates = [fate for _, each in runs for fate in each]

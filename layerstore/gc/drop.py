@@ -83,7 +83,7 @@ def execute_drop(repo: Repository, ref: str) -> Dropped:
     Move the commit *ref* to the trash, durably; raises as `plan_drop` does.
     """
     repo.prepare_writing()
-    with repo.lock_run(parse_reference(ref).name):
+    with repo.lock_run(resolve(repo, ref).record.run):
         plan = plan_drop(repo, ref)
         name = RecordName(plan.run, plan.step, CommitId(plan.commit))
         retire(repo, repo.catalog.commit(name))  # else the commit that it replaced would reappear

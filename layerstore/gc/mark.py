@@ -97,8 +97,8 @@ class Marks:
             if self._repo.parts.modified_ns(session) < self._dead_before_ns:
                 self.dead_sessions.append(session)
                 continue
-            for part in self._repo.parts.of_session(session):
-                with named(f"save {part.save} of session {session[:12]}"):
+            with named(f"session {session[:12]}", gives_up="layerstore repair"):
+                for part in self._repo.parts.of_session(session):
                     self.needs.add_part(part)
 
     def _mark_records(self, progress: Progress, without: Set[RecordName], *, has_to_be_whole: bool) -> None:
@@ -107,7 +107,12 @@ class Marks:
                 if name in self._seen or name in without:
                     continue
                 with commit_named(name):
-                    record = self._repo.records.read(name).record
+                    try:
+                        record = self._repo.records.read(name).record
+                    except IntegrityError:
+                        if not self._repo.records.is_there(name):
+                            continue  # dropped or replaced since it was listed; the trash is marked after this
+                        raise
                     new = self.needs.add_record(record)
                 if has_to_be_whole:
                     self.check_whole(new, of=record)

@@ -5,7 +5,7 @@ Readers and writers need not wait meanwhile (docs/internals/durability.md); `tes
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, StorageIO
@@ -132,6 +132,9 @@ def _put_back(repo: Repository, objects: Iterable[BlobRef]) -> None:
 def _put_back_one(repo: Repository, ref: BlobRef) -> bool:
     aside = repo.layout.aside / ref.id
     is_aside = repo.files.exists(aside)
+    at_home = repo.files.size(repo.layout.object(ref.id))
+    if is_aside and at_home is not None:
+        ref = replace(ref, size_bytes=at_home)  # an ingest has written it again; what lies aside may be damaged
     is_home = ObjectWriter(repo.layout, repo.files, repo.objects).put_back(ref)
     if is_home and is_aside:
         repo.files.unlink(aside)

@@ -34,7 +34,7 @@ from layerstore.ingest.transfer import Content, transfer
 from layerstore.model import CommitId, CommitRecord, Origin, PolicyUse, SourceLayout
 from layerstore.policy import Latest
 from layerstore.progress import Progress
-from layerstore.publish import Published, Transaction
+from layerstore.publish import Published, Transaction, retire
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 
@@ -239,8 +239,11 @@ class _Ingest:
     def as_new(self, rival: RecordRow | None) -> _Outcome:
         """Store a commit of its own, which replaces *rival* if that was asked for."""
         plan, view = self.plan, self.view
+        replaced_row = rival if plan.replace and not plan.opens_attempt else None
+        if replaced_row is not None:
+            retire(self.repo, self.repo.catalog.commit(replaced_row.name))  # else what it replaced would reappear
         with contextlib.ExitStack() as opened:
-            place = self._place(view, [rival] if rival is not None and plan.replace and not plan.opens_attempt else [])
+            place = self._place(view, [] if replaced_row is None else [replaced_row])
             if plan.opens_attempt:
                 found = reserve(self.repo, plan.run, lambda taken: place_free(view, place, taken))
                 opened.enter_context(found.lock)

@@ -34,12 +34,12 @@ def _taken(repo: Repository, name: str, old: CommitRecord) -> AlreadyExists:
     )
 
 
-def make_pin(repo: Repository, name: str, resolved: Resolved, *, replace: bool = False) -> Pin:
+def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
     """
     Give *resolved* the name *name*.
 
     Raises:
-        AlreadyExists: The pin is there, means something else, and *replace* was not given.
+        AlreadyExists: The pin is there and means something else.
         Conflict: A run has this name.
     """
     repo.prepare_writing()
@@ -50,7 +50,7 @@ def make_pin(repo: Repository, name: str, resolved: Resolved, *, replace: bool =
         base=CommitId(resolved.commit),
         observed=Observed(time_ns=resolved.time_ns, bytes_new=0, bytes_reused=0),
     )
-    if name in repo.records.pin_names() and not replace:
+    if name in repo.records.pin_names():
         try:
             old = repo.records.read_pin(name)
         except IntegrityError as exc:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Mut
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
+from layerstore.errors import LayerstoreError, LayoutMismatch, Overtaken
 from layerstore.history import Place, entries_of
 from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import (
@@ -213,7 +213,7 @@ def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Ma
             bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
             bytes_reused=tx.objects.bytes_reused + sum(part.bytes_reused for part in parts),
         )
-        _check_there(repo, joint, parts)
+        _claim(tx.objects, joint, parts)
         try:
             return tx.commit(record, observed=observed).commit
         except Overtaken as exc:
@@ -225,17 +225,13 @@ def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
-def _check_there(repo: Repository, joint: Joint, parts: Sequence[Part]) -> None:
-    """Make sure that every object that *parts* name is there: a rank may be withdrawing its part."""
+def _claim(objects: ObjectWriter, joint: Joint, parts: Sequence[Part]) -> None:
+    """Claim every object that *parts* name: a rank may be withdrawing its part, a collection may be taking them."""
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
         for ref in (*named, *([part.state] if part.state is not None else [])):
-            problem = f"object {ref.id}, which rank {part.rank} had written, is gone"
-            try:
-                found = repo.objects.find(ref)
-            except IntegrityError as exc:
-                found, problem = None, str(exc)
-            if found is None:
+            if not objects.claim(ref):
+                problem = f"object {ref.id}, which rank {part.rank} had written, is gone"
                 raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 
 

@@ -91,23 +91,23 @@ class Transaction:
 
         Raises:
             Overtaken: An object is gone: a collection won the race, because this process slept for longer than its
-                grace, or somebody deleted files. The record was unlinked again.
+                grace, or somebody deleted files. The record was unlinked again, unless it was there before.
             Unsupported: The store was migrated since it was opened.
         """
         repo = self._repo
         self.objects.publish()
         commit = make_commit(record, observed or self._observed())
-        is_new = repo.records.link(commit)
+        identity = repo.records.link(commit)
         try:
             self._check_all_there(f"{record.run}@{record.step}")
         except Overtaken:
-            if is_new:
-                repo.records.remove([repo.records.name_of(commit)])
+            if identity is not None:
+                repo.records.unlink(commit, identity)
                 repo.catalog.forget([repo.records.name_of(commit)])
             raise
         repo.catalog.add(commit)
         retire(repo, commit)
-        return Published(commit=commit, is_new=is_new)
+        return Published(commit=commit, is_new=identity is not None)
 
     def leave(self, part: Part) -> None:
         """Leave *part* for the rank that commits, with all that it names durable; raises as `commit` does."""
@@ -120,10 +120,10 @@ class Transaction:
             raise
 
     def pin(self, pin: Pin) -> None:
-        """Write *pin*, replacing one of its name; if it raises as `commit` does, there is no pin of that name."""
+        """Make *pin* visible; raises as `commit` does, and AlreadyExists if there is one of its name."""
         self.keep(pin.record)
         self.objects.publish()
-        self._repo.records.write_pin(pin)
+        self._repo.records.link_pin(pin)
         try:
             self._check_all_there(f"pin {pin.name!r}")
         except Overtaken:

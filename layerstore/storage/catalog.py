@@ -394,6 +394,8 @@ class Catalog:
 
     def _give_up_or_drop(self, problem: ManifestUnusable, *, is_last_try: bool) -> None:
         """Drop a damaged index, so that the next try makes a new one; go on without if that is not possible."""
+        if not is_last_try and not self._directory.exists():
+            return  # another process dropped it while it was opened here
         # A process that lacks memory or descriptors proves nothing about the index.
         if is_last_try or _errno_of(problem) in PROCESS_ERRNOS or not self._drop():
             self.index_problem, self._refusal = str(problem), problem

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from layerstore.errors import IntegrityError, LayerstoreError, NotFound, StorageIO, Unsupported
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NotFound, StorageIO, Unsupported
 from layerstore.format import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
-from layerstore.layers import is_name
+from layerstore.layers import is_name, typed
 from layerstore.layout import RECORD_NAME, Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
@@ -173,9 +173,11 @@ class RecordStore:
         called = self._layout.name(self._path(self.name_of(commit)))
         return seal_commit(commit, name=called, store_id=self._store_id)
 
-    def link(self, commit: Commit) -> bool:
+    def link(self, commit: Commit) -> tuple[int, ...] | None:
         """
-        Make *commit* visible and durable; return whether it was new. Only `layerstore.publish` calls this.
+        Make *commit* visible and durable; return what tells its record from one written later, or None if it was there.
+
+        Only `layerstore.publish` calls this.
 
         All that it names must be durable already. Once this returns, a power cut cannot lose it.
         If the last fsync fails, the record stays: it is whole, but not confirmed.
@@ -188,8 +190,9 @@ class RecordStore:
         target = self._path(self.name_of(commit))
         self._files.make_directory(target.parent)
         with self._files.temporary(self._layout.tmp, self.encode(commit)) as source:
-            is_new = self._files.link_exclusive(source, target)
-            if not is_new:
+            identity = self._files.identity(source)
+            if not self._files.link_exclusive(source, target):
+                identity = None
                 # Its writer's last fsync may have failed, or the file may have rotted since. The name says what belongs
                 # there, so these bytes replace it.
                 self._files.rename(source, target)
@@ -203,7 +206,14 @@ class RecordStore:
                 hint="repeat the command once the disk is well",
             ) from exc
         self._look_again(self._layout.name(target))
-        return is_new
+        return identity
+
+    def unlink(self, commit: Commit, identity: tuple[int, ...]) -> None:
+        """Undo `link`, which returned *identity*, unless another writer has written the same record again since."""
+        path = self._path(self.name_of(commit))
+        if self._files.identity(path) == identity:
+            self._files.unlink(path)
+            self._files.sync_directory(path.parent)
 
     def check_store(self) -> None:
         """Raise Unsupported if the store was migrated since it was opened."""
@@ -220,7 +230,7 @@ class RecordStore:
             ) from exc
 
     def remove(self, names: Collection[RecordName]) -> None:
-        """Remove records for good, durably: a collection does, and a transaction its own."""
+        """Remove records for good, durably: a collection does."""
         self.check_store()
         for name in names:
             self._files.unlink(self._path(name))
@@ -269,11 +279,12 @@ class RecordStore:
                 continue
         return found
 
-    def write_pin(self, pin: Pin) -> None:
+    def link_pin(self, pin: Pin) -> None:
         """
-        Write *pin*, atomically replacing one of the same name; durable once this returns.
+        Make *pin* visible and durable.
 
         Raises:
+            AlreadyExists: There is a pin of that name.
             Unsupported: The store was migrated since it was opened.
         """
         self.check_store()
@@ -281,7 +292,11 @@ class RecordStore:
         called = self._layout.name(target)
         data = seal_pin(pin, name=called, store_id=self._store_id)
         with self._files.temporary(self._layout.tmp, data) as source:
-            self._files.rename(source, target)
+            if not self._files.link_exclusive(source, target):
+                raise AlreadyExists(
+                    f"somebody else has just made the pin {pin.name!r}; nothing was changed",
+                    hint=f"layerstore show {typed(pin.name)}",
+                )
         self._files.sync_directory(target.parent)
         self._look_again(called)
 

@@ -174,6 +174,19 @@ def test_what_a_killed_replace_left_hidden_goes_to_the_trash(store: Store, saved
 
 
 @pytest.mark.fault(103)
+def test_what_a_killed_replace_left_hidden_stays_hidden_from_the_next_replace(store: Store, saved: Checkpoints) -> None:
+    """The second goes in the place of the first, and of what that had replaced."""
+    store.ingest(saved(10), run="r")
+    with Store(store.path, hook=once("rename", "trash", stop)) as stopped, pytest.raises(Stopped):
+        stopped.ingest(saved(10, seed=3), run="r", replace=True)
+
+    store.ingest(saved(10, seed=4), run="r", replace=True)
+
+    assert steps(store) == [10]
+    assert len(store.dropped()) == 2
+    assert store.show("r@10").step == 10
+
+
 def test_pins_stay_with_all_that_they_need(store: Store, saved: Checkpoints) -> None:
     """A pinned commit stays in the log; a pinned composite stays, without the commits that it was mixed from."""
     for step in (10, 20, 30, 40):
@@ -493,6 +506,35 @@ def test_what_writers_left_goes_once_it_is_old(store: Store, saved: Checkpoints)
 
     assert (done.unfinished.count, done.unfinished.size_bytes) == (1, 1000)
     assert (left.exists(), fresh.exists(), session.exists()) == (False, True, False)
+
+
+def test_a_short_grace_takes_nothing_that_is_being_written(store: Store) -> None:
+    """Files in tmp/ and the parts of sessions keep their day; without any grace they go."""
+    left = store.path / "tmp" / "left"
+    left.write_bytes(bytes(10))
+    hours_ago = time.time() - 2 * 3600
+    os.utime(left, (hours_ago, hours_ago))
+
+    collect(store, grace_seconds=60.0)
+    assert left.exists()
+    collect(store, grace_seconds=0.0)
+    assert not left.exists()
+
+
+def test_what_was_written_again_stays_and_what_lay_aside_goes(store: Store, saved: Checkpoints) -> None:
+    """A collection was killed while a damaged object lay aside, and an ingest has written that object again."""
+    store.ingest(saved(10), run="r")
+    sound = max(
+        (path for path in (store.path / "objects").rglob("*") if path.is_file()), key=lambda at: at.stat().st_size
+    )
+    aside = store.path / "gc" / "aside" / sound.name
+    aside.parent.mkdir(exist_ok=True)
+    aside.write_bytes(sound.read_bytes()[:-1])
+
+    collect(store, grace_seconds=None)
+
+    assert not aside.exists()
+    assert store.verify(read_data=True).ok
 
 
 @pytest.mark.fault(11, 12)

@@ -15,9 +15,10 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import Marks
 from layerstore.history import Resolved, resolve
-from layerstore.model import BlobRef, CommitRecord, LayerVersion
+from layerstore.model import BlobRef, Commit, CommitRecord, LayerVersion
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
+from layerstore.publish.transaction import Transaction
 from layerstore.storage import Files, RecordName, RecordStore, Repository, open_repository, trash
 from layerstore.storage.trash import Aside
 from tests.gc.test_gc import Stopped, collect, grow_old, objects, once, steps, stop
@@ -422,6 +423,63 @@ def test_a_commit_that_is_collected_as_soon_as_it_is_saved_was_saved(store: Stor
     with layerstore.open(store.path) as fresh:
         assert steps(fresh, "r") == [30]
         assert fresh.verify(read_data=True).ok
+
+
+@pytest.mark.parametrize("verb", ["drop", "replace"])
+def test_a_commit_that_is_dropped_while_a_collection_marks_is_no_damage(
+    store: Store, saved: Checkpoints, verb: str
+) -> None:
+    """It was listed and is gone when it is read: the trash has it, which is marked afterwards."""
+    for step in (10, 20):
+        store.ingest(saved(step), run="r")
+    read, mark_records = RecordStore.read, Marks._mark_records
+    met: list[object] = []
+
+    def mark(marks: Marks, *arguments: Any, **options: Any) -> None:
+        with patch.object(RecordStore, "read", read_late):
+            mark_records(marks, *arguments, **options)
+
+    def read_late(records: RecordStore, name: RecordName) -> Commit:
+        if not met and name.step == 10:
+            met.append(name)
+            with layerstore.open(store.path) as other:
+                if verb == "drop":
+                    other.drop("r@10")
+                else:
+                    other.ingest(saved(10, seed=3), run="r", replace=True)
+        return read(records, name)
+
+    with patch.object(Marks, "_mark_records", mark), layerstore.open(store.path) as collecting:
+        collect(collecting, grace_seconds=None, empty_trash=False)
+
+    assert met
+    assert len(store.dropped()) == 1
+    assert store.verify(read_data=True).ok
+
+
+def test_who_is_overtaken_leaves_what_another_has_saved_meanwhile(store: Store, saved: Checkpoints) -> None:
+    """A writer that finds objects gone undoes its own record, not the same commit that another has written since."""
+    met: list[str] = []
+
+    def look_late(transaction: Transaction, called: str) -> None:
+        if met:
+            return
+        met.append(called)
+        with layerstore.open(store.path) as other:
+            assert not other.ingest(saved(10), run="r").is_new
+        raise Overtaken("made up", hint="repeat the command")
+
+    with (
+        patch.object(Transaction, "_check_all_there", look_late),
+        patch.object(Repository, "lock_run", lambda repo, run: contextlib.nullcontext()),
+        layerstore.open(store.path) as writing,
+        pytest.raises(Overtaken, match="made up"),
+    ):
+        writing.ingest(saved(10), run="r")
+
+    assert met
+    assert steps(store, "r") == [10]
+    assert store.verify(read_data=True).ok
 
 
 @pytest.mark.fault(49, 51)

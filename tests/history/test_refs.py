@@ -302,7 +302,7 @@ def test_a_record_damaged_after_it_was_indexed_is_found(repo: Repository) -> Non
 def test_a_pin_means_its_record(repo: Repository) -> None:
     """A pin is read by itself, whether or not its commit is still there."""
     pin = samples.pin("best")
-    repo.records.write_pin(pin)
+    repo.records.link_pin(pin)
 
     found = resolve(repo, "best")
 
@@ -312,7 +312,7 @@ def test_a_pin_means_its_record(repo: Repository) -> None:
 @pytest.mark.parametrize("ref", ["best@4", "best~1"])
 def test_a_pin_takes_no_step(repo: Repository, ref: str) -> None:
     """A pin means one commit; one that cannot be read is damage, not absence."""
-    repo.records.write_pin(samples.pin("best"))
+    repo.records.link_pin(samples.pin("best"))
     with pytest.raises(InvalidInput, match="is a pin"):
         resolve(repo, ref)
     repo.layout.pin("best").write_bytes(b"")

@@ -94,6 +94,20 @@ def test_a_save_whose_parts_name_what_is_not_there_is_given_up(saves: Saves, whi
     assert saves.store.verify(read_data=True).ok
 
 
+def test_a_save_whose_objects_are_being_collected_is_given_up(saves: Saves) -> None:
+    """A part of a session that was idle for too long no longer protects them: what lies aside may go any moment."""
+    save = saves.begun(0)
+    save.write_all()
+    path = saves.path(named(save.parts()[1], "master"))
+    aside = saves.store.path / "gc" / "aside"
+    aside.mkdir(exist_ok=True)
+    path.rename(aside / path.name)
+
+    with pytest.raises(GivenUp, match="which rank 1 had written, is gone"):
+        save.join()
+    assert saves.store.runs == []
+
+
 def test_a_part_that_names_what_vanished_is_replaced_by_a_failed_one(saves: Saves) -> None:
     """The rank that joins learns that the other one has failed, even though its part was visible."""
     first, second = saves.begun(0), saves.begun(1)

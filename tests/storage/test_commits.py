@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from layerstore.errors import IntegrityError, NotFound, StorageIO, Unsupported
+from layerstore.errors import AlreadyExists, IntegrityError, NotFound, StorageIO, Unsupported
 from layerstore.format import seal_commit
 from layerstore.model import Commit
 from layerstore.storage import Files, RecordName, Repository, open_repository
@@ -181,14 +181,15 @@ def test_a_failed_last_sync_is_not_success(tmp_path: Path) -> None:
 # -- pins ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_pin_is_written_read_replaced_and_deleted(repo: Repository) -> None:
-    """A pin is whole at any time, and gone once deleted."""
+def test_a_pin_is_written_once_read_and_deleted(repo: Repository) -> None:
+    """A pin is whole at any time, belongs to whoever made it first, and is gone once deleted."""
     first, second = samples.pin(), samples.pin(of=samples.record(step=5))
-    repo.records.write_pin(first)
+    repo.records.link_pin(first)
     assert repo.records.read_pin("best") == first
 
-    repo.records.write_pin(second)
-    assert repo.records.read_pin("best") == second
+    with pytest.raises(AlreadyExists, match="somebody else has just made the pin 'best'"):
+        repo.records.link_pin(second)
+    assert repo.records.read_pin("best") == first
     assert repo.records.pin_names() == ["best"]
 
     repo.records.delete_pin("best")
@@ -201,8 +202,8 @@ def test_a_pin_is_written_read_replaced_and_deleted(repo: Repository) -> None:
 @pytest.mark.fault(103)
 def test_a_damaged_pin_is_found_and_can_be_deleted(repo: Repository) -> None:
     """A torn or renamed pin is damage by name; the others are still read, and it can be deleted unread."""
-    repo.records.write_pin(samples.pin("best"))
-    repo.records.write_pin(samples.pin("good"))
+    repo.records.link_pin(samples.pin("best"))
+    repo.records.link_pin(samples.pin("good"))
     path = repo.layout.pin("best")
     data = path.read_bytes()
     for hurt in (b"", data[:-1], bytes([data[0] ^ 1]) + data[1:], repo.layout.pin("good").read_bytes()):
