@@ -2,12 +2,12 @@
 
 from layerstore.publish.pins import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
 from layerstore.publish.rank_parts import (
-    BaseLost,
     Frozen,
     GivenUp,
-    Joint,
+    InheritedLayerLost,
+    JointCommit,
     KeptFile,
-    ShareWork,
+    RankTask,
     fail_share,
     join,
     objects_due,
@@ -18,14 +18,14 @@ from layerstore.publish.staging import Checksums, SourceReader, Staging, Witness
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [
-    "BaseLost",
     "Checksums",
     "Frozen",
     "GivenUp",
-    "Joint",
+    "InheritedLayerLost",
+    "JointCommit",
     "KeptFile",
     "Published",
-    "ShareWork",
+    "RankTask",
     "SourceReader",
     "Staging",
     "Transaction",

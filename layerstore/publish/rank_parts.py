@@ -32,7 +32,7 @@ from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareWork:
+class RankTask:
     """What one rank is to write."""
 
     session: str
@@ -66,7 +66,7 @@ Frozen = MutableMapping[str, tuple[Hashable, StoredObject]]
 """The mark and the object of each layer's frozen weights."""
 
 
-def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Frozen) -> int:
+def write_share(repo: Repository, work: RankTask, reader: Reader, *, frozen: Frozen) -> int:
     """
     Store a rank's share and leave its part; return how many bytes were new.
 
@@ -102,7 +102,7 @@ def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Fr
 
 
 def _share_objects(
-    layer: LayerSource, work: ShareWork, staging: Staging, writer: ObjectWriter, frozen: Frozen
+    layer: LayerSource, work: RankTask, staging: Staging, writer: ObjectWriter, frozen: Frozen
 ) -> Iterable[StoredObject]:
     for source in layer.objects:
         if source.kind is not Kind.WEIGHTS:
@@ -125,7 +125,7 @@ def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
     return SourceFile(path=file.name, executable=file.executable, content=content)
 
 
-def fail_share(repo: Repository, work: ShareWork, why: str) -> None:
+def fail_share(repo: Repository, work: RankTask, why: str) -> None:
     """Leave a part that says that this rank has failed, in place of its share."""
     name = PartName(work.session, work.save, work.share.rank)
     repo.parts.withdraw(*name)
@@ -139,15 +139,15 @@ class GivenUp(LayerstoreError):
     """A save will not become a commit: a rank failed, or what it was to inherit never became visible."""
 
 
-class BaseLost(GivenUp):
+class InheritedLayerLost(GivenUp):
     """A layer that was to be inherited was collected: resuming from an old step does not keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
+class JointCommit:
     """A commit to be, without what the ranks have written."""
 
-    work: ShareWork
+    work: RankTask
     """The first rank's, which knows the tied names."""
     run: str
     place: Place
@@ -161,7 +161,7 @@ class Joint:
     """The pin that it gets."""
 
 
-def parts_of(repo: Repository, joint: Joint, found: dict[int, Part]) -> list[Part] | None:
+def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> list[Part] | None:
     """
     Return the parts of all ranks; None while some are missing. Those in *found*, by rank, are not read again.
 
@@ -178,12 +178,12 @@ def parts_of(repo: Repository, joint: Joint, found: dict[int, Part]) -> list[Par
     return [found[rank] for rank in sorted(found)] if len(found) == work.share.world_size else None
 
 
-def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
+def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
     """
     Publish the commit made of *parts*; layers that are not due are *inherited*.
 
     Raises:
-        BaseLost: A layer that was to be inherited was collected.
+        InheritedLayerLost: A layer that was to be inherited was collected.
         GivenUp: A layer is neither due nor inherited, because the save before was given up; or an object is gone.
         LayoutMismatch: The ranks do not agree on what they have saved.
     """
@@ -207,7 +207,7 @@ def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Ma
                 if entry.layer not in joint.work.due:
                     tx.inherit(entry)
         except Overtaken as exc:
-            raise BaseLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+            raise InheritedLayerLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
         observed = Observed(
             time_ns=time.time_ns(),
             bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
@@ -225,7 +225,7 @@ def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
-def _check_there(repo: Repository, joint: Joint, parts: Sequence[Part]) -> None:
+def _check_there(repo: Repository, joint: JointCommit, parts: Sequence[Part]) -> None:
     """Make sure that every object that *parts* name is there: a rank may be withdrawing its part."""
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
@@ -239,7 +239,7 @@ def _check_there(repo: Repository, joint: Joint, parts: Sequence[Part]) -> None:
                 raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 
 
-def _versions(writer: ObjectWriter, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
+def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
     of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
     for layer in joint.work.share.layers:
         if layer.layer in joint.work.due:
@@ -269,7 +269,7 @@ def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject
 
 
 def _record(
-    joint: Joint, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
+    joint: JointCommit, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
 ) -> CommitRecord:
     place, share = joint.place, joint.work.share
     origin = Origin(run=joint.run, attempt=place.attempt, step=joint.step, save_number=joint.save_number)
