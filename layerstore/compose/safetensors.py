@@ -180,26 +180,12 @@ def _pieces(tensor: OutputTensor, slices: Slices, offset: int) -> Iterator[Piece
         yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
     else:
         for run in tensor.runs or (Run(name=tensor.layer_name, start=0, elements=prod(tensor.shape)),):
-            yield from parameter_pieces(slices, run, dtype=tensor.dtype, offset=offset)
+            yield from slices.pieces(
+                slices.weights_kind(run.name, tensor.dtype),
+                run.name,
+                dtype=tensor.dtype,
+                offset=offset,
+                begin=run.start,
+                end=run.start + run.elements,
+            )
             offset += run.elements * by_code(tensor.dtype).bytes
-
-
-def parameter_pieces(slices: Slices, run: Run, *, dtype: str, offset: int) -> Iterator[Piece]:
-    """
-    Yield the pieces that write *run* of a parameter as *dtype* from *offset* on.
-
-    Raises:
-        LayoutMismatch: The chosen layers do not have all of it.
-        Unsupported: It cannot be converted to *dtype*.
-    """
-    name, kind = run.name, Kind.MASTER
-    # Stored weights are what the trainer itself would have saved: taken if they have the wanted type, or if a frozen
-    # parameter has nothing else. Otherwise the master, which is more precise.
-    if slices.shards(Kind.WEIGHTS, name):
-        stored = slices.find(Kind.WEIGHTS, name, shard=0).tensor.dtype
-        if stored == dtype or not slices.shards(Kind.MASTER, name):
-            kind = Kind.WEIGHTS
-    end = run.start + run.elements
-    yield from slices.pieces(
-        kind, name, dtype=dtype, offset=offset, begin=run.start, end=end, hint="choose another --dtype"
-    )

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from layerstore.compose.safetensors import FLOATS, OutputTensor, Run
+from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.layers import is_of_adapter, strip_wrappers
 from layerstore.limits import RENAMING_SECONDS_MAX
 from layerstore.model import Buffer, GatheredFile, ObjectContent, Parameter, TensorSource
+from layerstore.zero3 import supplier_of, suppliers_of, tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +86,12 @@ class ExportTensors:
             LayoutMismatch: The base's files name a tensor that the chosen layers lack.
             Unsupported: Two tensors would have one name, or Transformers cannot tell.
         """
-        known = _by_any_name(self.parameters, self.buffers)
+        known = suppliers_of(self.parameters.values(), self.buffers.values())
         unlike, others = [], []
         has_saved = False
         for tensor in saved:
-            supplier = tensor.layer_name or known.get(tensor.name) or known.get(strip_wrappers(tensor.name))
+            of = supplier_of(tensor.name, known)
+            supplier = tensor.layer_name or (None if of is None else of.name)
             fits = self._fits(tensor, supplier)
             if not fits and not prod(tensor.shape):
                 continue  # ZeRO-3 leaves empty tensors of parameters that nobody gathered: they tell nothing
@@ -106,12 +109,13 @@ class ExportTensors:
             others = []
         rest = [name for name in self.parameters if name not in self._covered]
         self._add_rest(rest, has_saved=has_saved)
-        if not rest:
-            for tensor in others:
+        left_out = []
+        for tensor in others:
+            if rest or tensor.stored is None:  # it may be another form of an adapter
+                left_out.append(tensor.name)
+            else:
                 self._add(_stored(tensor))
-        else:  # they may be another form of an adapter
-            names = [tensor.name for tensor in others]
-            self._note(names, "in the base's own weights files, but in no layer; left out, being of the base alone")
+        self._note(left_out, "in the base's own weights files, but in no layer; left out, being of the base alone")
         self._note(unlike, "the base's own weights files have other values than its layers; the layers' are written")
         if self.dtype:
             fixed = [name for name, parameter in self.parameters.items() if parameter.dtype not in FLOATS]
@@ -233,57 +237,25 @@ def _stored(tensor: SavedTensor) -> OutputTensor:
     )
 
 
-def _by_any_name(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, str]:
-    """Return which parameter or buffer each name means; a name without wrappers only if it fits one of them."""
-    found: dict[str, str] = {}
-    bare: dict[str, set[str]] = {}
-    named = [((item.name, *item.aliases), item.name) for item in parameters.values()]
-    for names, own_name in [*named, *(((name,), name) for name in buffers)]:
-        for name in names:
-            found[name] = own_name
-            bare.setdefault(strip_wrappers(name), set()).add(own_name)
-    for name, candidates in bare.items():
-        if len(candidates) == 1:
-            found.setdefault(name, *candidates)
-    return found
-
-
 # -- the base's own weights files ----------------------------------------------------------------------------------
 
 
 def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[SavedTensor]:
     """Yield every tensor of *files*, the base's own weights."""
     for file in files:
-        entries = _entries(file.header, file.path)
+        size_bytes = len(file.header) + sum(tensor.elements * by_code(tensor.dtype).bytes for tensor in file.tensors)
+        shapes = {of.name: of.shape for of in tensors_in(Path(file.path), file.header, size_bytes, {})}
         for tensor in file.tensors:
-            if tensor.name not in entries:
+            if tensor.name not in shapes:
                 raise IntegrityError(f"the stored header of {file.path} lacks {tensor.name!r}")
             yield SavedTensor(
                 name=tensor.name,
                 dtype=tensor.dtype,
-                shape=entries[tensor.name][1],
+                shape=shapes[tensor.name],
                 layer_name=tensor.layer_name,
                 stored=tensor.stored,
                 crc32=tensor.crc32,
             )
-
-
-def tensors_in(header: bytes, path: str) -> Iterator[SavedTensor]:
-    """Yield the tensors of a weights file that is kept byte for byte: no name in its *header* is a layer's."""
-    for name, (dtype, shape) in _entries(header, path).items():
-        yield SavedTensor(name=name, dtype=dtype, shape=shape)
-
-
-def _entries(header: bytes, path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    try:
-        entries = json.loads(header[8:])
-        return {
-            name: (str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise IntegrityError(f"the stored header of {path} is not safetensors' ({exc})") from exc
 
 
 # -- asking Transformers -------------------------------------------------------------------------------------------
