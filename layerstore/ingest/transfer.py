@@ -14,20 +14,17 @@ from typing import TypeVar
 
 from layerstore.format import canonical_order
 from layerstore.ingest.derive import GatheredCheck
-from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
+from layerstore.limits import WORKERS_MAX
 from layerstore.model import (
     BlobRef,
     GatheredFile,
     GatheredTensor,
     Kind,
-    LayerVersion,
-    ObjectContent,
-    SourceFile,
     StoredObject,
     TensorSource,
 )
 from layerstore.progress import Progress
-from layerstore.publish import Checksums, SourceReader, Staging, crc32_of, stage_version
+from layerstore.publish import Checksums, KeptFile, SourceReader, Staging, crc32_of, stage_version
 from layerstore.storage import ObjectWriter
 from layerstore.zero3 import (
     Checkpoint,
@@ -37,7 +34,6 @@ from layerstore.zero3 import (
     SliceSource,
     check_unchanged,
     rank_of_file,
-    read_source_file,
     stat_source,
 )
 
@@ -144,18 +140,11 @@ class _Transfer:
             self._staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
             for state in self._checkpoint.states
         ]
-        versions = {
-            layer.layer: LayerVersion(
-                layer=layer.layer,
-                parameters=layer.parameters,
-                buffers=layer.buffers,
-                world_size=world_size,
-                objects=tuple(objects[layer.layer]),
-            )
-            for layer in layers
-        }
         return Content(
-            versions={name: stage_version(writer, version) for name, version in versions.items()},
+            versions={
+                layer.layer: stage_version(writer, layer, objects[layer.layer], world_size=world_size)
+                for layer in layers
+            },
             states=tuple(states),
             bytes_derived=self._check.bytes_derived,
             has_moments=self._moments,
@@ -204,21 +193,18 @@ class _Transfer:
             stored=stored,
         )
 
-    def _files_of(self, rank: int) -> Iterator[SourceFile]:
+    def _files_of(self, rank: int) -> Iterator[KeptFile]:
         """Yield the files that are kept byte for byte: a rank's own, and with rank 0 those of no rank."""
         for path in self._checkpoint.files:
             owner = rank_of_file(path.name)
             if (owner if owner is not None and owner < self._checkpoint.world_size else 0) == rank:
-                yield self._source_file(path)
-
-    def _source_file(self, path: Path) -> SourceFile:
-        state = stat_source(path)
-        content: bytes | ObjectContent
-        if state.st_size > INLINE_BYTES_MAX:
-            content = self._staging.bytes_object(path, 0, state.st_size)
-        else:
-            content = read_source_file(path, size_bytes_max=INLINE_BYTES_MAX)
-        return SourceFile(path=self._relative(path), executable=bool(state.st_mode & 0o100), content=content)
+                state = stat_source(path)
+                yield KeptFile(
+                    name=self._relative(path),
+                    executable=bool(state.st_mode & 0o100),
+                    place=path,
+                    size_bytes=state.st_size,
+                )
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self._checkpoint.found.folder).as_posix()

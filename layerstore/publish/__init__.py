@@ -6,7 +6,6 @@ from layerstore.publish.rank_parts import (
     GivenUp,
     InheritedLayerLost,
     JointCommit,
-    KeptFile,
     RankTask,
     fail_share,
     join,
@@ -14,7 +13,7 @@ from layerstore.publish.rank_parts import (
     parts_of,
     write_share,
 )
-from layerstore.publish.staging import Checksums, SourceReader, Staging, Witness, crc32_of, stage_version
+from layerstore.publish.staging import Checksums, KeptFile, SourceReader, Staging, Witness, crc32_of, stage_version
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [

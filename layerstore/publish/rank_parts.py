@@ -3,11 +3,9 @@
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from layerstore.errors import IntegrityError, LayerstoreError, LayoutMismatch, Overtaken
 from layerstore.history import Place, entries_of
-from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import (
     BlobRef,
     Commit,
@@ -15,17 +13,14 @@ from layerstore.model import (
     Kind,
     LayerEntry,
     LayerPart,
-    LayerVersion,
-    ObjectContent,
     Observed,
     Origin,
     Part,
     PolicyUse,
-    SourceFile,
     SourceLayout,
     StoredObject,
 )
-from layerstore.publish.staging import Checksums, Reader, Staging, stage_version
+from layerstore.publish.staging import Checksums, KeptFile, Reader, Staging, stage_version
 from layerstore.publish.transaction import Transaction
 from layerstore.storage import ObjectWriter, PartName, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
@@ -40,21 +35,10 @@ class RankTask:
     share: Share
     due: frozenset[str]
     """The layers to be stored."""
-    files: Callable[[], tuple["KeptFile", ...]]
+    files: Callable[[], tuple[KeptFile, ...]]
     """Returns the files kept byte for byte beside the rank's state, once they are complete."""
     mark: Callable[[ObjectSource], Hashable]
     """Identifies an object of frozen weights without reading it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptFile:
-    """A file beside a rank's state, whose bytes the reader has."""
-
-    name: str
-    """Below the checkpoint folder, with ``/``."""
-    executable: bool
-    place: Path
-    size_bytes: int
 
 
 def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
@@ -84,7 +68,7 @@ def write_share(repo: Repository, work: RankTask, reader: Reader, *, frozen: Fro
             for layer in share.layers
             if layer.layer in work.due
         )
-        state = staging.state(share.state, [_kept(file, staging, reader) for file in work.files()])
+        state = staging.state(share.state, work.files())
         tx.leave(
             Part(
                 session=work.session,
@@ -114,15 +98,6 @@ def _share_objects(
             stored = staging.object(source)
             frozen[layer.layer] = mark, stored
         yield stored
-
-
-def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
-    content: bytes | ObjectContent
-    if file.size_bytes > INLINE_BYTES_MAX:
-        content = staging.bytes_object(file.place, 0, file.size_bytes)
-    else:
-        content = b"".join(map(bytes, reader.chunks(file.place, 0, file.size_bytes)))
-    return SourceFile(path=file.name, executable=file.executable, content=content)
 
 
 def fail_share(repo: Repository, work: RankTask, why: str) -> None:
@@ -243,14 +218,8 @@ def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -
     of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
     for layer in joint.work.share.layers:
         if layer.layer in joint.work.due:
-            version = LayerVersion(
-                layer=layer.layer,
-                parameters=layer.parameters,
-                buffers=layer.buffers,
-                world_size=joint.work.share.world_size,
-                objects=tuple(_objects([objects[layer.layer] for objects in of_rank])),
-            )
-            yield layer.layer, stage_version(writer, version)
+            objects = _objects([objects[layer.layer] for objects in of_rank])
+            yield layer.layer, stage_version(writer, layer, objects, world_size=joint.work.share.world_size)
 
 
 def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:
