@@ -20,15 +20,14 @@ from layerstore.compose.safetensors import (
     INDEX,
     WEIGHTS,
     WEIGHTS_FILE,
-    OutputTensor,
     WeightsFile,
+    WeightTensor,
     index_of,
     weights_files,
 )
 from layerstore.compose.target import appearing, checked_target
 from layerstore.compose.weight_names import (
     ExportTensors,
-    SavedTensor,
     ask_transformers,
     may_be_renamed,
     saved_tensors,
@@ -218,16 +217,16 @@ def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
-def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[SavedTensor]:
+def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[WeightTensor]:
     """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
     for file in files:
         if WEIGHTS_FILE.fullmatch(file.path):
             with suppress(Unsupported):  # an unknown element type: the names are the layers'
                 for tensor in tensors_in(Path(file.path), *header_of(repo, file), {}):
-                    yield SavedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+                    yield WeightTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
 
 
-def _in_model_order(tensors: list[OutputTensor], state: RankState) -> list[OutputTensor]:
+def _in_model_order(tensors: list[WeightTensor], state: RankState) -> list[WeightTensor]:
     """Return *tensors* in the order of the model's own ``state_dict``, in which they are dealt out to files."""
     module = TreeView.of(state.model)["module"]
     places = {str(name): place for place, name in enumerate(module.mapping())}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from layerstore.compose.loading import content_of, header_of
-from layerstore.compose.safetensors import FLOATS, OutputTensor, WeightsFile, weights_file
+from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
@@ -263,8 +263,8 @@ def _as_saved(
     return made, _patched(stored, slices, slices.parameters.keys() - own)
 
 
-def _tensor(name: str, supplier: str, shape: tuple[int, ...], own_dtype: str, dtype: str | None) -> OutputTensor:
-    return OutputTensor(
+def _tensor(name: str, supplier: str, shape: tuple[int, ...], own_dtype: str, dtype: str | None) -> WeightTensor:
+    return WeightTensor(
         name=name,
         dtype=dtype if dtype and own_dtype in FLOATS else own_dtype,
         shape=shape,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from layerstore.compose.safetensors import Run
-from layerstore.compose.weight_names import ExportTensors, FileTensor, SavedTensor, saved_tensors
+from layerstore.compose.safetensors import Run, WeightTensor
+from layerstore.compose.weight_names import ExportTensors, FileTensor, saved_tensors
 from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.model import (
@@ -131,7 +131,7 @@ def test_the_bases_own_files_lend_their_names() -> None:
 @pytest.mark.parametrize(("elements", "is_asked"), [(0, False), (1, True), (4, True)])
 def test_a_name_with_another_number_of_elements_is_asked_about(elements: int, is_asked: bool) -> None:
     """It may be the parameter in another form; ZeRO-3 leaves empty ones where nobody gathers the weights."""
-    saved = [SavedTensor(name="a", dtype="BF16", shape=(elements,))]
+    saved = [WeightTensor(name="a", dtype="BF16", shape=(elements,))]
 
     if is_asked:
         with pytest.raises(Unsupported, match="nobody knows"):
@@ -243,7 +243,7 @@ def test_a_tensor_in_no_layer_whose_bytes_only_a_kept_file_has_is_left_out() -> 
     """A note names it; the export has every parameter."""
     choice = chosen(
         parameter("a"),
-        saved=[*saved_tensors([gathered(derived("a"))]), SavedTensor(name="extra", dtype="BF16", shape=(1,))],
+        saved=[*saved_tensors([gathered(derived("a"))]), WeightTensor(name="extra", dtype="BF16", shape=(1,))],
     )
 
     assert names(choice) == {"a": "a"}
