@@ -33,7 +33,7 @@ from layerstore.zero3 import (
     ObjectSource,
     SliceSource,
     check_unchanged,
-    rank_of_file,
+    owner_of_file,
     stat_source,
 )
 
@@ -196,8 +196,7 @@ class _Transfer:
     def _files_of(self, rank: int) -> Iterator[KeptFile]:
         """Yield the files that are kept byte for byte: a rank's own, and with rank 0 those of no rank."""
         for path in self._checkpoint.files:
-            owner = rank_of_file(path.name)
-            if (owner if owner is not None and owner < self._checkpoint.world_size else 0) == rank:
+            if owner_of_file(path.name, world_size=self._checkpoint.world_size) == rank:
                 state = stat_source(path)
                 yield KeptFile(
                     name=self._relative(path),

@@ -21,7 +21,7 @@ from layerstore.zero3.filenames import (
     SHARD_STEM,
     SUMMARY,
     TRAINER_STATE,
-    rank_of_file,
+    owner_of_file,
 )
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
 from layerstore.zero3.pointer_files import Pointer, pointer_bytes, read_pointer, refuse_pointer
@@ -57,14 +57,14 @@ from layerstore.zero3.write import (
 )
 
 __all__ = [
-    "BYTES_KEY", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "SUMMARY", "TRAINER_STATE", "Checkpoint",
-    "DerivedCheck", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
-    "OutputFile", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices",
-    "StoredSlice", "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive",
-    "check_unchanged", "checkpoints_below", "config_of", "convert", "derived_checks", "discover", "equal_bytes",
-    "filling_of", "flavour_of", "gathered_pieces", "holds_zero3", "list_folder", "literal_file", "merged",
-    "newly_infinite", "open_source", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file",
-    "pointer_bytes", "rank_of_file", "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer",
+    "BYTES_KEY", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "SUMMARY", "TRAINER_STATE",
+    "Checkpoint", "DerivedCheck", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
+    "OutputFile", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices", "StoredSlice",
+    "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive", "check_unchanged",
+    "checkpoints_below", "config_of", "convert", "derived_checks", "discover", "equal_bytes", "filling_of",
+    "flavour_of", "gathered_pieces", "holds_zero3", "list_folder", "literal_file", "merged", "newly_infinite",
+    "open_source", "owner_of_file", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file",
+    "pointer_bytes", "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer",
     "read_source_file", "real_path", "refuse_pointer", "regrouped", "replace_tensors", "same_bytes", "share_of",
     "slice_length", "slices_in", "stat_source", "stretches", "sub_group_shapes", "supplier_of", "suppliers_of",
     "tensors_in", "undivided", "valid_elements", "whole", "with_own_steps",
