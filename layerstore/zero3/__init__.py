@@ -36,7 +36,7 @@ from layerstore.zero3.read import (
     share_of,
 )
 from layerstore.zero3.regroup import Regrouping, plan_regrouping, regrouped, same_bytes, with_own_steps
-from layerstore.zero3.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
+from layerstore.zero3.rounding import can_derive, convert, equal_bytes, newly_infinite
 from layerstore.zero3.slices import Piece, Slices, StoredSlice, slice_length, slices_in, stretches, valid_elements
 from layerstore.zero3.sourcefile import OpenedSource, open_source, read_source_file, real_path, stat_source
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
@@ -60,12 +60,12 @@ __all__ = [
     "BYTES_KEY", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "SUMMARY", "TRAINER_STATE",
     "Checkpoint", "DerivedCheck", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
     "OutputFile", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices", "StoredSlice",
-    "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive", "check_unchanged",
-    "checkpoints_below", "config_of", "convert", "derived_checks", "discover", "equal_bytes", "filling_of",
-    "flavour_of", "gathered_pieces", "holds_zero3", "list_folder", "literal_file", "merged", "newly_infinite",
-    "open_source", "owner_of_file", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file",
-    "pointer_bytes", "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer",
-    "read_source_file", "real_path", "refuse_pointer", "regrouped", "replace_tensors", "same_bytes", "share_of",
-    "slice_length", "slices_in", "stat_source", "stretches", "sub_group_shapes", "supplier_of", "suppliers_of",
-    "tensors_in", "undivided", "valid_elements", "whole", "with_own_steps",
+    "Survey", "TreeView", "beside_shards", "buffers_of", "can_derive", "check_unchanged", "checkpoints_below",
+    "config_of", "convert", "derived_checks", "discover", "equal_bytes", "filling_of", "flavour_of",
+    "gathered_pieces", "holds_zero3", "list_folder", "literal_file", "merged", "newly_infinite", "open_source",
+    "owner_of_file", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file", "pointer_bytes",
+    "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",
+    "refuse_pointer", "regrouped", "replace_tensors", "same_bytes", "share_of", "slice_length", "slices_in",
+    "stat_source", "stretches", "sub_group_shapes", "supplier_of", "suppliers_of", "tensors_in", "undivided",
+    "valid_elements", "whole", "with_own_steps",
 ]  # fmt: skip

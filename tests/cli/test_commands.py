@@ -340,7 +340,7 @@ def test_deleting_a_pin_says_what_stays(run: Run, store: Path) -> None:
 
     assert said == {
         "visible": "deleted the pin other; its commit stays\n",
-        "mixture": "deleted the pin mix; its base stays, and the next gc frees what only the mixture needed\n",
+        "mixture": "deleted the pin mix; its commit stays\n",
         "hidden": "deleted the pin best; its commit is no longer visible, so "
         "the next gc frees what only this pin kept\n",
     }
