@@ -86,50 +86,38 @@ def transfer(
             advance=progress.advance,
             known_before=known_before,
         )
-        content = _Transfer(checkpoint, staging, gathered, pool, due=due, moments=moments).run(progress, writer)
+        check = GatheredCheck(checkpoint, gathered)
+        content = _Transfer(checkpoint, staging, gathered, check, pool, due, moments).run(progress, writer)
         checksums.check(checkpoint.checks, reader)
     check_unchanged(checkpoint.found)
     return content
 
 
+@dataclass(frozen=True, slots=True)
 class _Transfer:
     """One checkpoint on its way."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        staging: Staging,
-        reader: SourceReader,
-        pool: ThreadPoolExecutor,
-        *,
-        due: Collection[str],
-        moments: bool,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._staging = staging
-        self._reader = reader
-        self._pool = pool
-        self._moments = moments
-        self._layers = [layer for layer in checkpoint.layers if layer.layer in due]
-        self._inherited = {
-            name
-            for layer in checkpoint.layers
-            if layer.layer not in due
-            for name in (*(of.name for of in layer.parameters), *(of.name for of in layer.buffers))
-        }
-        self._check = GatheredCheck(checkpoint, reader)
+    checkpoint: Checkpoint
+    staging: Staging
+    reader: SourceReader
+    """For gathered weights."""
+    check: GatheredCheck
+    pool: ThreadPoolExecutor
+    due: Collection[str]
+    moments: bool
 
     def run(self, progress: Progress, writer: ObjectWriter) -> Content:
-        layers, world_size = self._layers, self._checkpoint.world_size
+        layers = [layer for layer in self.checkpoint.layers if layer.layer in self.due]
+        world_size = self.checkpoint.world_size
         sources = [
             (layer.layer, source)
             for layer in layers
             for source in layer.objects
-            if self._moments or source.kind is not Kind.OPTIMIZER
+            if self.moments or source.kind is not Kind.OPTIMIZER
         ]
         progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
-        stored = _run_all(self._pool, self._object, [source for _, source in sources])
+        stored = _run_all(self.pool, self._object, [source for _, source in sources])
         for (name, _), each in zip(sources, stored, strict=True):
             objects[name].append(each)
         # Only now is it known which gathered weights follow from their masters.
@@ -137,8 +125,8 @@ class _Transfer:
             objects[layer.layer].extend(self._own_weights(layer))
         gathered = list(self._gathered())
         states = [
-            self._staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
-            for state in self._checkpoint.states
+            self.staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
+            for state in self.checkpoint.states
         ]
         return Content(
             versions={
@@ -146,43 +134,46 @@ class _Transfer:
                 for layer in layers
             },
             states=tuple(states),
-            bytes_derived=self._check.bytes_derived,
-            has_moments=self._moments,
+            bytes_derived=self.check.bytes_derived,
+            has_moments=self.moments,
         )
 
     def _object(self, source: ObjectSource) -> StoredObject:
         """Stage *source*, comparing it with the gathered weights on the way."""
-        return self._staging.object(source, self._check.witness(source))
+        return self.staging.object(source, self.check.witness(source))
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage the gathered weights that do not follow from their master, as part of their layer."""
-        tensors = self._check.weights_to_store(parameter.name for parameter in layer.parameters)
+        tensors = self.check.weights_to_store(parameter.name for parameter in layer.parameters)
         slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
-            yield self._staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
+            yield self.staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
 
     # -- what is not a layer -------------------------------------------------------------------------------------
 
     def _gathered(self) -> Iterator[GatheredFile]:
-        in_layers = set(self._check.weights_to_store(self._check.parameters))
+        in_layers = set(self.check.weights_to_store(self.check.parameters))
+        older = [layer for layer in self.checkpoint.layers if layer.layer not in self.due]
+        inherited = {of.name for layer in older for of in layer.parameters}
+        inherited |= {of.name for layer in older for of in layer.buffers}
 
         def read(tensor: GatheredSource) -> GatheredTensor:
-            return self._gathered_tensor(tensor, in_layer=tensor in in_layers)
+            # An inherited layer supplies its older version: a composite has that in the file, too.
+            return self._gathered_tensor(tensor, in_layer=tensor in in_layers or tensor.supplier in inherited)
 
-        for file in self._checkpoint.gathered:
-            tensors = tuple(_run_all(self._pool, read, list(file.tensors)))
+        for file in self.checkpoint.gathered:
+            tensors = tuple(_run_all(self.pool, read, list(file.tensors)))
             yield GatheredFile(path=self._relative(file.path), header=file.header, tensors=tensors)
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
-        checksum, _ = crc32_of(self._reader, tensor.file, tensor.offset_bytes, tensor.size_bytes)
-        # An inherited layer supplies its older version: a composite has that in the file, too.
-        if in_layer or tensor.supplier in self._inherited or self._check.is_derived(tensor):
-            is_parameter = tensor.supplier in self._check.parameters
+        checksum, _ = crc32_of(self.reader, tensor.file, tensor.offset_bytes, tensor.size_bytes)
+        if in_layer or self.check.is_derived(tensor):
+            is_parameter = tensor.supplier in self.check.parameters
             source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
         else:
             source = TensorSource.STORED
-            stored = self._staging.bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
+            stored = self.staging.bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
         return GatheredTensor(
             name=tensor.name,
             dtype=tensor.dtype,
@@ -195,8 +186,8 @@ class _Transfer:
 
     def _files_of(self, rank: int) -> Iterator[KeptFile]:
         """Yield the files that are kept byte for byte: a rank's own, and with rank 0 those of no rank."""
-        for path in self._checkpoint.files:
-            if owner_of_file(path.name, world_size=self._checkpoint.world_size) == rank:
+        for path in self.checkpoint.files:
+            if owner_of_file(path.name, world_size=self.checkpoint.world_size) == rank:
                 state = stat_source(path)
                 yield KeptFile(
                     name=self._relative(path),
@@ -206,7 +197,7 @@ class _Transfer:
                 )
 
     def _relative(self, path: Path) -> str:
-        return path.relative_to(self._checkpoint.found.folder).as_posix()
+        return path.relative_to(self.checkpoint.found.folder).as_posix()
 
 
 def _as_slice(tensor: GatheredSource) -> SliceSource:
