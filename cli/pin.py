@@ -24,7 +24,6 @@ from layerstore.json_fields import json_fields
 if TYPE_CHECKING:
     from layerstore import Store
     from layerstore.model import Pin
-    from layerstore.publish import Unpinned
 
 
 def pin(
@@ -63,19 +62,12 @@ def pin(
             _make(opened_store, name, ref, as_json=as_json)
 
 
-def _say_deleted(name: str, left: "Unpinned | None", *, as_json: bool) -> None:
+def _say_deleted(name: str, shows: bool | None, *, as_json: bool) -> None:
     if as_json:
-        say_json({"deleted": name, "commit_visible": None if left is None else left.shows})
+        say_json({"deleted": name, "commit_visible": shows})
         return
-    if left is None:
-        then = ""
-    elif not left.shows:
-        what = "base" if left.is_mixture else "commit"
-        then = f"; its {what} is no longer visible, so the next gc frees what only this pin kept"
-    elif left.is_mixture:
-        then = "; its base stays, and the next gc frees what only the mixture needed"
-    else:
-        then = "; its commit stays"
+    hidden = "; its commit is no longer visible, so the next gc frees what only this pin kept"
+    then = "" if shows is None else "; its commit stays" if shows else hidden
     say(f"deleted the pin {shown(name)}{then}")
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from layerstore.ingest import Ingested
     from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Report, Stats
     from layerstore.policy import Keep, Policy
-    from layerstore.publish import Unpinned
     from layerstore.zero3 import Survey
 
 
@@ -273,7 +272,7 @@ class Store:
 
         return read_pins(self._repo)[1]
 
-    def delete_pin(self, name: str) -> "Unpinned | None":
+    def delete_pin(self, name: str) -> bool | None:
         """
         Delete the pin *name*, readable or not; a visible commit stays.
 

@@ -122,7 +122,7 @@ class Assembly:
     """Files that stay open until the end."""
     _closing: deque[Future[None]] = field(default_factory=deque)
     _verified: set[str] = field(default_factory=set)
-    _cut: dict[Path, dict[int, int]] = field(default_factory=dict)
+    _measured: dict[Path, dict[int, int]] = field(default_factory=dict)
     """Checksum of each part of a slice that was copied, by file and offset."""
 
     def open_shared(self, output: OutputFile) -> NewFile:
@@ -144,8 +144,8 @@ class Assembly:
                 own = [(self._create(output, stack), output) for output in batch]
                 self._move([*((file, output.pieces) for file, output in own), *shared])
                 for file, output in own:
-                    cut = self._cut.pop(file.path, {})
-                    for offset, data in () if output.finish is None else output.finish(cut):
+                    measured = self._measured.pop(file.path, {})
+                    for offset, data in () if output.finish is None else output.finish(measured):
                         file.write_at(offset, data)
                 stack.pop_all()
             self._close(file for file, _ in own)
@@ -238,20 +238,20 @@ class Assembly:
         if task.copies:
             with self.repo.objects.open(task.object) as source:
                 for file, piece in task.copies:
-                    if piece.is_cut:
-                        self._copy_cut(source, file, piece)
+                    if piece.is_measured:
+                        self._copy_measured(source, file, piece)
                     else:
                         file.copy_from(source, piece.object_offset, piece.offset, piece.size_bytes)
                     self.progress.advance(piece.size_bytes)
         prepared.result()
 
-    def _copy_cut(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
+    def _copy_measured(self, source: OpenFile, file: NewFile, piece: Piece) -> None:
         """Copy a part of a slice through memory: its checksum is stored nowhere, so its bytes must be seen."""
         checksum, offset = 0, piece.offset
         for data in _chunks(source, piece):
             file.write_at(offset, data)
             offset, checksum = offset + len(data), crc32(data, checksum)
-        self._cut.setdefault(file.path, {})[piece.offset] = checksum
+        self._measured.setdefault(file.path, {})[piece.offset] = checksum
 
 
 def _inside(path: str) -> str:

@@ -7,6 +7,7 @@ A sibling of ``zero3``; an output format plans its files, and ``assemble`` and `
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -19,19 +20,17 @@ from layerstore.compose.safetensors import (
     INDEX,
     WEIGHTS,
     WEIGHTS_FILE,
-    OutputTensor,
     WeightsFile,
+    WeightTensor,
     index_of,
     weights_files,
 )
 from layerstore.compose.target import appearing, checked_target
 from layerstore.compose.weight_names import (
     ExportTensors,
-    SavedTensor,
     ask_transformers,
     may_be_renamed,
     saved_tensors,
-    tensors_in,
 )
 from layerstore.dtypes import by_code, dtype_code, dtype_name
 from layerstore.errors import Unsupported
@@ -41,7 +40,7 @@ from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, Sourc
 from layerstore.progress import Progress
 from layerstore.storage import Repository
 from layerstore.units import size_in_bytes
-from layerstore.zero3 import OutputFile, Slices, TreeView, plan_source_file
+from layerstore.zero3 import OutputFile, Slices, TreeView, literal_file, plan_source_file, tensors_in
 
 MAX_SHARD_SIZE = "5GB"
 """The default: small enough for every hub and filesystem."""
@@ -138,7 +137,7 @@ def plan_export(
         code = _uniform_dtype(weights)
         files = [file.output(slices) for file in weights]
         if len(weights) > 1:
-            files.append(_literal_file(INDEX, index_of(weights)))
+            files.append(literal_file(INDEX, index_of(weights)))
         made, config_notes = _plan_config(config, fields, problem, code)
         files += made
         notes = [*chosen.notes, *_doubts(state, versions, slices), *config_notes]
@@ -218,14 +217,16 @@ def _infinity_notes(assembly: Assembly, plan: ExportPlan) -> Iterator[str]:
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
-def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[SavedTensor]:
+def _opaque_tensors(repo: Repository, files: Iterable[SourceFile]) -> Iterator[WeightTensor]:
     """Yield the tensors of weights files that are kept byte for byte, because no name in them is a layer's."""
     for file in files:
         if WEIGHTS_FILE.fullmatch(file.path):
-            yield from tensors_in(header_of(repo, file)[0], file.path)
+            with suppress(Unsupported):  # an unknown element type: the names are the layers'
+                for tensor in tensors_in(Path(file.path), *header_of(repo, file), {}):
+                    yield WeightTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
 
 
-def _in_model_order(tensors: list[OutputTensor], state: RankState) -> list[OutputTensor]:
+def _in_model_order(tensors: list[WeightTensor], state: RankState) -> list[WeightTensor]:
     """Return *tensors* in the order of the model's own ``state_dict``, in which they are dealt out to files."""
     module = TreeView.of(state.model)["module"]
     places = {str(name): place for place, name in enumerate(module.mapping())}
@@ -312,7 +313,7 @@ def _plan_config(
     if made == fields:
         return [plan_source_file(file)], []
     note = f"{CONFIG} is changed to say {by_code(code).torch_name}, as the weights are"
-    return [_literal_file(CONFIG, json.dumps(made, indent=2).encode() + b"\n")], [note]
+    return [literal_file(CONFIG, json.dumps(made, indent=2).encode() + b"\n")], [note]
 
 
 def parse_config(data: bytes) -> dict[str, object]:
@@ -351,7 +352,3 @@ def _with_dtype(fields: dict[str, object], name: str) -> dict[str, object]:
         else:
             made[key] = value
     return made
-
-
-def _literal_file(path: str, data: bytes) -> OutputFile:
-    return OutputFile(path=path, size_bytes=len(data), executable=False, literals=((0, data),), pieces=())

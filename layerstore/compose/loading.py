@@ -48,16 +48,14 @@ class RankLoad:
             self._repo.objects.verify(content.object)
             _read_stretch(self._repo, content.object, whole(content, 0).object_offset, target)
             return
-        parts = self._filling(storage)
-        self._verify({part.source[0].id: part.source[0] for part in parts if part.source is not None})
-        offset = 0
-        for part in parts:
-            into = target[offset : offset + part.size_bytes]
-            if part.source is None:
-                into[:] = bytes(part.size_bytes)
-            else:
-                _read_stretch(self._repo, *part.source, into)
-            offset += part.size_bytes
+        pieces = self._filling(storage)
+        self._verify({piece.object.id: piece.object for piece in pieces})
+        end = 0
+        for piece in pieces:
+            target[end : piece.offset] = bytes(piece.offset - end)
+            end = piece.offset + piece.size_bytes
+            _read_stretch(self._repo, piece.object, piece.object_offset, target[piece.offset : end])
+        target[end:] = bytes(len(target) - end)
 
     def _verify(self, objects: Mapping[str, BlobRef]) -> None:
         with ThreadPoolExecutor(WORKERS_MAX) as pool:

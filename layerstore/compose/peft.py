@@ -12,14 +12,13 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path, PurePosixPath
 
 from layerstore.compose.loading import content_of, header_of
-from layerstore.compose.safetensors import FLOATS, OutputTensor, Run, WeightsFile, parameter_pieces, weights_file
+from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
-from layerstore.model import SourceFile, TensorSource
+from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.storage import Repository
 from layerstore.zero3 import GatheredSource, OutputFile, Piece, Slices, merged, plan_source_file, tensors_in, whole
 
@@ -122,11 +121,11 @@ class _AdapterFile:
 def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _AdapterFile:
     """Read the header of *adapter*'s *file*, and find the parameter of each tensor."""
     header, size_bytes = header_of(repo, file)
-    suppliers: dict[str, tuple[str, int]] = {}
+    suppliers: dict[str, Parameter | Buffer] = {}
     for parameter in slices.parameters.values():
         for name in (parameter.name, *parameter.aliases):
             own_name = name_in_file(name, adapter) or ".".join(_parts(name))
-            suppliers.setdefault(own_name, (parameter.name, prod(parameter.shape)))
+            suppliers.setdefault(own_name, parameter)
     tensors = tensors_in(Path(file.path), header, size_bytes, suppliers)
     return _AdapterFile(file=file, header=header, tensors=tensors, size_bytes=size_bytes)
 
@@ -173,8 +172,8 @@ def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> Out
     for tensor in found.tensors:
         if tensor.supplier in names:
             keep(tensor.offset_bytes)
-            run = Run(name=tensor.supplier, start=0, elements=tensor.elements)
-            pieces += parameter_pieces(slices, run, dtype=tensor.dtype, offset=tensor.offset_bytes)
+            kind = slices.weights_kind(tensor.supplier, tensor.dtype)
+            pieces += slices.pieces(kind, tensor.supplier, dtype=tensor.dtype, offset=tensor.offset_bytes)
             begin = tensor.offset_bytes + tensor.size_bytes
     keep(found.size_bytes)
     return OutputFile(
@@ -241,10 +240,9 @@ def _as_saved(
     stored: _AdapterFile, slices: Slices, *, own: Collection[str], dtype: str | None
 ) -> tuple[WeightsFile, OutputFile]:
     """Return the base's own file with the values of the chosen layers, laid out anew for another *dtype*."""
-    path, entries = stored.file.path, json.loads(stored.header[8:])
+    path = stored.file.path
     tensors = tuple(
-        _tensor(tensor.name, tensor.supplier, tuple(entries[tensor.name]["shape"]), tensor.dtype, dtype)
-        for tensor in stored.tensors
+        _tensor(tensor.name, tensor.supplier, tensor.shape, tensor.dtype, dtype) for tensor in stored.tensors
     )
     if any(made.dtype != tensor.dtype for made, tensor in zip(tensors, stored.tensors, strict=True)):
         alone = [tensor.name for tensor in tensors if not tensor.layer_name]
@@ -265,8 +263,8 @@ def _as_saved(
     return made, _patched(stored, slices, slices.parameters.keys() - own)
 
 
-def _tensor(name: str, supplier: str, shape: tuple[int, ...], own_dtype: str, dtype: str | None) -> OutputTensor:
-    return OutputTensor(
+def _tensor(name: str, supplier: str, shape: tuple[int, ...], own_dtype: str, dtype: str | None) -> WeightTensor:
+    return WeightTensor(
         name=name,
         dtype=dtype if dtype and own_dtype in FLOATS else own_dtype,
         shape=shape,

@@ -36,16 +36,16 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputTensor:
+class WeightTensor:
     """One tensor of a weights file."""
 
     name: str
     """In the file."""
     dtype: str
-    """Of the bytes to be written."""
+    """Of its bytes in the file."""
     shape: tuple[int, ...]
-    source: TensorSource
-    layer_name: str
+    source: TensorSource = TensorSource.STORED
+    layer_name: str = ""
     """The parameter or buffer that supplies it, or its first elements; empty when stored."""
     runs: tuple[Run, ...] = ()
     """Where its elements come from, if not from the whole of *layer_name*."""
@@ -64,7 +64,7 @@ class WeightsFile:
     """One safetensors file."""
 
     name: str
-    tensors: tuple[OutputTensor, ...]
+    tensors: tuple[WeightTensor, ...]
     """In file order."""
     header: bytes
     """From the first byte of the file to the payload."""
@@ -73,7 +73,7 @@ class WeightsFile:
     size_bytes: int
     """Of the whole file."""
 
-    def tensor_at(self, offset: int) -> OutputTensor:
+    def tensor_at(self, offset: int) -> WeightTensor:
         """Return the tensor that holds the byte at *offset*."""
         return self.tensors[bisect_right(self.offsets, offset) - 1]
 
@@ -98,7 +98,7 @@ class WeightsFile:
 # -- which tensors are in which file -------------------------------------------------------------------------------
 
 
-def weights_files(tensors: Iterable[OutputTensor], *, shard_bytes_max: int) -> tuple[WeightsFile, ...]:
+def weights_files(tensors: Iterable[WeightTensor], *, shard_bytes_max: int) -> tuple[WeightsFile, ...]:
     """
     Deal *tensors* out to files, in their order, as Transformers does.
 
@@ -113,8 +113,8 @@ def weights_files(tensors: Iterable[OutputTensor], *, shard_bytes_max: int) -> t
     )
 
 
-def _split(tensors: Iterable[OutputTensor], shard_bytes_max: int) -> Iterator[list[OutputTensor]]:
-    current: list[OutputTensor] = []
+def _split(tensors: Iterable[WeightTensor], shard_bytes_max: int) -> Iterator[list[WeightTensor]]:
+    current: list[WeightTensor] = []
     current_bytes = 0
     for tensor in tensors:
         if tensor.size_bytes > shard_bytes_max:
@@ -129,7 +129,7 @@ def _split(tensors: Iterable[OutputTensor], shard_bytes_max: int) -> Iterator[li
         yield current
 
 
-def weights_file(name: str, tensors: Iterable[OutputTensor]) -> WeightsFile:
+def weights_file(name: str, tensors: Iterable[WeightTensor]) -> WeightsFile:
     """Lay *tensors* out in one file called *name*."""
     # Whole pages first, so that all of them start on one; then the larger elements, so that all are aligned.
     ordered = sorted(
@@ -170,7 +170,7 @@ def index_of(files: Sequence[WeightsFile]) -> bytes:
 # -- where the bytes of a tensor come from -------------------------------------------------------------------------
 
 
-def _pieces(tensor: OutputTensor, slices: Slices, offset: int) -> Iterator[Piece]:
+def _pieces(tensor: WeightTensor, slices: Slices, offset: int) -> Iterator[Piece]:
     if not prod(tensor.shape):
         return
     if tensor.source is TensorSource.STORED:
@@ -180,26 +180,12 @@ def _pieces(tensor: OutputTensor, slices: Slices, offset: int) -> Iterator[Piece
         yield slices.find(Kind.BUFFERS, tensor.layer_name, shard=0).piece(offset)
     else:
         for run in tensor.runs or (Run(name=tensor.layer_name, start=0, elements=prod(tensor.shape)),):
-            yield from parameter_pieces(slices, run, dtype=tensor.dtype, offset=offset)
+            yield from slices.pieces(
+                slices.weights_kind(run.name, tensor.dtype),
+                run.name,
+                dtype=tensor.dtype,
+                offset=offset,
+                begin=run.start,
+                end=run.start + run.elements,
+            )
             offset += run.elements * by_code(tensor.dtype).bytes
-
-
-def parameter_pieces(slices: Slices, run: Run, *, dtype: str, offset: int) -> Iterator[Piece]:
-    """
-    Yield the pieces that write *run* of a parameter as *dtype* from *offset* on.
-
-    Raises:
-        LayoutMismatch: The chosen layers do not have all of it.
-        Unsupported: It cannot be converted to *dtype*.
-    """
-    name, kind = run.name, Kind.MASTER
-    # Stored weights are what the trainer itself would have saved: taken if they have the wanted type, or if a frozen
-    # parameter has nothing else. Otherwise the master, which is more precise.
-    if slices.shards(Kind.WEIGHTS, name):
-        stored = slices.find(Kind.WEIGHTS, name, shard=0).tensor.dtype
-        if stored == dtype or not slices.shards(Kind.MASTER, name):
-            kind = Kind.WEIGHTS
-    end = run.start + run.elements
-    yield from slices.pieces(
-        kind, name, dtype=dtype, offset=offset, begin=run.start, end=end, hint="choose another --dtype"
-    )

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 from layerstore.errors import InvalidInput, LayoutMismatch, NotFound
-from layerstore.format import frame
 from layerstore.model import BlobRef, Kind, LayerVersion
 from layerstore.storage import ObjectStore
+from layerstore.zero3 import StoredSlice, slices_in
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -45,28 +45,18 @@ _NUMPY = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One slice of a tensor, where it lies."""
-
-    object: BlobRef
-    offset: int
-    elements: int
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Entry:
     """One tensor."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: list[_Part]
+    parts: list[StoredSlice]
     """For buffers that differ between ranks, every rank's copy."""
 
     @property
     def is_whole(self) -> bool:
         """Whether the first part is all of it."""
-        return len(self.parts) == 1 or self.parts[0].elements == prod(self.shape) > 0
+        return len(self.parts) == 1 or self.parts[0].tensor.elements == prod(self.shape) > 0
 
 
 class Tensors(Mapping[str, "Array"]):
@@ -136,10 +126,10 @@ class Tensors(Mapping[str, "Array"]):
         """Whether the array *name* is an object's own memory; otherwise each access copies it together."""
         return self._entries[name].is_whole
 
-    def _array(self, entry: _Entry, part: _Part) -> "Array":
+    def _array(self, entry: _Entry, part: StoredSlice) -> "Array":
         import numpy as np
 
-        return np.frombuffer(self._map(part.object), _NUMPY[entry.dtype], part.elements, part.offset)
+        return np.frombuffer(self._map(part.object.ref), _NUMPY[entry.dtype], part.tensor.elements, part.offset)
 
     def _map(self, ref: BlobRef) -> mmap.mmap:
         with self._guard:
@@ -171,18 +161,18 @@ def open_tensors(
         for stored in version.objects:
             if stored.kind is not wanted:
                 continue
-            for tensor, offset in zip(stored.tensors, frame(stored.tensors).offsets, strict=True):
+            for part in slices_in(stored):
+                tensor = part.tensor
                 states.add(tensor.state)
                 if state in {None, tensor.state}:
                     name = tensor.key if state is None else tensor.name
-                    entry = entries.setdefault(name, _Entry(tensor.dtype, shapes[tensor.name], []))
-                    entry.parts.append(_Part(stored.ref, offset, tensor.elements, stored.shard))
+                    entries.setdefault(name, _Entry(tensor.dtype, shapes[tensor.name], [])).parts.append(part)
     if state is not None and state not in states:
         known = ", ".join(sorted(states)) or "none at all"
         raise NotFound(f"the optimizer has no state {state!r} in these layers", hint=f"there is {known}")
     for name, entry in entries.items():
-        entry.parts.sort(key=lambda part: part.shard)
-        found, expected = sum(part.elements for part in entry.parts), prod(entry.shape)
+        entry.parts.sort(key=lambda part: part.object.shard)
+        found, expected = sum(part.tensor.elements for part in entry.parts), prod(entry.shape)
         if found != expected * (len(entry.parts) if wanted is Kind.BUFFERS else 1):
             raise LayoutMismatch(f"{name!r} is stored in slices of {found} elements, its shape asks for {expected}")
     return Tensors(objects, entries, verify=verify)

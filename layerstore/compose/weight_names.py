@@ -19,11 +19,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from layerstore.compose.safetensors import FLOATS, OutputTensor, Run
+from layerstore.compose.safetensors import FLOATS, Run, WeightTensor
+from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayoutMismatch, Unsupported
 from layerstore.layers import is_of_adapter, strip_wrappers
 from layerstore.limits import RENAMING_SECONDS_MAX
-from layerstore.model import Buffer, GatheredFile, ObjectContent, Parameter, TensorSource
+from layerstore.model import Buffer, GatheredFile, Parameter, TensorSource
+from layerstore.zero3 import supplier_of, suppliers_of, tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +35,6 @@ class FileTensor:
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
     """Where its elements come from, in their order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensor:
-    """One tensor of the base's own weights files."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    layer_name: str = ""
-    """The parameter or buffer that it follows from, if it does."""
-    stored: ObjectContent | None = None
-    crc32: int | None = None
 
 
 Ask = Callable[[Mapping[str, Sequence[int]], Mapping[str, Sequence[int]]], Mapping[str, FileTensor]]
@@ -64,16 +53,16 @@ class ExportTensors:
     """Whether the base itself saved the version of a parameter's layer."""
     ask: Ask
     notes: list[str] = field(default_factory=list)
-    _by_name: dict[str, OutputTensor] = field(default_factory=dict)
+    _by_name: dict[str, WeightTensor] = field(default_factory=dict)
     _covered: set[str] = field(default_factory=set)
     """Parameters and buffers that have been added."""
 
     @property
-    def tensors(self) -> list[OutputTensor]:
+    def tensors(self) -> list[WeightTensor]:
         """What was chosen."""
         return list(self._by_name.values())
 
-    def choose(self, saved: Iterable[SavedTensor], *, is_always_asked: bool = False) -> None:
+    def choose(self, saved: Iterable[WeightTensor], *, is_always_asked: bool = False) -> None:
         """
         Choose the tensors, given those in the base's own files.
 
@@ -84,11 +73,12 @@ class ExportTensors:
             LayoutMismatch: The base's files name a tensor that the chosen layers lack.
             Unsupported: Two tensors would have one name, or Transformers cannot tell.
         """
-        known = _by_any_name(self.parameters, self.buffers)
+        known = suppliers_of(self.parameters.values(), self.buffers.values())
         unlike, others = [], []
         has_saved = False
         for tensor in saved:
-            supplier = tensor.layer_name or known.get(tensor.name) or known.get(strip_wrappers(tensor.name))
+            of = supplier_of(tensor.name, known)
+            supplier = tensor.layer_name or (None if of is None else of.name)
             fits = self._fits(tensor, supplier)
             if not fits and not prod(tensor.shape):
                 continue  # ZeRO-3 leaves empty tensors of parameters that nobody gathered: they tell nothing
@@ -96,7 +86,7 @@ class ExportTensors:
             if supplier is None or not fits:
                 others.append(tensor)
             elif supplier in self.buffers and tensor.stored is not None:
-                self._add(_stored(tensor))
+                self._add(tensor)
             elif supplier not in self._covered:  # else tied: the file has one memory under two names
                 self._covered.add(supplier)
                 unlike += [tensor.name] if tensor.stored is not None else []
@@ -106,18 +96,19 @@ class ExportTensors:
             others = []
         rest = [name for name in self.parameters if name not in self._covered]
         self._add_rest(rest, has_saved=has_saved)
-        if not rest:
-            for tensor in others:
-                self._add(_stored(tensor))
-        else:  # they may be another form of an adapter
-            names = [tensor.name for tensor in others]
-            self._note(names, "in the base's own weights files, but in no layer; left out, being of the base alone")
+        left_out = []
+        for tensor in others:
+            if rest or tensor.stored is None:  # it may be another form of an adapter
+                left_out.append(tensor.name)
+            else:
+                self._add(tensor)
+        self._note(left_out, "in the base's own weights files, but in no layer; left out, being of the base alone")
         self._note(unlike, "the base's own weights files have other values than its layers; the layers' are written")
         if self.dtype:
             fixed = [name for name, parameter in self.parameters.items() if parameter.dtype not in FLOATS]
             self._note(fixed, "no floating point, so written unchanged")
 
-    def _fits(self, tensor: SavedTensor, supplier: str | None) -> bool:
+    def _fits(self, tensor: WeightTensor, supplier: str | None) -> bool:
         """Whether *tensor* has as many elements as *supplier*, unless that is unknown."""
         of = self.parameters.get(supplier or "") or self.buffers.get(supplier or "")
         return of is None or prod(of.shape) == prod(tensor.shape)
@@ -128,7 +119,7 @@ class ExportTensors:
 
     # -- names that only Transformers knows ----------------------------------------------------------------------
 
-    def _add_renamed(self, saved: list[SavedTensor]) -> None:
+    def _add_renamed(self, saved: list[WeightTensor]) -> None:
         """Add the tensors *saved* under names that the layers lack; without any, all that Transformers writes."""
         bare: dict[str, str] = {}
         shapes: dict[str, Sequence[int]] = {}
@@ -161,8 +152,8 @@ class ExportTensors:
             yield strip_wrappers(buffer.name), buffer.name, buffer.shape
 
     def _from_runs(
-        self, name: str, shape: tuple[int, ...], runs: tuple[Run, ...], tensor: SavedTensor | None
-    ) -> OutputTensor:
+        self, name: str, shape: tuple[int, ...], runs: tuple[Run, ...], tensor: WeightTensor | None
+    ) -> WeightTensor:
         suppliers = list(dict.fromkeys(run.name for run in runs))
         parts = [self._whole(supplier, name=name) for supplier in suppliers]
         first = parts[0]
@@ -177,14 +168,14 @@ class ExportTensors:
 
     # -- names of the layers or of the base's files --------------------------------------------------------------
 
-    def _from_layer(self, supplier: str, tensor: SavedTensor) -> OutputTensor:
+    def _from_layer(self, supplier: str, tensor: WeightTensor) -> WeightTensor:
         """Return what the layers supply for *tensor* of the base's own file."""
         if tensor.stored is not None:
             return self._whole(supplier, name=tensor.name)
         run = Run(name=supplier, start=0, elements=prod(tensor.shape))
         return self._from_runs(tensor.name, tensor.shape, (run,), tensor)
 
-    def _whole(self, supplier: str, *, name: str) -> OutputTensor:
+    def _whole(self, supplier: str, *, name: str) -> WeightTensor:
         """Return all of a parameter or buffer as the tensor *name*."""
         if (parameter := self.parameters.get(supplier)) is not None:
             dtype = self.dtype if self.dtype and parameter.dtype in FLOATS else parameter.dtype
@@ -193,7 +184,7 @@ class ExportTensors:
             dtype, shape, source = buffer.dtype, buffer.shape, TensorSource.BUFFER
         else:
             raise LayoutMismatch(f"the base's weights files have {supplier!r}, which none of the chosen layers has")
-        return OutputTensor(name=name, dtype=dtype, shape=shape, source=source, layer_name=supplier)
+        return WeightTensor(name=name, dtype=dtype, shape=shape, source=source, layer_name=supplier)
 
     def _add_rest(self, parameters: list[str], *, has_saved: bool) -> None:
         """Add the *parameters* that no file of the base names; buffers only if there is no such file."""
@@ -209,7 +200,7 @@ class ExportTensors:
             others = [name for name in parameters if not is_of_adapter(name)]
             self._note(others, "in none of the base's own weights files; written under their own names")
 
-    def _add(self, tensor: OutputTensor) -> None:
+    def _add(self, tensor: WeightTensor) -> None:
         if self._by_name.setdefault(tensor.name, tensor) != tensor:
             raise Unsupported(
                 f"two tensors would be called {tensor.name!r}",
@@ -222,68 +213,26 @@ class ExportTensors:
             self.notes.append(f"{names[0]!r}{more}: {text}")
 
 
-def _stored(tensor: SavedTensor) -> OutputTensor:
-    return OutputTensor(
-        name=tensor.name,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        source=TensorSource.STORED,
-        layer_name="",
-        stored=tensor.stored,
-    )
-
-
-def _by_any_name(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, str]:
-    """Return which parameter or buffer each name means; a name without wrappers only if it fits one of them."""
-    found: dict[str, str] = {}
-    bare: dict[str, set[str]] = {}
-    named = [((item.name, *item.aliases), item.name) for item in parameters.values()]
-    for names, own_name in [*named, *(((name,), name) for name in buffers)]:
-        for name in names:
-            found[name] = own_name
-            bare.setdefault(strip_wrappers(name), set()).add(own_name)
-    for name, candidates in bare.items():
-        if len(candidates) == 1:
-            found.setdefault(name, *candidates)
-    return found
-
-
 # -- the base's own weights files ----------------------------------------------------------------------------------
 
 
-def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[SavedTensor]:
+def saved_tensors(files: Iterable[GatheredFile]) -> Iterator[WeightTensor]:
     """Yield every tensor of *files*, the base's own weights."""
     for file in files:
-        entries = _entries(file.header, file.path)
+        size_bytes = len(file.header) + sum(tensor.elements * by_code(tensor.dtype).bytes for tensor in file.tensors)
+        shapes = {of.name: of.shape for of in tensors_in(Path(file.path), file.header, size_bytes, {})}
         for tensor in file.tensors:
-            if tensor.name not in entries:
+            if tensor.name not in shapes:
                 raise IntegrityError(f"the stored header of {file.path} lacks {tensor.name!r}")
-            yield SavedTensor(
+            yield WeightTensor(
                 name=tensor.name,
                 dtype=tensor.dtype,
-                shape=entries[tensor.name][1],
+                shape=shapes[tensor.name],
+                source=tensor.source,
                 layer_name=tensor.layer_name,
                 stored=tensor.stored,
                 crc32=tensor.crc32,
             )
-
-
-def tensors_in(header: bytes, path: str) -> Iterator[SavedTensor]:
-    """Yield the tensors of a weights file that is kept byte for byte: no name in its *header* is a layer's."""
-    for name, (dtype, shape) in _entries(header, path).items():
-        yield SavedTensor(name=name, dtype=dtype, shape=shape)
-
-
-def _entries(header: bytes, path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    try:
-        entries = json.loads(header[8:])
-        return {
-            name: (str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise IntegrityError(f"the stored header of {path} is not safetensors' ({exc})") from exc
 
 
 # -- asking Transformers -------------------------------------------------------------------------------------------

@@ -34,8 +34,6 @@ ADAM_STEPS: tuple[AdamStep, ...] = ("unify", "per-layer")
 # Only the first rank's file has these.
 _OF_THE_FIRST = frozenset({"shared_params"})
 
-_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStates:
@@ -184,7 +182,16 @@ def _notes_of_states(repo: Repository, base: CommitRecord, first: RankState, *, 
     if odd:
         names = ", ".join(map(repr, odd))
         yield f"the ranks saved different values of {names}: {_fate(base.world_size, world_size)}"
-    yield from _batch_notes(first, base.world_size, world_size)
+    if config_of(TreeView.of(first.model)) is None:
+        yield "DeepSpeed's config is not in the checkpoint: sub-groups were made for its default sub_group_size"
+    yield (
+        "the learning rate schedule and global_samples continue where they were; a Trainer that skips what it has seen "
+        "skips as many batches, of the new size"
+    )
+    yield (
+        f"the global batch is micro batch x accumulation x ranks: with {_ranks(world_size)} instead of "
+        f"{base.world_size} it is {world_size / base.world_size:.3g} times what it was unless you change the others"
+    )
 
 
 def _own_values(state: RankState) -> dict[str, bytes]:
@@ -192,45 +199,6 @@ def _own_values(state: RankState) -> dict[str, bytes]:
     outer = TreeView.of(state.optimizer)["optimizer_state_dict"]
     values: dict[Tree, Tree] = {**outer.mapping(), **TreeView.of(state.model).mapping()}
     return {str(key): same_bytes(value) for key, value in values.items() if key not in _OF_THE_FIRST}
-
-
-def _batch_notes(first: RankState, before: int, after: int) -> Iterator[str]:
-    config = config_of(TreeView.of(first.model))
-    if config is None:
-        yield (
-            "DeepSpeed's config is not in the checkpoint: sub-groups were made for its default sub_group_size, "
-            f"and the global batch changes unless its parts make up for {_ranks(after)} instead of {before}"
-        )
-        return
-    micro, accumulation = _batch(config, before)
-    yield (
-        "the learning rate schedule and global_samples continue where they were; a Trainer that skips what it has seen "
-        "skips as many batches, of the new size"
-    )
-    if micro is None or config.get("sequence_parallel_size") not in {None, 1}:  # ranks that share their samples
-        yield f"the global batch changes with the number of ranks, from {before} to {after}"
-        return
-    yield (
-        f"micro batch {micro} x accumulation {accumulation} x {_ranks(before)} was a global batch of "
-        f"{micro * accumulation * before}; with {_ranks(after)} it is {micro * accumulation * after} unless you change "
-        "them"
-    )
-
-
-def _batch(config: Mapping[Tree, Tree], world_size: int) -> tuple[int | None, int]:
-    """
-    Return micro batch and accumulation, completed as DeepSpeed does.
-
-    The config in the checkpoint is not changed: no loader reads it, since an engine has its own.
-    """
-    micro, accumulation, whole = (
-        value if isinstance(value, int) and value > 0 else None for value in map(config.get, _BATCH_KEYS)
-    )
-    if whole is not None and micro is None:
-        micro = whole // (world_size * (accumulation or 1)) or None
-    if whole is not None and micro is not None and accumulation is None:
-        accumulation = whole // (world_size * micro) or None
-    return micro, accumulation or 1
 
 
 def _ranks(count: int) -> str:

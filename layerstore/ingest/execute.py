@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import NamedTuple
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, Overtaken, StorageIO
 from layerstore.format import WITHOUT_MOMENTS, commit_id
@@ -87,37 +86,24 @@ def execute_ingest(repo: Repository, plan: IngestPlan, *, progress: Progress) ->
         Overtaken: A collection took what was to be reused; the same command again succeeds.
     """
     started = time.monotonic()
+
+    def stored(view: RunView | None) -> Ingested:
+        if view is not None:
+            view = with_records_read(repo, view, plan.step)
+        ingest = _Ingest(repo, plan, view, progress, started)
+        rival = ingest.rival()
+        return (None if rival is None else ingest.beside(rival)) or ingest.as_new(rival)
+
     with repo.lock_run(plan.run), _disk_explained(repo, plan):
-        done = asked_again(repo, plan.run, lambda view: _stored(repo, plan, view, progress))
-    commit, is_new, writer = done.published.commit, done.published.is_new, done.objects
-    record = commit.record
-    return Ingested(
-        run=plan.run,
-        step=record.step,
-        attempt=record.attempt,
-        commit=commit.id,
-        is_new=is_new,
-        record_healed=done.was_damaged and not is_new,
-        layers=tuple(entry.layer for entry in record.layers),
-        layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
-        objects_new=writer.count_new,
-        objects_reused=writer.count_reused,
-        bytes_new=writer.bytes_new,
-        bytes_reused=writer.bytes_reused,
-        objects_healed=len(writer.damaged),
-        reused_read=not plan.trust_store,
-        bytes_derived=done.content.bytes_derived,
-        seconds=time.monotonic() - started,
-        source=plan.checkpoint.found.folder / plan.checkpoint.found.tag,
-        notes=(*plan.checkpoint.notes, *_notes(plan, record, done)),
-    )
+        return asked_again(repo, plan.run, stored)
 
 
-def _notes(plan: IngestPlan, record: CommitRecord, done: "_Outcome") -> Iterator[str]:
+def _notes(
+    plan: IngestPlan, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
+) -> Iterator[str]:
     """Say what is stored otherwise than the command suggests, and that the store had rotted."""
     called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
-    is_new, writer = done.published.is_new, done.objects
-    tip = None if done.view is None else next(done.view.history(record.attempt), None)
+    tip = None if view is None else next(view.history(record.attempt), None)
     is_whole = saved == len(record.layers)
     if not is_new and WITHOUT_MOMENTS in record.flags:
         yield f"{called} is stored without its moments, which a collection has dropped; --replace stores them again"
@@ -164,27 +150,6 @@ def _disk_explained(repo: Repository, plan: IngestPlan) -> Iterator[None]:
 # -- the record ----------------------------------------------------------------------------------------------------
 
 
-class _Outcome(NamedTuple):
-    """What became of the checkpoint."""
-
-    published: Published
-    content: Content
-    objects: ObjectWriter
-    view: RunView | None
-    """The run before."""
-    was_damaged: bool
-    """Whether a record at the step could not be read."""
-
-
-def _stored(repo: Repository, plan: IngestPlan, view: RunView | None, progress: Progress) -> _Outcome:
-    if view is not None:
-        view = with_records_read(repo, view, plan.step)
-    ingest = _Ingest(repo, plan, view, progress)
-    rival = ingest.rival()
-    outcome = None if rival is None else ingest.beside(rival)
-    return outcome or ingest.as_new(rival)
-
-
 @dataclass(frozen=True, slots=True)
 class _Ingest:
     """A checkpoint on its way into a run."""
@@ -192,7 +157,9 @@ class _Ingest:
     repo: Repository
     plan: IngestPlan
     view: RunView | None
+    """The run before."""
     progress: Progress
+    started: float
 
     def rival(self) -> RecordRow | None:
         """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
@@ -210,7 +177,7 @@ class _Ingest:
             each.id == row.id for each in view.history(newest_attempt(view), step=self.plan.step)
         )
 
-    def beside(self, rival: RecordRow) -> _Outcome | None:
+    def beside(self, rival: RecordRow) -> Ingested | None:
         """Put back what the store has lost of *rival*, if that has the same content; return None if it has not."""
         plan = self.plan
         place, use = place_beside(self.repo, rival)
@@ -236,7 +203,7 @@ class _Ingest:
             )
         return None
 
-    def as_new(self, rival: RecordRow | None) -> _Outcome:
+    def as_new(self, rival: RecordRow | None) -> Ingested:
         """Store a commit of its own, which replaces *rival* if that was asked for."""
         plan, view = self.plan, self.view
         replaced_row = rival if plan.replace and not plan.opens_attempt else None
@@ -291,8 +258,29 @@ class _Ingest:
         damaged = {} if self.view is None else self.view.damaged
         return [each for each in damaged.items() if each[0].step == self.plan.step]
 
-    def _outcome(self, tx: Transaction, published: Published, content: Content) -> _Outcome:
-        return _Outcome(published, content, tx.objects, self.view, bool(self._damaged()))
+    def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:
+        plan, writer, commit, is_new = self.plan, tx.objects, published.commit, published.is_new
+        record, source = commit.record, plan.checkpoint.found
+        return Ingested(
+            run=plan.run,
+            step=record.step,
+            attempt=record.attempt,
+            commit=commit.id,
+            is_new=is_new,
+            record_healed=bool(self._damaged()) and not is_new,
+            layers=tuple(entry.layer for entry in record.layers),
+            layers_saved=tuple(entry.layer for entry in record.layers if entry.saved_by(record)),
+            objects_new=writer.count_new,
+            objects_reused=writer.count_reused,
+            bytes_new=writer.bytes_new,
+            bytes_reused=writer.bytes_reused,
+            objects_healed=len(writer.damaged),
+            reused_read=not plan.trust_store,
+            bytes_derived=content.bytes_derived,
+            seconds=time.monotonic() - self.started,
+            source=source.folder / source.tag,
+            notes=(*plan.checkpoint.notes, *_notes(plan, record, self.view, writer, is_new=is_new)),
+        )
 
 
 def _record(plan: IngestPlan, content: Content, place: Place, policy: PolicyUse, due: frozenset[str]) -> CommitRecord:

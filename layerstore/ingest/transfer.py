@@ -14,20 +14,17 @@ from typing import TypeVar
 
 from layerstore.format import canonical_order
 from layerstore.ingest.derive import GatheredCheck
-from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
+from layerstore.limits import WORKERS_MAX
 from layerstore.model import (
     BlobRef,
     GatheredFile,
     GatheredTensor,
     Kind,
-    LayerVersion,
-    ObjectContent,
-    SourceFile,
     StoredObject,
     TensorSource,
 )
 from layerstore.progress import Progress
-from layerstore.publish import Checksums, SourceReader, Staging, crc32_of, stage_version
+from layerstore.publish import Checksums, KeptFile, SourceReader, Staging, crc32_of, stage_version
 from layerstore.storage import ObjectWriter
 from layerstore.zero3 import (
     Checkpoint,
@@ -36,8 +33,7 @@ from layerstore.zero3 import (
     ObjectSource,
     SliceSource,
     check_unchanged,
-    rank_of_file,
-    read_source_file,
+    owner_of_file,
     stat_source,
 )
 
@@ -90,50 +86,38 @@ def transfer(
             advance=progress.advance,
             known_before=known_before,
         )
-        content = _Transfer(checkpoint, staging, gathered, pool, due=due, moments=moments).run(progress, writer)
+        check = GatheredCheck(checkpoint, gathered)
+        content = _Transfer(checkpoint, staging, gathered, check, pool, due, moments).run(progress, writer)
         checksums.check(checkpoint.checks, reader)
     check_unchanged(checkpoint.found)
     return content
 
 
+@dataclass(frozen=True, slots=True)
 class _Transfer:
     """One checkpoint on its way."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        staging: Staging,
-        reader: SourceReader,
-        pool: ThreadPoolExecutor,
-        *,
-        due: Collection[str],
-        moments: bool,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._staging = staging
-        self._reader = reader
-        self._pool = pool
-        self._moments = moments
-        self._layers = [layer for layer in checkpoint.layers if layer.layer in due]
-        self._inherited = {
-            name
-            for layer in checkpoint.layers
-            if layer.layer not in due
-            for name in (*(of.name for of in layer.parameters), *(of.name for of in layer.buffers))
-        }
-        self._check = GatheredCheck(checkpoint, reader)
+    checkpoint: Checkpoint
+    staging: Staging
+    reader: SourceReader
+    """For gathered weights."""
+    check: GatheredCheck
+    pool: ThreadPoolExecutor
+    due: Collection[str]
+    moments: bool
 
     def run(self, progress: Progress, writer: ObjectWriter) -> Content:
-        layers, world_size = self._layers, self._checkpoint.world_size
+        layers = [layer for layer in self.checkpoint.layers if layer.layer in self.due]
+        world_size = self.checkpoint.world_size
         sources = [
             (layer.layer, source)
             for layer in layers
             for source in layer.objects
-            if self._moments or source.kind is not Kind.OPTIMIZER
+            if self.moments or source.kind is not Kind.OPTIMIZER
         ]
         progress.start("ingest", sum(part.size_bytes for _, source in sources for part in source.slices))
         objects: dict[str, list[StoredObject]] = {layer.layer: [] for layer in layers}
-        stored = _run_all(self._pool, self._object, [source for _, source in sources])
+        stored = _run_all(self.pool, self._object, [source for _, source in sources])
         for (name, _), each in zip(sources, stored, strict=True):
             objects[name].append(each)
         # Only now is it known which gathered weights follow from their masters.
@@ -141,59 +125,55 @@ class _Transfer:
             objects[layer.layer].extend(self._own_weights(layer))
         gathered = list(self._gathered())
         states = [
-            self._staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
-            for state in self._checkpoint.states
+            self.staging.state(state, self._files_of(state.rank), gathered if state.rank == 0 else [])
+            for state in self.checkpoint.states
         ]
-        versions = {
-            layer.layer: LayerVersion(
-                layer=layer.layer,
-                parameters=layer.parameters,
-                buffers=layer.buffers,
-                world_size=world_size,
-                objects=tuple(objects[layer.layer]),
-            )
-            for layer in layers
-        }
         return Content(
-            versions={name: stage_version(writer, version) for name, version in versions.items()},
+            versions={
+                layer.layer: stage_version(writer, layer, objects[layer.layer], world_size=world_size)
+                for layer in layers
+            },
             states=tuple(states),
-            bytes_derived=self._check.bytes_derived,
-            has_moments=self._moments,
+            bytes_derived=self.check.bytes_derived,
+            has_moments=self.moments,
         )
 
     def _object(self, source: ObjectSource) -> StoredObject:
         """Stage *source*, comparing it with the gathered weights on the way."""
-        return self._staging.object(source, self._check.witness(source))
+        return self.staging.object(source, self.check.witness(source))
 
     def _own_weights(self, layer: LayerSource) -> Iterator[StoredObject]:
         """Stage the gathered weights that do not follow from their master, as part of their layer."""
-        tensors = self._check.weights_to_store(parameter.name for parameter in layer.parameters)
+        tensors = self.check.weights_to_store(parameter.name for parameter in layer.parameters)
         slices = tuple(canonical_order(_as_slice(tensor) for tensor in tensors if tensor.elements))
         if slices:
-            yield self._staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
+            yield self.staging.object(ObjectSource(kind=Kind.WEIGHTS, shard=0, shards=1, slices=slices))
 
     # -- what is not a layer -------------------------------------------------------------------------------------
 
     def _gathered(self) -> Iterator[GatheredFile]:
-        in_layers = set(self._check.weights_to_store(self._check.parameters))
+        in_layers = set(self.check.weights_to_store(self.check.parameters))
+        older = [layer for layer in self.checkpoint.layers if layer.layer not in self.due]
+        inherited = {of.name for layer in older for of in layer.parameters}
+        inherited |= {of.name for layer in older for of in layer.buffers}
 
         def read(tensor: GatheredSource) -> GatheredTensor:
-            return self._gathered_tensor(tensor, in_layer=tensor in in_layers)
+            # An inherited layer supplies its older version: a composite has that in the file, too.
+            return self._gathered_tensor(tensor, in_layer=tensor in in_layers or tensor.supplier in inherited)
 
-        for file in self._checkpoint.gathered:
-            tensors = tuple(_run_all(self._pool, read, list(file.tensors)))
+        for file in self.checkpoint.gathered:
+            tensors = tuple(_run_all(self.pool, read, list(file.tensors)))
             yield GatheredFile(path=self._relative(file.path), header=file.header, tensors=tensors)
 
     def _gathered_tensor(self, tensor: GatheredSource, *, in_layer: bool) -> GatheredTensor:
         stored = None
-        checksum, _ = crc32_of(self._reader, tensor.file, tensor.offset_bytes, tensor.size_bytes)
-        # An inherited layer supplies its older version: a composite has that in the file, too.
-        if in_layer or tensor.supplier in self._inherited or self._check.is_derived(tensor):
-            is_parameter = tensor.supplier in self._check.parameters
+        checksum, _ = crc32_of(self.reader, tensor.file, tensor.offset_bytes, tensor.size_bytes)
+        if in_layer or self.check.is_derived(tensor):
+            is_parameter = tensor.supplier in self.check.parameters
             source = TensorSource.PARAMETER if is_parameter else TensorSource.BUFFER
         else:
             source = TensorSource.STORED
-            stored = self._staging.bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
+            stored = self.staging.bytes_object(tensor.file, tensor.offset_bytes, tensor.size_bytes)
         return GatheredTensor(
             name=tensor.name,
             dtype=tensor.dtype,
@@ -204,24 +184,20 @@ class _Transfer:
             stored=stored,
         )
 
-    def _files_of(self, rank: int) -> Iterator[SourceFile]:
+    def _files_of(self, rank: int) -> Iterator[KeptFile]:
         """Yield the files that are kept byte for byte: a rank's own, and with rank 0 those of no rank."""
-        for path in self._checkpoint.files:
-            owner = rank_of_file(path.name)
-            if (owner if owner is not None and owner < self._checkpoint.world_size else 0) == rank:
-                yield self._source_file(path)
-
-    def _source_file(self, path: Path) -> SourceFile:
-        state = stat_source(path)
-        content: bytes | ObjectContent
-        if state.st_size > INLINE_BYTES_MAX:
-            content = self._staging.bytes_object(path, 0, state.st_size)
-        else:
-            content = read_source_file(path, size_bytes_max=INLINE_BYTES_MAX)
-        return SourceFile(path=self._relative(path), executable=bool(state.st_mode & 0o100), content=content)
+        for path in self.checkpoint.files:
+            if owner_of_file(path.name, world_size=self.checkpoint.world_size) == rank:
+                state = stat_source(path)
+                yield KeptFile(
+                    name=self._relative(path),
+                    executable=bool(state.st_mode & 0o100),
+                    place=path,
+                    size_bytes=state.st_size,
+                )
 
     def _relative(self, path: Path) -> str:
-        return path.relative_to(self._checkpoint.found.folder).as_posix()
+        return path.relative_to(self.checkpoint.found.folder).as_posix()
 
 
 def _as_slice(tensor: GatheredSource) -> SliceSource:

@@ -1,35 +1,33 @@
 """The one transaction that makes a record visible, pins, and a commit that many ranks make together."""
 
-from layerstore.publish.pins import Unpinned, check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
+from layerstore.publish.pins import check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
 from layerstore.publish.rank_parts import (
-    BaseLost,
     Frozen,
     GivenUp,
-    Joint,
-    KeptFile,
-    ShareWork,
+    InheritedLayerLost,
+    JointCommit,
+    RankTask,
     fail_share,
     join,
     objects_due,
     parts_of,
     write_share,
 )
-from layerstore.publish.staging import Checksums, SourceReader, Staging, Witness, crc32_of, stage_version
+from layerstore.publish.staging import Checksums, KeptFile, SourceReader, Staging, Witness, crc32_of, stage_version
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [
-    "BaseLost",
     "Checksums",
     "Frozen",
     "GivenUp",
-    "Joint",
+    "InheritedLayerLost",
+    "JointCommit",
     "KeptFile",
     "Published",
-    "ShareWork",
+    "RankTask",
     "SourceReader",
     "Staging",
     "Transaction",
-    "Unpinned",
     "Witness",
     "check_pin_free",
     "check_pin_name",

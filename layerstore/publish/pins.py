@@ -1,9 +1,7 @@
 """Pins: a user's names for commits. Each holds the whole record, so it outlives the commit."""
 
-from dataclasses import dataclass
-
 from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound
-from layerstore.history import Resolved, is_mixture, reference_to
+from layerstore.history import Resolved, reference_to
 from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
 from layerstore.publish.transaction import Transaction
@@ -63,19 +61,9 @@ def make_pin(repo: Repository, name: str, resolved: Resolved) -> Pin:
     return new
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unpinned:
-    """What a deleted pin meant."""
-
-    is_mixture: bool
-    """Whether the pin was of a composite; then *shows* speaks of its base."""
-    shows: bool
-    """Whether the commit is visible. If not, a collection frees what only the pin had kept of it."""
-
-
-def delete_pin(repo: Repository, name: str) -> Unpinned | None:
+def delete_pin(repo: Repository, name: str) -> bool | None:
     """
-    Delete the pin *name*, and return what it meant; None if it could not be read.
+    Delete the pin *name*; return whether its commit is visible, None if the pin could not be read.
 
     Raises:
         NotFound: There is none.
@@ -85,11 +73,10 @@ def delete_pin(repo: Repository, name: str) -> Unpinned | None:
         pin = repo.records.read_pin(name)
         view = repo.catalog.find(pin.record.run)
         shows = view is not None and any(row.id == pin.base for row in view.visible)
-        found = Unpinned(is_mixture=is_mixture(pin.record, pin.base), shows=shows)
     except LayerstoreError:
-        found = None  # it can be deleted all the same
+        shows = None  # it can be deleted all the same
     repo.records.delete_pin(name)
-    return found
+    return shows
 
 
 def read_pins(repo: Repository) -> tuple[list[Pin], dict[str, LayerstoreError]]:

@@ -3,11 +3,9 @@
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from layerstore.errors import LayerstoreError, LayoutMismatch, Overtaken
 from layerstore.history import Place, entries_of
-from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.model import (
     BlobRef,
     Commit,
@@ -15,24 +13,21 @@ from layerstore.model import (
     Kind,
     LayerEntry,
     LayerPart,
-    LayerVersion,
-    ObjectContent,
     Observed,
     Origin,
     Part,
     PolicyUse,
-    SourceFile,
     SourceLayout,
     StoredObject,
 )
-from layerstore.publish.staging import Checksums, Reader, Staging, stage_version
+from layerstore.publish.staging import Checksums, KeptFile, Reader, Staging, stage_version
 from layerstore.publish.transaction import Transaction
 from layerstore.storage import ObjectWriter, PartName, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareWork:
+class RankTask:
     """What one rank is to write."""
 
     session: str
@@ -40,21 +35,10 @@ class ShareWork:
     share: Share
     due: frozenset[str]
     """The layers to be stored."""
-    files: Callable[[], tuple["KeptFile", ...]]
+    files: Callable[[], tuple[KeptFile, ...]]
     """Returns the files kept byte for byte beside the rank's state, once they are complete."""
     mark: Callable[[ObjectSource], Hashable]
     """Identifies an object of frozen weights without reading it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptFile:
-    """A file beside a rank's state, whose bytes the reader has."""
-
-    name: str
-    """Below the checkpoint folder, with ``/``."""
-    executable: bool
-    place: Path
-    size_bytes: int
 
 
 def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
@@ -66,7 +50,7 @@ Frozen = MutableMapping[str, tuple[Hashable, StoredObject]]
 """The mark and the object of each layer's frozen weights."""
 
 
-def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Frozen) -> int:
+def write_share(repo: Repository, work: RankTask, reader: Reader, *, frozen: Frozen) -> int:
     """
     Store a rank's share and leave its part; return how many bytes were new.
 
@@ -84,7 +68,7 @@ def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Fr
             for layer in share.layers
             if layer.layer in work.due
         )
-        state = staging.state(share.state, [_kept(file, staging, reader) for file in work.files()])
+        state = staging.state(share.state, work.files())
         tx.leave(
             Part(
                 session=work.session,
@@ -102,7 +86,7 @@ def write_share(repo: Repository, work: ShareWork, reader: Reader, *, frozen: Fr
 
 
 def _share_objects(
-    layer: LayerSource, work: ShareWork, staging: Staging, writer: ObjectWriter, frozen: Frozen
+    layer: LayerSource, work: RankTask, staging: Staging, writer: ObjectWriter, frozen: Frozen
 ) -> Iterable[StoredObject]:
     for source in layer.objects:
         if source.kind is not Kind.WEIGHTS:
@@ -116,16 +100,7 @@ def _share_objects(
         yield stored
 
 
-def _kept(file: KeptFile, staging: Staging, reader: Reader) -> SourceFile:
-    content: bytes | ObjectContent
-    if file.size_bytes > INLINE_BYTES_MAX:
-        content = staging.bytes_object(file.place, 0, file.size_bytes)
-    else:
-        content = b"".join(map(bytes, reader.chunks(file.place, 0, file.size_bytes)))
-    return SourceFile(path=file.name, executable=file.executable, content=content)
-
-
-def fail_share(repo: Repository, work: ShareWork, why: str) -> None:
+def fail_share(repo: Repository, work: RankTask, why: str) -> None:
     """Leave a part that says that this rank has failed, in place of its share."""
     name = PartName(work.session, work.save, work.share.rank)
     repo.parts.withdraw(*name)
@@ -139,15 +114,15 @@ class GivenUp(LayerstoreError):
     """A save will not become a commit: a rank failed, or what it was to inherit never became visible."""
 
 
-class BaseLost(GivenUp):
+class InheritedLayerLost(GivenUp):
     """A layer that was to be inherited was collected: resuming from an old step does not keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
+class JointCommit:
     """A commit to be, without what the ranks have written."""
 
-    work: ShareWork
+    work: RankTask
     """The first rank's, which knows the tied names."""
     run: str
     place: Place
@@ -161,7 +136,7 @@ class Joint:
     """The pin that it gets."""
 
 
-def parts_of(repo: Repository, joint: Joint, found: dict[int, Part]) -> list[Part] | None:
+def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> list[Part] | None:
     """
     Return the parts of all ranks; None while some are missing. Those in *found*, by rank, are not read again.
 
@@ -178,12 +153,12 @@ def parts_of(repo: Repository, joint: Joint, found: dict[int, Part]) -> list[Par
     return [found[rank] for rank in sorted(found)] if len(found) == work.share.world_size else None
 
 
-def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
+def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
     """
     Publish the commit made of *parts*; layers that are not due are *inherited*.
 
     Raises:
-        BaseLost: A layer that was to be inherited was collected.
+        InheritedLayerLost: A layer that was to be inherited was collected.
         GivenUp: A layer is neither due nor inherited, because the save before was given up; or an object is gone.
         LayoutMismatch: The ranks do not agree on what they have saved.
     """
@@ -207,7 +182,7 @@ def join(repo: Repository, joint: Joint, parts: Sequence[Part], *, inherited: Ma
                 if entry.layer not in joint.work.due:
                     tx.inherit(entry)
         except Overtaken as exc:
-            raise BaseLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
+            raise InheritedLayerLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
         observed = Observed(
             time_ns=time.time_ns(),
             bytes_new=tx.objects.bytes_new + sum(part.bytes_new for part in parts),
@@ -225,7 +200,7 @@ def _stands_in(entry: LayerEntry | None, layer: LayerSource) -> bool:
     return entry is not None and (layer.optimizer_step is None or entry.optimizer_step is not None)
 
 
-def _claim(objects: ObjectWriter, joint: Joint, parts: Sequence[Part]) -> None:
+def _claim(objects: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> None:
     """Claim every object that *parts* name: a rank may be withdrawing its part, a collection may be taking them."""
     for part in parts:
         named = [stored.ref for layer in part.layers for stored in layer.objects]
@@ -235,18 +210,12 @@ def _claim(objects: ObjectWriter, joint: Joint, parts: Sequence[Part]) -> None:
                 raise GivenUp(f"step {joint.step} is given up: {problem}", hint=_STORED_AGAIN)
 
 
-def _versions(writer: ObjectWriter, joint: Joint, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
+def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
     of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
     for layer in joint.work.share.layers:
         if layer.layer in joint.work.due:
-            version = LayerVersion(
-                layer=layer.layer,
-                parameters=layer.parameters,
-                buffers=layer.buffers,
-                world_size=joint.work.share.world_size,
-                objects=tuple(_objects([objects[layer.layer] for objects in of_rank])),
-            )
-            yield layer.layer, stage_version(writer, version)
+            objects = _objects([objects[layer.layer] for objects in of_rank])
+            yield layer.layer, stage_version(writer, layer, objects, world_size=joint.work.share.world_size)
 
 
 def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:
@@ -265,7 +234,7 @@ def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject
 
 
 def _record(
-    joint: Joint, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
+    joint: JointCommit, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
 ) -> CommitRecord:
     place, share = joint.place, joint.work.share
     origin = Origin(run=joint.run, attempt=place.attempt, step=joint.step, save_number=joint.save_number)

@@ -31,6 +31,7 @@ from layerstore.storage import ObjectWriter
 from layerstore.tree import Located, Tensor
 from layerstore.zero3 import (
     BYTES_KEY,
+    LayerSource,
     ObjectSource,
     OpenedSource,
     SliceSource,
@@ -40,6 +41,18 @@ from layerstore.zero3 import (
 
 # Few files are read at a time; a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFile:
+    """A file beside a rank's state that is kept byte for byte."""
+
+    name: str
+    """Below the checkpoint folder, with ``/``."""
+    executable: bool
+    place: Path
+    """Where the reader has its bytes."""
+    size_bytes: int
 
 
 class Reader(Protocol):
@@ -147,10 +160,18 @@ Witness = Callable[[SliceSource, int, memoryview], None]
 _KINDS = tuple(Kind)
 
 
-def stage_version(writer: ObjectWriter, version: LayerVersion) -> BlobRef:
-    """Stage *version*, its objects brought into the order in which every version has them."""
-    objects = sorted(version.objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard))
-    data = encode_version(replace(version, objects=tuple(objects)))
+def stage_version(
+    writer: ObjectWriter, layer: LayerSource, objects: Iterable[StoredObject], *, world_size: int
+) -> BlobRef:
+    """Stage the version of *layer* that consists of *objects*, in the order in which every version has them."""
+    version = LayerVersion(
+        layer=layer.layer,
+        parameters=layer.parameters,
+        buffers=layer.buffers,
+        world_size=world_size,
+        objects=tuple(sorted(objects, key=lambda of: (_KINDS.index(of.kind), of.shards, of.shard))),
+    )
+    data = encode_version(version)
     ref = ref_of(data)
     writer.put(data, ref)
     return ref
@@ -213,11 +234,17 @@ class Staging:
         checksum = found.tensors[0].crc32 if found.tensors else 0
         return ObjectContent(object=found.ref, size_bytes=size_bytes, crc32=checksum)
 
-    def state(self, state: RankState, files: Iterable[SourceFile], gathered: Iterable[GatheredFile] = ()) -> BlobRef:
+    def state(self, state: RankState, files: Iterable[KeptFile], gathered: Iterable[GatheredFile] = ()) -> BlobRef:
         """Stage a rank's *state* with its *files*, and with the bytes that its trees only point at."""
+        kept = tuple(
+            SourceFile(
+                path=file.name, executable=file.executable, content=self._content_at(file.place, 0, file.size_bytes)
+            )
+            for file in files
+        )
         for file in (state.model, state.optimizer):
             replace_tensors(file.tree, self._with_bytes)
-        data = encode_state(replace(state, files=tuple(files), gathered=tuple(gathered)))
+        data = encode_state(replace(state, files=kept, gathered=tuple(gathered)))
         if len(data) > BLOB_BYTES_MAX:
             raise Unsupported(
                 f"{self._source}: what is not a layer takes {len(data)} bytes in small pieces, "
@@ -232,14 +259,16 @@ class Staging:
         """Exchange the place of a tensor's bytes for the bytes, or for an object that holds them."""
         located = tensor.storage.content
         if isinstance(located, Located):
-            path, offset, size_bytes = located.path, located.offset_bytes, located.size_bytes
-            if size_bytes > INLINE_BYTES_MAX:
-                tensor.storage.content = self.bytes_object(path, offset, size_bytes)
-            else:
-                data = b"".join(map(bytes, self._reader.chunks(path, offset, size_bytes)))
-                self._checksums.note(path, offset, len(data), crc32(data))
-                tensor.storage.content = data
+            tensor.storage.content = self._content_at(located.path, located.offset_bytes, located.size_bytes)
         return tensor
+
+    def _content_at(self, path: Path, offset: int, size_bytes: int) -> bytes | ObjectContent:
+        """Return a stretch of *path*, or stage it as an object if it is large."""
+        if size_bytes > INLINE_BYTES_MAX:
+            return self.bytes_object(path, offset, size_bytes)
+        data = b"".join(map(bytes, self._reader.chunks(path, offset, size_bytes)))
+        self._checksums.note(path, offset, len(data), crc32(data))
+        return data
 
     def _staged(self, kind: str, slices: tuple[SliceSource, ...], witness: Witness | None = None) -> _Inspected:
         """

@@ -66,6 +66,12 @@ def rank_of_file(name: str) -> int | None:
     return None if match is None else int(match["rank"])
 
 
+def owner_of_file(name: str, *, world_size: int) -> int:
+    """Return the rank that keeps the file *name*: its own random state, or the first for those of no rank."""
+    rank = rank_of_file(name)
+    return rank if rank is not None and rank < world_size else 0
+
+
 def run_name(folder: Path, *, flavour: str) -> str:
     """
     Return the name of the run that a checkpoint in the save folder *folder* belongs to.

@@ -19,6 +19,9 @@ from layerstore.limits import SAFETENSORS_HEADER_BYTES_MAX, TENSOR_DIMENSIONS_MA
 from layerstore.model import Buffer, Parameter
 from layerstore.zero3.sourcefile import open_source
 
+Suppliers = Mapping[str, Parameter | Buffer]
+"""By every name that a tensor of a weights file may have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredSource:
@@ -27,10 +30,15 @@ class GatheredSource:
     file: Path
     name: str
     dtype: str
-    elements: int
+    shape: tuple[int, ...]
     offset_bytes: int
     supplier: str
-    """The parameter or buffer that should have the same bytes; empty if none has its name."""
+    """The parameter or buffer that should have the same bytes; empty if none has its name and length."""
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
@@ -53,7 +61,7 @@ def read_gathered(
     files: Iterable[Path], *, parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]
 ) -> tuple[tuple[GatheredFileSource, ...], tuple[Path, ...]]:
     """Split *files* into gathered weights and files that are kept byte for byte."""
-    suppliers = _suppliers(parameters, buffers)
+    suppliers = suppliers_of(parameters.values(), buffers.values())
     gathered, opaque = [], []
     for path in files:
         header: bytes = b""
@@ -70,22 +78,26 @@ def read_gathered(
     return tuple(gathered), tuple(opaque)
 
 
-def _suppliers(parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> dict[str, tuple[str, int]]:
-    """Map every name that a tensor may have to its parameter or buffer, with the number of elements."""
-    found: dict[str, tuple[str, int]] = {}
-    bare: dict[str, list[tuple[str, int]]] = {}
-    named = [((item.name, *item.aliases), item.name, item.shape) for item in parameters.values()]
-    named += [((item.name,), item.name, item.shape) for item in buffers.values()]
-    for names, own_name, shape in named:
-        supplier = (own_name, prod(shape))
-        for name in names:
-            found[name] = supplier
-            bare.setdefault(strip_wrappers(name), []).append(supplier)
-    # The Trainer may save names without wrappers: used where only one parameter fits.
+def suppliers_of(parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> Suppliers:
+    """Return which parameter or buffer each name means; a name without wrappers only if it fits one of them."""
+    found: dict[str, Parameter | Buffer] = {}
+    bare: dict[str, list[Parameter | Buffer]] = {}
+    items: list[Parameter | Buffer] = [*parameters, *buffers]
+    for item in items:
+        names = (item.name, *item.aliases) if isinstance(item, Parameter) else (item.name,)
+        found |= dict.fromkeys(names, item)
+        for name in {strip_wrappers(name) for name in names}:
+            bare.setdefault(name, []).append(item)
+    # The Trainer may save names without wrappers.
     for name, candidates in bare.items():
         if len(candidates) == 1:
             found.setdefault(name, candidates[0])
     return found
+
+
+def supplier_of(name: str, suppliers: Suppliers) -> Parameter | Buffer | None:
+    """Return which of *suppliers* the tensor *name* of a weights file should be; None if none has its name."""
+    return suppliers.get(name) or suppliers.get(strip_wrappers(name))
 
 
 def read_header(path: Path, read_at: Callable[[int, int], bytes], size_bytes: int) -> bytes:
@@ -98,10 +110,8 @@ def read_header(path: Path, read_at: Callable[[int, int], bytes], size_bytes: in
     return read_at(0, 8 + length)
 
 
-def tensors_in(
-    path: Path, header: bytes, size_bytes: int, suppliers: Mapping[str, tuple[str, int]]
-) -> tuple[GatheredSource, ...]:
-    """Return the tensors that *header* lists, in file order; *suppliers* has parameters and lengths by name."""
+def tensors_in(path: Path, header: bytes, size_bytes: int, suppliers: Suppliers) -> tuple[GatheredSource, ...]:
+    """Return the tensors that *header* lists, in file order."""
     tensors = _tensors(path, header, suppliers)
     end = len(header)
     for tensor in tensors:
@@ -113,7 +123,7 @@ def tensors_in(
     return tuple(tensors)
 
 
-def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]) -> list[GatheredSource]:
+def _tensors(path: Path, header: bytes, suppliers: Suppliers) -> list[GatheredSource]:
     try:
         entries = json.loads(header[8:])
         found = []
@@ -129,15 +139,15 @@ def _tensors(path: Path, header: bytes, suppliers: Mapping[str, tuple[str, int]]
             elements = prod(entry["shape"])
             if end - begin != elements * by_code(entry["dtype"]).bytes:
                 raise _damaged(path, f"tensor {name!r} has {end - begin} bytes for shape {entry['shape']}")
-            supplier, expected = suppliers.get(name) or suppliers.get(strip_wrappers(name)) or ("", elements)
+            of = supplier_of(name, suppliers)
             found.append(
                 GatheredSource(
                     file=path,
                     name=name,
                     dtype=entry["dtype"],
-                    elements=elements,
+                    shape=tuple(entry["shape"]),
                     offset_bytes=len(header) + begin,
-                    supplier=supplier if expected == elements else "",
+                    supplier=of.name if of is not None and prod(of.shape) == elements else "",
                 )
             )
     except LayerstoreError:

@@ -6,7 +6,7 @@ Each layer may have been saved by another number of ranks. `Slices` finds any el
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from layerstore.dtypes import by_code
@@ -102,19 +102,10 @@ class Piece:
     """In the output file."""
     rounding: tuple[str, str] | None = None
     """From which element type to which; None to copy the bytes as they are."""
-    is_cut: bool = False
-    """Whether it is only part of a stored slice, whose checksum is unknown until it is read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoragePart:
-    """Part of a storage: bytes of a stored slice, or zeros."""
-
-    size_bytes: int
-    checksum: int | None
-    """None for part of a slice: only the whole slice has a stored checksum."""
-    source: tuple[BlobRef, int] | None
-    """Object and offset in it."""
+    crc32: int | None = None
+    """Of a whole slice that is copied; no other bytes have a stored checksum."""
+    is_measured: bool = False
+    """Whether its checksum is unknown and wanted, so that the copy has to compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,19 +121,26 @@ class StoredSlice:
         """The size of the slice."""
         return slice_bytes(self.tensor)
 
-    def piece(self, offset: int) -> Piece:
-        """Return the piece that copies the slice to *offset*."""
-        return Piece(object=self.object.ref, object_offset=self.offset, size_bytes=self.size_bytes, offset=offset)
-
-    def part(self, start: int = 0, elements: int | None = None) -> StoragePart:
-        """Return *elements* of the slice from *start* on; all of it by default."""
+    def piece(self, offset: int, *, start: int = 0, elements: int | None = None) -> Piece:
+        """Return the piece that copies *elements* of the slice from *start* on to *offset*; all of it by default."""
         count = self.tensor.elements if elements is None else elements
         item_bytes = by_code(self.tensor.dtype).bytes
-        return StoragePart(
+        return Piece(
+            object=self.object.ref,
+            object_offset=self.offset + start * item_bytes,
             size_bytes=count * item_bytes,
-            checksum=self.tensor.crc32 if count == self.tensor.elements else None,
-            source=(self.object.ref, self.offset + start * item_bytes),
+            offset=offset,
+            crc32=self.tensor.crc32 if count == self.tensor.elements else None,
         )
+
+
+def slices_in(stored: StoredObject) -> Iterator[StoredSlice]:
+    """Yield the slices of an object; raises IntegrityError where they do not fill it."""
+    framing = frame(stored.tensors)
+    if framing.size_bytes != stored.size_bytes:
+        raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
+    for tensor, offset in zip(stored.tensors, framing.offsets, strict=True):
+        yield StoredSlice(object=stored, tensor=tensor, offset=offset)
 
 
 class Slices:
@@ -154,17 +152,10 @@ class Slices:
         self._shards: dict[tuple[Kind, str], int] = {}
         for version in versions:
             self.parameters |= {parameter.name: parameter for parameter in version.parameters}
-            for stored in version.objects:
-                self._add(stored)
-
-    def _add(self, stored: StoredObject) -> None:
-        framing = frame(stored.tensors)
-        if framing.size_bytes != stored.size_bytes:
-            raise IntegrityError(f"object {stored.id} is listed with a size that its tensors do not have")
-        for tensor, offset in zip(stored.tensors, framing.offsets, strict=True):
-            key = stored.kind, tensor.name, tensor.state, stored.shard
-            self._stored[key] = StoredSlice(object=stored, tensor=tensor, offset=offset)
-            self._shards[stored.kind, tensor.name] = stored.shards
+            for each in (part for stored in version.objects for part in slices_in(stored)):
+                kind, name = each.object.kind, each.tensor.name
+                self._stored[kind, name, each.tensor.state, each.object.shard] = each
+                self._shards[kind, name] = each.object.shards
 
     @property
     def size_bytes(self) -> int:
@@ -179,58 +170,42 @@ class Slices:
             raise LayoutMismatch(f"no {what} of {name!r} for rank {shard} is stored in the chosen layers", name=name)
         return stored
 
-    def parts(
-        self, kind: Kind, name: str, *, state: str = "", dtype: str, begin: int, end: int
-    ) -> Iterator[StoragePart]:
-        """
-        Yield the stored bytes of the elements *begin* to *end* of a parameter.
-
-        Raises:
-            LayoutMismatch: They are not stored, or not as *dtype*.
-        """
-        for stored, stretch in self._stretches(kind, name, state=state, begin=begin, end=end):
-            if stored.tensor.dtype != dtype:
-                raise LayoutMismatch(
-                    f"{state or kind} of {name!r} is stored as {stored.tensor.dtype}, the base has it as {dtype}",
-                    name=name,
-                )
-            yield stored.part(stretch.start, stretch.elements)
-
     def pieces(
         self,
         kind: Kind,
         name: str,
         *,
+        state: str = "",
         dtype: str,
         offset: int,
         begin: int = 0,
         end: int | None = None,
-        hint: str | None = None,
+        as_stored: bool = False,
     ) -> Iterator[Piece]:
         """
         Yield the pieces that write the elements *begin* to *end* of a parameter as *dtype*, from *offset* on.
 
         Raises:
-            LayoutMismatch: They are not stored.
-            Unsupported: They are stored as a type that cannot become *dtype*; carries *hint*.
+            LayoutMismatch: They are not stored, or with *as_stored* not as *dtype*.
+            Unsupported: They are stored as a type that cannot become *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
-        for stored, stretch in self._stretches(kind, name, begin=begin, end=end):
+        for stored, stretch in self._stretches(kind, name, state=state, begin=begin, end=end):
             source = stored.tensor.dtype
+            if as_stored and source != dtype:
+                raise LayoutMismatch(
+                    f"{state or kind} of {name!r} is stored as {source}, the base has it as {dtype}", name=name
+                )
             if not can_convert(source, dtype):
-                raise Unsupported(f"{name!r} is stored as {source} and cannot be written as {dtype}", hint=hint)
-            item_bytes = by_code(source).bytes
-            yield Piece(
-                object=stored.object.ref,
-                object_offset=stored.offset + stretch.start * item_bytes,
-                size_bytes=stretch.elements * item_bytes,
-                offset=offset,
-                rounding=None if source == dtype else (source, dtype),
-            )
+                raise Unsupported(
+                    f"{name!r} is stored as {source} and cannot be written as {dtype}", hint="choose another --dtype"
+                )
+            piece = stored.piece(offset, start=stretch.start, elements=stretch.elements)
+            yield piece if source == dtype else replace(piece, rounding=(source, dtype), crc32=None)
             offset += stretch.elements * by_code(dtype).bytes
 
     def _stretches(
-        self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
+        self, kind: Kind, name: str, *, state: str, begin: int, end: int
     ) -> Iterator[tuple[StoredSlice, Stretch]]:
         elements = prod(self.parameter(name).shape)
         shards = self.shards(kind, name) or 1  # none stored: `find` raises for the first
@@ -249,9 +224,14 @@ class Slices:
         """Return the number of slices of *name*; 0 where this kind is not stored."""
         return self._shards.get((kind, name), 0)
 
-    def weights_kind(self, name: str) -> Kind:
-        """Return the kind to take weights from: stored weights, else the master."""
-        return Kind.WEIGHTS if self.shards(Kind.WEIGHTS, name) else Kind.MASTER
+    def weights_kind(self, name: str, dtype: str) -> Kind:
+        """Return the kind to take weights of the type *dtype* from."""
+        # Stored weights are what the trainer itself would have saved: taken if they have the wanted type, or if a
+        # frozen parameter has nothing else. Otherwise the master, which is more precise.
+        if not self.shards(Kind.WEIGHTS, name):
+            return Kind.MASTER
+        is_wanted = self.find(Kind.WEIGHTS, name, shard=0).tensor.dtype == dtype
+        return Kind.WEIGHTS if is_wanted or not self.shards(Kind.MASTER, name) else Kind.MASTER
 
     def buffers(self) -> set[str]:
         """Return the names of all buffers."""

@@ -113,24 +113,22 @@ def optimizer_states(optimizer: TreeView) -> TreeView:
 
 def refuse_settings(model: TreeView, optimizer: TreeView) -> None:
     """Raise Unsupported for a stage or setting under which the files do not hold the whole state."""
-    for what in _unsupported_settings(model, optimizer):
-        raise Unsupported(
-            f"{model.path} {what}, which is not supported",
-            hint="train with plain ZeRO stage 3 and save again",
-        )
+    for what, remedy in _unsupported_settings(model, optimizer):
+        raise Unsupported(f"{model.path} {what}, which is not supported", hint=f"{remedy}, and save again")
 
 
-def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[str]:
+def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[tuple[str, str]]:
+    """Yield what is not supported, and how to train without it."""
     stage = optimizer.get("zero_stage")
     found = stage.value.arguments if stage is not None and isinstance(stage.value, Inert) else None
     if found != (STAGE_3,):
-        yield f"was saved under ZeRO stage {found[0] if found else 'none'!r}"
+        yield f"was saved under ZeRO stage {found[0] if found else 'none'!r}", "train with zero_optimization.stage 3"
     for key, what in (("ds_zero_partition_groups", "AutoEP expert parallelism"), ("ds_autoep_layers", "AutoEP layers")):
         if any(part.value for view in (model, optimizer) if (part := view.get(key)) is not None):
-            yield f"was saved with {what}"
+            yield f"was saved with {what}", "train without expert parallelism"
     degree = model["mp_world_size"].integer()
     if degree != 1:
-        yield f"was saved with tensor parallelism of degree {degree}"
+        yield f"was saved with tensor parallelism of degree {degree}", "train without tensor parallelism"
     config = config_of(model)
     zero = (config or {}).get("zero_optimization")
     if not isinstance(zero, dict):
@@ -138,11 +136,11 @@ def _unsupported_settings(model: TreeView, optimizer: TreeView) -> Iterator[str]
     offload = zero.get("offload_param")
     if model.optional("frozen_param_fragments"):
         if isinstance(offload, dict) and offload.get("device") == "nvme":
-            yield "is of a training whose frozen weights were offloaded to NVMe"
+            yield "is of a training whose frozen weights were offloaded to NVMe", "set offload_param.device to 'cpu'"
         if zero.get("zero_quantized_nontrainable_weights"):
-            yield "is of a training whose frozen weights were quantized"
+            yield "is of a training whose frozen weights were quantized", "unset zero_quantized_nontrainable_weights"
     if zero.get("mics_shard_size", -1) not in {-1, None}:
-        yield "was saved under MiCS"
+        yield "was saved under MiCS", "unset mics_shard_size"
 
 
 def config_of(model: TreeView) -> dict[Tree, Tree] | None:

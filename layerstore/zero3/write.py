@@ -29,7 +29,7 @@ from layerstore.model import (
 )
 from layerstore.tree import Size, Storage
 from layerstore.zero3.pt import PtLayout, layout_pt
-from layerstore.zero3.slices import Piece, Slices, StoragePart, slice_length, valid_elements
+from layerstore.zero3.slices import Piece, Slices, slice_length, valid_elements
 from layerstore.zero3.trees import TreeView, sub_group_shapes
 
 BYTES_KEY = "bytes"
@@ -52,7 +52,7 @@ class OutputFile:
     literals: Literals
     pieces: tuple[Piece, ...]
     finish: Callable[[Mapping[int, int]], Literals] | None = None
-    """Returns the literals that depend on checksums of cut pieces, given these by offset in the file."""
+    """Returns the literals that depend on measured checksums, given these by offset in the file."""
 
 
 def whole(content: ObjectContent, offset: int) -> Piece:
@@ -69,7 +69,7 @@ def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
         if current is None:
             current = piece
         elif _continues(current, piece):
-            current = replace(current, size_bytes=current.size_bytes + piece.size_bytes)
+            current = replace(current, size_bytes=current.size_bytes + piece.size_bytes, crc32=None)
         else:
             yield current
             current = piece
@@ -78,8 +78,8 @@ def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _continues(first: Piece, second: Piece) -> bool:
-    # A conversion, and the checksum of a cut piece, are of that piece alone.
-    is_plain = not (first.rounding or second.rounding or first.is_cut or second.is_cut)
+    # A conversion, and a checksum that is wanted, are of that piece alone.
+    is_plain = not (first.rounding or second.rounding or first.is_measured or second.is_measured)
     return is_plain and (second.object, second.object_offset, second.offset) == (
         first.object,
         first.object_offset + first.size_bytes,
@@ -107,19 +107,26 @@ def plan_rank(
 def plan_source_file(file: SourceFile) -> OutputFile:
     """Return the plan of a file that is kept byte for byte."""
     content = file.content
+    if isinstance(content, bytes):
+        return literal_file(file.path, content, executable=file.executable)
     return OutputFile(
         path=file.path,
-        size_bytes=len(content) if isinstance(content, bytes) else content.size_bytes,
+        size_bytes=content.size_bytes,
         executable=file.executable,
-        literals=((0, content),) if isinstance(content, bytes) else (),
-        pieces=() if isinstance(content, bytes) else (whole(content, 0),),
+        literals=(),
+        pieces=(whole(content, 0),),
     )
+
+
+def literal_file(path: str, data: bytes, *, executable: bool = False) -> OutputFile:
+    """Return the plan of a file that consists of *data*."""
+    return OutputFile(path=path, size_bytes=len(data), executable=executable, literals=((0, data),), pieces=())
 
 
 def _plan_tree_file(file: TreeFile, slices: Slices, groups: _Groups, *, rank: int, world_size: int) -> OutputFile:
     layout = layout_pt(file.tree, name=PurePosixPath(file.path).stem)
     checksums: dict[Storage, int] = {}
-    unknown: dict[Storage, tuple[int, list[StoragePart]]] = {}
+    unknown: dict[Storage, tuple[int, list[Piece]]] = {}
     literals: list[tuple[int, bytes]] = []
     pieces: list[Piece] = []
     for storage, offset in layout.storages:
@@ -132,11 +139,13 @@ def _plan_tree_file(file: TreeFile, slices: Slices, groups: _Groups, *, rank: in
             pieces.append(whole(content, offset))
         else:
             filling = filling_of(storage, slices, groups, rank=rank, world_size=world_size, path=file.path)
-            pieces += _placed(filling, offset)
-            if any(part.checksum is None for part in filling):
+            pieces += (
+                replace(piece, offset=offset + piece.offset, is_measured=piece.crc32 is None) for piece in filling
+            )
+            if any(piece.crc32 is None for piece in filling):
                 unknown[storage] = offset, filling
             else:
-                checksums[storage] = _combined(filling, offset, {})
+                checksums[storage] = _combined(storage, filling, offset, {})
     if not unknown:
         literals += layout.skeleton(checksums)
     return OutputFile(
@@ -152,75 +161,81 @@ def _plan_tree_file(file: TreeFile, slices: Slices, groups: _Groups, *, rank: in
 def _skeleton(
     layout: PtLayout,
     known: Mapping[Storage, int],
-    unknown: Mapping[Storage, tuple[int, list[StoragePart]]],
-    cut: Mapping[int, int],
+    unknown: Mapping[Storage, tuple[int, list[Piece]]],
+    measured: Mapping[int, int],
 ) -> Literals:
-    """Return the bytes around the payloads, given the checksums of the *cut* pieces by offset in the file."""
-    found = {storage: _combined(filling, offset, cut) for storage, (offset, filling) in unknown.items()}
+    """Return the bytes around the payloads, given the *measured* checksums of pieces by offset in the file."""
+    found = {storage: _combined(storage, filling, offset, measured) for storage, (offset, filling) in unknown.items()}
     return tuple(layout.skeleton({**known, **found}))
 
 
-def _combined(filling: list[StoragePart], offset: int, cut: Mapping[int, int]) -> int:
-    parts = []
-    for part in filling:
-        parts.append((cut[offset] if part.checksum is None else part.checksum, part.size_bytes))
-        offset += part.size_bytes
-    return combine_crc32(parts)
+def _combined(storage: Storage, filling: list[Piece], offset: int, measured: Mapping[int, int]) -> int:
+    """Return the checksum of a *storage* at *offset* in its file."""
+    parts, end = [], 0
+    for piece in filling:
+        parts.append(_zeros(piece.offset - end))
+        parts.append((measured[offset + piece.offset] if piece.crc32 is None else piece.crc32, piece.size_bytes))
+        end = piece.offset + piece.size_bytes
+    return combine_crc32([*parts, _zeros(_size_bytes(storage) - end)])
+
+
+def _zeros(size_bytes: int) -> tuple[int, int]:
+    return crc32_of_zeros(size_bytes), size_bytes
+
+
+def _size_bytes(storage: Storage) -> int:
+    return storage.elements * by_code(storage.dtype).bytes
 
 
 def filling_of(
     storage: Storage, slices: Slices, groups: _Groups, *, rank: int, world_size: int, path: str
-) -> list[StoragePart]:
+) -> list[Piece]:
     """
-    Return what fills *storage*, in order: stretches of objects, and padding.
+    Return what fills *storage*, in order, each piece with its offset in it; the bytes between are padding: zeros.
 
     Raises:
         LayoutMismatch: The chosen layers have more or fewer bytes for it.
     """
-    filling = list(_filling(storage, slices, groups, rank=rank, world_size=world_size))
-    expected = storage.elements * by_code(storage.dtype).bytes
-    found = sum(part.size_bytes for part in filling)
-    if found != expected:
-        raise LayoutMismatch(f"{path}: the chosen layers fill {found} bytes of a buffer of {expected}")
+    filling: list[Piece] = []
+    end = 0
+    for kind, name, state in _members(storage, groups):
+        if kind is Kind.BUFFERS:
+            # Where every rank saved its own buffer, additional ranks get a copy of rank 0's.
+            shard = rank if rank < slices.shards(kind, name) else 0
+            filling.append(slices.find(kind, name, shard=shard).piece(end))
+            end += filling[-1].size_bytes
+            continue
+        elements = prod(slices.parameter(name).shape)
+        length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
+        if valid:
+            begin = rank * length
+            filling += slices.pieces(
+                kind,
+                name,
+                state=state,
+                dtype=storage.dtype,
+                offset=end,
+                begin=begin,
+                end=begin + valid,
+                as_stored=True,
+            )
+        end += length * by_code(storage.dtype).bytes
+    if end != _size_bytes(storage):
+        raise LayoutMismatch(f"{path}: the chosen layers fill {end} bytes of a buffer of {_size_bytes(storage)}")
     return filling
 
 
-def _filling(storage: Storage, slices: Slices, groups: _Groups, *, rank: int, world_size: int) -> Iterator[StoragePart]:
+def _members(storage: Storage, groups: _Groups) -> Iterator[tuple[Kind, str, str]]:
+    """Yield the slices in *storage*, in order, by kind, name and optimizer state."""
     match storage.content:
         case FlatContent(state=state, group=group):
-            kind = Kind.OPTIMIZER if state else Kind.MASTER
-            for name in groups[group]:
-                yield from _padded_slice(storage, slices, kind, name, state=state, rank=rank, world_size=world_size)
+            yield from ((Kind.OPTIMIZER if state else Kind.MASTER, name, state) for name in groups[group])
         case FragmentContent(parameter=name):
-            yield from _padded_slice(storage, slices, Kind.WEIGHTS, name, state="", rank=rank, world_size=world_size)
+            yield Kind.WEIGHTS, name, ""
         case BufferContent(buffer=name):
-            # Where every rank saved its own buffer, additional ranks get a copy of rank 0's.
-            shard = rank if rank < slices.shards(Kind.BUFFERS, name) else 0
-            yield slices.find(Kind.BUFFERS, name, shard=shard).part()
+            yield Kind.BUFFERS, name, ""
         case content:
             raise IntegrityError(f"a storage has content that cannot be written: {type(content).__name__}")
-
-
-def _padded_slice(
-    storage: Storage, slices: Slices, kind: Kind, name: str, *, state: str, rank: int, world_size: int
-) -> Iterator[StoragePart]:
-    elements = prod(slices.parameter(name).shape)
-    length, valid = slice_length(elements, world_size), valid_elements(elements, world_size, rank)
-    if valid:
-        begin = rank * length
-        yield from slices.parts(kind, name, state=state, dtype=storage.dtype, begin=begin, end=begin + valid)
-    padding = (length - valid) * by_code(storage.dtype).bytes
-    if padding:
-        yield StoragePart(size_bytes=padding, checksum=crc32_of_zeros(padding), source=None)
-
-
-def _placed(filling: list[StoragePart], offset: int) -> Iterator[Piece]:
-    for part in filling:
-        if part.source is not None:
-            ref, start = part.source
-            is_cut = part.checksum is None
-            yield Piece(object=ref, object_offset=start, size_bytes=part.size_bytes, offset=offset, is_cut=is_cut)
-        offset += part.size_bytes
 
 
 # -- gathered weights ----------------------------------------------------------------------------------------------
@@ -265,8 +280,9 @@ def gathered_pieces(file: GatheredFile, slices: Slices, *, rank: int, world_size
 def derived_checks(file: GatheredFile, slices: Slices, *, unchanged: Callable[[str], bool]) -> Iterator[DerivedCheck]:
     """Yield the derived tensors whose checksums are known: those of parameters that are *unchanged* since the save."""
     for tensor, offset in _placed_tensors(file):
-        is_derived = tensor.source is TensorSource.PARAMETER and slices.weights_kind(tensor.layer_name) is Kind.MASTER
-        if is_derived and tensor.elements and unchanged(tensor.layer_name):
+        if tensor.source is not TensorSource.PARAMETER or not tensor.elements or not unchanged(tensor.layer_name):
+            continue
+        if slices.weights_kind(tensor.layer_name, tensor.dtype) is Kind.MASTER:
             yield DerivedCheck(name=tensor.name, offset=offset, size_bytes=_tensor_bytes(tensor), crc32=tensor.crc32)
 
 
@@ -286,7 +302,7 @@ def _slice_pieces(
 ) -> Iterator[Piece]:
     """Yield the slices that *rank* supplies: those that its own files start with, whose objects are still cached."""
     name = tensor.layer_name
-    kind = slices.weights_kind(name)
+    kind = slices.weights_kind(name, tensor.dtype)
     shards = slices.shards(kind, name) or 1
     length = slice_length(tensor.elements, shards)
     first, last = (-(-number * shards // world_size) for number in (rank, rank + 1))

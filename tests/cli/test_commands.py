@@ -270,7 +270,7 @@ def test_compose_for_other_ranks_says_what_does_not_carry_over(run: Run, store: 
 
     notes = written.fields["notes"]
     assert [f"warning: {note}" for note in notes] == planned.err.splitlines() == written.err.splitlines()
-    assert "a global batch of 4; with 3 ranks it is 6" in notes[-1]
+    assert "with 3 ranks instead of 2 it is 1.5 times what it was" in notes[-1]
     assert planned.out.splitlines()[-1] == "base sft@2, policy latest, 3 ranks; nothing was written"
     assert written.fields["world_size"] == 3
     assert len(list((tmp_path / "out" / "global_step2").glob("*optim_states.pt"))) == 3
@@ -340,7 +340,7 @@ def test_deleting_a_pin_says_what_stays(run: Run, store: Path) -> None:
 
     assert said == {
         "visible": "deleted the pin other; its commit stays\n",
-        "mixture": "deleted the pin mix; its base stays, and the next gc frees what only the mixture needed\n",
+        "mixture": "deleted the pin mix; its commit stays\n",
         "hidden": "deleted the pin best; its commit is no longer visible, so "
         "the next gc frees what only this pin kept\n",
     }

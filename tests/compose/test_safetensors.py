@@ -8,14 +8,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerstore.compose.safetensors import OutputTensor, index_of, weights_files
+from layerstore.compose.safetensors import WeightTensor, index_of, weights_files
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import TensorSource
 
 
-def member(name: str, *shape: int, dtype: str = "BF16") -> OutputTensor:
+def member(name: str, *shape: int, dtype: str = "BF16") -> WeightTensor:
     """Return a parameter of an export."""
-    return OutputTensor(name=name, dtype=dtype, shape=shape, source=TensorSource.PARAMETER, layer_name=name)
+    return WeightTensor(name=name, dtype=dtype, shape=shape, source=TensorSource.PARAMETER, layer_name=name)
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=30), st.integers(1, 100))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from layerstore.compose.safetensors import Run
-from layerstore.compose.weight_names import ExportTensors, FileTensor, SavedTensor, saved_tensors
+from layerstore.compose.safetensors import Run, WeightTensor
+from layerstore.compose.weight_names import ExportTensors, FileTensor, saved_tensors
+from layerstore.dtypes import by_code
 from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.model import (
     BlobRef,
@@ -33,7 +34,11 @@ def buffer(name: str) -> Buffer:
 
 def gathered(*tensors: GatheredTensor, shape: tuple[int, ...] = (2,)) -> GatheredFile:
     """Return a file of whole weights."""
-    entries = {tensor.name: {"dtype": tensor.dtype, "shape": list(shape)} for tensor in tensors}
+    entries, begin = {}, 0
+    for tensor in tensors:
+        end = begin + tensor.elements * by_code(tensor.dtype).bytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
     return GatheredFile(path="model.safetensors", header=bytes(8) + json.dumps(entries).encode(), tensors=tensors)
 
 
@@ -126,7 +131,7 @@ def test_the_bases_own_files_lend_their_names() -> None:
 @pytest.mark.parametrize(("elements", "is_asked"), [(0, False), (1, True), (4, True)])
 def test_a_name_with_another_number_of_elements_is_asked_about(elements: int, is_asked: bool) -> None:
     """It may be the parameter in another form; ZeRO-3 leaves empty ones where nobody gathers the weights."""
-    saved = [SavedTensor(name="a", dtype="BF16", shape=(elements,))]
+    saved = [WeightTensor(name="a", dtype="BF16", shape=(elements,))]
 
     if is_asked:
         with pytest.raises(Unsupported, match="nobody knows"):
@@ -232,3 +237,16 @@ def test_what_is_no_floating_point_keeps_its_type() -> None:
 
     assert {tensor.name: tensor.dtype for tensor in choice.tensors} == {"a": "F32", "q": "I8"}
     assert choice.notes == ["'q': no floating point, so written unchanged"]
+
+
+def test_a_tensor_in_no_layer_whose_bytes_only_a_kept_file_has_is_left_out() -> None:
+    """A note names it; the export has every parameter."""
+    choice = chosen(
+        parameter("a"),
+        saved=[*saved_tensors([gathered(derived("a"))]), WeightTensor(name="extra", dtype="BF16", shape=(1,))],
+    )
+
+    assert names(choice) == {"a": "a"}
+    assert choice.notes == [
+        "'extra': in the base's own weights files, but in no layer; left out, being of the base alone"
+    ]

@@ -196,35 +196,20 @@ def test_random_states_are_left_out_and_named(store: Store, tmp_path: Path) -> N
     assert store.ingest(written.out, run="again").is_new
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (
-            {"gradient_accumulation_steps": 8},
-            "micro batch 2 x accumulation 8 x 2 ranks was a global batch of 32; with 3 ranks it is 48",
-        ),
-        (
-            {"train_batch_size": 12, "train_micro_batch_size_per_gpu": None},
-            "micro batch 6 x accumulation 1 x 2 ranks was a global batch of 12; with 3 ranks it is 18",
-        ),
-        ({"train_micro_batch_size_per_gpu": "auto"}, "the global batch changes with the number of ranks, from 2 to 3"),
-        ("config.json", "DeepSpeed's config is not in the checkpoint"),
-    ],
-)
-def test_the_global_batch_is_noted_with_numbers(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, expected: str
-) -> None:
-    """The three numbers are completed as DeepSpeed completes them."""
+def test_the_factor_of_the_global_batch_is_noted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where DeepSpeed was given a path instead of a config, which a note of its own says."""
     store.ingest(odd_checkpoint(tmp_path))
+    with_config = store.compose("sft").notes(world_size=3)
 
-    def with_config(state: Any) -> Any:
-        tree = dict(state.model.tree)
-        tree["ds_config"] = {**tree["ds_config"], **config} if isinstance(config, dict) else config
-        return replace(state, model=replace(state.model, tree=tree))
+    def with_path(state: Any) -> Any:
+        return replace(state, model=replace(state.model, tree={**state.model.tree, "ds_config": "config.json"}))
 
-    change_states(monkeypatch, with_config)
+    change_states(monkeypatch, with_path)
+    with_path_only = store.compose("sft").notes(world_size=3)
 
-    assert store.compose("sft").notes(world_size=3)[-1].startswith(expected)
+    assert "with 3 ranks instead of 2 it is 1.5 times what it was" in with_config[-1]
+    assert with_config[-1] == with_path_only[-1]
+    assert [note for note in with_path_only if note.startswith("DeepSpeed's config is not in the checkpoint")]
 
 
 def test_values_that_differ_between_ranks_are_noted(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerstore.history import Place, place_after, resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
-from layerstore.publish.rank_parts import Joint, ShareWork, join, parts_of, write_share
+from layerstore.publish.rank_parts import JointCommit, RankTask, join, parts_of, write_share
 from layerstore.publish.staging import SourceReader
 from layerstore.store import Store
 from layerstore.zero3 import discover, share_of
@@ -25,9 +25,9 @@ class Save:
     """One save: what each rank has of it, and what it is to become."""
 
     store: Store
-    works: tuple[ShareWork, ...]
+    works: tuple[RankTask, ...]
     """By rank."""
-    joint: Joint
+    joint: JointCommit
 
     def write(self, rank: int) -> None:
         """Write the share of *rank*, and leave its part."""
@@ -76,12 +76,12 @@ def begun(
     layers = [layer.layer for layer in held[0].layers]
     due = layers[::2] if half else layers
     works = tuple(
-        ShareWork(
+        RankTask(
             session=session, save=save, share=share, due=frozenset(due), files=tuple, mark=lambda source: source
         )
         for share in held
     )  # fmt: skip
-    joint = Joint(
+    joint = JointCommit(
         work=works[0],
         run=run,
         place=place,

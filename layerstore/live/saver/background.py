@@ -17,7 +17,17 @@ from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.snapshot import Copier, Pool
 from layerstore.model import Commit, LayerEntry, Part
-from layerstore.publish import BaseLost, Frozen, GivenUp, Joint, fail_share, join, make_pin, parts_of, write_share
+from layerstore.publish import (
+    Frozen,
+    GivenUp,
+    InheritedLayerLost,
+    JointCommit,
+    fail_share,
+    join,
+    make_pin,
+    parts_of,
+    write_share,
+)
 from layerstore.storage import Repository
 
 POLL_SECONDS = 0.02
@@ -152,7 +162,7 @@ class Background:
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = job.failure or words_of(exc)
             LOG.error("%s", job.failure)  # one line
-            if isinstance(exc, BaseLost):
+            if isinstance(exc, InheritedLayerLost):
                 self._inherited, self.has_lost_base = {}, True
         finally:
             try:
@@ -160,7 +170,7 @@ class Background:
             finally:
                 job.is_resolved.set()
 
-    def _joined(self, job: Job, joint: Joint) -> Commit:
+    def _joined(self, job: Job, joint: JointCommit) -> Commit:
         """Wait for all ranks' parts and publish the commit."""
         found: dict[int, Part] = {}
         while (parts := parts_of(self._repo, joint, found)) is None:
@@ -172,7 +182,7 @@ class Background:
         self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
 
-    def _pin(self, commit: Commit, joint: Joint) -> None:
+    def _pin(self, commit: Commit, joint: JointCommit) -> None:
         if joint.pin is None:
             return
         try:

@@ -14,7 +14,7 @@ from layerstore.live.log import LOG
 from layerstore.model import SourceLayout
 from layerstore.publish import KeptFile, check_pin_free, check_pin_name
 from layerstore.storage import Repository
-from layerstore.zero3 import beside_shards, flavour_of, rank_of_file, read_source_file
+from layerstore.zero3 import beside_shards, flavour_of, owner_of_file, read_source_file
 
 _STEP_END = 10**18
 """Records are named with 18 digits."""
@@ -142,8 +142,7 @@ class SaveFiles:
 
     def _own_files(self) -> Iterator[tuple[str, Path]]:
         for path in beside_shards(self._request.folder, self._request.tag):
-            owner = rank_of_file(path.name)
-            if (owner if owner is not None and owner < self._engine.world_size else 0) != self._engine.rank:
+            if owner_of_file(path.name, world_size=self._engine.world_size) != self._engine.rank:
                 continue
             if path.name == ADAPTER_WEIGHTS and path.stat().st_size > FILE_BYTES_MAX:
                 LOG.warning("%s is not kept: it is too large to be held in memory; --format hf makes it", path)

@@ -14,7 +14,7 @@ from layerstore.live.ranks import SAVES_MAX
 from layerstore.live.saver.request import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
-from layerstore.publish import Joint, ShareWork
+from layerstore.publish import JointCommit, RankTask
 from layerstore.storage import Repository, SaveTiming, note_timing
 
 if TYPE_CHECKING:
@@ -132,10 +132,10 @@ class Job:
 
     step: int
     number: int
-    work: ShareWork
+    work: RankTask
     snapshot: Snapshot
     files: SaveFiles
-    joint: Joint | None
+    joint: JointCommit | None
     """What the commit is to be; on the rank that commits."""
     queued: int
     """Earlier saves that were still under way when this one began."""

@@ -62,7 +62,7 @@ from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
 from layerstore.policy import Latest, Policy
-from layerstore.publish import Joint, ShareWork, objects_due
+from layerstore.publish import JointCommit, RankTask, objects_due
 from layerstore.store import Store, StrPath
 from layerstore.zero3 import Pointer, Share, undivided
 
@@ -384,12 +384,12 @@ class Saver:
     def _begin(self, stock: _Stock, due: frozenset[str], movements: Mapping[str, float]) -> Job:
         request, captured, files, share = stock.request, stock.captured, stock.files, stock.captured.share
         number = self._schedule.begin(due, has_moments(share))
-        work = ShareWork(
+        work = RankTask(
             session=self._session, save=self._saves, share=share, due=due, files=files.wait, mark=captured.mark
         )
         joint = None
         if self._is_first:
-            joint = Joint(
+            joint = JointCommit(
                 work=work,
                 run=self.run,
                 place=self._place,

@@ -11,7 +11,7 @@ from typing import Self
 from layerstore.history import Place, own_numbers
 from layerstore.model import PolicyUse
 from layerstore.policy import Latest, Policy, Save, anchored, due_layers
-from layerstore.publish import ShareWork
+from layerstore.publish import RankTask
 from layerstore.tree import Tree
 
 
@@ -136,7 +136,7 @@ class Schedule:
                 self.owed |= due
 
 
-def policy_use(policy: Policy, work: ShareWork, movements: Mapping[str, float]) -> PolicyUse:
+def policy_use(policy: Policy, work: RankTask, movements: Mapping[str, float]) -> PolicyUse:
     """Return what the record says of *policy*: which layers were due, and the movements that it decided by."""
     said: dict[Tree, Tree] = {}
     if not isinstance(policy, Latest) or len(work.due) < len(work.share.layers):
