@@ -2,9 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,30 +12,43 @@ from layerstore.cli.options import DEFAULT_STORE, AsJson, StorePath, opened
 from layerstore.cli.policy import policy_from
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
 from layerstore.errors import InvalidInput, NotFound
-from layerstore.json_fields import json_fields
 from layerstore.units import size_in_bytes
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from layerstore.inspect import Estimate, EstimateLine, Model, Training
+    from layerstore.inspect import Model
 
 _POLICIES = ("full", "parity", "filter")
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")
 _POWERS = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}
 _PARAMETERS_MAX = 10**15
+
 _DAY = 86400.0
-_UNITS = ((_DAY, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-# From here on in years.
-_YEARS_MIN, _YEAR = 730 * _DAY, 365.25 * _DAY
-_NUMBERS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (10**3, "thousand"))
+_TIMES = ((365.25 * _DAY, "years"), (_DAY, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+_NUMBERS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
 # A size without a unit is in bytes; fewer than these are a forgotten unit.
 _BARE_BYTES_MIN = 10**6
 
-# Defaults; those that apply are listed as assumed.
-_WORLD_SIZE, _STEPS, _EVERY, _STEP_SECONDS = 8, 10_000, 100, 10.0
-_BANDWIDTH, _DISK, _DTYPE = "2GB/s", "10TB", "bf16"
+# Those that apply are listed as assumed.
+_DEFAULTS: dict[str, Any] = {
+    "--world-size": 8,
+    "--steps": 10_000,
+    "--every": 100,
+    "--step-seconds": 10.0,
+    "--bandwidth": "2GB/s",
+    "--disk": "10TB",
+}
+
+
+def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
+    """Return the option *name*, whose help ends with what is assumed without it."""
+    if name in _DEFAULTS:
+        default = _DEFAULTS[name]
+        text += f": {default if isinstance(default, str) else format(default, ',g')}."
+    return typer.Option(name, metavar=metavar, help=text, show_default=False, **more)
+
 
 ModelName = Annotated[
     str | None,
@@ -45,64 +58,32 @@ ModelName = Annotated[
         show_default=False,
     ),
 ]
-Parameters = Annotated[
-    str | None, typer.Option("--params", metavar="8B", help="Instead of MODEL: how large it is.", show_default=False)
-]
-Layers = Annotated[
-    int | None, typer.Option("--layers", metavar="N", help="With --params: its blocks.", min=1, show_default=False)
-]
-WorldSize = Annotated[
-    int | None, typer.Option("--world-size", metavar="W", help=f"GPUs: {_WORLD_SIZE}.", min=1, max=1_000_000)
-]
-Steps = Annotated[int | None, typer.Option("--steps", metavar="N", help=f"The run's steps: {_STEPS:,}.", min=1)]
-Every = Annotated[int | None, typer.Option("--every", metavar="STEPS", help=f"A save every so often: {_EVERY}.", min=1)]
-StepSeconds = Annotated[
-    float | None, typer.Option("--step-seconds", metavar="S", help=f"What a step takes: {_STEP_SECONDS:.0f}.")
-]
 Policies = Annotated[
     list[str] | None,
-    typer.Option(
-        "--policy",
-        metavar="P",
-        help="full, parity and filter; again for several, with settings: filter:every=10.",
-        show_default=False,
-    ),
-]
-Bandwidth = Annotated[
-    str | None, typer.Option("--bandwidth", metavar="RATE", help=f"What all ranks write together: {_BANDWIDTH}.")
-]
-Measure = Annotated[
-    Path | None,
-    typer.Option("--measure", metavar="DIR", help="Write there for two seconds, and take that.", show_default=False),
-]
-Disk = Annotated[str | None, typer.Option("--disk", metavar="SIZE", help=f"Space for history: {_DISK}.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", metavar="bf16|fp16|fp32", help=f"What is trained in: {_DTYPE}.")]
-Trainable = Annotated[
-    str,
-    typer.Option("--trainable", metavar="SHARE", help="The share that is trained, like 0.5%: LoRA, frozen layers."),
-]
-Movement = Annotated[
-    float | None,
-    typer.Option("--movement", metavar="X", help="drift: how far layers move from save to save.", show_default=False),
+    _option("--policy", "P", "full, parity and filter; again for several, with settings: filter:every=10."),
 ]
 
 
 def estimate(
     model: ModelName = None,
     *,
-    params: Parameters = None,
-    layers: Layers = None,
-    world_size: WorldSize = None,
-    steps: Steps = None,
-    every: Every = None,
-    step_seconds: StepSeconds = None,
+    params: Annotated[str | None, _option("--params", "8B", "Instead of MODEL: how large it is.")] = None,
+    layers: Annotated[int | None, _option("--layers", "N", "With --params: its blocks.", min=1)] = None,
+    world_size: Annotated[int | None, _option("--world-size", "W", "GPUs", min=1, max=1_000_000)] = None,
+    steps: Annotated[int | None, _option("--steps", "N", "The run's steps", min=1)] = None,
+    every: Annotated[int | None, _option("--every", "STEPS", "A save every so often", min=1)] = None,
+    step_seconds: Annotated[float | None, _option("--step-seconds", "S", "What a step takes")] = None,
     policy: Policies = None,
-    bandwidth: Bandwidth = None,
-    measure: Measure = None,
-    disk: Disk = None,
-    dtype: Dtype = None,
-    trainable: Trainable = "1",
-    movement: Movement = None,
+    bandwidth: Annotated[str | None, _option("--bandwidth", "RATE", "What all ranks write together")] = None,
+    measure: Annotated[Path | None, _option("--measure", "DIR", "Write there for two seconds, and take that.")] = None,
+    disk: Annotated[str | None, _option("--disk", "SIZE", "Space for history")] = None,
+    dtype: Annotated[str | None, _option("--dtype", "bf16|fp16|fp32", "What is trained in: bf16.")] = None,
+    trainable: Annotated[
+        str, _option("--trainable", "SHARE", "The share that is trained, like 0.5%: LoRA, frozen layers.")
+    ] = "1",
+    movement: Annotated[
+        float | None, _option("--movement", "X", "drift: how far layers move from save to save.")
+    ] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -124,25 +105,33 @@ def estimate(
     from layerstore.inspect import Training, estimate_saves
 
     chosen = _model(model, params=params, layers=layers, store=store)
-    seen = chosen.world_size
     policies = {text: policy_from(text) for text in policy or _POLICIES}
+    asked = {
+        "--world-size": world_size or chosen.world_size,
+        "--steps": steps,
+        "--every": every,
+        "--step-seconds": step_seconds,
+        "--bandwidth": bandwidth or measure,
+        "--disk": disk,
+    }
+    assumed = sorted(name for name, value in asked.items() if value is None)
+    used = asked | {name: _DEFAULTS[name] for name in assumed}
+    if bandwidth is not None and measure is not None:
+        raise InvalidInput("--bandwidth and --measure were both given", hint="choose one")
     training = Training(
-        world_size=world_size or seen or _WORLD_SIZE,
-        steps=_STEPS if steps is None else steps,
-        every=_EVERY if every is None else every,
-        step_seconds=_STEP_SECONDS if step_seconds is None else step_seconds,
-        bytes_per_second=_rate(bandwidth, measure),
-        disk_bytes=_size(disk or _DISK, "--disk"),
-        dtype=dtype_code(dtype) or chosen.dtype or dtype_code(_DTYPE) or "",
+        world_size=used["--world-size"],
+        steps=used["--steps"],
+        every=used["--every"],
+        step_seconds=used["--step-seconds"],
+        bytes_per_second=_rate(used["--bandwidth"]),
+        disk_bytes=_size(used["--disk"], "--disk"),
+        dtype=dtype_code(dtype) or chosen.dtype or "BF16",
         trainable=_share(trainable),
         movement=movement,
     )
     found = estimate_saves(chosen, training, policies)
-    said: dict[str, object] = {"--world-size": world_size or seen, "--steps": steps, "--every": every, "--disk": disk}
-    said |= {"--step-seconds": step_seconds, "--bandwidth": bandwidth or measure}
-    assumed = {name for name, value in said.items() if value is None}
     if as_json:
-        say_json(_fields(found, assumed))
+        say_json(found | {"assumed": assumed})
     else:
         _tell(found, assumed, measured=measure)
 
@@ -181,9 +170,8 @@ def _stored_model(name: str, store: Path | None) -> "Model":
         try:
             return model_of_commit(opened_store.repo, name)
         except NotFound as exc:
-            raise NotFound(
-                f"{name} is no file or folder, and no commit of {opened_store.path}: {exc}", hint=exc.hint
-            ) from exc
+            place = opened_store.path
+            raise NotFound(f"{name} is no file or folder, and no commit of {place}: {exc}", hint=exc.hint) from exc
         except InvalidInput as exc:
             raise InvalidInput(f"there is no such file or folder: {name}, and it cannot be a commit: {exc}") from exc
 
@@ -215,89 +203,77 @@ def _size(text: str, option: str) -> int:
     return size_bytes
 
 
-def _rate(bandwidth: str | None, measure: Path | None) -> float:
-    from layerstore.inspect import measure_speed
+def _rate(given: str | Path) -> float:
+    """Return the rate that was *given*, or measured in that folder."""
+    from layerstore.check import write_speed
 
-    if measure is None:
-        return _size((bandwidth or _BANDWIDTH).removesuffix("/s"), "--bandwidth")
-    if bandwidth is not None:
-        raise InvalidInput("--bandwidth and --measure were both given", hint="choose one")
-    return measure_speed(measure).bytes_per_second
+    return _size(given.removesuffix("/s"), "--bandwidth") if isinstance(given, str) else write_speed(given)
 
 
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _tell(found: "Estimate", assumed: set[str], *, measured: Path | None) -> None:
-    training, model = found.training, found.model
-    kinds = {"config": model.architecture, "checkpoint": "a checkpoint", "commit": "a commit"}
-    kind = f" ({kinds[model.source]})" if kinds.get(model.source) else ""
-    frozen = "" if found.trained == model.parameters else f", {_number(found.trained)} of them trained"
-    say(
-        f"{shown(model.name)}{kind}: {_number(model.parameters)} parameters in {counted(found.layers, 'layer')}{frozen}"
-    )
-    say(
-        f"{counted(training.world_size, 'rank')}; {counted(training.saves, 'save')} in "
-        f"{counted(training.steps, 'step')}, one every {_time(training.interval_seconds)}"
-    )
+def _tell(found: Mapping[str, Any], assumed: Sequence[str], *, measured: Path | None) -> None:
+    model, every = found["model"], _time(found["interval_seconds"])
+    kinds = {"config": model["architecture"], "checkpoint": "a checkpoint", "commit": "a commit"}
+    kind = f" ({kinds[model['source']]})" if kinds.get(model["source"]) else ""
+    frozen = "" if model["trained"] == model["parameters"] else f", {_number(model['trained'])} of them trained"
+    layers = counted(model["layers"], "layer")
+    say(f"{shown(model['name'])}{kind}: {_number(model['parameters'])} parameters in {layers}{frozen}")
+    saves = f"{counted(found['saves'], 'save')} in {counted(found['steps'], 'step')}"
+    say(f"{counted(found['world_size'], 'rank')}; {saves}, one every {every}")
     say()
-    columns = [Column("SAVED BY", folds=True), Column("A SAVE", "right"), Column("LARGEST", "right")]
-    columns += [Column("OF FULL", "right"), Column("THE RUN", "right"), Column("TAKES", "right")]
-    say_table([*columns, Column("HISTORY", "right")], (_row(found, line) for line in found.lines))
+    columns = [Column("SAVED BY", folds=True)]
+    columns += [Column(text, "right") for text in ("A SAVE", "LARGEST", "OF FULL", "THE RUN", "TAKES", "HISTORY")]
+    full = next(line["first_bytes"] for line in found["lines"] if line["saved_by"] == "DeepSpeed")
+    say_table(columns, (_row(line, full) for line in found["lines"]))
     say()
-    for text in _explained(found):
-        say_paragraph(text)
+    say_paragraph(
+        "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
+        f"of an average one. OF FULL: of a checkpoint by DeepSpeed. HISTORY: how long until "
+        f"{size(found['disk_bytes'])} are full."
+    )
+    share = f"{found['held_share']:.1%}" if found["held_share"] >= 0.001 else "less than 0.1%"
+    say_paragraph(f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
+    if found["movement"] is None:
+        say_paragraph("Drift cannot be predicted; with --movement X it is estimated for layers that all move alike.")
     say()
     say("assumed:")
-    for text in (*_unsaid(training, assumed, measured), *found.assumptions):
+    for text in (*_unsaid(found, assumed, measured), *found["assumptions"]):
         say_paragraph(f"- {text}", indent=2)
-    for line in found.lines:
-        if line.policy is not None and line.save_seconds > training.interval_seconds:
-            say_warning(
-                f"{_label(line)}: a save takes {_time(line.save_seconds)}, and the next comes after "
-                f"{_time(training.interval_seconds)}: training would wait"
-            )
+    for line in found["lines"]:
+        if line["policy"] is not None and line["save_seconds"] > found["interval_seconds"]:
+            takes = _time(line["save_seconds"])
+            say_warning(f"{_label(line)}: a save takes {takes}, and the next comes after {every}: training would wait")
 
 
-def _label(line: "EstimateLine") -> str:
-    return line.saved_by if line.policy is None else f"{line.saved_by} {line.policy}"
+def _label(line: Mapping[str, Any]) -> str:
+    return " ".join(filter(None, (line["saved_by"], line["policy"])))
 
 
-def _row(found: "Estimate", line: "EstimateLine") -> list[str]:
-    history = "no end" if line.history_seconds is None else _time(line.history_seconds)
+def _row(line: Mapping[str, Any], full_bytes: int) -> list[str]:
+    history = "no end" if line["history_seconds"] is None else _time(line["history_seconds"])
     return [
         _label(line),
-        size(line.average_bytes),
-        size(line.largest_bytes),
-        f"{line.average_bytes / found.full_bytes:.0%}",
-        size(line.run_bytes),
-        _time(line.save_seconds),
-        history if line.history_saves != 0 else "no save",
+        size(line["average_bytes"]),
+        size(line["largest_bytes"]),
+        f"{line['average_bytes'] / full_bytes:.0%}",
+        size(line["run_bytes"]),
+        _time(line["save_seconds"]),
+        history if line["history_saves"] != 0 else "no save",
     ]
 
 
-def _explained(found: "Estimate") -> Iterator[str]:
-    yield (
-        "A SAVE is the average of those after the first, which is full, LARGEST the largest of them, TAKES the writing "
-        f"of an average one. OF FULL: of a checkpoint by DeepSpeed. HISTORY: how long until "
-        f"{size(found.training.disk_bytes)} are full."
-    )
-    share = f"{found.held_share:.1%}" if found.held_share >= 0.001 else "less than 0.1%"
-    yield (f"Training stops while DeepSpeed writes: {share} of the time. layerstore writes in the background.")
-    if found.training.movement is None:
-        yield "Drift cannot be predicted; with --movement X it is estimated for layers that all move alike."
-
-
-def _unsaid(training: "Training", assumed: set[str], measured: Path | None) -> Iterator[str]:
+def _unsaid(found: Mapping[str, Any], assumed: Sequence[str], measured: Path | None) -> Iterator[str]:
     """Yield the figures that were not given, with the options that give them."""
-    rate = f"all ranks together write {size(round(training.bytes_per_second))}/s"
-    texts: Mapping[str, str] = {
-        "--world-size": counted(training.world_size, "rank"),
-        "--steps": counted(training.steps, "step"),
-        "--every": f"a save every {counted(training.every, 'step')}",
-        "--step-seconds": f"a step takes {_time(training.step_seconds)}",
+    rate = f"all ranks together write {size(round(found['bytes_per_second']))}/s"
+    texts = {
+        "--world-size": counted(found["world_size"], "rank"),
+        "--steps": counted(found["steps"], "step"),
+        "--every": f"a save every {counted(found['every'], 'step')}",
+        "--step-seconds": f"a step takes {_time(found['interval_seconds'] / found['every'])}",
         "--bandwidth": rate,
-        "--disk": f"{size(training.disk_bytes)} of disk",
+        "--disk": f"{size(found['disk_bytes'])} of disk",
     }
     unsaid = [f"{text} ({name})" for name, text in texts.items() if name in assumed]
     if unsaid:
@@ -313,9 +289,7 @@ def _time(seconds: float) -> str:
     >>> _time(0.0123), _time(90), _time(2 * 86400), _time(1e9)
     ('12.3 ms', '1.5 min', '2.0 days', '31.7 years')
     """
-    if seconds >= _YEARS_MIN:
-        return f"{seconds / _YEAR:,.1f} years"
-    length, unit = next((each for each in _UNITS if seconds >= each[0]), _UNITS[-1])
+    length, unit = next((each for each in _TIMES if seconds >= each[0]), _TIMES[-1])
     return f"{seconds / length:,.1f} {unit}"
 
 
@@ -324,12 +298,7 @@ def _number(count: int) -> str:
     Return *count* for people.
 
     >>> _number(8_030_261_248), _number(6_240), _number(12)
-    ('8.03 billion', '6.24 thousand', '12')
+    ('8.03 billion', '6,240', '12')
     """
-    power, word = next((each for each in _NUMBERS if count >= each[0]), (1, ""))
+    power, word = next((each for each in _NUMBERS if count >= each[0]), (0, ""))
     return f"{count / power:,.2f} {word}" if word else f"{count:,}"
-
-
-def _fields(found: "Estimate", assumed: set[str]) -> dict[str, object]:
-    model = json_fields(found.model) | {"trained": found.trained, "layers": found.layers}
-    return {"model": model, **json_fields(found.training), **json_fields(found), "assumed": sorted(assumed)}

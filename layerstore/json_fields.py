@@ -52,14 +52,11 @@ _FIELDS = {
     "Migration": "path found format unfinished=is_unfinished steps",
     "Taken": "source=step.source target=step.target summary=step.summary files bytes=size_bytes backup",
     "Step": "source target summary",
-    "Estimate": "held_share lines assumptions",
     "Model": "name architecture source parameters",
     "Training": "world_size steps every saves interval_seconds bytes_per_second disk_bytes dtype movement",
     "DemoResult": "identical problems resumed_from saved losses layers other_ranks=resized gc=collected sizes "
     "dir=folder store report",
     "StepLoss": "step uninterrupted resumed identical",
-    "EstimateLine": "saved_by policy first_bytes average_bytes largest_bytes cycle_saves run_bytes save_seconds "
-    "history_saves history_seconds",
 }
 
 

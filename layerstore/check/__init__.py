@@ -3,7 +3,7 @@
 from layerstore.check.damage import Cost, Damage, Hurt
 from layerstore.check.doctor import Diagnosis, diagnose
 from layerstore.check.identity import RestoredIdentity, restore_identity
-from layerstore.check.probes import Speed, scratch, write_speed
+from layerstore.check.probes import write_speed
 from layerstore.check.repair import Repaired, execute_repair, opened_sources, plan_repair
 from layerstore.check.verify import Verdict, parse_sample, verify_store
 
@@ -14,7 +14,6 @@ __all__ = [
     "Hurt",
     "Repaired",
     "RestoredIdentity",
-    "Speed",
     "Verdict",
     "diagnose",
     "execute_repair",
@@ -22,7 +21,6 @@ __all__ = [
     "parse_sample",
     "plan_repair",
     "restore_identity",
-    "scratch",
     "verify_store",
     "write_speed",
 ]

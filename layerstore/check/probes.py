@@ -1,13 +1,12 @@
 """
 What a filesystem can do, tried out: in a folder of its own, through the seam that the store writes through.
 
-Each probe returns what it found; what that means is said in ``doctor.py``.
+Each probe yields its findings: what came of it, and what that means for a store.
 """
 
 import contextlib
 import errno as errnos
 import json
-import math
 import os
 import secrets
 import stat
@@ -16,24 +15,43 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from layerstore.errors import IntegrityError, LayerstoreError, StorageIO
 from layerstore.limits import NAME_BYTES_MAX, STREAM_BYTES
-from layerstore.storage import Files, Stream, WeakDurability, open_lock_file, try_flock
+from layerstore.storage import Files, Mount, Stream, WeakDurability, open_lock_file, try_flock
+
+ELSEWHERE = "choose another filesystem"
 
 _SYNCS = 3
 _SPEED_SECONDS = 2.0
 _SPEED_FILE_BYTES = 8 * STREAM_BYTES
 _SPEED_BYTES_MAX = 32 * _SPEED_FILE_BYTES
 _CLOCK_LOOKS = 4
-# The finest of these that all times are multiples of.
-_GRANULARITIES_NS = (2 * 10**9, 10**9, 10**6, 10**3, 100)
+_SKEW_SECONDS_MAX = 5 * 60.0
+_FREE_BYTES_MIN = 1 << 30
+_FREE_FILES_MIN = 100_000
 _NO_LINKS = {errnos.EPERM, errnos.EOPNOTSUPP, errnos.ENOSYS, errnos.EMLINK}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    verdict: Literal["ok", "note", "problem"]
+    """A *problem* breaks a promise; a *note* does not."""
+    text: str
+    hint: str | None = None
+
+
+def _promise(check: str, is_kept: bool, kept: str, broken: str) -> Finding:
+    return Finding(check, "ok", kept) if is_kept else Finding(check, "problem", broken, ELSEWHERE)
 
 
 @contextlib.contextmanager
@@ -53,171 +71,162 @@ def _write(files: Files, path: Path, data: bytes) -> Path:
     return path
 
 
-def creates_exclusively(files: Files, folder: Path) -> bool:
-    """Whether a file that is there cannot be created."""
-    _write(files, folder / "once", b"first")
+def _creates(files: Files, path: Path) -> bool:
+    """Create *path*; return whether it was not there yet."""
     try:
-        files.create(folder / "once").close()
+        files.create(path).close()
     except StorageIO as exc:
-        return exc.errno == errnos.EEXIST
-    return False
+        if exc.errno != errnos.EEXIST:
+            raise
+        return False
+    return True
 
 
-def links_exclusively(files: Files, folder: Path) -> bool | None:
-    """Whether a name that is taken is refused; None where neither hard links nor renames can tell."""
+def modes(files: Files, folder: Path, *, of: Path) -> Iterator[Finding]:
+    """Look at the modes that new files get, and at those of the folder *of*, if it is there."""
+    file = _write(files, folder / "mode", b"").stat()
+    text = f"possible; new files have the mode {stat.S_IMODE(file.st_mode):04o}, "
+    text += f"new folders {stat.S_IMODE(folder.stat().st_mode):04o}"
+    state = of.stat() if of.is_dir() else None
+    if state is not None and state.st_mode & stat.S_IWOTH:
+        hint = "checksums find accidents, not whoever changes a store on purpose: make a folder of your own in it"
+        yield Finding("writing", "note", f"{text}; but anybody may write here", hint)
+    elif state is not None and state.st_uid != os.geteuid():
+        hint = "a store that several share needs a common group, the setgid bit on its folders and umask 002 for all"
+        yield Finding("writing", "note", f"{text}; the folder is another user's", hint)
+    else:
+        yield Finding("writing", "ok", text)
+
+
+def exclusive_create(files: Files, folder: Path) -> Iterator[Finding]:
+    """Try to create a file that is there."""
+    is_kept = _creates(files, folder / "once") and not _creates(files, folder / "once")
+    kept, broken = "a file that is there is not created again", "a file that is there is created again"
+    yield _promise("exclusive create", is_kept, kept, broken)
+
+
+def hard_links(files: Files, folder: Path) -> Iterator[Finding]:
+    """Try to give a name that is taken."""
     first, second = (_write(files, folder / name, name.encode()) for name in ("first", "second"))
     try:
         is_new = files.link_exclusive(first, folder / "linked")
     except StorageIO as exc:
-        if exc.errno in _NO_LINKS:
-            return None
-        raise
+        if exc.errno not in _NO_LINKS:
+            raise
+        yield Finding("hard links", "problem", "neither they nor renames keep a name that is taken", ELSEWHERE)
+        return
     again = files.link_exclusive(second, folder / "linked")
-    return is_new and not again and files.read(folder / "linked", size_bytes_max=64) == b"first"
+    is_kept = is_new and not again and files.read(folder / "linked", size_bytes_max=64) == b"first"
+    kept, broken = "a name that is taken is not given again", "a name that is taken is given again"
+    yield _promise("hard links", is_kept, kept, broken)
 
 
-def renames_over(files: Files, folder: Path) -> bool:
-    """Whether a rename replaces the file that had the name, and leaves nothing at the old one."""
+def renames(files: Files, folder: Path) -> Iterator[Finding]:
+    """Try whether a rename replaces the file that had the name, and leaves nothing at the old one."""
     old, new = _write(files, folder / "old", b"old"), _write(files, folder / "new", b"new")
     files.rename(new, old)
-    return files.read(old, size_bytes_max=64) == b"new" and not files.exists(new)
+    is_kept = files.read(old, size_bytes_max=64) == b"new" and not files.exists(new)
+    yield _promise("rename", is_kept, "replaces a file", "does not replace a file")
 
 
-def shares_blocks(files: Files, folder: Path) -> bool:
-    """Whether a copy can share the blocks of its source (reflink)."""
-    source = _write(files, folder / "shared", os.urandom(64 * 1024))
-    with files.open(source) as file, files.create(folder / "clone") as copy:
-        return copy.clone(file)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Syncs:
-    """What fsync takes, at best, and whether there is one for folders."""
-
-    file_seconds: float
-    folder_seconds: float
-    has_folders: bool
-
-
-def syncs(files: Files, folder: Path) -> Syncs:
+def fsync(files: Files, folder: Path) -> Iterator[Finding]:
     """Sync files and their folder a few times."""
-    file_seconds, folder_seconds, has_folders = [], [], True
-    for number in range(_SYNCS):
-        with files.create(folder / f"synced-{number}") as file:
-            file.write_at(0, os.urandom(4096))
-            started = time.perf_counter()
-            file.sync()
-        file_seconds.append(time.perf_counter() - started)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    file_seconds, folder_seconds = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(_SYNCS):
+            with files.create(folder / f"synced-{number}") as file:
+                file.write_at(0, os.urandom(4096))
+                started = time.perf_counter()
+                file.sync()
+            file_seconds.append(time.perf_counter() - started)
             started = time.perf_counter()
             files.sync_directory(folder)
-        folder_seconds.append(time.perf_counter() - started)
-        has_folders = has_folders and not any(issubclass(each.category, WeakDurability) for each in caught)
-    return Syncs(file_seconds=min(file_seconds), folder_seconds=min(folder_seconds), has_folders=has_folders)
+            folder_seconds.append(time.perf_counter() - started)
+    times = f"file {min(file_seconds) * 1000:.2f} ms, folder {min(folder_seconds) * 1000:.2f} ms"
+    if any(issubclass(each.category, WeakDurability) for each in caught):
+        text = f"{times}, but folders cannot be synced: a power cut may undo what was reported as saved"
+        yield Finding("fsync", "problem", text, f"{ELSEWHERE} for what must survive a power cut")
+    else:
+        yield Finding("fsync", "ok", times)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """How fast files are written, from the first byte until they are durable."""
-
-    written_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Return the speed."""
-        return self.written_bytes / self.seconds
+def reflink(files: Files, folder: Path) -> Iterator[Finding]:
+    """Try whether a copy can share the blocks of its source."""
+    source = _write(files, folder / "shared", os.urandom(64 * 1024))
+    with files.open(source) as file, files.create(folder / "clone") as copy:
+        is_shared = copy.clone(file)
+    text = "works: compose shares blocks with the store" if is_shared else "none: compose copies"
+    yield Finding("reflink", "ok", text)
 
 
-def write_speed(files: Files, folder: Path) -> Speed:
-    """Write files as saves in training do, past the kernel's cache, for some seconds or until there are enough."""
-    data = os.urandom(STREAM_BYTES)  # nothing that a disk could make smaller
-    written, started, seconds = 0, time.perf_counter(), 0.0
-    while seconds < _SPEED_SECONDS and written < _SPEED_BYTES_MAX:
-        with files.create(folder / f"written-{written}") as file:
-            with contextlib.closing(Stream(file)) as stream:
-                for offset in range(0, _SPEED_FILE_BYTES, STREAM_BYTES):
-                    stream.write_at(offset, data)
-                stream.finish()
-            file.sync()
-        files.sync_directory(folder)
-        written += _SPEED_FILE_BYTES
-        seconds = time.perf_counter() - started
-    return Speed(written_bytes=written, seconds=seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """The filesystem's clock."""
-
-    ahead_seconds: float
-    """Of this host's."""
-    granularity_ns: int
-    """What its times are multiples of."""
-
-
-def clock(files: Files, folder: Path) -> Clock:
-    """Compare the filesystem's clock with this host's."""
-    path = _write(files, folder / "touched", b"")
-    times, ahead = [], []
-    for _ in range(_CLOCK_LOOKS):
-        files.touch(path)
-        times.append(files.modified_ns(path) or 0)
-        ahead.append(times[-1] / 1e9 - time.time())
-        time.sleep(0.005)
-    common = math.gcd(*times)
-    granularity_ns = next((each for each in _GRANULARITIES_NS if common % each == 0), 1)
-    return Clock(ahead_seconds=max(ahead), granularity_ns=granularity_ns)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Which names the filesystem can tell apart."""
-
-    has_case: bool
-    """Whether it tells upper from lower case."""
-    has_long: bool
-    """Whether a name may be as long as that of a run."""
-
-
-def names(files: Files, folder: Path) -> Names:
-    """Try names that differ by case alone, and one that is as long as they come."""
+def names(files: Files, folder: Path) -> Iterator[Finding]:
+    """Try names that differ by case alone, and one that is as long as that of a run may be."""
     _write(files, folder / "name", b"")
-    has_case = not files.exists(folder / "NAME")
+    odd = []
+    if files.exists(folder / "NAME"):
+        odd.append("upper and lower case are one: runs that differ by that alone become one")
     try:
         _write(files, folder / ("n" * NAME_BYTES_MAX), b"")
     except StorageIO as exc:
         if exc.errno != errnos.ENAMETOOLONG:
             raise
-        return Names(has_case=has_case, has_long=False)
-    return Names(has_case=has_case, has_long=True)
+        odd.append("long names are refused: keep those of runs and pins short")
+    yield from (Finding("names", "note", text) for text in odd)
+    if not odd:
+        yield Finding("names", "ok", "long ones, told apart by case")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Modes:
-    """Who may do what."""
+def clock(files: Files, folder: Path) -> Iterator[Finding]:
+    """Compare the filesystem's clock with this host's."""
+    path = _write(files, folder / "touched", b"")
+    ahead = []
+    for _ in range(_CLOCK_LOOKS):
+        files.touch(path)
+        ahead.append((files.modified_ns(path) or 0) / 1e9 - time.time())
+        time.sleep(0.005)
+    skew_seconds = abs(max(ahead))
+    text = f"the filesystem's differs from this host's by {skew_seconds:.2f} s"
+    if skew_seconds > _SKEW_SECONDS_MAX:
+        hint = "ages are told by the filesystem's clock, so nothing is lost; but the times that log shows are odd"
+        yield Finding("clock", "note", text, hint)
+    else:
+        yield Finding("clock", "ok", text)
 
-    new_file: int
-    """The mode of a file made now."""
-    new_folder: int
-    is_open_to_all: bool
-    """Whether anybody may write to the folder that was asked about."""
-    is_of_another: bool
-    """Whether it is another user's."""
+
+def space(files: Files, folder: Path) -> Iterator[Finding]:
+    """Look how many bytes and files there may still be."""
+    room = files.room(folder)
+    many = "any number of files" if room.free_files is None else f"{room.free_files:,} more files"
+    text = f"{room.free_bytes / 1e9:,.1f} of {room.total_bytes / 1e9:,.1f} GB free, {many}; a quota may allow less"
+    has_few_files = room.free_files is not None and room.free_files < _FREE_FILES_MIN
+    if room.free_bytes < _FREE_BYTES_MIN or has_few_files:
+        hint = "layerstore gc frees what nothing needs; layerstore stats says what is stored"
+        yield Finding("space", "note", text, hint)
+    else:
+        yield Finding("space", "ok", text)
 
 
-def modes(files: Files, folder: Path, *, of: Path | None) -> Modes:
-    """Look at the modes that new files get, and at those of the folder *of*, if it is there."""
-    path = _write(files, folder / "mode", b"")
-    state = None if of is None else of.stat()
-    return Modes(
-        new_file=stat.S_IMODE(path.stat().st_mode),
-        new_folder=stat.S_IMODE(folder.stat().st_mode),
-        is_open_to_all=state is not None and bool(state.st_mode & stat.S_IWOTH),
-        is_of_another=state is not None and state.st_uid != os.geteuid(),
-    )
+def write_speed(parent: Path) -> float:
+    """Write files below *parent* as saves do, past the kernel's cache, for some seconds; return bytes per second."""
+    data = os.urandom(STREAM_BYTES)  # nothing that a disk could make smaller
+    files = Files()
+    with scratch(files, parent, prefix="estimate") as folder:
+        written, started, seconds = 0, time.perf_counter(), 0.0
+        while seconds < _SPEED_SECONDS and written < _SPEED_BYTES_MAX:
+            with files.create(folder / f"written-{written}") as file:
+                with contextlib.closing(Stream(file)) as stream:
+                    for offset in range(0, _SPEED_FILE_BYTES, STREAM_BYTES):
+                        stream.write_at(offset, data)
+                    stream.finish()
+                file.sync()
+            files.sync_directory(folder)
+            written += _SPEED_FILE_BYTES
+            seconds = time.perf_counter() - started
+    return written / seconds
 
+
+# -- the race ------------------------------------------------------------------------------------------------------
 
 CONTESTANTS = 4
 ROUNDS = 25
@@ -227,100 +236,76 @@ _CONTENT_BYTES = 128 * 1024
 _COMMAND = (sys.executable, "-m", "layerstore.check.probes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Race:
-    """What came of it."""
-
-    contestants: int
-    rounds: int
-    created_wrongly: int
-    """Rounds in which not exactly one could create a file that all wanted to create."""
-    linked_wrongly: int
-    """Rounds in which not exactly one could link its file under a name that all wanted."""
-    torn: int
-    """How often a file that others replaced by renaming was seen otherwise than whole."""
-    missing: int
-    """How often such a file was not there at all."""
-    flock: str
-    """``works``, ``absent``, or ``blind``: another process gets what is locked."""
-
-
-def race(folder: Path, *, command: Sequence[str] = _COMMAND, rounds: int = ROUNDS) -> Race:
+def race(
+    folder: Path, mount: Mount | None, *, command: Sequence[str] = _COMMAND, rounds: int = ROUNDS
+) -> Iterator[Finding]:
     """
-    Let processes race in *folder*, which is theirs; each is a *command* that ends in the folder and its number.
+    Let processes race in *folder*, on *mount*; each is a *command* that ends in the folder and its number.
 
     Raises:
         LayerstoreError: One of them could not go on; its own words say why.
     """
+    wrong = Counter[str]()
     with ExitStack() as stack:
         racers = [stack.enter_context(_contestant([*command, str(folder), str(n)])) for n in range(CONTESTANTS)]
-        timer = threading.Timer(_TIMEOUT_SECONDS, _kill_all, [racers])
-        stack.callback(timer.cancel)
-        timer.start()
         flock = _flock(folder / "flocked", racers[0])
-        created_wrongly = linked_wrongly = torn = missing = 0
         for number in range(rounds):
-            for racer in racers:
-                racer.ask(str(number))
-            answers = [racer.answer() for racer in racers]
-            created_wrongly += sum(answer["created"] for answer in answers) != 1
-            linked_wrongly += sum(answer["linked"] for answer in answers) != 1
-            torn += sum(answer["seen"] == "torn" for answer in answers)
-            missing += sum(answer["seen"] == "missing" for answer in answers)
-        return Race(
-            contestants=len(racers),
-            rounds=rounds,
-            created_wrongly=created_wrongly,
-            linked_wrongly=linked_wrongly,
-            torn=torn,
-            missing=missing,
-            flock=flock,
-        )
+            answers = _answers(racers, str(number))
+            for what in ("create", "link"):
+                wrong[what] += sum(answer[what] for answer in answers) != 1
+            wrong.update(answer["seen"] for answer in answers)
+    processes = f"{CONTESTANTS} processes, {rounds} rounds"
+    problems = [f"{wrong[w]} rounds with not just one winner of a {w}" for w in ("create", "link") if wrong[w]]
+    problems += [f"{wrong['torn']} files seen while they were replaced were not whole"] if wrong["torn"] else []
+    kept = f"{processes}: one winner each of every create and link; no file was seen in part"
+    yield _promise("race", not problems, kept, f"{processes}: {'; '.join(problems)}")
+    if wrong["missing"]:
+        text = f"a file that is replaced by renaming is missing for a moment ({wrong['missing']} times)"
+        hint = "a pin that is made anew may not be found at that moment; nothing else is replaced"
+        yield Finding("race", "note", text, hint)
+    if flock == "is absent" or (mount is not None and mount.is_network):
+        yield Finding("locks", "ok", f"leases; flock {flock}")
+    elif flock == "works on this host":
+        yield Finding("locks", "ok", "flock keeps other processes out, and lets them in afterwards")
+    else:
+        text = f"flock {flock}: two commands may do the same work, and harm nothing"
+        yield Finding("locks", "note", text)
 
 
-def _kill_all(racers: "Sequence[_Racer]") -> None:
-    for racer in racers:
-        racer.process.kill()
-
-
-def _flock(path: Path, racer: "_Racer") -> str:
-    """Try whether another process minds an flock of ours."""
+def _flock(path: Path, racer: "subprocess.Popen[str]") -> str:
+    """Try whether another process minds an flock of ours; return what flock does."""
     fd = open_lock_file(path)
     try:
         if try_flock(fd, path) is None:
-            return "absent"
-        racer.ask("flock")
-        if racer.answer()["got"]:
-            return "blind"
+            return "is absent"
+        got_meanwhile = _answers([racer], "flock")[0]["got"]
     finally:
         os.close(fd)
-    racer.ask("flock")
-    return "works" if racer.answer()["got"] else "blind"
+    got_afterwards = _answers([racer], "flock")[0]["got"]
+    return "works on this host" if got_afterwards and not got_meanwhile else "does not keep others out"
 
 
-@dataclass(frozen=True, slots=True)
-class _Racer:
-    process: "subprocess.Popen[str]"
-
-    def ask(self, word: str) -> None:
-        assert self.process.stdin is not None
+def _answers(racers: "Sequence[subprocess.Popen[str]]", word: str) -> list[Any]:
+    """Ask all *racers* at once."""
+    for racer in racers:
+        assert racer.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its answer is missing then, which tells
-            self.process.stdin.write(f"{word}\n")
-            self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+            racer.stdin.write(f"{word}\n")
+            racer.stdin.flush()
+    answers = []
+    for racer in racers:
+        assert racer.stdout is not None
+        line = racer.stdout.readline()
         if not line:
             raise LayerstoreError(f"a process that was to race ended without a word, or took {_TIMEOUT_SECONDS:g} s")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise StorageIO(answer["error"], errno=answer["errno"], filename="")
-        return answer
+        answers.append(json.loads(line))
+        if "error" in answers[-1]:
+            raise StorageIO(answers[-1]["error"], errno=answers[-1]["errno"], filename="")
+    return answers
 
 
 @contextlib.contextmanager
-def _contestant(command: Sequence[str]) -> Iterator[_Racer]:
+def _contestant(command: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         command,
@@ -331,14 +316,14 @@ def _contestant(command: Sequence[str]) -> Iterator[_Racer]:
         env=os.environ | {"PYTHONPATH": paths},
         start_new_session=True,  # Ctrl-C is for whoever started it, who then ends it
     )
+    timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
     with process:
         try:
-            yield _Racer(process)
+            timer.start()
+            yield process
         finally:
+            timer.cancel()
             process.kill()
-
-
-# -- the contestant ------------------------------------------------------------------------------------------------
 
 
 def contest(files: Files, folder: Path, number: int, questions: TextIO, answers: TextIO) -> None:
@@ -362,20 +347,15 @@ def _try_flock(folder: Path) -> dict[str, object]:
 
 
 def _round(files: Files, folder: Path, number: int, name: str) -> dict[str, object]:
-    try:
-        files.create(folder / f"created-{name}").close()
-        created = True
-    except StorageIO as exc:
-        if exc.errno != errnos.EEXIST:
-            raise
-        created = False
-    linking, replacing = (folder / f"{use}-{name}-{number}" for use in ("linking", "replacing"))
-    for path in (linking, replacing):  # two, as the one that is linked may have no name left
-        with files.create(path) as source:
-            source.write_at(0, bytes([number]) * _CONTENT_BYTES)
+    created = _creates(files, folder / f"created-{name}")
+    # Two, as the one that is linked may have no name left.
+    linking, replacing = (
+        _write(files, folder / f"{use}-{name}-{number}", bytes([number]) * _CONTENT_BYTES)
+        for use in ("linking", "replacing")
+    )
     linked = files.link_exclusive(linking, folder / f"linked-{name}")
     files.rename(replacing, folder / "replaced")
-    return {"created": created, "linked": linked, "seen": _seen(files, folder / "replaced")}
+    return {"create": created, "link": linked, "seen": _seen(files, folder / "replaced")}
 
 
 def _seen(files: Files, path: Path) -> str:

@@ -1,7 +1,7 @@
 """What is in a store, for people and for programs: log, show, ls, diff, stats, report and estimate. Writes nothing."""
 
 from layerstore.inspect.diff import Diff, DiffSide, LayerDiff, compare
-from layerstore.inspect.estimate import Estimate, EstimateLine, Training, estimate_saves, measure_speed
+from layerstore.inspect.estimate import Training, estimate_saves
 from layerstore.inspect.log import LogEntry, LogLine, LogPage, read_log
 from layerstore.inspect.model_shapes import Model, made_up, model_at, model_of_commit
 from layerstore.inspect.report import Report, RetentionReport
@@ -13,8 +13,6 @@ __all__ = [
     "CommitView",
     "Diff",
     "DiffSide",
-    "Estimate",
-    "EstimateLine",
     "LayerDiff",
     "LayerLine",
     "LogEntry",
@@ -32,7 +30,6 @@ __all__ = [
     "layer_lines",
     "made_up",
     "make_report",
-    "measure_speed",
     "model_at",
     "model_of_commit",
     "read_log",

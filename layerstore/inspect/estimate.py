@@ -5,21 +5,20 @@ The policies decide, save by save, as they would in training, and objects are la
 What cannot be known beforehand is assumed, and listed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import isfinite, prod
-from pathlib import Path
+from math import isfinite
+from typing import Any
 
-from layerstore.check import Speed, scratch, write_speed
 from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput
 from layerstore.format import canonical_order, frame
 from layerstore.inspect.model_shapes import MADE_UP_VOCABULARY, Model
+from layerstore.json_fields import json_fields
 from layerstore.model import StoredTensor
 from layerstore.policy import Policy, Save, anchored, due_layers
-from layerstore.storage import Files
 from layerstore.zero3 import slice_length, valid_elements
 
 DEEPSPEED, TRAINER, LAYERSTORE = "DeepSpeed", "HF Trainer", "layerstore"
@@ -71,122 +70,78 @@ class Training:
         return self.every * self.step_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateLine:
-    """One way of saving."""
-
-    saved_by: str
-    policy: str | None
-    """None for DeepSpeed and the HF Trainer, which have none."""
-    first_bytes: int
-    """The first save, which is full."""
-    average_bytes: int
-    """A later save, on average over a cycle of the policy."""
-    largest_bytes: int
-    """The largest later save."""
-    cycle_saves: int | None
-    """After this many saves the policy starts over; None if that is not to be seen: then all are averaged."""
-    run_bytes: int
-    save_seconds: float
-    """The time to write an average save."""
-    history_saves: int | None
-    """How many saves, from the first, the disk holds; None if it never fills."""
-    history_seconds: float | None
-    """How long a training takes to fill the disk; None likewise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """The answer."""
-
-    model: Model
-    training: Training
-    layers: int
-    trained: int
-    """The number of trained parameters."""
-    lines: tuple[EstimateLine, ...]
-    assumptions: tuple[str, ...]
-    """What the figures rest on, one sentence each."""
-
-    @property
-    def full_bytes(self) -> int:
-        """The size of a checkpoint by DeepSpeed itself."""
-        return next(line.first_bytes for line in self.lines if line.saved_by == DEEPSPEED)
-
-    @property
-    def held_share(self) -> float:
-        """The share of the time that training waits for DeepSpeed's own saves."""
-        seconds = self.full_bytes / self.training.bytes_per_second
-        return seconds / (seconds + self.training.interval_seconds)
-
-
-def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy]) -> Estimate:
+def estimate_saves(model: Model, training: Training, policies: Mapping[str, Policy]) -> dict[str, Any]:
     """
     Return what full checkpoints of *model* would take, and what saves under each of *policies* would, by name.
+
+    The answer has the fields of ``layerstore estimate --json``.
 
     Raises:
         InvalidInput: A policy decides by how far layers have moved, and *training* does not say how far.
     """
-    sizes = layer_sizes(model, training)
+    measuring = [name for name, policy in policies.items() if getattr(policy, "measures", False)]
+    if measuring and training.movement is None:
+        raise InvalidInput(
+            f"what {measuring[0]} saves cannot be predicted: it depends on how far each layer moves",
+            hint="--movement X, the relative L2 that `layerstore diff A B --stat` shows for two neighbouring saves",
+        )
+    parts = list(_parts(model, training))
+    trained = [count for _, elements, _ in parts for count in elements.values()]
+    frozen = [count for _, _, elements in parts for count in elements.values()]
+    shards, weights = _padded(trained, training) * _sharded_bytes(model), by_code(training.dtype).bytes
+    full = shards + _padded(frozen, training) * weights
+    gathered = shards + sum(trained) * weights  # without frozen parameters, as with PEFT
+    sizes = trained_bytes(model, training)
+    first = sum(sizes.values())
+    first += sum(_objects(elements, [""], training.dtype, training.world_size) for _, _, elements in parts)
     lines = [
-        _full(TRAINER, _trainer_bytes(model, training), training),
-        _full(DEEPSPEED, _deepspeed_bytes(model, training, with_frozen=True), training),
+        _line(TRAINER, None, gathered, [gathered], training, cycle=1),
+        _line(DEEPSPEED, None, full, [full], training, cycle=1),
     ]
     for name, policy in policies.items():
-        if getattr(policy, "measures", False) and training.movement is None:
-            raise InvalidInput(
-                f"what {name} saves cannot be predicted: it depends on how far each layer moves",
-                hint="--movement X, the relative L2 that `layerstore diff A B --stat` shows for two neighbouring saves",
-            )
-        lines.append(_under(name, policy, sizes, training))
-    return Estimate(
-        model=model,
-        training=training,
-        layers=len(sizes),
-        trained=sum(_trained_elements(model, training).values()),
-        lines=tuple(lines),
-        assumptions=tuple(_assumptions(model, training, policies.values())),
-    )
+        due = due_sets(policy, tuple(sizes), movement=training.movement if name in measuring else None, sizes=sizes)
+        cycle = cycle_of(due)
+        later = [sum(sizes[layer] for layer in layers) for layers in due[:cycle]]
+        lines.append(_line(LAYERSTORE, name, first, later, training, cycle=cycle))
+    seconds = full / training.bytes_per_second
+    return {
+        "model": json_fields(model) | {"trained": sum(trained), "layers": len(parts)},
+        **json_fields(training),
+        "held_share": seconds / (seconds + training.interval_seconds),
+        "lines": lines,
+        "assumptions": list(_assumptions(model, training, is_measured=bool(measuring))),
+    }
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSize:
-    """What one layer takes."""
-
-    trained_bytes: int
-    """Masters and moments: new objects at each save that includes the layer."""
-    frozen_bytes: int
-    """Frozen weights: written once."""
-
-
-def layer_sizes(model: Model, training: Training) -> dict[str, LayerSize]:
-    """Return the size of each layer's objects, of all ranks together, in the model's order."""
-    elements, all_trained, found = _elements(model), _trained_elements(model, training), {}
-    for layer, names in model.layers.items():
-        trained = {name: all_trained[name] for name in names}
-        frozen = {name: elements[name] - trained[name] for name in names}
-        masters = _objects(trained, [""], "F32", training.world_size)
-        moments = _objects(trained, model.states, "F32", training.world_size)
-        weights = _objects(frozen, [""], training.dtype, training.world_size)
-        found[layer] = LayerSize(trained_bytes=masters + moments, frozen_bytes=weights)
-    return found
+def _parts(model: Model, training: Training) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
+    """Yield each layer with its trained and its frozen elements, by parameter."""
+    for layer, elements in model.layers.items():
+        trained = {
+            name: 0 if name in model.frozen else round(count * training.trainable) for name, count in elements.items()
+        }
+        yield layer, trained, {name: count - trained[name] for name, count in elements.items()}
 
 
-def _elements(model: Model) -> dict[str, int]:
-    return {name: prod(shape) for name, shape in model.shapes}
-
-
-def _trained_elements(model: Model, training: Training) -> dict[str, int]:
-    share = training.trainable
-    return {name: 0 if name in model.frozen else round(count * share) for name, count in _elements(model).items()}
+def trained_bytes(model: Model, training: Training) -> dict[str, int]:
+    """Return the size of each layer's masters and moments, of all ranks together: new at each save that includes it."""
+    return {
+        layer: _objects(trained, [""], "F32", training.world_size)
+        + _objects(trained, model.states, "F32", training.world_size)
+        for layer, trained, _ in _parts(model, training)
+    }
 
 
 def _sharded_bytes(model: Model) -> int:
     """Return what a trained element takes in DeepSpeed's shards: its master and optimizer states, in float32."""
     return 4 * (1 + len(model.states))
+
+
+def _padded(counts: Sequence[int], training: Training) -> int:
+    """Return how many elements DeepSpeed's shards have of parameters of *counts* elements."""
+    return sum(training.world_size * slice_length(count, training.world_size) for count in counts)
 
 
 def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, world_size: int) -> int:
@@ -206,24 +161,6 @@ def _objects(elements: Mapping[str, int], states: Sequence[str], dtype: str, wor
         ]
         total += (end - rank) * frame(canonical_order(tensors)).size_bytes if tensors else 0
     return total
-
-
-def _deepspeed_bytes(model: Model, training: Training, *, with_frozen: bool) -> int:
-    """Return the size of the shards, padding included."""
-    world_size, weights = training.world_size, by_code(training.dtype).bytes
-    all_trained, total = _trained_elements(model, training), 0
-    for name, elements in _elements(model).items():
-        trained = all_trained[name]
-        frozen = elements - trained if with_frozen else 0
-        total += world_size * slice_length(trained, world_size) * _sharded_bytes(model)
-        total += world_size * slice_length(frozen, world_size) * weights
-    return total
-
-
-def _trainer_bytes(model: Model, training: Training) -> int:
-    """Return the size of shards and gathered weights; both lack frozen parameters, as with PEFT."""
-    gathered = sum(_trained_elements(model, training).values()) * by_code(training.dtype).bytes
-    return _deepspeed_bytes(model, training, with_frozen=False) + gathered
 
 
 # -- saves ---------------------------------------------------------------------------------------------------------
@@ -264,39 +201,25 @@ def cycle_of(items: Sequence[object]) -> int | None:
     return next((length for length in lengths if items[length:] == items[:-length]), None)
 
 
-def _under(name: str, policy: Policy, sizes: Mapping[str, LayerSize], training: Training) -> EstimateLine:
-    trained = {layer: size.trained_bytes for layer, size in sizes.items()}
-    movement = training.movement if getattr(policy, "measures", False) else None
-    due = due_sets(policy, tuple(sizes), movement=movement, sizes=trained)
-    cycle = cycle_of(due)
-    later = [sum(trained[layer] for layer in layers) for layers in due[:cycle]]
-    first = sum(size.trained_bytes + size.frozen_bytes for size in sizes.values())
-    return _line(LAYERSTORE, name, first, later, training, cycle=cycle)
-
-
-def _full(saved_by: str, size_bytes: int, training: Training) -> EstimateLine:
-    return _line(saved_by, None, size_bytes, [size_bytes], training, cycle=1)
-
-
 def _line(
     saved_by: str, policy: str | None, first: int, later: list[int], training: Training, *, cycle: int | None
-) -> EstimateLine:
+) -> dict[str, Any]:
     """Return the line of a run whose saves are *first*, then *later* in a cycle."""
     rounds, rest = divmod(training.saves - 1, len(later))
     average = sum(later) / len(later)
     held = _saves_held(training.disk_bytes, first, later)
-    return EstimateLine(
-        saved_by=saved_by,
-        policy=policy,
-        first_bytes=first,
-        average_bytes=round(average),
-        largest_bytes=max(later),
-        cycle_saves=cycle,
-        run_bytes=first + rounds * sum(later) + sum(later[:rest]),
-        save_seconds=average / training.bytes_per_second,
-        history_saves=held,
-        history_seconds=None if held is None else held * training.interval_seconds,
-    )
+    return {
+        "saved_by": saved_by,
+        "policy": policy,
+        "first_bytes": first,
+        "average_bytes": round(average),
+        "largest_bytes": max(later),
+        "cycle_saves": cycle,
+        "run_bytes": first + rounds * sum(later) + sum(later[:rest]),
+        "save_seconds": average / training.bytes_per_second,
+        "history_saves": held,
+        "history_seconds": None if held is None else held * training.interval_seconds,
+    }
 
 
 def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
@@ -309,14 +232,14 @@ def _saves_held(disk_bytes: int, first: int, later: list[int]) -> int | None:
     return 1 + rounds * len(later) + sum(so_far <= rest for so_far in accumulate(later))
 
 
-def _assumptions(model: Model, training: Training, policies: Iterable[Policy]) -> Iterator[str]:
+def _assumptions(model: Model, training: Training, *, is_measured: bool) -> Iterator[str]:
     weights = by_code(training.dtype)
+    per_element = f"{_sharded_bytes(model)} bytes of each parameter that is trained"
     if model.source == "params":
         yield (
             f"the model is made up: equal blocks, an embedding and a head of {MADE_UP_VOCABULARY:,} tokens each; "
             "a config.json tells its real layers"
         )
-    per_element = f"{_sharded_bytes(model)} bytes of each parameter that is trained"
     if model.source in {"checkpoint", "commit"}:
         ranks = "ranks, " if training.world_size == model.world_size else ""
         yield f"{ranks}layers, frozen parameters and the optimizer are those of the {model.source}, {per_element}"
@@ -326,26 +249,17 @@ def _assumptions(model: Model, training: Training, policies: Iterable[Policy]) -
         f"{TRAINER} also gathers the weights, {weights.bytes} bytes a parameter ({weights.torch_name}); where they are "
         f"just the rounded masters {LAYERSTORE} does not store them"
     )
+    if training.trainable != 1:
+        yield f"{float(training.trainable):.3%} of every layer is trained"
     if training.trainable != 1 or model.frozen:
-        share = "" if training.trainable == 1 else f"{float(training.trainable):.3%} of every layer is trained; "
         yield (
-            f"{share}frozen weights are stored once by {LAYERSTORE}, at each save by {DEEPSPEED}, and not by "
-            f"{TRAINER}, as with PEFT"
+            f"frozen weights are stored once by {LAYERSTORE}, at each save by {DEEPSPEED}, and not by {TRAINER}, as "
+            "with PEFT"
         )
     yield "the first save of a run is full; nothing fails, nothing is removed and no byte is in the store already"
     yield "the ranks' own states, records and small files are not counted: kilobytes per save"
-    if any(getattr(policy, "measures", False) for policy in policies):
+    if is_measured:
         yield (
             f"every layer moves by {training.movement} of its length from one save to the next, always in one "
             "direction: real layers differ, and move less over many saves"
         )
-
-
-# -- speed ---------------------------------------------------------------------------------------------------------
-
-
-def measure_speed(folder: Path) -> Speed:
-    """Measure how fast *folder* takes what a save writes; the files are removed."""
-    files = Files()
-    with scratch(files, folder, prefix="estimate") as place:
-        return write_speed(files, place)

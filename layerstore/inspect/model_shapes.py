@@ -23,7 +23,6 @@ from layerstore.storage import Repository
 from layerstore.zero3 import (
     discover,
     holds_zero3,
-    list_folder,
     read_checkpoint,
     read_pointer,
     read_source_file,
@@ -39,9 +38,6 @@ INSTEAD = "--params 8B --layers 32 does without a config"
 ADAM = ("exp_avg", "exp_avg_sq")
 """What Adam keeps of each element besides its master."""
 
-# Names in a folder that an error lists.
-_NAMES_MAX = 5
-
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
 Source = Literal["config", "params", "checkpoint", "commit"]
@@ -52,14 +48,12 @@ class Model:
     """A model, as far as its checkpoints are concerned."""
 
     name: str
-    architecture: str | None
-    """Transformers' name for it (``model_type``); None where no config says it."""
-    shapes: Shapes
-    """Its parameters in the model's order; a tied one appears once, under its first name."""
     source: Source
     """What it is known from; ``params`` if it is made up."""
-    gathered: Mapping[str, Sequence[str]] | None = None
-    """The parameters of each layer, where they were seen; None where the names decide."""
+    layers: Mapping[str, Mapping[str, int]]
+    """The elements of each parameter, by layer, in the model's order; a tied one once, under its first name."""
+    architecture: str | None = None
+    """Transformers' name for it (``model_type``); None where no config says it."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     states: tuple[str, ...] = ADAM
@@ -70,14 +64,16 @@ class Model:
     """Code of the element type that most of it is trained in; None likewise."""
 
     @property
-    def layers(self) -> Mapping[str, Sequence[str]]:
-        """The parameters of each layer, in the model's order."""
-        return layers_in_order(name for name, _ in self.shapes) if self.gathered is None else self.gathered
-
-    @property
     def parameters(self) -> int:
         """The number of elements of all parameters."""
-        return sum(prod(shape) for _, shape in self.shapes)
+        return sum(sum(elements.values()) for elements in self.layers.values())
+
+
+def model_of_shapes(name: str, shapes: Shapes, *, architecture: str | None = None) -> Model:
+    """Return the model whose parameters have *shapes*; their names say which layer they belong to."""
+    elements = {each: prod(shape) for each, shape in shapes}
+    layers = {layer: {each: elements[each] for each in of} for layer, of in layers_in_order(elements).items()}
+    return Model(name=name, source="config", layers=layers, architecture=architecture)
 
 
 def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shapes]) -> Model:
@@ -97,35 +93,23 @@ def model_at(path: Path, *, ask_transformers: Callable[[Mapping[str, Any]], Shap
     file = place / CONFIG if place.is_dir() else place
     if place.is_dir() and not file.is_file():
         raise InvalidInput(
-            f"{path} holds neither ZeRO-3 shards nor a {CONFIG} to estimate from; it holds {_listed(place)}",
+            f"{path} holds neither ZeRO-3 shards nor a {CONFIG} to estimate from",
             hint=f"a checkpoint's folder, or a commit of a store; {INSTEAD}",
         )
-    config = _read_config(file)
-    kind = config.get("model_type")
-    return Model(
-        name=file.parent.name if file.name == CONFIG else file.stem,
-        architecture=kind if isinstance(kind, str) else None,
-        shapes=ask_transformers(config),
-        source="config",
-    )
-
-
-def _listed(folder: Path) -> str:
-    names = list_folder(folder)
-    more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
-    return f"{', '.join(names[:_NAMES_MAX])}{more}" if names else "nothing"
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        fields = json.loads(read_source_file(path, size_bytes_max=RECORD_BYTES_MAX))
+        config = json.loads(read_source_file(file, size_bytes_max=RECORD_BYTES_MAX))
     except SourceCheckpoint as exc:
         raise InvalidInput(f"there is no {CONFIG} to estimate from: {exc}", hint=INSTEAD) from exc
     except (ValueError, RecursionError) as exc:
-        raise InvalidInput(f"{path} is not JSON: {exc}", hint=INSTEAD) from exc
-    if not isinstance(fields, dict):
-        raise InvalidInput(f"{path} is not an object", hint=INSTEAD)
-    return fields
+        raise InvalidInput(f"{file} is not JSON: {exc}", hint=INSTEAD) from exc
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{file} is not an object", hint=INSTEAD)
+    kind = config.get("model_type")
+    return model_of_shapes(
+        file.parent.name if file.name == CONFIG else file.stem,
+        ask_transformers(config),
+        architecture=kind if isinstance(kind, str) else None,
+    )
 
 
 def _model_of_checkpoint(folder: Path) -> Model:
@@ -195,10 +179,8 @@ def _model_seen(
         types[each.dtype] += prod(each.shape)
     return Model(
         name=name,
-        architecture=None,
-        shapes=tuple((each.name, each.shape) for each in parameters),
         source=source,
-        gathered={layer: [each.name for each in of_layer] for layer, of_layer in there.items()},
+        layers={layer: {each.name: prod(each.shape) for each in of_layer} for layer, of_layer in there.items()},
         frozen=frozenset(each.name for each in parameters if each.frozen),
         # gc may have dropped a commit's moments; training on from it makes new ones.
         states=tuple(sorted({state for kind, _, state in tensors if kind is Kind.OPTIMIZER})) or ADAM,
@@ -226,8 +208,8 @@ def made_up(parameters: int, blocks: int) -> Model:
             f"{parameters:,} parameters are too few for {blocks} blocks, an embedding and a head",
             hint="--params and --layers are of the whole model: 8B and 32",
         )
-    names = [("model.embed_tokens", vocabulary * width + rest)]
-    names += [(f"model.layers.{index}", block) for index in range(blocks)]
-    names += [("model.norm", width), ("lm_head", vocabulary * width)]
-    shapes = tuple((f"{name}.weight", (elements,)) for name, elements in names)
-    return Model(name=f"a model of {blocks} blocks", architecture=None, shapes=shapes, source="params")
+    sizes = {"model.embed_tokens": vocabulary * width + rest}
+    sizes |= {f"model.layers.{index}": block for index in range(blocks)}
+    sizes |= {"model.norm": width, "lm_head": vocabulary * width}
+    layers = {layer: {f"{layer}.weight": elements} for layer, elements in sizes.items()}
+    return Model(name=f"a model of {blocks} blocks", source="params", layers=layers)

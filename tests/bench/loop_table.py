@@ -7,11 +7,10 @@ to be seen here.
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from math import prod
 
 from layerstore.inspect import Model
 from layerstore.inspect.estimate import cycle_of, due_sets
-from layerstore.layers import layer_of
+from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.live.meta_model import parameter_shapes
 from layerstore.policy import Filter, Latest, Parity, Policy
 
@@ -45,18 +44,12 @@ _CONFIGS: Mapping[str, Mapping[str, object]] = {
 @cache
 def models() -> list[Model]:
     """Return the two published models that LLMTailor was measured with, as Transformers makes them."""
-    return [
-        Model(name=name, architecture=None, shapes=parameter_shapes(fields), source="config")
-        for name, fields in _CONFIGS.items()
-    ]
+    return [model_of_shapes(name, parameter_shapes(fields)) for name, fields in _CONFIGS.items()]
 
 
 def elements_of(model: Model) -> dict[str, int]:
     """Return the elements of every layer, in the model's order."""
-    found: dict[str, int] = {}
-    for name, shape in model.shapes:
-        found[layer_of(name)] = found.get(layer_of(name), 0) + prod(shape)
-    return found
+    return {layer: sum(elements.values()) for layer, elements in model.layers.items()}
 
 
 POLICIES: tuple[tuple[str, Policy], ...] = (

@@ -42,7 +42,8 @@ def _loaded(heavy: list[str], *words: object, cwd: Path) -> list[str]:
         check=True,
     )
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["code"] == 0, done.stderr
+    # The doctor finds fault with a folder in memory, where tests may lie.
+    assert told["code"] == 0 or words[0] == "doctor", done.stderr
     loaded: list[str] = told["loaded"]
     return loaded
 
@@ -61,6 +62,7 @@ def _loaded(heavy: list[str], *words: object, cwd: Path) -> list[str]:
         ["pin", "newest", "sft", "--store", "store"],
         ["verify", "--read-data", "--store", "store"],
         ["reindex", "--store", "store"],
+        ["doctor", "store"],
         ["estimate", "--params", "8B", "--layers", "32"],
         ["report", "-o", "report.html", "--store", "store"],
         ["demo", "--help"],
