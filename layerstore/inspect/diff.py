@@ -8,8 +8,8 @@ It compares by position in the whole parameter, so any two world sizes can be co
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -20,7 +20,7 @@ from layerstore.history import Resolved, reference_to
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
 from layerstore.progress import Progress
-from layerstore.storage import OpenFile, Repository
+from layerstore.storage import Repository
 from layerstore.zero3 import Slices, slice_length, valid_elements
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
@@ -325,42 +325,17 @@ def _place(slices: Slices, kind: Kind, parameter: Parameter, shard: int, skipped
 def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> Meter:
     """Measure all *stretches*, chunk by chunk; sorted, so that each object is opened about once."""
     meter = Meter()
-    with _Reader(repo) as of_a, _Reader(repo) as of_b:
-        for each in sorted(stretches, key=lambda each: (each.ref_a.id, each.ref_b.id, each.offset_a)):
-            bytes_a, bytes_b = by_code(each.dtype_a).bytes, by_code(each.dtype_b).bytes
-            step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
-            for done in range(0, each.elements, step):
-                count = min(step, each.elements - done)
-                meter.add(
-                    of_a.read(each.ref_a, each.offset_a + done * bytes_a, count * bytes_a),
-                    of_b.read(each.ref_b, each.offset_b + done * bytes_b, count * bytes_b),
-                    dtype_a=each.dtype_a,
-                    dtype_b=each.dtype_b,
-                )
+    buffer_a, buffer_b = (memoryview(bytearray(IO_CHUNK_BYTES)) for _ in range(2))
+    stretches = sorted(stretches, key=lambda each: (each.ref_a.id, each.ref_b.id, each.offset_a))
+    for (ref_a, ref_b), group in groupby(stretches, key=lambda each: (each.ref_a, each.ref_b)):
+        with repo.objects.open(ref_a) as file_a, repo.objects.open(ref_b) as file_b:
+            for each in group:
+                bytes_a, bytes_b = by_code(each.dtype_a).bytes, by_code(each.dtype_b).bytes
+                step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
+                for done in range(0, each.elements, step):
+                    count = min(step, each.elements - done)
+                    data_a, data_b = buffer_a[: count * bytes_a], buffer_b[: count * bytes_b]
+                    file_a.read_into(data_a, each.offset_a + done * bytes_a)
+                    file_b.read_into(data_b, each.offset_b + done * bytes_b)
+                    meter.add(data_a, data_b, dtype_a=each.dtype_a, dtype_b=each.dtype_b)
     return meter
-
-
-class _Reader:
-    """Reads ranges of objects into one buffer; keeps the last object open."""
-
-    def __init__(self, repo: Repository) -> None:
-        self._repo = repo
-        self._buffer = memoryview(bytearray(IO_CHUNK_BYTES))
-        self._stack = ExitStack()
-        self._ref: BlobRef | None = None
-        self._file: OpenFile | None = None
-
-    def read(self, ref: BlobRef, offset: int, size_bytes: int) -> memoryview:
-        """Return bytes of *ref*, valid until the next call."""
-        if self._file is None or self._ref != ref:
-            self._stack.close()
-            self._file, self._ref = self._stack.enter_context(self._repo.objects.open(ref)), ref
-        data = self._buffer[:size_bytes]
-        self._file.read_into(data, offset)
-        return data
-
-    def __enter__(self) -> "_Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()

@@ -6,9 +6,10 @@ both by listed sizes; *physical* is what the files take on disk.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
@@ -96,7 +97,7 @@ class Stats:
         return 1 - self.unique_bytes / self.logical_bytes if self.logical_bytes else 0.0
 
 
-def stats_fields(found: Stats) -> dict[str, object]:
+def stats_fields(found: Stats) -> dict[str, Any]:
     """Return *found* as JSON has it; of a run counted alone nobody knows what only it needs."""
     own = {} if found.run is None else {"own_bytes": None}
     return json_fields(found) | {
@@ -250,12 +251,10 @@ def _by_blob(uses: dict[tuple[BlobRef, int], int]) -> Iterator[tuple[BlobRef, di
 def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
     version = repo.version(ref)
     layer = tally.layers.setdefault(version.layer, Amount())
-    layer.count += 1
+    versions = layer.count + 1
     for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.objects)]:
-        of_layer = Amount()
-        tally.add(part, uses, tally.kinds[kind], of_layer)
-        layer.logical_bytes += of_layer.logical_bytes
-        layer.unique_bytes += of_layer.unique_bytes
+        tally.add(part, uses, tally.kinds[kind], layer)
+    layer.count = versions
 
 
 def _add_state(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
@@ -307,24 +306,14 @@ def _all_files(repo: Repository) -> Iterator[Path]:
 # -- how a run grows -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
-    """Bytes of one commit, or of several, by listed sizes and without records."""
+AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", "written_bytes")
+"""
+What is counted of a commit, by listed sizes and without its record.
 
-    logical_bytes: int = 0
-    """What it would take if it were stored whole."""
-    unique_bytes: int = 0
-    """The part of it that no earlier commit of the run has."""
-    inherited_bytes: int = 0
-    """The part of it in layers that it inherits."""
-    derived_bytes: int = 0
-    """Besides: gathered weights that are not stored, since they are rounded from the masters."""
-    written_bytes: int = 0
-    """What its writer put into the store, as it noted then."""
-
-    def __add__(self, other: "Amounts") -> "Amounts":
-        """Return both together."""
-        return Amounts(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+What it would take if it were stored whole; the part of it that no earlier commit of the run has; the part in layers
+that it inherits. Besides: gathered weights that are not stored, since they are rounded from the masters; and what its
+writer put into the store, as it noted then.
+"""
 
 
 class Growth:
@@ -341,8 +330,8 @@ class Growth:
         self.left_out: list[str] = []
         """What could not be read, and so is in no figure."""
 
-    def add(self, commit: Commit) -> Amounts:
-        """Return what *commit* adds to those that were added before."""
+    def add(self, commit: Commit) -> list[int]:
+        """Return the `AMOUNTS` of *commit*, after those that were added before."""
         record = commit.record
         logical = unique = inherited = 0
         stored: set[str] = set()
@@ -364,13 +353,7 @@ class Growth:
             logical += sum(part.size_bytes for part in parts)
             unique += self._new_bytes(parts)
             derived += _derived_bytes(state, stored)
-        return Amounts(
-            logical_bytes=logical,
-            unique_bytes=unique,
-            inherited_bytes=inherited,
-            derived_bytes=derived,
-            written_bytes=commit.observed.bytes_new,
-        )
+        return [logical, unique, inherited, derived, commit.observed.bytes_new]
 
     def _add_version(self, entry: LayerEntry) -> int:
         """Read the version of *entry*, if it is new; return the size of its new objects."""
