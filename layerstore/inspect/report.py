@@ -39,10 +39,9 @@ _COLUMNS_MAX = 360
 # Layers in a picture: more rows would be thinner than its lines.
 _LAYERS_MAX = 1000
 
-# Runs and problems that are listed, runs that are listed with their bytes, and pins of one save.
+# Runs and problems that are listed, and pins of one save.
 _RUNS_MAX = 200
 _PROBLEMS_MAX = 50
-_COUNTED_MAX = 200
 _PINS_MAX = 4
 
 # Digits of a version's id that tell two of one layer apart.
@@ -112,7 +111,7 @@ def _figures(fields: dict[str, Any]) -> dict[str, object]:
     """Return what `stats` says of the whole, with the first of the runs."""
     elsewhere = {"run", "runs", "layers", "left_out"}
     figures = {name: value for name, value in fields.items() if name not in elsewhere}
-    return figures | {"run_count": len(fields["runs"]), "runs": fields["runs"][:_COUNTED_MAX]}
+    return figures | {"run_count": len(fields["runs"]), "runs": fields["runs"][:_RUNS_MAX]}
 
 
 # -- one run -------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class RunStats:
     """Unique bytes that no other counted run needs; of a run counted alone, all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Unneeded:
     """Objects that no visible commit and no pin names."""
 
@@ -68,28 +68,40 @@ class Unneeded:
     """On disk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Stats:
     """The answer."""
 
     run: str | None
     """The only run that was counted; None for the whole store."""
-    commits: int
-    pins: int
+    pins: int = 0
     """Pins of mixtures, and of commits that are not visible any more; they count like commits."""
-    logical_bytes: int
-    unique_bytes: int
-    physical_bytes: int
+    physical_bytes: int = 0
     """Of the whole store, its index included if it is inside; of one run, of its objects and records."""
-    runs: tuple[RunStats, ...]
-    kinds: dict[str, Amount]
-    layers: dict[str, Amount]
-    unneeded: Unneeded | None
+    runs: list[RunStats] = field(default_factory=list)
+    kinds: dict[str, Amount] = field(default_factory=lambda: {kind: Amount() for kind in _KINDS})
+    layers: dict[str, Amount] = field(default_factory=dict)
+    unneeded: Unneeded | None = None
     """None for one run: other runs may need what it does not."""
-    missing: int
+    missing: int = 0
     """Objects that are needed and not there; `verify` names them."""
-    left_out: tuple[str, ...]
+    left_out: list[str] = field(default_factory=list)
     """What could not be read, and so is in no figure."""
+
+    @property
+    def commits(self) -> int:
+        """Visible commits."""
+        return sum(run.commits for run in self.runs)
+
+    @property
+    def logical_bytes(self) -> int:
+        """What they would take if each were stored whole."""
+        return sum(run.logical_bytes for run in self.runs)
+
+    @property
+    def unique_bytes(self) -> int:
+        """What is needed, each object counted once."""
+        return sum(amount.unique_bytes for amount in self.kinds.values())
 
     @property
     def saved_ratio(self) -> float:
@@ -109,14 +121,11 @@ def stats_fields(found: Stats) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums over everything that is needed."""
+    """Counts everything that is needed."""
 
-    runs: list[RunStats] = field(default_factory=list)
-    kinds: dict[str, Amount] = field(default_factory=lambda: {kind: Amount() for kind in _KINDS})
-    layers: dict[str, Amount] = field(default_factory=dict)
+    stats: Stats
     users: dict[ObjectId, int] = field(default_factory=dict)
     """Every needed object, and a bit for each run that needs it."""
-    left_out: list[str] = field(default_factory=list)
     record_paths: list[Path] = field(default_factory=list)
 
     def add(self, ref: BlobRef, uses: dict[int, int], *amounts: Amount) -> None:
@@ -128,7 +137,7 @@ class _Tally:
                 amount.count += 1
                 amount.unique_bytes += ref.size_bytes
         for index, count in uses.items():
-            run, bit, known = self.runs[index], 1 << index, self.users.get(ref.id, 0)
+            run, bit, known = self.stats.runs[index], 1 << index, self.users.get(ref.id, 0)
             run.logical_bytes += count * ref.size_bytes
             if known & bit:
                 continue
@@ -137,17 +146,17 @@ class _Tally:
             if not known:
                 run.own_bytes += ref.size_bytes
             elif known.bit_count() == 1:
-                self.runs[known.bit_length() - 1].own_bytes -= ref.size_bytes
+                self.stats.runs[known.bit_length() - 1].own_bytes -= ref.size_bytes
             self.users[ref.id] = known | bit
 
     def add_record(self, index: int, repo: Repository, path: Path) -> None:
         """Count a record or pin, which no two runs share."""
-        size_bytes = repo.files.size(path) or 0
-        for amount in (self.kinds[RECORD], self.runs[index]):
+        size_bytes, records, run = repo.files.size(path) or 0, self.stats.kinds[RECORD], self.stats.runs[index]
+        for amount in (records, run):
             amount.logical_bytes += size_bytes
             amount.unique_bytes += size_bytes
-        self.kinds[RECORD].count += 1
-        self.runs[index].own_bytes += size_bytes
+        records.count += 1
+        run.own_bytes += size_bytes
         self.record_paths.append(path)
 
 
@@ -157,14 +166,13 @@ def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress)
 
     Every version blob and state blob is read once. Raises NotFound if there is no such run.
     """
-    tally = _Tally()
+    stats = Stats(run=run)
+    tally = _Tally(stats)
     versions: dict[tuple[BlobRef, int], int] = {}
     states: dict[tuple[BlobRef, int], int] = {}
-    pins = 0
-    for index, is_pin, record in _holders(repo, tally, run):
-        pins += is_pin
+    for index, record in _holders(repo, tally):
         for entry in record.layers:
-            tally.layers.setdefault(entry.layer, Amount())
+            stats.layers.setdefault(entry.layer, Amount())
             versions[entry.version, index] = versions.get((entry.version, index), 0) + 1
         for state in record.states:
             states[state, index] = states.get((state, index), 0) + 1
@@ -174,55 +182,44 @@ def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress)
             try:
                 add(tally, repo, ref, uses)
             except LayerstoreError as exc:
-                tally.left_out.append(str(exc))
+                stats.left_out.append(str(exc))
             progress.advance(ref.size_bytes)
-    physical_bytes, unneeded, missing = _on_disk(repo, tally, whole=run is None)
-    return Stats(
-        run=run,
-        commits=sum(of.commits for of in tally.runs),
-        pins=pins,
-        logical_bytes=sum(of.logical_bytes for of in tally.runs),
-        unique_bytes=sum(amount.unique_bytes for amount in tally.kinds.values()),
-        physical_bytes=physical_bytes,
-        runs=tuple(tally.runs),
-        kinds=tally.kinds,
-        layers=tally.layers,
-        unneeded=unneeded,
-        missing=missing,
-        left_out=tuple(tally.left_out),
-    )
+    _look_at_disk(repo, tally)
+    return stats
 
 
 # -- what is needed ------------------------------------------------------------------------------------------------
 
 
-def _holders(repo: Repository, tally: _Tally, only: str | None) -> Iterator[tuple[int, bool, CommitRecord]]:
+def _holders(repo: Repository, tally: _Tally) -> Iterator[tuple[int, CommitRecord]]:
     """Yield every visible commit, and every pin of something else, with the index of its run."""
+    stats = tally.stats
     visible: set[CommitId] = set()
     indexes: dict[str, int] = {}
 
     def index_of(run: str) -> int:
         if run not in indexes:
-            indexes[run] = len(tally.runs)
-            tally.runs.append(RunStats(run=run))
+            indexes[run] = len(stats.runs)
+            stats.runs.append(RunStats(run=run))
         return indexes[run]
 
-    for view in views_of(repo, only):
+    for view in views_of(repo, stats.run):
         index = index_of(view.run)
-        tally.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
-        for commit in commits_of(repo, view, tally.left_out):
+        stats.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
+        for commit in commits_of(repo, view, stats.left_out):
             visible.add(commit.id)
-            tally.runs[index].commits += 1
+            stats.runs[index].commits += 1
             tally.add_record(index, repo, repo.layout.record(view.run, commit.record.step, commit.id))
-            yield index, False, commit.record
+            yield index, commit.record
     pins, damaged = read_pins(repo)
-    tally.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
+    stats.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
     for pin in pins:
-        if only in {None, pin.record.run}:
+        if stats.run in {None, pin.record.run}:
             index = index_of(pin.record.run)
             tally.add_record(index, repo, repo.layout.pin(pin.name))
             if commit_id(pin.record) not in visible:
-                yield index, True, pin.record
+                stats.pins += 1
+                yield index, pin.record
 
 
 def views_of(repo: Repository, run: str | None) -> list[RunView]:
@@ -250,25 +247,25 @@ def _by_blob(uses: dict[tuple[BlobRef, int], int]) -> Iterator[tuple[BlobRef, di
 
 def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
     version = repo.version(ref)
-    layer = tally.layers.setdefault(version.layer, Amount())
+    layer = tally.stats.layers.setdefault(version.layer, Amount())
     versions = layer.count + 1
     for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.objects)]:
-        tally.add(part, uses, tally.kinds[kind], layer)
+        tally.add(part, uses, tally.stats.kinds[kind], layer)
     layer.count = versions
 
 
 def _add_state(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
     for part in (ref, *objects_of_state(repo.state(ref))):
-        tally.add(part, uses, tally.kinds[STATE])
+        tally.add(part, uses, tally.stats.kinds[STATE])
 
 
 # -- what is on disk -----------------------------------------------------------------------------------------------
 
 
-def _on_disk(repo: Repository, tally: _Tally, *, whole: bool) -> tuple[int, Unneeded | None, int]:
-    """Return the bytes on disk, what nothing needs, and how many needed objects are missing."""
-    seen: set[tuple[int, int]] = set()
-    total = unneeded = unneeded_bytes = present = 0
+def _look_at_disk(repo: Repository, tally: _Tally) -> None:
+    """Count the bytes on disk, what nothing needs, and how many needed objects are missing."""
+    stats, seen = tally.stats, set[tuple[int, int]]()
+    present, unneeded = 0, Unneeded(objects=0, bytes=0)
 
     def take(path: Path) -> int:
         """Return what *path* adds: nothing if it is gone, or was counted under another name."""
@@ -279,16 +276,17 @@ def _on_disk(repo: Repository, tally: _Tally, *, whole: bool) -> tuple[int, Unne
         return found.st_blocks * 512  # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are
 
     for object_id, path in repo.objects.ids():
-        is_needed = object_id in tally.users
-        present += is_needed
-        if is_needed or whole:
+        if object_id in tally.users:
+            present += 1
+            stats.physical_bytes += take(path)
+        elif stats.run is None:
             disk_bytes = take(path)
-            total += disk_bytes
-            unneeded += not is_needed
-            unneeded_bytes += 0 if is_needed else disk_bytes
-    total += sum(take(path) for path in (_all_files(repo) if whole else tally.record_paths))
-    missing = len(tally.users) - present
-    return total, Unneeded(objects=unneeded, bytes=unneeded_bytes) if whole else None, missing
+            stats.physical_bytes += disk_bytes
+            unneeded.objects += 1
+            unneeded.bytes += disk_bytes
+    stats.physical_bytes += sum(take(path) for path in (tally.record_paths if stats.run else _all_files(repo)))
+    stats.missing = len(tally.users) - present
+    stats.unneeded = unneeded if stats.run is None else None
 
 
 def _all_files(repo: Repository) -> Iterator[Path]:
