@@ -37,7 +37,7 @@ from layerstore.zero3.read import (
 )
 from layerstore.zero3.regroup import Regrouping, plan_regrouping, regrouped, same_bytes, with_own_steps
 from layerstore.zero3.rounding import can_convert, can_derive, convert, equal_bytes, newly_infinite
-from layerstore.zero3.slices import Piece, Slices, StoragePart, slice_length, stretches, valid_elements
+from layerstore.zero3.slices import Piece, Slices, StoragePart, StoredSlice, slice_length, stretches, valid_elements
 from layerstore.zero3.sourcefile import OpenedSource, open_source, read_source_file, real_path, stat_source
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
 from layerstore.zero3.trees import TreeView, config_of, replace_tensors, sub_group_shapes, undivided
@@ -59,7 +59,7 @@ __all__ = [
     "BYTES_KEY", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "SUMMARY", "TRAINER_STATE", "Checkpoint",
     "DerivedCheck", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
     "OutputFile", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices",
-    "StoragePart", "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive",
+    "StoragePart", "StoredSlice", "Survey", "TreeView", "beside_shards", "buffers_of", "can_convert", "can_derive",
     "check_unchanged", "checkpoints_below", "config_of", "convert", "derived_checks", "discover", "equal_bytes",
     "filling_of", "flavour_of", "gathered_pieces", "holds_zero3", "list_folder", "merged",
     "newly_infinite", "open_source", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file",

@@ -188,7 +188,7 @@ class Slices:
         Raises:
             LayoutMismatch: They are not stored, or not as *dtype*.
         """
-        for stored, stretch in self._stretches(kind, name, state=state, begin=begin, end=end):
+        for stored, stretch in self.stretches(kind, name, state=state, begin=begin, end=end):
             if stored.tensor.dtype != dtype:
                 raise LayoutMismatch(
                     f"{state or kind} of {name!r} is stored as {stored.tensor.dtype}, the base has it as {dtype}",
@@ -215,7 +215,7 @@ class Slices:
             Unsupported: They are stored as a type that cannot become *dtype*; carries *hint*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
-        for stored, stretch in self._stretches(kind, name, begin=begin, end=end):
+        for stored, stretch in self.stretches(kind, name, begin=begin, end=end):
             source = stored.tensor.dtype
             if not can_convert(source, dtype):
                 raise Unsupported(f"{name!r} is stored as {source} and cannot be written as {dtype}", hint=hint)
@@ -229,9 +229,15 @@ class Slices:
             )
             offset += stretch.elements * by_code(dtype).bytes
 
-    def _stretches(
+    def stretches(
         self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
     ) -> Iterator[tuple[StoredSlice, Stretch]]:
+        """
+        Yield the slices that hold the elements *begin* to *end* of a parameter, and where in each.
+
+        Raises:
+            LayoutMismatch: They are not stored.
+        """
         elements = prod(self.parameter(name).shape)
         shards = self.shards(kind, name) or 1  # none stored: `find` raises for the first
         for stretch in stretches(elements, shards, begin=begin, end=end):
