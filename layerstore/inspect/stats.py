@@ -321,26 +321,22 @@ class Growth:
         self._repo = repo
         # As bytes: a million hexadecimal ids would take twice the memory.
         self._seen: set[bytes] = set()
-        self._versions: dict[bytes, int] = {}
-        """The size of each version, its objects included."""
-        self._stored_weights: dict[bytes, frozenset[str]] = {}
-        """Trained parameters whose weights are stored, since they are not the rounded masters, by version."""
+        self._versions: dict[bytes, tuple[int, frozenset[str]]] = {}
+        """The size of each version, and its trained parameters with weights of their own, not the rounded masters."""
         self.left_out: list[str] = []
         """What could not be read, and so is in no figure."""
 
     def add(self, commit: Commit) -> list[int]:
         """Return the `AMOUNTS` of *commit*, after those that were added before."""
         record = commit.record
-        logical = unique = inherited = 0
+        logical = unique = inherited = derived = 0
         stored: set[str] = set()
         for entry in record.layers:
-            new = self._add_version(entry)
-            size_bytes = self._versions[_key(entry.version)]
+            unique += self._add_version(entry)
+            size_bytes, unlike = self._versions[_key(entry.version)]
             logical += size_bytes
-            unique += new
             inherited += 0 if entry.saved_by(record) else size_bytes
-            stored |= self._stored_weights.get(_key(entry.version), frozenset())
-        derived = 0
+            stored |= unlike
         for ref in record.states:
             try:
                 state = self._repo.state(ref)
@@ -362,14 +358,13 @@ class Growth:
             version = self._repo.version_of(entry)
         except LayerstoreError as exc:
             self.left_out.append(str(exc))
-            self._versions[key] = 0
+            self._versions[key] = 0, frozenset()
             return 0
         parts = [entry.version, *(stored.ref for stored in version.objects)]
-        self._versions[key] = sum(part.size_bytes for part in parts)
         trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
         weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
-        if unlike := frozenset(tensor.name for of in weights for tensor in of.tensors) & trained:
-            self._stored_weights[key] = unlike
+        unlike = frozenset(tensor.name for of in weights for tensor in of.tensors) & trained
+        self._versions[key] = sum(part.size_bytes for part in parts), unlike
         return self._new_bytes(parts)
 
     def _new_bytes(self, refs: Iterable[BlobRef]) -> int:
