@@ -1,7 +1,7 @@
 """``layerstore report``: one page about a store, to look at, to print and to send."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,9 +10,6 @@ from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown, size
 from layerstore.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from layerstore.inspect import Report, RetentionReport
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The page; an older report is replaced.")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
@@ -56,37 +53,33 @@ def report(
         if out is None and not as_json:
             raise InvalidInput("a report needs a file", hint="layerstore report -o report.html")
         found = opened_store.report(out, run=run, keep=keep, progress=progress)
-    for problem in found.left_out:
+    for problem in found["left_out"]:
         say_warning(f"left out: {problem}")
     if as_json:
-        from layerstore.inspect import report_fields
-
-        say_json({"out": None if out is None else str(out), **report_fields(found)})
+        say_json({"out": None if out is None else str(out), **found})
     else:
         _tell(found, out)
 
 
-def _tell(found: "Report", out: Path | None) -> None:
-    say(f"wrote {shown(out)}: {counted(found.stats.commits, 'commit')} of {counted(len(found.stats.runs), 'run')}")
-    if found.retention is not None:
-        say_paragraph(_planned(found.retention, run=found.stats.run), indent=2)
-    for run in found.runs:
-        if len(run.saves) < run.commits:
-            say(f"{shown(run.run)}: sampled, {len(run.saves):,} of {counted(run.commits, 'save')} are shown")
+def _tell(found: dict[str, Any], out: Path | None) -> None:
+    stats, plan = found["stats"], found["retention"]
+    say(f"wrote {shown(out)}: {counted(stats['commits'], 'commit')} of {counted(stats['run_count'], 'run')}")
+    if plan is not None:
+        rules = plan["rules"] if found["run"] is None else f"{found['run']} {plan['rules']}"
+        say_paragraph(f"gc {shown(rules)} would {_planned(plan)}", indent=2)
+    for run in found["runs"]:
+        count = len(run["saves"]["step"])
+        if count < run["commits"]:
+            say(f"{shown(run['run'])}: sampled, {count:,} of {counted(run['commits'], 'save')} are shown")
 
 
-def _planned(retention: "RetentionReport", *, run: str | None) -> str:
+def _planned(plan: dict[str, Any]) -> str:
     """Return what gc by the rules would do."""
-    from layerstore.inspect import rules_of
-
-    rules, outcome = rules_of(retention.keep), retention.outcome
-    if run is not None:
-        rules = f"{run} {rules}"
-    if outcome is None:
-        return f"gc {shown(rules)} would refuse: {shown(retention.refusal)}"
-    trimmed = f", take the moments of {len(outcome.trimmed):,}" if outcome.trimmed else ""
-    later = f", and {size(outcome.young.size_bytes)} later, too young now" if outcome.young.size_bytes else ""
-    removed = counted(len(outcome.removed), "commit") if outcome.removed else "no commit"
-    freed = size(outcome.bytes_freed) if outcome.bytes_freed else "nothing at once" if later else "nothing"
-    stay = counted(retention.commits_kept, "commit")
-    return f"gc {shown(rules)} would remove {removed}{trimmed} and free {freed}{later}; {stay} would stay"
+    if plan["refusal"] is not None:
+        return f"refuse: {shown(plan['refusal'])}"
+    trimmed = f", take the moments of {plan['commits_trimmed']:,}" if plan["commits_trimmed"] else ""
+    later = f", and {size(plan['bytes_freed_later'])} later, too young now" if plan["bytes_freed_later"] else ""
+    removed = counted(plan["commits_removed"], "commit") if plan["commits_removed"] else "no commit"
+    freed = size(plan["bytes_freed"]) if plan["bytes_freed"] else "nothing at once" if later else "nothing"
+    stay = counted(plan["commits_kept"], "commit")
+    return f"remove {removed}{trimmed} and free {freed}{later}; {stay} would stay"

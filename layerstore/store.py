@@ -9,7 +9,7 @@ The store: opens a repository and hands out the verbs. Each verb imports its roo
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.layout import layout_at
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from layerstore.gc import Dropped, DroppedCommit, GcOutcome
     from layerstore.history import Resolved
     from layerstore.ingest import Ingested
-    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Report, Stats
+    from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Stats
     from layerstore.policy import Keep, Policy
     from layerstore.zero3 import Survey
 
@@ -238,9 +238,11 @@ class Store:
         run: str | None = None,
         keep: "Keep | None" = None,
         progress: Progress | None = None,
-    ) -> "Report":
+    ) -> dict[str, Any]:
         """
         Return the facts about the whole store, or about *run*; write them as one HTML page to the file *out*.
+
+        They are the fields of ``layerstore report --json``; each field of the shown saves is a list.
 
         Of a long history only some saves are shown, so the page stays below 1 MB.
         With *keep* it also shows what `gc` would do by these rules. Only an older report is replaced.

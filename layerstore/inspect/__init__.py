@@ -4,8 +4,7 @@ from layerstore.inspect.diff import Diff, DiffSide, LayerDiff, compare
 from layerstore.inspect.estimate import Training, estimate_saves
 from layerstore.inspect.log import LogEntry, LogLine, LogPage, read_log
 from layerstore.inspect.model_shapes import Model, made_up, model_at, model_of_commit
-from layerstore.inspect.report import Report, RetentionReport
-from layerstore.inspect.report_json import make_report, report_fields, rules_of
+from layerstore.inspect.report import make_report
 from layerstore.inspect.show import CommitView, LayerLine, describe_commit, layer_lines
 from layerstore.inspect.stats import Stats, count_bytes, stats_fields
 
@@ -19,8 +18,6 @@ __all__ = [
     "LogLine",
     "LogPage",
     "Model",
-    "Report",
-    "RetentionReport",
     "Stats",
     "Training",
     "compare",
@@ -33,7 +30,5 @@ __all__ = [
     "model_at",
     "model_of_commit",
     "read_log",
-    "report_fields",
-    "rules_of",
     "stats_fields",
 ]

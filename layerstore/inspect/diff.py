@@ -8,20 +8,19 @@ It compares by position in the whole parameter, so any two world sizes can be co
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from typing import Literal, TypeAlias
 
 from layerstore.distance import Distance, Meter, can_measure, nothing_between
 from layerstore.dtypes import by_code
-from layerstore.errors import IntegrityError
 from layerstore.history import Resolved, reference_to
 from layerstore.limits import IO_CHUNK_BYTES, WORKERS_MAX
 from layerstore.model import BlobRef, Kind, LayerEntry, LayerVersion, Parameter, StoredObject
 from layerstore.progress import Progress
-from layerstore.storage import OpenFile, Repository
-from layerstore.zero3 import Slices, slice_length, valid_elements
+from layerstore.storage import Repository
+from layerstore.zero3 import Slices, StoredSlice
 
 Status: TypeAlias = Literal["same", "changed", "re-sliced", "only in a", "only in b"]
 """``re-sliced``: cut for another world size, so ids say nothing about equality."""
@@ -130,6 +129,7 @@ def compare(repo: Repository, a: Resolved, b: Resolved, *, stat: bool = False, p
 
     Raises:
         IntegrityError: A version, or with *stat* an object to be measured, is damaged or missing.
+        LayoutMismatch: A version lists slices that its shapes do not have.
     """
     ours = {entry.layer: entry for entry in a.record.layers}
     theirs = {entry.layer: entry for entry in b.record.layers}
@@ -229,15 +229,13 @@ def _size_to_read(layer: LayerDiff) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """Elements that are contiguous in one object of each side."""
+    """Elements that are contiguous in one slice of each side."""
 
-    ref_a: BlobRef
-    ref_b: BlobRef
-    offset_a: int
-    offset_b: int
+    a: StoredSlice
+    b: StoredSlice
+    start_a: int
+    start_b: int
     elements: int
-    dtype_a: str
-    dtype_b: str
 
 
 def _measure(
@@ -260,7 +258,7 @@ def _measure(
             found += of_parameter
     if not found and not left_out:
         return None
-    refs = {ref for each in found for ref in (each.ref_a, each.ref_b)} - verified
+    refs = {side.object.ref for each in found for side in (each.a, each.b)} - verified
 
     def check(ref: BlobRef) -> None:
         repo.objects.verify(ref)
@@ -281,7 +279,7 @@ def _stretches_of(name: str, a: Slices, b: Slices) -> list[_Stretch] | None:
     if kind_a is None or kind_b is None:
         return None if prod(ours.shape) else []
     found = list(_stretches(a, b, ours, kind_a, kind_b))
-    return found if all(can_measure(each.dtype_a) and can_measure(each.dtype_b) for each in found) else None
+    return found if all(can_measure(side.tensor.dtype) for each in found for side in (each.a, each.b)) else None
 
 
 def _numbers_of(slices: Slices, parameter: Parameter) -> Kind | None:
@@ -291,76 +289,30 @@ def _numbers_of(slices: Slices, parameter: Parameter) -> Kind | None:
 
 def _stretches(a: Slices, b: Slices, parameter: Parameter, kind_a: Kind, kind_b: Kind) -> Iterator[_Stretch]:
     """Yield the pieces of *parameter* that no slice of either side cuts."""
-    elements = prod(parameter.shape)
-    length_a = slice_length(elements, a.shards(kind_a, parameter.name))
-    length_b = slice_length(elements, b.shards(kind_b, parameter.name))
-    start = 0
-    while start < elements:
-        shard_a, shard_b = start // length_a, start // length_b
-        end = min(elements, (shard_a + 1) * length_a, (shard_b + 1) * length_b)
-        ref_a, offset_a, dtype_a = _place(a, kind_a, parameter, shard_a, start - shard_a * length_a)
-        ref_b, offset_b, dtype_b = _place(b, kind_b, parameter, shard_b, start - shard_b * length_b)
-        yield _Stretch(
-            ref_a=ref_a,
-            ref_b=ref_b,
-            offset_a=offset_a,
-            offset_b=offset_b,
-            elements=end - start,
-            dtype_a=dtype_a,
-            dtype_b=dtype_b,
-        )
-        start = end
-
-
-def _place(slices: Slices, kind: Kind, parameter: Parameter, shard: int, skipped: int) -> tuple[BlobRef, int, str]:
-    """Return the object, the offset in it, and the element type of a slice after its first *skipped* elements."""
-    place = slices.find(kind, parameter.name, shard=shard)
-    shards = slices.shards(kind, parameter.name)
-    if place.tensor.elements != valid_elements(prod(parameter.shape), shards, shard):
-        raise IntegrityError(f"object {place.object.id} has a slice of {parameter.name!r} that is of no such cut")
-    piece = place.piece(0)
-    return piece.object, piece.object_offset + skipped * by_code(place.tensor.dtype).bytes, place.tensor.dtype
+    name, begin = parameter.name, 0
+    for slice_a, of_a in a.stretches(kind_a, name, begin=0, end=prod(parameter.shape)):
+        end, start_a = begin + of_a.elements, of_a.start
+        for slice_b, of_b in b.stretches(kind_b, name, begin=begin, end=end):
+            yield _Stretch(a=slice_a, b=slice_b, start_a=start_a, start_b=of_b.start, elements=of_b.elements)
+            start_a += of_b.elements
+        begin = end
 
 
 def _read_in_step(repo: Repository, stretches: list[_Stretch]) -> Meter:
     """Measure all *stretches*, chunk by chunk; sorted, so that each object is opened about once."""
     meter = Meter()
-    with _Reader(repo) as of_a, _Reader(repo) as of_b:
-        for each in sorted(stretches, key=lambda each: (each.ref_a.id, each.ref_b.id, each.offset_a)):
-            bytes_a, bytes_b = by_code(each.dtype_a).bytes, by_code(each.dtype_b).bytes
-            step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
-            for done in range(0, each.elements, step):
-                count = min(step, each.elements - done)
-                meter.add(
-                    of_a.read(each.ref_a, each.offset_a + done * bytes_a, count * bytes_a),
-                    of_b.read(each.ref_b, each.offset_b + done * bytes_b, count * bytes_b),
-                    dtype_a=each.dtype_a,
-                    dtype_b=each.dtype_b,
-                )
+    buffer_a, buffer_b = (memoryview(bytearray(IO_CHUNK_BYTES)) for _ in range(2))
+    stretches = sorted(stretches, key=lambda each: (each.a.object.id, each.b.object.id, each.a.offset, each.start_a))
+    for (ref_a, ref_b), group in groupby(stretches, key=lambda each: (each.a.object.ref, each.b.object.ref)):
+        with repo.objects.open(ref_a) as file_a, repo.objects.open(ref_b) as file_b:
+            for each in group:
+                dtype_a, dtype_b = each.a.tensor.dtype, each.b.tensor.dtype
+                bytes_a, bytes_b = by_code(dtype_a).bytes, by_code(dtype_b).bytes
+                step = IO_CHUNK_BYTES // max(bytes_a, bytes_b)
+                for done in range(0, each.elements, step):
+                    count = min(step, each.elements - done)
+                    data_a, data_b = buffer_a[: count * bytes_a], buffer_b[: count * bytes_b]
+                    file_a.read_into(data_a, each.a.offset + (each.start_a + done) * bytes_a)
+                    file_b.read_into(data_b, each.b.offset + (each.start_b + done) * bytes_b)
+                    meter.add(data_a, data_b, dtype_a=dtype_a, dtype_b=dtype_b)
     return meter
-
-
-class _Reader:
-    """Reads ranges of objects into one buffer; keeps the last object open."""
-
-    def __init__(self, repo: Repository) -> None:
-        self._repo = repo
-        self._buffer = memoryview(bytearray(IO_CHUNK_BYTES))
-        self._stack = ExitStack()
-        self._ref: BlobRef | None = None
-        self._file: OpenFile | None = None
-
-    def read(self, ref: BlobRef, offset: int, size_bytes: int) -> memoryview:
-        """Return bytes of *ref*, valid until the next call."""
-        if self._file is None or self._ref != ref:
-            self._stack.close()
-            self._file, self._ref = self._stack.enter_context(self._repo.objects.open(ref)), ref
-        data = self._buffer[:size_bytes]
-        self._file.read_into(data, offset)
-        return data
-
-    def __enter__(self) -> "_Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()

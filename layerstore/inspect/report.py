@@ -1,22 +1,30 @@
 """
-The facts of a report: what a store holds, how each run grew, and what a composite at any step would consist of.
+The facts of a report, as ``--json`` prints them and as the page draws them.
 
-They are those of `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run`; `report_json` turns them into JSON.
+They are those of `log`, `show`, `stats`, `compose --dry-run` and `gc --dry-run`.
 Of a long history only some saves are shown; totals count all of them.
+Saves are stored by column: each field is a list with one value per shown save, which takes a third of the bytes.
 """
 
+import math
+import shlex
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from layerstore.compose import compose_by_policy
-from layerstore.errors import IntegrityError, LayerstoreError
-from layerstore.gc import CommitFate, GcOutcome, GcRequest, plan_gc
-from layerstore.history import Resolved, Staleness, references_to, staleness_of
-from layerstore.inspect.log import LogEntry, log_entry, names_of_pins
-from layerstore.inspect.stats import Amounts, Growth, Stats, commits_of, count_bytes, views_of
-from layerstore.model import Commit, CommitId, LayerEntry
-from layerstore.policy import Filter, Keep, Parity
+from layerstore.compose import checked_file, compose_by_policy, write_file
+from layerstore.errors import IntegrityError, LayerstoreError, Unsupported
+from layerstore.gc import CommitFate, GcRequest, plan_gc
+from layerstore.history import Resolved, references_to, staleness_of
+from layerstore.inspect.log import log_entry, names_of_pins
+from layerstore.inspect.page import BEGINS, PAGE_BYTES_MAX, render
+from layerstore.inspect.stats import AMOUNTS, Growth, commits_of, count_bytes, stats_fields, views_of
+from layerstore.json_fields import iso_time
+from layerstore.model import Commit, CommitId, LayerEntry, Origin
+from layerstore.policy import Filter, Keep, Parity, Policy
 from layerstore.progress import Progress
 from layerstore.storage import RecordRow, Repository, RunView, SaveTiming, read_timings
 
@@ -26,168 +34,90 @@ _SAVE_BYTES = 300
 _CELL_BYTES = 22
 
 # Saves in a picture: more columns would be narrower than a pointer.
-COLUMNS_MAX = 360
+_COLUMNS_MAX = 360
 
 # Layers in a picture: more rows would be thinner than its lines.
 _LAYERS_MAX = 1000
 
-# Runs and problems that are listed.
+# Runs and problems that are listed, and pins of one save.
 _RUNS_MAX = 200
 _PROBLEMS_MAX = 50
+_PINS_MAX = 4
 
-ASKED = (Parity(), Filter())
-"""The policies whose composites are shown at each step, besides the commit's own layers."""
+# Digits of a version's id that tell two of one layer apart.
+_VERSION_DIGITS = 8
 
+# A longer time is no time that a save took.
+_SECONDS_MAX = 1e9
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownSave:
-    """One save, as a report shows it."""
-
-    entry: LogEntry
-    reference: str
-    """The reference that means this commit."""
-    turn: int
-    """The number that policies count it by."""
-    policy: str
-    """The policy that it was saved under."""
-    layers: Mapping[str, LayerEntry]
-    """The commit's layers by name."""
-    asked: Mapping[str, Mapping[str, LayerEntry]]
-    """The layers of a composite by each policy, where they differ from the commit's; empty where there is none."""
-    movements: Mapping[str, float]
-    """How far each layer's masters had moved since their last version, where the save recorded it."""
-    staleness: Staleness
-    """Of the commit's own layers."""
-    own: Amounts
-    total: Amounts
-    """Of all saves of the run up to this one, shown or not."""
-    timing: SaveTiming | None
-    fate: CommitFate | None
-    """What gc by the given rules would do with it."""
+# The policies whose composites are shown at each step, besides the commit's own layers.
+_ASKED: tuple[Policy, ...] = (Parity(), Filter())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """One run."""
-
-    run: str
-    commits: int
-    """All that can be read, shown or not."""
-    attempts: int
-    first_ns: int
-    """When the oldest commit was saved."""
-    last_ns: int
-    """When the newest commit was saved."""
-    layers: tuple[str, ...]
-    """In the order of the newest commit's model, then those that only older commits have."""
-    layers_left_out: int
-    saves: tuple[ShownSave, ...]
-    """By attempt and step."""
-    times_ns: Mapping[tuple[int, int], int]
-    """When each visible commit was saved, by attempt and step."""
-    total: Amounts
-    timings: tuple[SaveTiming, ...]
-    """Of all saves made in training, by attempt and step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetentionReport:
-    """What gc by these rules would do."""
-
-    keep: Keep
-    outcome: GcOutcome | None
-    refusal: str = ""
-    """Why gc would refuse, if it would."""
-
-    @property
-    def commits_kept(self) -> int:
-        """Count the visible commits that would stay."""
-        fates = () if self.outcome is None else self.outcome.commits
-        return sum(bool(fate.kept_by) for fate in fates)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The facts."""
-
-    path: str
-    store_id: str
-    time_ns: int
-    stats: Stats
-    runs: tuple[RunReport, ...]
-    runs_left_out: int
-    """Runs that are not even listed."""
-    retention: RetentionReport | None
-    """None where no rule was given."""
-    left_out: tuple[str, ...] = ()
-    """What could not be read, and so is in no figure."""
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether any run has more saves than are shown."""
-        return any(len(run.saves) < run.commits for run in self.runs)
-
-
-def collect_report(repo: Repository, *, run: str | None, keep: Keep | None, progress: Progress) -> Report:
+def make_report(
+    repo: Repository, out: Path | None, *, run: str | None, keep: Keep | None, progress: Progress
+) -> dict[str, Any]:
     """
     Return the facts about the whole store, or about *run*; with *keep* also what gc by its rules would do.
 
-    What is damaged is left out and named.
+    With *out* they are also written as a page to that file, where an older report is replaced.
+    If the page would be too large, fewer saves are shown. What is damaged is left out and named.
 
     Raises:
+        AlreadyExists: Something else is at *out*.
         NotFound: There is no such run.
         InvalidInput: No commit has the metric that *keep* goes by.
+        Unsupported: Even with one save of each run the page would be too large.
     """
+    target = None if out is None else checked_file(repo, out, what="a report", begins=BEGINS)
     stats = count_bytes(repo, run=run, progress=progress)
-    retention = _retention(repo, run, keep, progress=progress)
-    outcome = None if retention is None else retention.outcome
-    fates = {} if outcome is None else {fate.commit: fate for fate in outcome.commits}
+    retention, fates = _retention(repo, run, keep, progress=progress)
     listed = [view for view in views_of(repo, run) if view.visible or view.damaged]
-    shown = listed[:_RUNS_MAX]
-    progress.start("records", sum(len(view.visible) for view in shown))
-    room, pins, problems = rooms(shown), names_of_pins(repo), list(stats.left_out)
-    runs = [
-        _run_report(repo, view, fates=fates, pins=pins, room=room[view.run], problems=problems, progress=progress)
-        for view in shown
-    ]
-    return Report(
-        path=str(repo.layout.root),
-        store_id=repo.identity.store_id,
-        time_ns=time.time_ns(),
-        stats=stats,
-        runs=tuple(runs),
-        runs_left_out=len(listed) - len(shown),
-        retention=retention,
-        left_out=tuple(dict.fromkeys(problems))[:_PROBLEMS_MAX],
-    )
+    shown, pins, facts_bytes = listed[:_RUNS_MAX], names_of_pins(repo), _FACTS_BYTES
+    while True:
+        progress.start("records", sum(len(view.visible) for view in shown))
+        room, problems = rooms(shown, facts_bytes), list(stats.left_out)
+        runs = [
+            _run(repo, view, fates=fates, pins=pins, room=room[view.run], problems=problems, progress=progress)
+            for view in shown
+        ]
+        facts = {
+            "store": str(repo.layout.root),
+            "id": repo.identity.store_id,
+            "time": _iso(time.time_ns()),
+            "run": run,
+            "is_sampled": any(len(each["saves"]["step"]) < each["commits"] for each in runs),
+            "stats": _figures(stats_fields(stats)),
+            "runs": runs,
+            "runs_left_out": len(listed) - len(shown),
+            "retention": retention,
+            "left_out": list(dict.fromkeys(problems))[:_PROBLEMS_MAX],
+        }
+        if target is None:
+            return facts
+        page = render(facts)
+        if len(page) <= PAGE_BYTES_MAX:
+            write_file(repo, target, page)
+            return facts
+        if all(len(each["saves"]["step"]) < 2 for each in runs):
+            raise Unsupported(
+                f"a page about the whole store has more than {PAGE_BYTES_MAX:,} bytes",
+                hint="layerstore report --run RUN makes one about a single run; --json has no bound",
+            )
+        facts_bytes = min(facts_bytes, len(page)) // 2
 
 
-def _retention(repo: Repository, run: str | None, keep: Keep | None, *, progress: Progress) -> RetentionReport | None:
-    if keep is None or not (keep.has_rules or keep.drop_optimizer_older_than is not None):
-        return None
-    request = GcRequest(keep=keep, runs=None if run is None else [run])
-    try:
-        return RetentionReport(keep=keep, outcome=plan_gc(repo, request, progress=progress).outcome)
-    except IntegrityError as exc:
-        return RetentionReport(keep=keep, outcome=None, refusal=str(exc))
+def _figures(fields: dict[str, Any]) -> dict[str, object]:
+    """Return what `stats` says of the whole, with the first of the runs."""
+    elsewhere = {"run", "runs", "layers", "left_out"}
+    figures = {name: value for name, value in fields.items() if name not in elsewhere}
+    return figures | {"run_count": len(fields["runs"]), "runs": fields["runs"][:_RUNS_MAX]}
 
 
-def thinned(report: Report) -> Report | None:
-    """Return *report* with about half of its shown saves; None if each run shows only one."""
-    if all(len(run.saves) < 2 for run in report.runs):
-        return None
-    return replace(
-        report,
-        runs=tuple(
-            replace(run, saves=tuple(run.saves[place] for place in chosen(len(run.saves), room=len(run.saves) // 2)))
-            if len(run.saves) > 1
-            else run
-            for run in report.runs
-        ),
-    )
+# -- one run -------------------------------------------------------------------------------------------------------
 
 
-def _run_report(
+def _run(
     repo: Repository,
     view: RunView,
     *,
@@ -196,106 +126,248 @@ def _run_report(
     room: int,
     problems: list[str],
     progress: Progress,
-) -> RunReport:
+) -> dict[str, Any]:
     """Return the facts about one run, of which *room* saves are shown; add to *problems* what cannot be read."""
-    growth, took, shown = Growth(repo), read_timings(repo, view.run), _chosen(view.visible, pins, room)
-    saves, times, total = list[ShownSave](), dict[tuple[int, int], int](), Amounts()
+    growth, wanted, shown = Growth(repo), _chosen(view.visible, pins, room), list[Commit]()
+    own_bytes, total_bytes, total = list[list[int]](), list[list[int]](), [0] * len(AMOUNTS)
+    times: dict[tuple[int, int], str] = {}
     for commit in commits_of(repo, view, problems):
         own = growth.add(commit)
-        total += own
-        place = commit.record.attempt, commit.record.step
-        times[place] = commit.observed.time_ns
+        total = [before + each for before, each in zip(total, own, strict=True)]
+        times[commit.record.attempt, commit.record.step] = _iso(commit.observed.time_ns)
         progress.advance(1)
-        if commit.id in shown:
-            entry, fate = log_entry(commit, pins.get(commit.id, ())), fates.get(commit.id)
-            asked = _asked(repo, commit, view)
-            saves.append(_save(commit, entry, asked, own=own, total=total, timing=took.get(place), fate=fate))
+        if commit.id in wanted:
+            shown.append(commit)
+            own_bytes.append(own)
+            total_bytes.append(total)
     problems += growth.left_out
-    layers = _layer_names(view.visible)
-    references = references_to(repo, [save.entry for save in saves])
-    return RunReport(
-        run=view.run,
-        commits=len(times),
-        attempts=len(view.attempts),
-        first_ns=min(times.values(), default=0),
-        last_ns=max(times.values(), default=0),
-        layers=layers[:_LAYERS_MAX],
-        layers_left_out=len(layers[_LAYERS_MAX:]),
-        saves=tuple(replace(save, reference=name) for save, name in zip(saves, references, strict=True)),
-        times_ns=times,
-        total=total,
-        timings=tuple(timing for _, timing in sorted(took.items())),
-    )
+    names, timings = _layer_names(view.visible), read_timings(repo, view.run)
+    layers = names[:_LAYERS_MAX]
+    saves = _saves(repo, shown, pins=pins, timings=timings, fates=fates)
+    return {
+        "run": view.run,
+        "commits": len(times),
+        "attempts": len(view.attempts),
+        "first_time": min(times.values(), default=None),
+        "last_time": max(times.values(), default=None),
+        "total": dict(zip(AMOUNTS, total, strict=True)),
+        "layers": layers,
+        "layers_left_out": len(names) - len(layers),
+        "saves": saves | {"bytes": own_bytes, "total_bytes": total_bytes},
+        **_composites(repo, view, shown, layers, times),
+        "versions": [_versions(commit, layers) for commit in shown],
+        "drift": [_drift(commit, layers) for commit in shown],
+        "timings": _timings(list(timings.values())),
+    }
 
 
-def _layer_names(rows: Sequence[RecordRow]) -> tuple[str, ...]:
+def _layer_names(rows: Sequence[RecordRow]) -> list[str]:
     """Return the layers of *rows*, those of the newest model first."""
     models = dict.fromkeys(row.layer_names for row in reversed(rows))
-    return tuple(dict.fromkeys(name for model in models for name in model))
+    return list(dict.fromkeys(name for model in models for name in model))
 
 
-def _save(
-    commit: Commit,
-    entry: LogEntry,
-    asked: Mapping[str, Mapping[str, LayerEntry]],
+def _saves(
+    repo: Repository,
+    shown: list[Commit],
     *,
-    own: Amounts,
-    total: Amounts,
-    timing: SaveTiming | None,
-    fate: CommitFate | None,
-) -> ShownSave:
-    record = commit.record
-    movements = record.policy.decisions.get("movements")
-    return ShownSave(
-        entry=entry,
-        reference="",
-        turn=record.save_number,
-        policy=record.policy.name,
-        layers={each.layer: each for each in record.layers},
-        asked=asked,
-        movements={
-            str(layer): moved
-            for layer, moved in (movements.items() if isinstance(movements, dict) else ())
-            if isinstance(moved, float)
+    pins: Mapping[str, list[str]],
+    timings: Mapping[tuple[int, int], SaveTiming],
+    fates: Mapping[str, CommitFate],
+) -> dict[str, object]:
+    """Return the facts about the saves *shown*, by column."""
+    entries = [log_entry(commit, pins.get(commit.id, ())) for commit in shown]
+    records = [commit.record for commit in shown]
+    oldest = [staleness_of(record, record.layers).oldest for record in records]
+    took = [timings.get((record.attempt, record.step)) for record in records]
+    planned = [fates.get(commit.id) for commit in shown]
+    return {
+        "reference": references_to(repo, entries),
+        "commit": [entry.commit for entry in entries],
+        "attempt": [entry.attempt for entry in entries],
+        "step": [entry.step for entry in entries],
+        "turn": [record.save_number for record in records],
+        "time": [_iso(entry.time_ns) for entry in entries],
+        "policy": [record.policy.name for record in records],
+        "layers_saved": [entry.layers_saved for entry in entries],
+        "has_moments": [entry.has_moments for entry in entries],
+        "pins": [list(entry.pins[:_PINS_MAX]) for entry in entries],
+        "oldest_layer": [age.layer for age in oldest],
+        "oldest_steps": [age.steps for age in oldest],
+        "oldest_saves": [age.saves for age in oldest],
+        "timing": [None if timing is None else _timing(timing) for timing in took],
+        "fate": [None if fate is None else _fate(fate) for fate in planned],
+    }
+
+
+def _composites(
+    repo: Repository,
+    view: RunView,
+    shown: list[Commit],
+    layers: list[str],
+    times: Mapping[tuple[int, int], str],
+) -> dict[str, object]:
+    """Return where each layer of a composite at each save comes from, by policy, as indexes among the origins."""
+    indexes: dict[Origin, int] = {}
+
+    def places(entries: Iterable[LayerEntry]) -> list[int]:
+        origins = {entry.layer: entry.origin for entry in entries}
+        return [indexes.setdefault(origins[name], len(indexes)) if name in origins else -1 for name in layers]
+
+    composites: dict[str, list[list[int] | None]] = {"latest": [places(commit.record.layers) for commit in shown]}
+    for policy in _ASKED:
+        taken = [_asked(repo, commit, view, policy) for commit in shown]
+        if any(entries is not None for entries in taken):
+            composites[policy.name] = [
+                None if entries is None else places(entries) if entries else [] for entries in taken
+            ]
+    own = [origin if origin.run == view.run else None for origin in indexes]
+    return {
+        "composites": composites,
+        "origins": {
+            "run": [origin.run for origin in indexes],
+            "attempt": [origin.attempt for origin in indexes],
+            "step": [origin.step for origin in indexes],
+            "turn": [origin and origin.save_number for origin in own],
+            "time": [origin and times.get((origin.attempt, origin.step)) for origin in own],
         },
-        staleness=staleness_of(record, record.layers),
-        own=own,
-        total=total,
-        timing=timing,
-        fate=fate,
-    )
+    }
 
 
-def _asked(repo: Repository, commit: Commit, view: RunView) -> dict[str, dict[str, LayerEntry]]:
-    """Return the layers of a composite at *commit* by each policy, where they are not the commit's own."""
-    found: dict[str, dict[str, LayerEntry]] = {}
-    for policy in ASKED:
-        try:
-            composition = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view)
-        except LayerstoreError:
-            found[policy.name] = {}  # `compose` would refuse, and say why
-            continue
-        if composition.layers != commit.record.layers:
-            found[policy.name] = {entry.layer: entry for entry in composition.layers}
-    return found
+def _asked(repo: Repository, commit: Commit, view: RunView, policy: Policy) -> list[LayerEntry] | None:
+    """Return the layers of a composite by *policy*: None if they are the commit's own, nothing if it has none."""
+    try:
+        taken = compose_by_policy(repo, Resolved.of_commit(commit), policy, view=view).layers
+    except LayerstoreError:
+        return []  # `compose` would refuse, and say why
+    return None if taken == commit.record.layers else list(taken)
+
+
+def _versions(commit: Commit, layers: Iterable[str]) -> str:
+    ids = {entry.layer: entry.version.id[:_VERSION_DIGITS] for entry in commit.record.layers}
+    return "".join(ids.get(name, "-" * _VERSION_DIGITS) for name in layers)
+
+
+def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | None:
+    """Return how far each layer's masters had moved since their last version, where the save recorded it."""
+    movements = commit.record.policy.decisions.get("movements")
+    if not isinstance(movements, dict) or not movements:
+        return None
+    return [_movement(movements.get(name)) for name in layers]
+
+
+def _movement(moved: object) -> float | str | None:
+    """Return *moved* with four digits; NaN and infinity, which JSON lacks, as text."""
+    if not isinstance(moved, float):
+        return None
+    return _four_digits(moved) if math.isfinite(moved) else str(moved)
+
+
+# -- timings, which come from a file that anybody may have edited --------------------------------------------------
+
+
+def _timing(timing: SaveTiming) -> list[float | None]:
+    """Return the seconds blocked, until durable, until visible."""
+    return [_number(each) for each in (timing.blocked_seconds, timing.durable_seconds, timing.visible_seconds)]
+
+
+def _timings(timings: list[SaveTiming]) -> dict[str, object] | None:
+    if not timings:
+        return None
+    blocked, durable, visible = zip(*map(_timing, timings), strict=True)
+    return {
+        "saves": len(timings),
+        "given_up": sum(bool(timing.failure) for timing in timings),
+        "blocked": _summary(blocked),
+        "durable": _summary(durable),
+        "visible": _summary(visible),
+    }
+
+
+def _summary(seconds: Iterable[float | None]) -> dict[str, float] | None:
+    found = [number for number in seconds if number is not None]
+    return {"median": _four_digits(median(found)), "max": max(found)} if found else None
+
+
+def _number(value: object) -> float | None:
+    """Return *value* if it is a number of seconds."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _SECONDS_MAX:
+        return _four_digits(float(value))
+    return None
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _iso(time_ns: int) -> str:
+    """Return *time_ns* without the fraction of its second."""
+    return iso_time(time_ns).partition(".")[0] + "Z"
+
+
+# -- retention ------------------------------------------------------------------------------------------------------
+
+
+def _retention(
+    repo: Repository, run: str | None, keep: Keep | None, *, progress: Progress
+) -> tuple[dict[str, object] | None, dict[str, CommitFate]]:
+    """Return what gc by these rules would do, or why it would refuse, and the fate of each commit."""
+    if keep is None or not (keep.has_rules or keep.drop_optimizer_older_than is not None):
+        return None, {}
+    rules: dict[str, object] = {"rules": _rules(keep), "refusal": None}
+    request = GcRequest(keep=keep, runs=None if run is None else [run])
+    try:
+        outcome = plan_gc(repo, request, progress=progress).outcome
+    except IntegrityError as exc:
+        return rules | {"refusal": str(exc)}, {}
+    return {
+        **rules,
+        "commits_kept": len(outcome.commits) - len(outcome.removed),
+        "commits_removed": len(outcome.removed),
+        "commits_trimmed": len(outcome.trimmed),
+        "bytes_freed": outcome.bytes_freed,
+        "bytes_freed_later": outcome.young.size_bytes,
+        "unserved": len({each.reference for each in outcome.unserved}),
+        "unserved_policies": list(dict.fromkeys(each.policy for each in outcome.unserved)),
+    }, {fate.commit: fate for fate in outcome.commits}
+
+
+def _rules(keep: Keep) -> str:
+    """Return *keep* as the options of ``layerstore gc``."""
+    best = keep.best_of
+    options = {
+        "--keep-last": keep.last,
+        "--keep-every": keep.every,
+        "--keep-within": f"{keep.within.total_seconds():g}s" if isinstance(keep.within, timedelta) else keep.within,
+        "--keep-best": best and f"{best.metric}:{best.count}:{best.direction}",
+        "--drop-optimizer-older-than": keep.drop_optimizer_older_than,
+    }
+    return " ".join(f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None)
+
+
+def _fate(fate: CommitFate) -> list[object]:
+    """Return what gc would do with a commit, why, and the bytes that this frees, at once or later."""
+    verdict = "trim" if fate.loses_moments else "keep" if fate.kept_by else "remove"
+    why = ", ".join(fate.kept_by) if fate.kept_by else fate.goes_because
+    return [verdict, why, fate.bytes_freed + fate.bytes_freed_later]
 
 
 # -- which saves of a long history are shown ------------------------------------------------------------------------
 
 
-def rooms(views: Sequence[RunView]) -> dict[str, int]:
+def rooms(views: Sequence[RunView], facts_bytes: int) -> dict[str, int]:
     """
-    Return how many saves of each run are shown, so that the page has room for all of them.
+    Return how many saves of each run are shown, so that their facts take about *facts_bytes*.
 
     Large runs get what small ones leave over.
     """
     found: dict[str, int] = {}
-    left = _FACTS_BYTES
+    left = facts_bytes
     size = {view.run: _SAVE_BYTES + _CELL_BYTES * len(_layer_names(view.visible)) for view in views}
     ordered = sorted(views, key=lambda view: len(view.visible) * size[view.run])
     for place, view in enumerate(ordered):
         share = left // (len(ordered) - place) // size[view.run]
-        found[view.run] = min(share, len(view.visible), COLUMNS_MAX)
+        found[view.run] = min(share, len(view.visible), _COLUMNS_MAX)
         left -= found[view.run] * size[view.run]
     return found
 

@@ -6,9 +6,10 @@ both by listed sizes; *physical* is what the files take on disk.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from layerstore.dtypes import by_code
 from layerstore.errors import IntegrityError, LayerstoreError, NotFound
@@ -58,7 +59,7 @@ class RunStats:
     """Unique bytes that no other counted run needs; of a run counted alone, all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Unneeded:
     """Objects that no visible commit and no pin names."""
 
@@ -67,28 +68,40 @@ class Unneeded:
     """On disk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Stats:
     """The answer."""
 
     run: str | None
     """The only run that was counted; None for the whole store."""
-    commits: int
-    pins: int
+    pins: int = 0
     """Pins of mixtures, and of commits that are not visible any more; they count like commits."""
-    logical_bytes: int
-    unique_bytes: int
-    physical_bytes: int
+    physical_bytes: int = 0
     """Of the whole store, its index included if it is inside; of one run, of its objects and records."""
-    runs: tuple[RunStats, ...]
-    kinds: dict[str, Amount]
-    layers: dict[str, Amount]
-    unneeded: Unneeded | None
+    runs: list[RunStats] = field(default_factory=list)
+    kinds: dict[str, Amount] = field(default_factory=lambda: {kind: Amount() for kind in _KINDS})
+    layers: dict[str, Amount] = field(default_factory=dict)
+    unneeded: Unneeded | None = None
     """None for one run: other runs may need what it does not."""
-    missing: int
+    missing: int = 0
     """Objects that are needed and not there; `verify` names them."""
-    left_out: tuple[str, ...]
+    left_out: list[str] = field(default_factory=list)
     """What could not be read, and so is in no figure."""
+
+    @property
+    def commits(self) -> int:
+        """Visible commits."""
+        return sum(run.commits for run in self.runs)
+
+    @property
+    def logical_bytes(self) -> int:
+        """What they would take if each were stored whole."""
+        return sum(run.logical_bytes for run in self.runs)
+
+    @property
+    def unique_bytes(self) -> int:
+        """What is needed, each object counted once."""
+        return sum(amount.unique_bytes for amount in self.kinds.values())
 
     @property
     def saved_ratio(self) -> float:
@@ -96,7 +109,7 @@ class Stats:
         return 1 - self.unique_bytes / self.logical_bytes if self.logical_bytes else 0.0
 
 
-def stats_fields(found: Stats) -> dict[str, object]:
+def stats_fields(found: Stats) -> dict[str, Any]:
     """Return *found* as JSON has it; of a run counted alone nobody knows what only it needs."""
     own = {} if found.run is None else {"own_bytes": None}
     return json_fields(found) | {
@@ -108,14 +121,11 @@ def stats_fields(found: Stats) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums over everything that is needed."""
+    """Counts everything that is needed."""
 
-    runs: list[RunStats] = field(default_factory=list)
-    kinds: dict[str, Amount] = field(default_factory=lambda: {kind: Amount() for kind in _KINDS})
-    layers: dict[str, Amount] = field(default_factory=dict)
+    stats: Stats
     users: dict[ObjectId, int] = field(default_factory=dict)
     """Every needed object, and a bit for each run that needs it."""
-    left_out: list[str] = field(default_factory=list)
     record_paths: list[Path] = field(default_factory=list)
 
     def add(self, ref: BlobRef, uses: dict[int, int], *amounts: Amount) -> None:
@@ -127,7 +137,7 @@ class _Tally:
                 amount.count += 1
                 amount.unique_bytes += ref.size_bytes
         for index, count in uses.items():
-            run, bit, known = self.runs[index], 1 << index, self.users.get(ref.id, 0)
+            run, bit, known = self.stats.runs[index], 1 << index, self.users.get(ref.id, 0)
             run.logical_bytes += count * ref.size_bytes
             if known & bit:
                 continue
@@ -136,17 +146,17 @@ class _Tally:
             if not known:
                 run.own_bytes += ref.size_bytes
             elif known.bit_count() == 1:
-                self.runs[known.bit_length() - 1].own_bytes -= ref.size_bytes
+                self.stats.runs[known.bit_length() - 1].own_bytes -= ref.size_bytes
             self.users[ref.id] = known | bit
 
     def add_record(self, index: int, repo: Repository, path: Path) -> None:
         """Count a record or pin, which no two runs share."""
-        size_bytes = repo.files.size(path) or 0
-        for amount in (self.kinds[RECORD], self.runs[index]):
+        size_bytes, records, run = repo.files.size(path) or 0, self.stats.kinds[RECORD], self.stats.runs[index]
+        for amount in (records, run):
             amount.logical_bytes += size_bytes
             amount.unique_bytes += size_bytes
-        self.kinds[RECORD].count += 1
-        self.runs[index].own_bytes += size_bytes
+        records.count += 1
+        run.own_bytes += size_bytes
         self.record_paths.append(path)
 
 
@@ -156,14 +166,13 @@ def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress)
 
     Every version blob and state blob is read once. Raises NotFound if there is no such run.
     """
-    tally = _Tally()
+    stats = Stats(run=run)
+    tally = _Tally(stats)
     versions: dict[tuple[BlobRef, int], int] = {}
     states: dict[tuple[BlobRef, int], int] = {}
-    pins = 0
-    for index, is_pin, record in _holders(repo, tally, run):
-        pins += is_pin
+    for index, record in _holders(repo, tally):
         for entry in record.layers:
-            tally.layers.setdefault(entry.layer, Amount())
+            stats.layers.setdefault(entry.layer, Amount())
             versions[entry.version, index] = versions.get((entry.version, index), 0) + 1
         for state in record.states:
             states[state, index] = states.get((state, index), 0) + 1
@@ -173,55 +182,44 @@ def count_bytes(repo: Repository, *, run: str | None = None, progress: Progress)
             try:
                 add(tally, repo, ref, uses)
             except LayerstoreError as exc:
-                tally.left_out.append(str(exc))
+                stats.left_out.append(str(exc))
             progress.advance(ref.size_bytes)
-    physical_bytes, unneeded, missing = _on_disk(repo, tally, whole=run is None)
-    return Stats(
-        run=run,
-        commits=sum(of.commits for of in tally.runs),
-        pins=pins,
-        logical_bytes=sum(of.logical_bytes for of in tally.runs),
-        unique_bytes=sum(amount.unique_bytes for amount in tally.kinds.values()),
-        physical_bytes=physical_bytes,
-        runs=tuple(tally.runs),
-        kinds=tally.kinds,
-        layers=tally.layers,
-        unneeded=unneeded,
-        missing=missing,
-        left_out=tuple(tally.left_out),
-    )
+    _look_at_disk(repo, tally)
+    return stats
 
 
 # -- what is needed ------------------------------------------------------------------------------------------------
 
 
-def _holders(repo: Repository, tally: _Tally, only: str | None) -> Iterator[tuple[int, bool, CommitRecord]]:
+def _holders(repo: Repository, tally: _Tally) -> Iterator[tuple[int, CommitRecord]]:
     """Yield every visible commit, and every pin of something else, with the index of its run."""
+    stats = tally.stats
     visible: set[CommitId] = set()
     indexes: dict[str, int] = {}
 
     def index_of(run: str) -> int:
         if run not in indexes:
-            indexes[run] = len(tally.runs)
-            tally.runs.append(RunStats(run=run))
+            indexes[run] = len(stats.runs)
+            stats.runs.append(RunStats(run=run))
         return indexes[run]
 
-    for view in views_of(repo, only):
+    for view in views_of(repo, stats.run):
         index = index_of(view.run)
-        tally.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
-        for commit in commits_of(repo, view, tally.left_out):
+        stats.left_out += [f"{name.run}@{name.step}: {problem}" for name, problem in view.damaged.items()]
+        for commit in commits_of(repo, view, stats.left_out):
             visible.add(commit.id)
-            tally.runs[index].commits += 1
+            stats.runs[index].commits += 1
             tally.add_record(index, repo, repo.layout.record(view.run, commit.record.step, commit.id))
-            yield index, False, commit.record
+            yield index, commit.record
     pins, damaged = read_pins(repo)
-    tally.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
+    stats.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
     for pin in pins:
-        if only in {None, pin.record.run}:
+        if stats.run in {None, pin.record.run}:
             index = index_of(pin.record.run)
             tally.add_record(index, repo, repo.layout.pin(pin.name))
             if commit_id(pin.record) not in visible:
-                yield index, True, pin.record
+                stats.pins += 1
+                yield index, pin.record
 
 
 def views_of(repo: Repository, run: str | None) -> list[RunView]:
@@ -249,27 +247,25 @@ def _by_blob(uses: dict[tuple[BlobRef, int], int]) -> Iterator[tuple[BlobRef, di
 
 def _add_version(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
     version = repo.version(ref)
-    layer = tally.layers.setdefault(version.layer, Amount())
-    layer.count += 1
+    layer = tally.stats.layers.setdefault(version.layer, Amount())
+    versions = layer.count + 1
     for kind, part in [(VERSION, ref), *((stored.kind.value, stored.ref) for stored in version.objects)]:
-        of_layer = Amount()
-        tally.add(part, uses, tally.kinds[kind], of_layer)
-        layer.logical_bytes += of_layer.logical_bytes
-        layer.unique_bytes += of_layer.unique_bytes
+        tally.add(part, uses, tally.stats.kinds[kind], layer)
+    layer.count = versions
 
 
 def _add_state(tally: _Tally, repo: Repository, ref: BlobRef, uses: dict[int, int]) -> None:
     for part in (ref, *objects_of_state(repo.state(ref))):
-        tally.add(part, uses, tally.kinds[STATE])
+        tally.add(part, uses, tally.stats.kinds[STATE])
 
 
 # -- what is on disk -----------------------------------------------------------------------------------------------
 
 
-def _on_disk(repo: Repository, tally: _Tally, *, whole: bool) -> tuple[int, Unneeded | None, int]:
-    """Return the bytes on disk, what nothing needs, and how many needed objects are missing."""
-    seen: set[tuple[int, int]] = set()
-    total = unneeded = unneeded_bytes = present = 0
+def _look_at_disk(repo: Repository, tally: _Tally) -> None:
+    """Count the bytes on disk, what nothing needs, and how many needed objects are missing."""
+    stats, seen = tally.stats, set[tuple[int, int]]()
+    present, unneeded = 0, Unneeded(objects=0, bytes=0)
 
     def take(path: Path) -> int:
         """Return what *path* adds: nothing if it is gone, or was counted under another name."""
@@ -280,16 +276,17 @@ def _on_disk(repo: Repository, tally: _Tally, *, whole: bool) -> tuple[int, Unne
         return found.st_blocks * 512  # POSIX counts blocks of 512 bytes here, whatever the filesystem's own are
 
     for object_id, path in repo.objects.ids():
-        is_needed = object_id in tally.users
-        present += is_needed
-        if is_needed or whole:
+        if object_id in tally.users:
+            present += 1
+            stats.physical_bytes += take(path)
+        elif stats.run is None:
             disk_bytes = take(path)
-            total += disk_bytes
-            unneeded += not is_needed
-            unneeded_bytes += 0 if is_needed else disk_bytes
-    total += sum(take(path) for path in (_all_files(repo) if whole else tally.record_paths))
-    missing = len(tally.users) - present
-    return total, Unneeded(objects=unneeded, bytes=unneeded_bytes) if whole else None, missing
+            stats.physical_bytes += disk_bytes
+            unneeded.objects += 1
+            unneeded.bytes += disk_bytes
+    stats.physical_bytes += sum(take(path) for path in (tally.record_paths if stats.run else _all_files(repo)))
+    stats.missing = len(tally.users) - present
+    stats.unneeded = unneeded if stats.run is None else None
 
 
 def _all_files(repo: Repository) -> Iterator[Path]:
@@ -307,24 +304,14 @@ def _all_files(repo: Repository) -> Iterator[Path]:
 # -- how a run grows -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
-    """Bytes of one commit, or of several, by listed sizes and without records."""
+AMOUNTS = ("logical_bytes", "unique_bytes", "inherited_bytes", "derived_bytes", "written_bytes")
+"""
+What is counted of a commit, by listed sizes and without its record.
 
-    logical_bytes: int = 0
-    """What it would take if it were stored whole."""
-    unique_bytes: int = 0
-    """The part of it that no earlier commit of the run has."""
-    inherited_bytes: int = 0
-    """The part of it in layers that it inherits."""
-    derived_bytes: int = 0
-    """Besides: gathered weights that are not stored, since they are rounded from the masters."""
-    written_bytes: int = 0
-    """What its writer put into the store, as it noted then."""
-
-    def __add__(self, other: "Amounts") -> "Amounts":
-        """Return both together."""
-        return Amounts(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+What it would take if it were stored whole; the part of it that no earlier commit of the run has; the part in layers
+that it inherits. Besides: gathered weights that are not stored, since they are rounded from the masters; and what its
+writer put into the store, as it noted then.
+"""
 
 
 class Growth:
@@ -334,26 +321,22 @@ class Growth:
         self._repo = repo
         # As bytes: a million hexadecimal ids would take twice the memory.
         self._seen: set[bytes] = set()
-        self._versions: dict[bytes, int] = {}
-        """The size of each version, its objects included."""
-        self._stored_weights: dict[bytes, frozenset[str]] = {}
-        """Trained parameters whose weights are stored, since they are not the rounded masters, by version."""
+        self._versions: dict[bytes, tuple[int, frozenset[str]]] = {}
+        """The size of each version, and its trained parameters with weights of their own, not the rounded masters."""
         self.left_out: list[str] = []
         """What could not be read, and so is in no figure."""
 
-    def add(self, commit: Commit) -> Amounts:
-        """Return what *commit* adds to those that were added before."""
+    def add(self, commit: Commit) -> list[int]:
+        """Return the `AMOUNTS` of *commit*, after those that were added before."""
         record = commit.record
-        logical = unique = inherited = 0
+        logical = unique = inherited = derived = 0
         stored: set[str] = set()
         for entry in record.layers:
-            new = self._add_version(entry)
-            size_bytes = self._versions[_key(entry.version)]
+            unique += self._add_version(entry)
+            size_bytes, unlike = self._versions[_key(entry.version)]
             logical += size_bytes
-            unique += new
             inherited += 0 if entry.saved_by(record) else size_bytes
-            stored |= self._stored_weights.get(_key(entry.version), frozenset())
-        derived = 0
+            stored |= unlike
         for ref in record.states:
             try:
                 state = self._repo.state(ref)
@@ -364,13 +347,7 @@ class Growth:
             logical += sum(part.size_bytes for part in parts)
             unique += self._new_bytes(parts)
             derived += _derived_bytes(state, stored)
-        return Amounts(
-            logical_bytes=logical,
-            unique_bytes=unique,
-            inherited_bytes=inherited,
-            derived_bytes=derived,
-            written_bytes=commit.observed.bytes_new,
-        )
+        return [logical, unique, inherited, derived, commit.observed.bytes_new]
 
     def _add_version(self, entry: LayerEntry) -> int:
         """Read the version of *entry*, if it is new; return the size of its new objects."""
@@ -381,14 +358,13 @@ class Growth:
             version = self._repo.version_of(entry)
         except LayerstoreError as exc:
             self.left_out.append(str(exc))
-            self._versions[key] = 0
+            self._versions[key] = 0, frozenset()
             return 0
         parts = [entry.version, *(stored.ref for stored in version.objects)]
-        self._versions[key] = sum(part.size_bytes for part in parts)
         trained = {parameter.name for parameter in version.parameters if not parameter.frozen}
         weights = (stored for stored in version.objects if stored.kind is Kind.WEIGHTS)
-        if unlike := frozenset(tensor.name for of in weights for tensor in of.tensors) & trained:
-            self._stored_weights[key] = unlike
+        unlike = frozenset(tensor.name for of in weights for tensor in of.tensors) & trained
+        self._versions[key] = sum(part.size_bytes for part in parts), unlike
         return self._new_bytes(parts)
 
     def _new_bytes(self, refs: Iterable[BlobRef]) -> int:

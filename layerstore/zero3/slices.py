@@ -190,7 +190,7 @@ class Slices:
             Unsupported: They are stored as a type that cannot become *dtype*.
         """
         end = prod(self.parameter(name).shape) if end is None else end
-        for stored, stretch in self._stretches(kind, name, state=state, begin=begin, end=end):
+        for stored, stretch in self.stretches(kind, name, state=state, begin=begin, end=end):
             source = stored.tensor.dtype
             if as_stored and source != dtype:
                 raise LayoutMismatch(
@@ -204,9 +204,15 @@ class Slices:
             yield piece if source == dtype else replace(piece, rounding=(source, dtype), crc32=None)
             offset += stretch.elements * by_code(dtype).bytes
 
-    def _stretches(
-        self, kind: Kind, name: str, *, state: str, begin: int, end: int
+    def stretches(
+        self, kind: Kind, name: str, *, state: str = "", begin: int, end: int
     ) -> Iterator[tuple[StoredSlice, Stretch]]:
+        """
+        Yield the slices that hold the elements *begin* to *end* of a parameter, and where in each.
+
+        Raises:
+            LayoutMismatch: They are not stored.
+        """
         elements = prod(self.parameter(name).shape)
         shards = self.shards(kind, name) or 1  # none stored: `find` raises for the first
         for stretch in stretches(elements, shards, begin=begin, end=end):

@@ -124,7 +124,7 @@ def test_clicking_picks_a_step_and_shows_its_composite(page: Page, store: Store)
     composite = store.compose(reference)
     rows = cells_of(page)
 
-    assert reference != store.report().runs[0].saves[-1].reference
+    assert reference != store.report()["runs"][0]["saves"]["reference"][-1]
     assert [row[0] for row in rows] == list(composite.layers)
     assert [row[1] for row in rows] == [f"step {layer.step:,}, attempt 1" for layer in composite.layers.values()]
     assert [(row[3], row[4]) for row in rows] == [

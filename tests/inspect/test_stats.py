@@ -11,7 +11,6 @@ import pytest
 import layerstore
 from layerstore import Store
 from layerstore.errors import NotFound
-from layerstore.storage import ObjectStore
 from tests.unit.checkpoints import checkpoint
 
 FROZEN = ("model.layers.0",)
@@ -144,25 +143,6 @@ def test_physical_bytes_count_a_file_with_two_names_once(store: Store, tmp_path:
     os.link(first, store.path / "tmp" / "twin")
 
     assert before == store.stats().physical_bytes
-
-
-def test_every_version_blob_is_read_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many commits of however many runs name it."""
-    for step in (2, 4):
-        store.ingest(checkpoint(tmp_path, step=step, frozen=FROZEN))
-    store.ingest(tmp_path / "sft" / "checkpoint-2", run="twin")
-    reads = Counter[str]()
-    read = ObjectStore.read
-    monkeypatch.setattr(
-        ObjectStore,
-        "read",
-        lambda self, ref: (reads.update([ref.id]), read(self, ref))[1],
-    )
-
-    store.stats()
-
-    assert set(reads.values()) == {1}
-    assert len(reads) == 9 + 4  # 4 trained layers twice and a frozen one; 2 ranks' states, twice
 
 
 def test_damage_is_left_out_and_named(store: Store, tmp_path: Path) -> None:
