@@ -108,10 +108,9 @@ def ingest(
     is_open = all_ or watch
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
     _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
-    batch = IngestBatch()
+    batch, chosen = IngestBatch(), described_policy(policy, settings)
     try:
         with opened(store) as opened_store:
-            chosen = described_policy(policy, settings)
 
             def take(checkpoint: Path, tag: str | None) -> None:
                 with shown_progress(as_json=as_json) as progress:
@@ -133,10 +132,8 @@ def ingest(
                 batch.saved.append(ingested)
                 _tell(ingested, pin=pin, as_json=as_json)
 
-            if watch:
-                watch_folders(checkpoints, take, batch, as_json=as_json)
-            elif all_:
-                take_all(checkpoints, take, batch, as_json=as_json)
+            if is_open:
+                (watch_folders if watch else take_all)(checkpoints, take, batch, as_json=as_json)
             else:
                 _take_each(checkpoints, tag, take)
     finally:
