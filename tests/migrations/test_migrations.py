@@ -71,12 +71,7 @@ def interrupted(tmp_path: Path) -> Path:
 @pytest.fixture
 def dropped(interrupted: Path) -> Path:
     """Return it as the next collection left it."""
-    for aside in interrupted.glob("gc/*/aside"):
-        for path in aside.iterdir():
-            place = interrupted / "objects" / path.name[:2] / path.name
-            place.parent.mkdir(exist_ok=True)
-            path.rename(place)
-    return interrupted
+    return goldens.collected(interrupted)
 
 
 def without_backups(store: Path) -> dict[str, str]:
