@@ -271,15 +271,12 @@ def _run(words: list[str]) -> Failure | None:
             kind="usage", code=exc.exit_code, message=usage_message(exc), hint=usage_hint(exc, COMMANDS, words)
         )
     except LayerstoreError as exc:
-        _show_traceback(always=isinstance(exc, Internal))
-        return Failure(kind=exc.kind, code=exc.exit_code, message=str(exc), hint=exc.hint)
+        return _failed(exc)
     except BrokenPipeError:
         raise
     except OSError as exc:
-        _show_traceback()
         where = "the output" if exc.filename is None else exc.filename
-        problem = StorageIO(f"{where}: {exc.strerror or exc}", errno=exc.errno, filename=str(where))
-        return Failure(kind=problem.kind, code=problem.exit_code, message=str(problem))
+        return _failed(StorageIO(f"{where}: {exc.strerror or exc}", errno=exc.errno, filename=str(where)))
     except SystemExit as exc:
         cause = exc.__context__
         if isinstance(cause, OSError) and cause.errno == errnos.EPIPE:  # typer turns a closed pipe into an exit
@@ -289,16 +286,16 @@ def _run(words: list[str]) -> Failure | None:
         if _is_out_of_memory(exc):
             _show_traceback()
             return _OUT_OF_MEMORY
-        _show_traceback(always=True)
-        return Failure(
-            kind=Internal.kind,
-            code=Internal.exit_code,
-            message=f"unexpected {type(exc).__name__}: {exc}",
-            hint="this is a fault of layerstore; please report it with the lines above",
-        )
+        report = "this is a fault of layerstore; please report it with the lines above"
+        return _failed(Internal(f"unexpected {type(exc).__name__}: {exc}", hint=report))
     if code == EXIT_INTERRUPTED:  # typer's way to pass on Ctrl-C
         raise KeyboardInterrupt
     return Failure(kind="usage", code=code, message="") if code else None
+
+
+def _failed(problem: LayerstoreError) -> Failure:
+    _show_traceback(always=isinstance(problem, Internal))
+    return Failure(kind=problem.kind, code=problem.exit_code, message=str(problem), hint=problem.hint)
 
 
 def _is_out_of_memory(exc: BaseException | None) -> bool:

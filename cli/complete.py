@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ def completed(command: "Command", instruction: str) -> int:
     return shell_complete(command, {}, "layerstore", VARIABLE, instruction)
 
 
-def items(words: Iterator[str] | list[str]) -> "list[CompletionItem]":
+def items(words: Iterable[str]) -> "list[CompletionItem]":
     """Return *words* as typer wants them."""
     from typer._click.shell_completion import CompletionItem
 
@@ -84,13 +84,22 @@ def values(param: "Parameter", context: "Context", incomplete: str) -> "list[Com
     """Return what the value *incomplete* of *param* may become; nothing for a path, which shells complete better."""
     metavar = (getattr(param, "metavar", None) or "").rstrip("…")
     store = _store_of(context)
-    if _CHOICES.fullmatch(metavar):
-        return items([choice for choice in metavar.split("|") if choice.startswith(incomplete)])
     if metavar == "STEP":
         run = context.params.get("run") or _only_run(store)
         return items(_steps_of(run, incomplete, store) if run else [])
-    find = _BY_METAVAR.get(metavar)
-    return items([] if find is None else find(incomplete, store))
+    if _CHOICES.fullmatch(metavar):
+        words = metavar.split("|")
+    elif metavar in {"REF", "A", "B"} or (metavar == "MODEL" and "@" in incomplete):  # a model is mostly a path
+        words = _references(incomplete, store)
+    elif metavar in {"RUN", "R"}:
+        words = _runs(store)
+    elif metavar == "PIN":
+        words = _pins(store)
+    elif metavar == "P":
+        words = _policies()
+    else:
+        words = []
+    return items([word for word in words if word.startswith(incomplete)])
 
 
 def _store_of(context: "Context") -> Path:
@@ -102,38 +111,32 @@ def _store_of(context: "Context") -> Path:
 # -- what a store holds --------------------------------------------------------------------------------------------
 
 
-def _references(incomplete: str, store: Path) -> Iterator[str]:
-    """Yield runs and pins; the steps of a run too, once it is the only one left."""
+def _references(incomplete: str, store: Path) -> list[str]:
+    """Return runs and pins; the steps of a run too, once it is the only one left."""
     reference = _REFERENCE.fullmatch(incomplete)
     if reference is not None:
-        yield from (f"{reference['run']}@{step}" for step in _steps_of(reference["run"], reference["step"], store))
-        return
-    runs, pins = list(_runs(incomplete, store)), list(_pins(incomplete, store))
-    yield from sorted([*runs, *pins])
-    if len(runs) == 1 and not pins:
-        yield from (f"{runs[0]}@{step}" for step in _steps_of(runs[0], "", store))
+        return [f"{reference['run']}@{step}" for step in _steps_of(reference["run"], reference["step"], store)]
+    found = sorted(name for name in [*_runs(store), *_pins(store)] if name.startswith(incomplete))
+    only = found[0] if len(found) == 1 and found[0] in _runs(store) else None
+    return found if only is None else [only, *(f"{only}@{step}" for step in _steps_of(only, "", store))]
 
 
-def _runs(incomplete: str, store: Path) -> Iterator[str]:
+def _runs(store: Path) -> list[str]:
     from layerstore.layout import layout_at
 
-    yield from _beginning(incomplete, _names(layout_at(store).commits))
+    return _names(layout_at(store).commits)
 
 
-def _pins(incomplete: str, store: Path) -> Iterator[str]:
+def _pins(store: Path) -> list[str]:
     from layerstore.layout import layout_at
 
-    yield from _beginning(incomplete, _names(layout_at(store).pins))
+    return _names(layout_at(store).pins)
 
 
-def _policies(incomplete: str, store: Path) -> Iterator[str]:
+def _policies() -> list[str]:
     from layerstore.policy import EXACT, names
 
-    yield from _beginning(incomplete, [EXACT, *names()])
-
-
-def _beginning(incomplete: str, names: Iterable[str]) -> Iterator[str]:
-    yield from (name for name in sorted(names) if name.startswith(incomplete))
+    return sorted([EXACT, *names()])
 
 
 def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
@@ -146,27 +149,14 @@ def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
 
 
 def _only_run(store: Path) -> str | None:
-    runs = list(_runs("", store))
+    runs = _runs(store)
     return runs[0] if len(runs) == 1 else None
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in *folder* that need no quotation marks."""
+    """Return the names in *folder* that need no quotation marks, sorted."""
     try:
         found = os.listdir(folder)  # noqa: PTH208  # names are wanted, not paths
     except OSError:  # no such run, or no such store
         return []
-    return [name for name in found if name.isprintable() and name[0] != "." and _SPECIAL.isdisjoint(name)]
-
-
-_BY_METAVAR: dict[str, Callable[[str, Path], Iterator[str]]] = {
-    "REF": _references,
-    "A": _references,
-    "B": _references,
-    # Mostly a path.
-    "MODEL": lambda incomplete, store: _references(incomplete, store) if "@" in incomplete else iter(()),
-    "RUN": _runs,
-    "R": _runs,
-    "PIN": _pins,
-    "P": _policies,
-}
+    return [name for name in sorted(found) if name.isprintable() and name[0] != "." and _SPECIAL.isdisjoint(name)]

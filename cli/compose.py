@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from layerstore.cli.options import AsJson, Reference, StorePath, chosen_reference, opened
-from layerstore.cli.policy import (
-    Aux,
-    Budget,
-    Every,
-    First,
-    Fresh,
-    Last,
-    Settings,
-    Share,
-    Stalest,
-    Threshold,
-    described_policy,
-)
+from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import Column, counted, say, say_json, say_paragraph, say_table, say_warning, shown, size
 from layerstore.errors import InvalidInput
@@ -50,7 +38,7 @@ RunName = Annotated[str | None, typer.Option(metavar="R", help="The run, instead
 Step = Annotated[int | None, typer.Option(metavar="STEP", min=0, help="The step, instead of REF.")]
 WorldSize = Annotated[
     int | None,
-    typer.Option(metavar="W", min=1, help="For W ranks; by default as many as the base has.", show_default=False),
+    typer.Option(metavar="W", min=1, help="For W ranks; by default as many as the base has."),
 ]
 AdamStep = Annotated[
     Literal["unify", "per-layer"] | None,
@@ -64,7 +52,7 @@ Format = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="bf16|fp16|fp32", help="With hf: the element type; else as trained.", show_default=False),
+    typer.Option(metavar="bf16|fp16|fp32", help="With hf: the element type; else as trained."),
 ]
 MaxShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="With hf: the largest file, such as 2GiB; else 5GB.")
@@ -75,23 +63,16 @@ WithoutDamaged = Annotated[
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not check what is read; sizes only.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace DIR if it is there.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.", show_default=False)]
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Where to write.")]
 
 
+@with_settings
 def compose(
     ref: Reference = None,
     *,
     policy: PolicyName = None,
     recipe: RecipeFile = None,
-    fresh: Fresh = None,
-    first: First = None,
-    last: Last = None,
-    share: Share = None,
-    every: Every = None,
-    aux: Aux = None,
-    threshold: Threshold = None,
-    budget: Budget = None,
-    stalest: Stalest = None,
+    settings: Mapping[str, object],
     max_staleness: MaxStaleness = None,
     without_damaged: WithoutDamaged = False,
     pin: PinName = None,
@@ -128,10 +109,10 @@ def compose(
         out, pin, dry_run, world_size, adam_step, dtype, max_shard_size, not no_verify, force=force, as_json=as_json
     )
     produce = _checked_format(form, request)
-    settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
     with opened(store) as opened_store:
         if recipe is not None:
-            _check_alone(settings, others=(ref, step, policy))
+            given = {"REF": ref, "--step": step, "--policy": policy}
+            _check_alone(given | {f"--{name}": value for name, value in settings.items()})
             composite = opened_store.compose(recipe=recipe, run=run, without_damaged=without_damaged)
         else:
             reference = chosen_reference(opened_store, ref=ref, run=run, step=step)
@@ -203,17 +184,15 @@ def _checked_format(form: str, request: _Request) -> Callable[["Composite", _Req
     return _FORMATS[form]
 
 
-def _policy(policy: str, settings: Settings) -> "str | Policy":
+def _policy(policy: str, settings: Mapping[str, object]) -> "str | Policy":
     from layerstore.policy import EXACT
 
-    return policy if policy == EXACT and not settings.given else described_policy(policy, settings)
+    return policy if policy == EXACT and not settings else described_policy(policy, settings)
 
 
-def _check_alone(settings: Settings, *, others: tuple[object, object, object]) -> None:
-    """Raise InvalidInput if anything was given beside a recipe that this decides."""
-    others_by_name = dict(zip(("REF", "--step", "--policy"), others, strict=True))
-    others_by_name |= {f"--{name}": value for name, value in settings.given.items()}
-    for name, value in others_by_name.items():
+def _check_alone(given: Mapping[str, object]) -> None:
+    """Raise InvalidInput if any of what was *given* beside a recipe decides what the recipe does."""
+    for name, value in given.items():
         if value is not None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
 
@@ -232,7 +211,6 @@ def _zero3(composite: "Composite", request: _Request) -> None:
         _say_layers(composite)
         say()
         _say_mixture(composite)
-        _say_step(composite, adam_step)
         base = f"base {shown(composite.name)}, policy {composite.policy}"
         say_paragraph(f"{base}, {counted(world_size, 'rank')}; {request.outcome}", indent=2)
         return
@@ -248,14 +226,8 @@ def _zero3(composite: "Composite", request: _Request) -> None:
     if _tell_programs(composite, request, written.notes, {"world_size": written.world_size}, result=written):
         return
     ranks = counted(written.world_size, "rank")
-    say_paragraph(
-        f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, "
-        f"{counted(len(composite.layers), 'layer')}, {ranks}, "
-        f"{size(written.bytes_written)} in {written.seconds:.1f} s",
-        indent=2,
-    )
+    _say_written(composite, written, f"{counted(len(composite.layers), 'layer')}, {ranks}")
     _say_mixture(composite)
-    _say_step(composite, adam_step)
     how = "engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer"
     say_paragraph(f"resume with {ranks}: {how}", indent=2)
 
@@ -288,12 +260,7 @@ def _hf(composite: "Composite", request: _Request) -> None:
     fields = {"format": "hf", "dtype": exported.dtype, "files": list(exported.files)}
     if _tell_programs(composite, request, exported.notes, fields, result=exported):
         return
-    say_paragraph(
-        f"wrote {shown(exported.out)}: {shown(composite.name)}, policy {exported.policy}, "
-        f"{exported.dtype}, {counted(len(exported.files), 'file')}, "
-        f"{size(exported.bytes_written)} in {exported.seconds:.1f} s",
-        indent=2,
-    )
+    _say_written(composite, exported, f"{exported.dtype}, {counted(len(exported.files), 'file')}")
     _say_mixture(composite, has_optimizer=False)
     if "adapter_config.json" in exported.files:
         say_paragraph("load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)", indent=2)
@@ -330,15 +297,15 @@ def _tell_programs(
     return True
 
 
+def _say_written(composite: "Composite", result: "Written | Exported", what: str) -> None:
+    head = f"wrote {shown(result.out)}: {shown(composite.name)}, policy {result.policy}, {what}"
+    say_paragraph(f"{head}, {size(result.bytes_written)} in {result.seconds:.1f} s", indent=2)
+
+
 def _say_layers(composite: "Composite") -> None:
     """Print the table of layers."""
-    columns = [
-        Column("LAYER", folds=True),
-        Column("FROM", folds=True),
-        Column("STEPS BEHIND", "right"),
-        Column("SAVES BEHIND", "right"),
-        Column("SIZE", "right"),
-    ]
+    columns = [Column("LAYER", folds=True), Column("FROM", folds=True)]
+    columns += [Column(header, "right") for header in ("STEPS BEHIND", "SAVES BEHIND", "SIZE")]
     ages = composite.staleness.layers
     sizes = [sum(line.bytes_by_kind.values()) for line in composite.ls()]
     rows = (
@@ -362,32 +329,19 @@ def _age(steps: int | None) -> str:
 
 def _say_mixture(composite: "Composite", *, has_optimizer: bool = True) -> None:
     """Say how old the oldest layer is, and what else of the mixture a reader should know."""
-    staleness = composite.staleness
+    staleness, due = composite.staleness, composite.older_than_due
+    lines = []
     if staleness.is_mixed:
         oldest = staleness.oldest
         [name] = composite.names_of([oldest])
-        say_paragraph(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}", indent=2)
+        lines.append(f"oldest layer: {shown(oldest.layer)} from {shown(name)}, {_age(oldest.steps)}")
     if has_optimizer and len(staleness.optimizer_steps) > 1:
         counts = ", ".join(f"{step} ({counted(of, 'layer')})" for step, of in staleness.optimizer_steps.items())
-        say_paragraph(f"updates that the optimizer had counted: {counts}; see --adam-step", indent=2)
-    if composite.older_than_due:
-        first = composite.older_than_due[0]
-        say_paragraph(
-            f"{counted(len(composite.older_than_due), 'layer')} had not been written when due "
-            f"(first: {shown(first)}): the version before stands in",
-            indent=2,
-        )
-
-
-def _say_step(composite: "Composite", adam_step: Literal["unify", "per-layer"]) -> None:
-    """Say at which step training resumes where layers of several are mixed: a checkpoint knows one alone."""
-    staleness = composite.staleness
-    if not staleness.is_mixed:
-        return
-    counted_by_base = {age.optimizer_step for age in staleness.layers if age.steps == 0} - {None}
-    counts = ""
-    if adam_step == "per-layer":
-        counts = ", with each layer's own count of updates"
-    elif len(counted_by_base) == 1:
-        counts = f", with {counted(counted_by_base.pop() or 0, 'update')} counted of each layer"
-    say_paragraph(f"training resumes at step {composite.step}{counts}", indent=2)
+        lines.append(f"updates that the optimizer had counted: {counts}; see --adam-step")
+    if due:
+        missed = f"{counted(len(due), 'layer')} had not been written when due (first: {shown(due[0])})"
+        lines.append(f"{missed}: the version before stands in")
+    if has_optimizer and staleness.is_mixed:
+        lines.append(f"training resumes at step {composite.step}")
+    for line in lines:
+        say_paragraph(line, indent=2)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def doctor(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="PATH", help="A store, or a folder that may become one.", show_default=False),
+        typer.Argument(metavar="PATH", help="A store, or a folder that may become one."),
     ] = None,
     store: StorePath = None,
     as_json: AsJson = False,

@@ -19,6 +19,7 @@ from layerstore.cli.render import (
     say_table,
     say_warning,
     size,
+    some,
 )
 from layerstore.json_fields import json_fields
 
@@ -26,30 +27,23 @@ if TYPE_CHECKING:
     from layerstore.gc import CommitFate, GcOutcome, Gone
 
 _LINES_MAX = 50
-_STEPS_SHOWN_MAX = 3
-
 
 Runs = Annotated[
     list[str] | None, typer.Argument(metavar="RUN", help="The runs that the rules speak for; all of them by default.")
 ]
-KeepLast = Annotated[
-    int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.", show_default=False)
-]
+KeepLast = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.")]
 KeepEvery = Annotated[
     int | None,
-    typer.Option("--keep-every", metavar="STEPS", help="Keep every multiple of STEPS.", show_default=False),
+    typer.Option("--keep-every", metavar="STEPS", help="Keep every multiple of STEPS."),
 ]
 KeepWithin = Annotated[
     str | None,
-    typer.Option("--keep-within", metavar="AGE", help="Keep what is younger: 14d, 36h.", show_default=False),
+    typer.Option("--keep-within", metavar="AGE", help="Keep what is younger: 14d, 36h."),
 ]
 KeepBest = Annotated[
     str | None,
     typer.Option(
-        "--keep-best",
-        metavar="METRIC[:N][:min|max]",
-        help="Keep the N best by a metric of trainer_state.json.",
-        show_default=False,
+        "--keep-best", metavar="METRIC[:N][:min|max]", help="Keep the N best by a metric of trainer_state.json."
     ),
 ]
 DropOptimizer = Annotated[
@@ -58,7 +52,6 @@ DropOptimizer = Annotated[
         "--drop-optimizer-older-than",
         metavar="STEPS",
         help="Kept commits so much older than the newest lose their moments, not their weights.",
-        show_default=False,
     ),
 ]
 Grace = Annotated[
@@ -67,7 +60,6 @@ Grace = Annotated[
         "--grace",
         metavar="AGE",
         help="Objects younger than this stay: 5m; what writers left half done, at least 24h. 0s: nobody writes now.",
-        show_default=False,
     ),
 ]
 
@@ -181,11 +173,10 @@ def _warn_of_unserved(outcome: "GcOutcome", *, is_done: bool) -> None:
         steps = tuple(each.reference for each in outcome.unserved if each.policy == policy)
         policies.setdefault(steps, []).append(policy)
     for steps, names in policies.items():
-        named = f"{', '.join(steps[:_STEPS_SHOWN_MAX])}{', …' if len(steps) > _STEPS_SHOWN_MAX else ''}"
         holds = ("has" if len(names) == 1 else "have") if is_done else "would have"
         say_warning(
-            f"--policy {' and '.join(names)} {holds} other versions at "
-            f"{counted(len(steps), 'kept step')} ({named}): compose --pin keeps a composite, --json lists the layers"
+            f"--policy {' and '.join(names)} {holds} other versions at {counted(len(steps), 'kept step')} "
+            f"({some(steps, limit=3)}): compose --pin keeps a composite, --json lists the layers"
         )
 
 

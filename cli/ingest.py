@@ -1,30 +1,16 @@
 """``layerstore ingest``: checkpoints on disk become commits."""
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.ingest_many import IngestBatch, take_all, take_one
+from layerstore.cli.ingest_many import IngestBatch, Take, take_all, take_one
 from layerstore.cli.ingest_many import watch as watch_folders
 from layerstore.cli.options import AsJson, StorePath, opened
-from layerstore.cli.policy import (
-    Aux,
-    Budget,
-    Every,
-    First,
-    Fresh,
-    Last,
-    Settings,
-    Share,
-    Stalest,
-    Threshold,
-    described_policy,
-)
+from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     SHORT_ID_DIGITS,
@@ -84,6 +70,7 @@ TrustStore = Annotated[
 Follow = Annotated[bool, typer.Option("--follow", help="Follow links to files inside the checkpoint.")]
 
 
+@with_settings
 def ingest(
     checkpoints: Checkpoints,
     *,
@@ -94,15 +81,7 @@ def ingest(
     pin: PinName = None,
     replace: Replace = False,
     policy: PolicyName = "full",
-    fresh: Fresh = None,
-    first: First = None,
-    last: Last = None,
-    share: Share = None,
-    every: Every = None,
-    aux: Aux = None,
-    threshold: Threshold = None,
-    budget: Budget = None,
-    stalest: Stalest = None,
+    settings: Mapping[str, object],
     rollback: Rollback = False,
     resumed_from: ResumedFrom = None,
     layer_pattern: LayerPattern = None,
@@ -129,24 +108,34 @@ def ingest(
     is_open = all_ or watch
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
     _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
-    settings = Settings(fresh, first, last, share, every, aux, threshold, budget, stalest)
-    batch = IngestBatch()
+    batch, chosen = IngestBatch(), described_policy(policy, settings)
     try:
         with opened(store) as opened_store:
-            save = partial(
-                opened_store.ingest,
-                run=run,
-                replace=replace,
-                policy=described_policy(policy, settings),
-                layer_pattern=layer_pattern,
-                allowed_globals=allow_global or (),
-                follow=follow,
-                trust_store=trust_store,
-                rollback=rollback,
-                resumed_from=resumed_from,
-                pin=pin,
-            )
-            _ingest(checkpoints, save, batch, tag=tag, all_=all_, watched=watch, pin=pin, as_json=as_json)
+
+            def take(checkpoint: Path, tag: str | None) -> None:
+                with shown_progress(as_json=as_json) as progress:
+                    ingested = opened_store.ingest(
+                        checkpoint,
+                        run=run,
+                        tag=tag,
+                        pin=pin,
+                        replace=replace,
+                        policy=chosen,
+                        rollback=rollback,
+                        resumed_from=resumed_from,
+                        layer_pattern=layer_pattern,
+                        allowed_globals=allow_global or (),
+                        follow=follow,
+                        trust_store=trust_store,
+                        progress=progress,
+                    )
+                batch.saved.append(ingested)
+                _tell(ingested, pin=pin, as_json=as_json)
+
+            if is_open:
+                (watch_folders if watch else take_all)(checkpoints, take, batch, as_json=as_json)
+            else:
+                _take_each(checkpoints, tag, take)
     finally:
         # Also where a later checkpoint fails: what was saved before it stays saved.
         if as_json and (batch.saved or is_open):
@@ -169,44 +158,16 @@ def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_atte
         )
 
 
-def _ingest(
-    checkpoints: list[Path],
-    save: Callable[..., "Ingested"],
-    batch: IngestBatch,
-    *,
-    tag: str | None,
-    all_: bool,
-    watched: bool,
-    pin: str | None,
-    as_json: bool,
-) -> None:
-    def take(checkpoint: Path, tag: str | None) -> None:
-        with shown_progress(as_json=as_json) as progress:
-            ingested = save(checkpoint, tag=tag, progress=progress)
-        batch.saved.append(ingested)
-        _tell(ingested, pin=pin, as_json=as_json)
-
-    if watched:
-        watch_folders(checkpoints, take, batch, as_json=as_json)
-    if all_:
-        take_all(checkpoints, take, batch, as_json=as_json)
-        return
+def _take_each(checkpoints: list[Path], tag: str | None, take: Take) -> None:
+    """Take *checkpoints* in step order; an error says how many came before it: those after it were not looked at."""
     for number, checkpoint in enumerate(sorted(checkpoints, key=_in_step_order)):
-        with _counted_if_failed(number, of=len(checkpoints)):
+        try:
             take_one(checkpoint, tag, take)
-
-
-@contextlib.contextmanager
-def _counted_if_failed(number: int, *, of: int) -> Iterator[None]:
-    """Let an error say how many of several checkpoints came before it: those after it were not looked at."""
-    try:
-        yield
-    except LayerstoreError as exc:
-        if of > 1:
-            exc.message = (
-                f"{exc.message}; {number or 'none'} of {of} checkpoints {'was' if number == 1 else 'were'} taken"
-            )
-        raise
+        except LayerstoreError as exc:
+            if len(checkpoints) > 1:
+                taken = f"{number or 'none'} of {len(checkpoints)} checkpoints {'was' if number == 1 else 'were'} taken"
+                exc.message = f"{exc.message}; {taken}"
+            raise
 
 
 def _in_step_order(path: Path) -> list[tuple[int, str]]:

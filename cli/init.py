@@ -12,9 +12,7 @@ from layerstore.errors import InvalidInput
 
 
 def init(
-    path: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="A new or empty folder.", show_default=False)
-    ] = None,
+    path: Annotated[Path | None, typer.Argument(metavar="PATH", help="A new or empty folder.")] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:

@@ -13,7 +13,7 @@ from layerstore.cli.render import (
     counted,
     say_json,
     say_note,
-    say_table,
+    say_rows,
     say_warning,
     shown,
     size,
@@ -38,14 +38,14 @@ _LIMIT = 50
 
 
 def log(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this run.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only this run.")] = None,
     *,
     limit: Annotated[
         int, typer.Option("--limit", "-n", metavar="N", min=0, help="At most this many of each run; 0 for all.")
     ] = _LIMIT,
     before: Annotated[
         str | None,
-        typer.Option("--before", metavar="COMMIT", help="Start after this commit, in its run.", show_default=False),
+        typer.Option("--before", metavar="COMMIT", help="Start after this commit, in its run."),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw attempts and where they forked.")] = False,
     timing: Annotated[
@@ -99,20 +99,14 @@ def _say_dropped(dropped: list["DroppedCommit"], *, as_json: bool) -> None:
         fields = [json_fields(each.commit.record) | json_fields(each) for each in dropped]
         say_json({"dropped": fields})
     elif dropped:
-        columns = [Column("RUN", folds=True), Column("STEP", "right"), Column("COMMIT"), Column("SAVED")]
-        say_table(
-            [*columns, Column("DROPPED")],
-            (
-                [
-                    each.commit.record.run,
-                    str(each.commit.record.step),
-                    each.commit.id[:SHORT_ID_DIGITS],
-                    age(each.commit.observed.time_ns),
-                    age(each.dropped_ns),
-                ]
-                for each in dropped
-            ),
-        )
+        columns: dict[Column, Callable[[DroppedCommit], str]] = {
+            Column("RUN", folds=True): lambda each: each.commit.record.run,
+            Column("STEP", "right"): lambda each: str(each.commit.record.step),
+            Column("COMMIT"): lambda each: each.commit.id[:SHORT_ID_DIGITS],
+            Column("SAVED"): lambda each: age(each.commit.observed.time_ns),
+            Column("DROPPED"): lambda each: age(each.dropped_ns),
+        }
+        say_rows(columns, dropped)
         say_note(f"{with_store('layerstore undrop RUN@STEP')} brings one back")
     else:
         say_note("the trash holds no commit")
@@ -133,27 +127,21 @@ def _fields(
 def _say_lines(lines: list["LogLine"], took: "Took | None") -> None:
     entries = [line.entry for line in lines if line.entry is not None]
     with_graph = any(line.drawing for line in lines)
-    columns: dict[Column, Callable[[LogEntry], str]] = {Column("RUN", folds=True): lambda entry: entry.run}
+    of_entry: dict[Column, Callable[[LogEntry], str]] = {Column("RUN", folds=True): lambda entry: entry.run}
     if with_graph or any(entry.attempt > 1 for entry in entries):
-        columns[Column("ATTEMPT", "right")] = lambda entry: str(entry.attempt)
-    columns[Column("STEP", "right")] = lambda entry: str(entry.step)
-    columns[Column("COMMIT")] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
-    columns[Column("SAVED")] = lambda entry: age(entry.time_ns)
-    if took is None:
-        columns |= _what_commits_hold(entries)
-    else:
-        columns |= _what_saves_took(took)
-    say_table(
-        [*([Column("GRAPH")] if with_graph else []), *columns],
-        (
-            [
-                *([line.drawing] if with_graph else []),
-                # A line that joins two attempts has no commit.
-                *("" if line.entry is None else cell(line.entry) for cell in columns.values()),
-            ]
-            for line in lines
-        ),
-    )
+        of_entry[Column("ATTEMPT", "right")] = lambda entry: str(entry.attempt)
+    of_entry[Column("STEP", "right")] = lambda entry: str(entry.step)
+    of_entry[Column("COMMIT")] = lambda entry: entry.commit[:SHORT_ID_DIGITS]
+    of_entry[Column("SAVED")] = lambda entry: age(entry.time_ns)
+    of_entry |= _what_commits_hold(entries) if took is None else _what_saves_took(took)
+
+    def of_line(cell: "Callable[[LogEntry], str]") -> "Callable[[LogLine], str]":
+        return lambda line: "" if line.entry is None else cell(line.entry)  # one that joins two attempts has none
+
+    columns: dict[Column, Callable[[LogLine], str]] = {}
+    if with_graph:
+        columns[Column("GRAPH")] = lambda line: line.drawing
+    say_rows(columns | {column: of_line(cell) for column, cell in of_entry.items()}, lines)
     if took is not None and any((entry.run, entry.attempt, entry.step) not in took for entry in entries):
         say_note("-: not measured; only saves made with attach() are timed")
 
@@ -175,11 +163,8 @@ def _what_commits_hold(entries: list["LogEntry"]) -> "dict[Column, Callable[[Log
 
 def _what_saves_took(took: "Took") -> "dict[Column, Callable[[LogEntry], str]]":
     def told(cell: "Callable[[SaveTiming], str]") -> "Callable[[LogEntry], str]":
-        def of_entry(entry: "LogEntry") -> str:
-            timing = took.get((entry.run, entry.attempt, entry.step))
-            return "-" if timing is None else cell(timing)
-
-        return of_entry
+        by_place = {place: cell(timing) for place, timing in took.items()}
+        return lambda entry: by_place.get((entry.run, entry.attempt, entry.step), "-")
 
     return {
         Column("BLOCKED", "right"): told(lambda timing: f"{timing.blocked_seconds * 1e3:.1f} ms"),

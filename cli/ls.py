@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def ls(
     ref: Reference = None,
-    layer: Annotated[str | None, typer.Argument(metavar="LAYER", help="Only this layer.", show_default=False)] = None,
+    layer: Annotated[str | None, typer.Argument(metavar="LAYER", help="Only this layer.")] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:

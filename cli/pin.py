@@ -1,5 +1,6 @@
 """``layerstore pin``: names for commits."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,7 @@ from layerstore.cli.render import (
     say,
     say_json,
     say_note,
-    say_table,
+    say_rows,
     say_warning,
     shown,
     with_store,
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
 
 
 def pin(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The pin.", show_default=False)] = None,
-    ref: Annotated[
-        str | None, typer.Argument(metavar="REF", help="RUN@STEP, RUN, RUN~1 or another pin.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The pin.")] = None,
+    ref: Annotated[str | None, typer.Argument(metavar="REF", help="RUN@STEP, RUN, RUN~1 or another pin.")] = None,
     *,
     list_: Annotated[bool, typer.Option("--list", help="List all pins.")] = False,
     delete: Annotated[str | None, typer.Option(metavar="PIN", help="Delete this pin; a visible commit stays.")] = None,
@@ -66,8 +65,8 @@ def _say_deleted(name: str, shows: bool | None, *, as_json: bool) -> None:
     if as_json:
         say_json({"deleted": name, "commit_visible": shows})
         return
-    hidden = "; its commit is no longer visible, so the next gc frees what only this pin kept"
-    then = "" if shows is None else "; its commit stays" if shows else hidden
+    frees = "; the next gc frees what only this pin kept"
+    then = "" if shows is None else "; its commit stays" if shows else frees
     say(f"deleted the pin {shown(name)}{then}")
 
 
@@ -90,18 +89,16 @@ def _say_pins(store: "Store", *, as_json: bool) -> None:
         lost = [{"pin": name, "reason": str(reason)} for name, reason in damaged.items()]
         say_json({"pins": [_fields(pin) for pin in pins], **({"damaged": lost} if lost else {})})
     elif pins:
-        with_mixtures = any(map(_mixed_by, pins))
-        columns = [
-            Column("PIN", folds=True),
-            Column("MEANS", folds=True),
-            *([Column("MIXED BY", folds=True)] if with_mixtures else []),
-            Column("COMMIT"),
-            Column("SAVED"),
-            Column("LAYERS", "right"),
-        ]
-        names = store.names_of(pin.record for pin in pins)
-        rows = (_row(pin, name, with_mixtures=with_mixtures) for pin, name in zip(pins, names, strict=True))
-        say_table(columns, rows)
+        columns: dict[Column, Callable[[tuple[Pin, str]], str]] = {
+            Column("PIN", folds=True): lambda row: row[0].name,
+            Column("MEANS", folds=True): lambda row: row[1],
+        }
+        if any(map(_mixed_by, pins)):
+            columns[Column("MIXED BY", folds=True)] = lambda row: _mixed_by(row[0])
+        columns[Column("COMMIT")] = lambda row: row[0].base[:SHORT_ID_DIGITS]
+        columns[Column("SAVED")] = lambda row: age(row[0].observed.time_ns)
+        columns[Column("LAYERS", "right")] = lambda row: f"{len(row[0].record.layers):,}"
+        say_rows(columns, zip(pins, store.names_of(pin.record for pin in pins), strict=True))
     elif not damaged:
         say_note(with_store("no pins yet; next: layerstore pin NAME REF"))
 
@@ -116,17 +113,6 @@ def _mixed_by(pin: "Pin") -> str:
 
 def _settings(pin: "Pin") -> dict[str, str]:
     return {str(name): str(value) for name, value in pin.record.policy.parameters.items()}
-
-
-def _row(pin: "Pin", reference: str, *, with_mixtures: bool) -> list[str]:
-    return [
-        pin.name,
-        reference,
-        *([_mixed_by(pin)] if with_mixtures else []),
-        pin.base[:SHORT_ID_DIGITS],
-        age(pin.observed.time_ns),
-        f"{len(pin.record.layers):,}",
-    ]
 
 
 def _fields(pin: "Pin") -> dict[str, object]:

@@ -4,8 +4,10 @@ The options that describe a policy, the same for every command that has one.
 An option that is not given is not passed on: each policy knows its own defaults, and which options it has.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,55 +17,46 @@ from layerstore.units import size_in_bytes
 if TYPE_CHECKING:
     from layerstore.policy import Policy
 
-Fresh = Annotated[
-    str | None,
-    typer.Option(
-        "--fresh", metavar="even|odd", help="parity: the half of the base; at ingest, of the run's first save."
-    ),
-]
-First = Annotated[int | None, typer.Option("--first", metavar="N", help="filter: blocks always due at the start.")]
-Last = Annotated[int | None, typer.Option("--last", metavar="N", help="filter: blocks always due at the end.")]
-Share = Annotated[str | None, typer.Option("--share", metavar="1/2", help="filter: how much of the rest at each turn.")]
-Every = Annotated[int | None, typer.Option("--every", metavar="N", help="filter: a turn at every Nth save.")]
-Aux = Annotated[
-    str | None,
-    typer.Option("--aux", metavar="rotate|always", help="filter: whether embeddings and heads take turns too."),
-]
-
-Threshold = Annotated[
-    float | None, typer.Option("--threshold", metavar="X", help="drift: relative movement above which a layer is due.")
-]
-Budget = Annotated[str | None, typer.Option("--budget", metavar="SIZE", help="drift: what a save may take, like 2GB.")]
-Stalest = Annotated[int | None, typer.Option("--stalest", metavar="N", help="drift: no layer older than N saves.")]
+_OPTIONS: dict[str, tuple[type, str, str]] = {
+    "fresh": (str, "even|odd", "parity: the half of the base; at ingest, of the run's first save."),
+    "first": (int, "N", "filter: blocks always due at the start."),
+    "last": (int, "N", "filter: blocks always due at the end."),
+    "share": (str, "1/2", "filter: how much of the rest at each turn."),
+    "every": (int, "N", "filter: a turn at every Nth save."),
+    "aux": (str, "rotate|always", "filter: whether embeddings and heads take turns too."),
+    "threshold": (float, "X", "drift: relative movement above which a layer is due."),
+    "budget": (str, "SIZE", "drift: what a save may take, like 2GB."),
+    "stalest": (int, "N", "drift: no layer older than N saves."),
+}
+"""All policies' settings: the type of each, its metavar and its help."""
 
 
-class Settings(NamedTuple):
-    """What was given of all policies' settings; None where it was not."""
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give *command* these options in the place of its parameter *settings*, which gets those that were given."""
 
-    fresh: str | None
-    first: int | None
-    last: int | None
-    share: str | None
-    every: int | None
-    aux: str | None
-    threshold: float | None
-    budget: str | None
-    stalest: int | None
+    @functools.wraps(command)
+    def run(**words: object) -> None:
+        settings = {name: words.pop(name) for name in _OPTIONS}
+        command(**words, settings={name: value for name, value in settings.items() if value is not None})
 
-    @property
-    def given(self) -> dict[str, object]:
-        """Those that were."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+    parameters = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name != "settings":
+            parameters.append(parameter)
+            continue
+        for name, (of, metavar, text) in _OPTIONS.items():
+            option = Annotated[of | None, typer.Option(f"--{name}", metavar=metavar, help=text)]  # type: ignore[valid-type]  # made at run time
+            parameters.append(parameter.replace(name=name, default=None, annotation=option))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    return run
 
 
-def described_policy(name: str, settings: Settings) -> "Policy":
-    """Return the policy *name* with those of *settings* that were given."""
+def described_policy(name: str, settings: Mapping[str, object]) -> "Policy":
+    """Return the policy *name* with *settings*."""
     from layerstore.policy import policy_named
 
-    given = settings.given
-    for key, read in (("share", _fraction), ("budget", size_in_bytes)):
-        if key in given:
-            given[key] = read(str(given[key]))
+    readers = {"share": _fraction, "budget": size_in_bytes}
+    given = {key: readers[key](str(value)) if key in readers else value for key, value in settings.items()}
     return policy_named(name, given)
 
 
@@ -74,14 +67,10 @@ def policy_from(text: str) -> "Policy":
     >>> policy_from("filter:every=10,aux=always").parameters["every"]
     10
     """
-    from layerstore.policy import policy_named
-
     name, _, settings = text.partition(":")
     given = dict(setting.partition("=")[::2] for setting in settings.split(",") if setting)
-    readers: dict[str, Callable[[str], object]] = {"share": _fraction, "budget": size_in_bytes, "threshold": float}
-    readers |= dict.fromkeys(("first", "last", "every", "stalest"), int)
     try:
-        return policy_named(name, {key: readers.get(key, str)(value) for key, value in given.items()})
+        return described_policy(name, {key: _OPTIONS.get(key, (str,))[0](value) for key, value in given.items()})
     except InvalidInput:
         raise
     except ValueError as exc:

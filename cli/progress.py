@@ -1,7 +1,7 @@
 """
-Progress: a bar on a terminal, one plain line every half minute in a log, nothing for programs.
+Progress on stderr: a line that is drawn over and over on a terminal, one every half minute in a log.
 
-The lines of a log come from a thread of their own, so a disk that hangs shows as 0 B/s.
+The lines come from a thread of their own, so in a log a disk that hangs shows as 0 B/s.
 """
 
 import contextlib
@@ -13,38 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerstore.cli.render import is_quiet, say_progress, size
+from layerstore.cli.render import draw, is_quiet, say_progress, size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Live
-    from rich.progress import Task, TaskID
-    from rich.text import Text
-
     from layerstore.progress import Progress
 
 LINE_SECONDS = 30.0
 """From one line in a log to the next."""
 
+_DRAW_SECONDS = 0.2
 _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
-
-
-class Bar:
-    """A `layerstore.progress.Progress` that draws a bar on stderr, removed at the end."""
-
-    def __init__(self, live: "Live") -> None:
-        self._live = live
-        self._task: TaskID | None = None
-
-    def start(self, what: str, total_bytes: int) -> None:
-        """Restart the bar for the phase *what*; without a total it only shows activity."""
-        if self._task is not None:
-            self._live.remove_task(self._task)
-        self._task = self._live.add_task(what, total=total_bytes or None, is_counted=_is_counted(what))
-
-    def advance(self, size_bytes: int) -> None:
-        """Move the bar; rich's own lock makes this safe in any thread."""
-        if self._task is not None:
-            self._live.advance(self._task, size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +37,10 @@ class Phase:
 
 
 class Lines:
-    """A `layerstore.progress.Progress` that says where it is every half minute, in one line on stderr."""
+    """A `layerstore.progress.Progress` that says where it is, in one line on stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_live: bool) -> None:
+        self._is_live = is_live
         self._guard = threading.Lock()
         self._what = ""  # until the first phase
         self._total = self._done = 0
@@ -71,24 +50,27 @@ class Lines:
         """Begin the phase *what*."""
         with self._guard:
             self._what, self._total, self._done, self._began = what, total_bytes, 0, time.monotonic()
+        if self._is_live:
+            self._show(None)
 
     def advance(self, size_bytes: int) -> None:
         """Count *size_bytes* more."""
         with self._guard:
             self._done += size_bytes
 
-    def speak(self, stop: threading.Event, *, every_seconds: float) -> None:
-        """Print a line every *every_seconds* until *stop* is set."""
+    def speak(self, stop: threading.Event, every_seconds: float) -> None:
+        """Show a line every *every_seconds* until *stop* is set."""
         before: Phase | None = None
         while not stop.wait(every_seconds):
-            with self._guard:
-                phase = Phase(self._what, self._total, self._done, time.monotonic() - self._began)
-            try:
-                if phase.what:
-                    say_progress(progress_line(phase, before))
-            except OSError:  # nobody reads the log any more; the work goes on
-                return
-            before = phase
+            before = self._show(None if self._is_live else before)
+
+    def _show(self, before: Phase | None) -> Phase:
+        with self._guard:
+            phase = Phase(self._what, self._total, self._done, time.monotonic() - self._began)
+        with contextlib.suppress(OSError):  # nobody reads it any more; the work goes on
+            if phase.what:
+                (draw if self._is_live else say_progress)(progress_line(phase, before))
+        return phase
 
 
 def progress_line(phase: Phase, before: Phase | None) -> str:
@@ -106,7 +88,7 @@ def progress_line(phase: Phase, before: Phase | None) -> str:
     is_same = before is not None and before.what == phase.what and before.seconds < phase.seconds
     done, seconds = (before.done, before.seconds) if before is not None and is_same else (0, 0.0)
     rate = (phase.done - done) / max(phase.seconds - seconds, 1e-3)
-    amount = "{:,}".format if _is_counted(phase.what) else size
+    amount = "{:,}".format if phase.what.startswith("records") else size
     parts = [
         *([f"{min(phase.done / phase.total, 1):.0%}"] if phase.total else []),
         f"{amount(phase.done)} of {amount(phase.total)}" if phase.total else amount(phase.done),
@@ -127,11 +109,6 @@ def _duration(seconds: float) -> str:
     return f"{-int(-seconds // length):,} {unit}"
 
 
-def _is_counted(what: str) -> bool:
-    """Whether the phase counts records instead of bytes."""
-    return what.startswith("records")
-
-
 @contextlib.contextmanager
 def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Iterator["Progress"]:
     """Yield what a verb reports its progress to."""
@@ -139,50 +116,18 @@ def shown_progress(*, as_json: bool, every_seconds: float = LINE_SECONDS) -> Ite
         from layerstore.progress import Silent
 
         yield Silent()
-    elif sys.stderr.isatty():
-        with _live() as live:
-            yield Bar(live)
-    else:
-        lines, stop = Lines(), threading.Event()
-        options = {"every_seconds": every_seconds}
-        speaker = threading.Thread(target=lines.speak, args=(stop,), kwargs=options, daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads allowed: work without lines
-            speaker.start()
-        try:
-            yield lines
-        finally:
-            stop.set()
-            if speaker.ident is not None:
-                speaker.join()
-
-
-def _live() -> "Live":
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.text import Text
-
-    class Amount(DownloadColumn):
-        """The amount done, in bytes or records."""
-
-        def render(self, task: "Task") -> "Text":
-            if not task.fields["is_counted"]:
-                return super().render(task)
-            total = "" if task.total is None else f"/{task.total:,.0f}"
-            return Text(f"{task.completed:,.0f}{total}", style="progress.download")
-
-    class Speed(TransferSpeedColumn):
-        """The rate; empty for records, whose time left says as much."""
-
-        def render(self, task: "Task") -> "Text":
-            return Text("") if task.fields["is_counted"] else super().render(task)
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        Amount(),
-        Speed(),
-        TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
-        transient=True,
-        expand=True,
-    )
+        return
+    is_live = sys.stderr.isatty()
+    lines, stop = Lines(is_live=is_live), threading.Event()
+    pause = _DRAW_SECONDS if is_live else every_seconds
+    speaker = threading.Thread(target=lines.speak, args=(stop, pause), daemon=True)
+    with contextlib.suppress(RuntimeError):  # no more threads allowed: work without lines
+        speaker.start()
+    try:
+        yield lines
+    finally:
+        stop.set()
+        if speaker.ident is not None:
+            speaker.join()
+        with contextlib.suppress(OSError):
+            draw("")

@@ -13,9 +13,11 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Literal, TextIO, TypeVar
+
+T = TypeVar("T")
 
 # Raised when a field goes or changes its meaning; new fields may come at any time.
 JSON_SCHEMA = 1
@@ -131,11 +133,15 @@ def lost_in_words(layers: Sequence[str], *, everything: bool) -> str:
 
 @dataclass(slots=True)
 class _Voice:
-    """What ``--quiet`` silences."""
+    """How this command talks."""
 
     is_quiet: bool = False
     answers: bool = False
     """Whether the output is the answer to a question, which is never silenced."""
+    has_line: bool = False
+    """Whether a line of progress stands on the terminal."""
+    store: str | None = None
+    """The store that the command line named, if it did."""
 
 
 _voice = _Voice()
@@ -201,6 +207,14 @@ def say_json(fields: Mapping[str, object]) -> None:
     _print(json.dumps({"schema": JSON_SCHEMA, **fields}), sys.stdout)
 
 
+def say_each(lines: Sequence[str], *, limit: int = 50) -> None:
+    """Print the first *limit* of *lines*, and how many more there are."""
+    for line in lines[:limit]:
+        say(line)
+    if len(lines) > limit:
+        say(f"… and {len(lines) - limit:,} more; --json has them all")
+
+
 def say_facts(facts: Mapping[str, str]) -> None:
     """Print names and values, one pair per line."""
     width = max(map(len, facts)) + 2
@@ -239,6 +253,11 @@ def say_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, total
         say(printed.rstrip())
 
 
+def say_rows(columns: Mapping[Column, Callable[[T], str]], items: Iterable[T]) -> None:
+    """Print a table with a row for each of *items*: what each column says of it."""
+    say_table(list(columns), ([cell(item) for cell in columns.values()] for item in items))
+
+
 # -- stderr --------------------------------------------------------------------------------------------------------
 
 
@@ -247,23 +266,21 @@ _COMMAND = re.compile(
     r"\blayerstore (?=(?:compose|diff|drop|gc|ingest|log|ls|migrate|pin|reindex|repair|report|show|stats|undrop|verify)"
     r"\b)"
 )
-_named_store: list[str] = []
-"""The store that the command line named, if it did."""
 
 
 def name_store(path: str | None) -> None:
     """From now on name the store *path* in commands that are suggested."""
-    _named_store[:] = [] if path is None else [path]
+    _voice.store = path
 
 
 def named_store() -> str | None:
     """Return the store that the command line named; None if it did not."""
-    return _named_store[0] if _named_store else None
+    return _voice.store
 
 
 def with_store(text: str) -> str:
     """Return *text* with ``--store`` in its commands, if this command was given one."""
-    path = named_store()
+    path = _voice.store
     if path is None or _STORE_OPTION.search(text):
         return text
     return _COMMAND.sub(lambda found: f"{found[0]}--store {shlex.quote(path)} ", text)
@@ -277,6 +294,15 @@ def say_warning(message: str) -> None:
 def say_progress(line: str) -> None:
     """Print a line of progress, for a log."""
     _print(shown(line), sys.stderr)
+
+
+def draw(line: str) -> None:
+    """Draw *line* in the place of the one before, on a terminal; the next text that is printed replaces it."""
+    if sys.stderr is not None and (line or _voice.has_line):
+        _voice.has_line = bool(line)
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r{shown(line)[:width]:<{width}}\r")
+        sys.stderr.flush()
 
 
 def say_error(*, kind: str, code: int, message: str, hint: str | None, as_json: bool) -> None:
@@ -300,6 +326,7 @@ def _complain(label: str, message: str) -> None:
 
 
 def _print(text: str, stream: TextIO | None) -> None:
+    draw("")
     if stream is not None:  # None if it was closed: print() would fall back to stdout
         print(text, file=stream)  # the one place that prints
 

@@ -11,8 +11,8 @@ from layerstore.cli.render import (
     counted,
     lost_in_words,
     say,
+    say_each,
     say_json,
-    say_paragraph,
     say_warning,
     shown,
     size,
@@ -24,9 +24,7 @@ from layerstore.json_fields import json_fields
 from layerstore.layers import typed
 
 if TYPE_CHECKING:
-    from layerstore.check import Repaired, RestoredIdentity
-
-_LINES_MAX = 50
+    from layerstore.check import Repaired
 
 Sources = Annotated[
     list[Path] | None,
@@ -46,7 +44,7 @@ def repair(
     sources: Sources = None,
     store_id: Annotated[
         str | None,
-        typer.Option("--store-id", metavar="ID", help="Write a lost store.json again.", show_default=False),
+        typer.Option("--store-id", metavar="ID", help="Write a lost store.json again."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     store: StorePath = None,
@@ -70,27 +68,23 @@ def repair(
         from layerstore.store import restore_identity
 
         restored = restore_identity(store or DEFAULT_STORE, store_id, dry_run=dry_run)
-    if restored is not None and restored.is_assumed:
+    is_assumed = restored is not None and restored.is_assumed
+    identity = {"dry_run": dry_run, "identity": restored is not None, "flags_assumed": is_assumed}
+    if is_assumed:
         say_warning("which features the store needs is not known; none is assumed")
-    if restored is not None and dry_run:
-        # What else would be found, only a store that opens can tell.
-        fields = {"dry_run": True, **_identity_fields(restored)}
-        say_json(fields) if as_json else say("would write store.json again")
+    if restored is not None and dry_run:  # what else would be found, only a store that opens can tell
+        say_json(identity) if as_json else say("would write store.json again")
         return
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         repaired = opened_store.repair(read_data=read_data, sources=sources or (), dry_run=dry_run, progress=progress)
     if as_json:
-        say_json({"dry_run": dry_run, **_identity_fields(restored), **json_fields(repaired)})
+        say_json({**identity, **json_fields(repaired)})
     else:
         if restored is not None:
             say(f"wrote store.json again, for store {shown(store_id)}")
         _tell(repaired, dry_run=dry_run)
     if repaired.has_lost:
         raise IntegrityError(_lost_in_words(repaired, dry_run=dry_run), hint=_hint(repaired))
-
-
-def _identity_fields(restored: "RestoredIdentity | None") -> dict[str, object]:
-    return {"identity": restored is not None, "flags_assumed": restored is not None and restored.is_assumed}
 
 
 def _is_pin(name: str) -> bool:
@@ -117,35 +111,30 @@ def _hint(repaired: "Repaired") -> str:
 
 
 def _tell(repaired: "Repaired", *, dry_run: bool) -> None:
-    would = "would " if dry_run else ""
-    for file in repaired.moved[:_LINES_MAX]:
-        say(f"{would}move{'' if dry_run else 'd'} damaged {file.kind}  {shown(file.path)} to trash/")
-        say_paragraph(f"  {shown(file.reason)}", indent=4)
-    _more(len(repaired.moved))
-    for each in repaired.fetched[:_LINES_MAX]:
-        say(f"{would}fetch{'' if dry_run else 'ed'} {each.kind}  {shown(each.path)} ({size(each.size_bytes)})")
-        say(f"  from {shown(each.source)}")
-    _more(len(repaired.fetched))
-    for cost in repaired.lost[:_LINES_MAX]:
-        say(f"lost of {shown(cost.holder)}: {shown(lost_in_words(cost.layers, everything=cost.everything))}")
-    _more(len(repaired.lost))
+    move, fetch = ("would move", "would fetch") if dry_run else ("moved", "fetched")
+    say_each([f"{move} damaged {of.kind}  {shown(of.path)} to trash/\n  {shown(of.reason)}" for of in repaired.moved])
+    say_each(
+        [
+            f"{fetch} {of.kind}  {shown(of.path)} ({size(of.size_bytes)})\n  from {shown(of.source)}"
+            for of in repaired.fetched
+        ]
+    )
+    say_each(
+        [
+            f"lost of {shown(cost.holder)}: {shown(lost_in_words(cost.layers, everything=cost.everything))}"
+            for cost in repaired.lost
+        ]
+    )
     for name in repaired.unreadable:
         say(f"{shown(name)} cannot be read, and gc removes nothing until it is healed or given up")
     for pin in repaired.pins_elsewhere:
         say(f"{shown(pin.name)} is {shown(pin.reference)} in {shown(pin.source)}; here it may have been moved since:")
         say(f"  {shown(with_store(f'layerstore pin --delete {typed(pin.name)}'))}")
         say(f"  {shown(with_store(f'layerstore pin {typed(pin.name)} {typed(pin.reference)}'))}")
-    for name in repaired.newer[:_LINES_MAX]:
-        say(f"{shown(name)} is for a newer layerstore, and was left as it is")
-    _more(len(repaired.newer))
+    say_each([f"{shown(name)} is for a newer layerstore, and was left as it is" for name in repaired.newer])
     if not repaired.has_done:
-        say("nothing to repair" if not repaired.has_lost else "nothing more can be done here")
+        say("nothing more can be done here" if repaired.has_lost else "nothing to repair")
     elif dry_run:
         say("nothing was changed")
     elif repaired.reindexed:
         say("made the index afresh")
-
-
-def _more(count: int) -> None:
-    if count > _LINES_MAX:
-        say(f"… and {count - _LINES_MAX:,} more; --json has them all")

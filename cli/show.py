@@ -1,5 +1,6 @@
 """``layerstore show``: everything about one commit."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layerstore.cli.options import AsJson, Reference, StorePath, opened
@@ -11,15 +12,14 @@ from layerstore.cli.render import (
     say,
     say_facts,
     say_json,
-    say_table,
+    say_rows,
     size,
+    some,
 )
 from layerstore.json_fields import iso_time, json_fields
 
 if TYPE_CHECKING:
     from layerstore.inspect import CommitView, LayerLine
-
-_FILES_SHOWN_MAX = 6
 
 
 def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False) -> None:
@@ -44,14 +44,14 @@ def show(ref: Reference = None, store: StorePath = None, as_json: AsJson = False
         return
     say_facts(_facts(view, name))
     say()
-    columns = [
-        Column("LAYER", folds=True),
-        Column("SAVED AT", folds=True),
-        Column("VERSION"),
-        Column("PARAMETERS", "right"),
-        Column("SIZE", "right"),
-    ]
-    say_table(columns, map(_row, view.layers, names))
+    columns: dict[Column, Callable[[tuple[LayerLine, str]], str]] = {
+        Column("LAYER", folds=True): lambda row: row[0].layer,
+        Column("SAVED AT", folds=True): lambda row: row[1],
+        Column("VERSION"): lambda row: row[0].version[:SHORT_ID_DIGITS],
+        Column("PARAMETERS", "right"): lambda row: f"{row[0].parameters:,}",
+        Column("SIZE", "right"): lambda row: size(sum(row[0].bytes_by_kind.values())),
+    }
+    say_rows(columns, zip(view.layers, names, strict=True))
 
 
 def _facts(view: "CommitView", name: str) -> dict[str, str]:
@@ -70,28 +70,10 @@ def _facts(view: "CommitView", name: str) -> dict[str, str]:
         "layers": f"{len(view.layers)}, {view.layers_saved} of them saved at this step, {size(view.size_bytes)}",
         "moments": "" if view.has_moments else "weights only: its moments were dropped by gc",
         "besides": f"{size(view.beside_bytes)} of what ranks have of their own, and files",
-        "files": _files(view.files),
+        "files": f"{len(view.files)} beside the shards: {some(view.files, limit=6)}" if view.files else "",
     }
     return {name: value for name, value in facts.items() if value}
 
 
 def _policy(view: "CommitView") -> str:
     return policy_in_words(view.policy, view.policy_parameters)
-
-
-def _files(names: tuple[str, ...]) -> str:
-    if not names:
-        return ""
-    shown_names = ", ".join(names[:_FILES_SHOWN_MAX])
-    more = ", … (--json lists all)" if len(names) > _FILES_SHOWN_MAX else ""
-    return f"{len(names)} beside the shards: {shown_names}{more}"
-
-
-def _row(line: "LayerLine", name: str) -> list[str]:
-    return [
-        line.layer,
-        name,
-        line.version[:SHORT_ID_DIGITS],
-        f"{line.parameters:,}",
-        size(sum(line.bytes_by_kind.values())),
-    ]

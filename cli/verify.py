@@ -6,24 +6,30 @@ import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.progress import shown_progress
-from layerstore.cli.render import counted, lost_in_words, say, say_json, say_note, say_paragraph, shown, size, some
+from layerstore.cli.render import (
+    counted,
+    lost_in_words,
+    say,
+    say_each,
+    say_json,
+    say_note,
+    say_paragraph,
+    shown,
+    size,
+    some,
+)
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from layerstore.check import Cost, Damage, Hurt, Verdict
+    from layerstore.check import Damage, Hurt, Verdict
 
 _HURT_MAX = 20
 
 Subset = Annotated[
     str | None,
     typer.Option(
-        "--read-data-subset",
-        metavar="PART",
-        help="Read only a part: 10%, at random, or 3/10, the third tenth.",
-        show_default=False,
+        "--read-data-subset", metavar="PART", help="Read only a part: 10%, at random, or 3/10, the third tenth."
     ),
 ]
 
@@ -31,14 +37,12 @@ Subset = Annotated[
 def verify(
     ref: Annotated[
         str | None,
-        typer.Argument(metavar="REF", help="Only what this commit or pin needs.", show_default=False),
+        typer.Argument(metavar="REF", help="Only what this commit or pin needs."),
     ] = None,
     *,
     read_data: Annotated[bool, typer.Option("--read-data", help="Also read and hash every byte.")] = False,
     read_data_subset: Subset = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Which 10% it is: as an earlier verify said.", show_default=False)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Which 10% it is: as an earlier verify said.")] = None,
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,11 +88,8 @@ def _damage_in_words(verdict: "Verdict") -> str:
 
 def _say_verdict(verdict: "Verdict", looked_at: str | None) -> None:
     for damage in verdict.damaged:
-        say_damage(damage)
-    for each in verdict.standing.hurt[:_HURT_MAX]:
-        say(f"{shown(each.reference)}: {shown(_stands(each))}")
-    if len(verdict.standing.hurt) > _HURT_MAX:
-        say(f"… and {len(verdict.standing.hurt) - _HURT_MAX:,} more that are hurt; --json has them all")
+        _say_damage(damage)
+    say_each([f"{shown(each.reference)}: {shown(_stands(each))}" for each in verdict.standing.hurt], limit=_HURT_MAX)
     for run, whole in verdict.standing.whole.items():
         say(f"{shown(run)}: {f'the newest step that is whole is {shown(whole)}' if whole else 'no step is whole'}")
     of = "" if looked_at is None else f"{shown(looked_at)}: "
@@ -112,22 +113,15 @@ def _read(verdict: "Verdict") -> str:
     return f", {size(verdict.bytes_read)} read" if verdict.bytes_read else ""
 
 
-def say_damage(damage: "Damage") -> None:
+def _say_damage(damage: "Damage") -> None:
     """Print one damage and what it costs, on lines of their own: in a table they would be folded beyond reading."""
     say(f"damaged {damage.kind}  {shown(damage.path)}")
     say_paragraph(f"  {shown(damage.reason)}", indent=4)
-    for costs in _alike(damage.costs):
-        holders = some([cost.holder for cost in costs])
-        lost = lost_in_words(costs[0].layers, everything=costs[0].everything)
-        say_paragraph(f"  costs {shown(holders)}: {shown(lost)}", indent=4)
-
-
-def _alike(costs: "Sequence[Cost]") -> "list[list[Cost]]":
-    """Return *costs* in groups that lose the same: a layer that many commits have inherited is told once."""
-    groups: dict[tuple[tuple[str, ...], bool], list[Cost]] = {}
-    for cost in costs:
-        groups.setdefault((cost.layers, cost.everything), []).append(cost)
-    return list(groups.values())
+    holders: dict[str, list[str]] = {}  # a layer that many commits have inherited is told once
+    for cost in damage.costs:
+        holders.setdefault(lost_in_words(cost.layers, everything=cost.everything), []).append(cost.holder)
+    for lost, names in holders.items():
+        say_paragraph(f"  costs {shown(some(names))}: {shown(lost)}", indent=4)
 
 
 def _stands(hurt: "Hurt") -> str:

@@ -27,8 +27,7 @@ _DIGEST_BYTES = 16
 _OLD, _NEW = 1, 2
 """The formats, and the schemas of their envelopes."""
 
-_RECORD = re.compile(r"(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})")
-_OBJECT = re.compile(r"[0-9a-f]{32}")
+_RECORD = re.compile(r"(?:0|[1-9][0-9]{0,18})\.([0-9a-f]{32})")
 _FIELDS = frozenset(
     "run attempt fork step save_number world_size layers states layout policy supersedes flags".split()  # noqa: SIM905
 )
@@ -99,11 +98,10 @@ def _damaged(name: str, reason: str) -> IntegrityError:
 # -- records -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Row:
     """What is kept of a record of format 1 while the others of its run are read."""
 
-    file_name: str
     attempt: int
     step: int
     fork: Body | None
@@ -122,60 +120,47 @@ class _Run:
         self._rows: dict[str, _Row] = {}
         for name in older.names(f"commits/{run}"):
             if match := _RECORD.fullmatch(name):
-                self._rows[match[2]] = _row_of(name, _body(self._read(name), f"commits/{run}/{name}"))
+                self._rows[match[1]] = _row_of(self._read(name)["body"])
         in_order = sorted(self._rows.items(), key=lambda item: (item[1].attempt, item[1].step, item[0]), reverse=True)
         self._forks = {row.attempt: row.fork for _, row in in_order}  # an attempt's first record decides
         self._hidden = {old for row in self._rows.values() for old in row.supersedes}
         self.ids: dict[str, str] = {}
-        """The new id of each commit by its old one, complete once `files` is exhausted."""
+        """The new id of each commit by its old one."""
+        # Superseded ones first: the others mention their new ids.
+        mentions = {old: [each for each in row.supersedes if each in self._rows] for old, row in self._rows.items()}
+        for old in TopologicalSorter(mentions).static_order():
+            if self._rows[old].has_layers:
+                self.ids[old] = id_of(self._rewritten(old)["body"])
 
-    def _read(self, file_name: str) -> Body:
+    def _read(self, file_name: str) -> dict[str, Body]:
         """Return the payload of the record *file_name*, which must match its name."""
         called = f"commits/{self._run}/{file_name}"
         payload = unseal(self._older.read(called), name=called, store_id=self._store_id)
-        body = _body(payload, called)
+        body = _checked(payload.get("body"), called)
         if (body["run"], f"{cast('int', body['step'])}.{id_of(body)}") != (self._run, file_name):
             raise _damaged(called, "it does not hold the commit that its name says")
-        return payload
+        return cast("dict[str, Body]", payload)
+
+    def _rewritten(self, old: str) -> dict[str, Body]:
+        payload = self._read(f"{self._rows[old].step}.{old}")
+        return {**payload, "body": self.converted(payload["body"])}
 
     def files(self) -> Iterator[MigratedFile]:
-        """Yield the new records: visible ones, then hidden ones, which go to the trash."""
-        # Superseded ones first: the others mention their new ids.
-        mentions = {old: [each for each in row.supersedes if each in self._rows] for old, row in self._rows.items()}
-        hidden = []
-        written = set()
-        for old in TopologicalSorter(mentions).static_order():
-            if not self._rows[old].has_layers:
-                continue
-            file = self._rewritten(old)
-            if old in self._hidden:
-                hidden.append(old)
-            elif file.path not in written:
-                written.add(file.path)
-                yield file
-        for old in hidden:
-            file = self._rewritten(old)
-            # A commit that was dropped and saved again differed only in what it superseded.
-            if file.path not in written:
-                written.add(file.path)
-                yield MigratedFile(path=f"trash/{file.path}", data=file.data)
-
-    def _rewritten(self, old: str) -> MigratedFile:
-        row = self._rows[old]
-        payload = self._read(row.file_name)
-        body = self.converted(_body(payload, row.file_name))
-        self.ids[old] = id_of(body)
-        name = f"commits/{self._run}/{row.step}.{self.ids[old]}"
-        return MigratedFile(path=name, data=seal({**payload, "body": body}, name=name, store_id=self._store_id))
+        """Yield the new records; hidden ones go to the trash."""
+        # A commit that was dropped and saved again differed only in what it superseded: the visible one is kept.
+        hidden_first = sorted(self.ids, key=lambda old: old not in self._hidden)
+        for new, old in {self.ids[old]: old for old in hidden_first}.items():
+            name = f"commits/{self._run}/{self._rows[old].step}.{new}"
+            data = seal(cast("Plain", self._rewritten(old)), name=name, store_id=self._store_id)
+            yield MigratedFile(path=f"trash/{name}" if old in self._hidden else name, data=data)
 
     def converted(self, body: Body) -> Body:
         """Return *body*, of a record of this run or of a pin, in format 2."""
-        row = _row_of("", body)
-        superseded = sorted({self.ids[old] for old in row.supersedes if old in self.ids})
+        row = _row_of(body)
         changed: Body = {
             "lineage": self._lineage(row),
             "stage": 3,
-            "supersedes": cast("Plain", superseded),
+            "supersedes": cast("Plain", sorted({self.ids[old] for old in row.supersedes if old in self.ids})),
             "notes": [],
         }
         return {name: value for name, value in sorted((body | changed).items()) if name != "fork"}
@@ -191,42 +176,19 @@ class _Run:
             fork = self._forks.get(attempt)
         return found
 
-    def can_spare(self, old: str) -> bool:
-        """Whether a quarantined record *old* is not lost: it is here, intact, or was dropped or replaced."""
-        return old in self._rows or old in self._hidden
-
-
-def _body(payload: Body, name: str) -> Body:
-    """Return the body in a record's *payload*; what the step relies on is checked."""
-    if payload.keys() != {"body", "observed"}:
-        raise _damaged(name, "it does not hold body and observed")
-    return _checked(payload["body"], name)
-
 
 def _checked(body: Plain, name: str) -> Body:
-    flags = body.get("flags") if isinstance(body, dict) else None
-    if not isinstance(body, dict) or not isinstance(flags, list):
-        raise _damaged(name, "it holds no record")
-    unknown = sorted({str(flag) for flag in flags} - _FLAGS)
+    """Return the *body* of a record; its checksum was right, so each field holds what format 1 has there."""
+    if not isinstance(body, dict) or not body.keys() >= _FIELDS:
+        raise _damaged(name, "its fields are not those of a record")
+    unknown = sorted({str(flag) for flag in cast("list[Plain]", body["flags"])} - _FLAGS)
     if unknown:
         raise Unsupported(f"{name} uses {', '.join(unknown)}, which format {_OLD} does not have; nothing was changed")
-    fork = body.get("fork")
-    is_fork = isinstance(fork, dict) and all(type(fork.get(key)) is int for key in ("attempt", "step"))
-    is_sound = (
-        body.keys() == _FIELDS
-        and all(type(body[field]) is int for field in ("attempt", "step"))
-        and all(isinstance(body[field], list) for field in ("layers", "supersedes"))
-        and isinstance(body["policy"], dict)
-        and (is_fork or fork is None)
-    )
-    if not is_sound:
-        raise _damaged(name, "its fields are not those of a record")
     return body
 
 
-def _row_of(file_name: str, body: Body) -> _Row:
+def _row_of(body: Body) -> _Row:
     return _Row(
-        file_name=file_name,
         attempt=cast("int", body["attempt"]),
         step=cast("int", body["step"]),
         fork=cast("Body | None", body["fork"]),
@@ -241,57 +203,50 @@ def _row_of(file_name: str, body: Body) -> _Row:
 def _convert(older: Older) -> Iterator[MigratedFile]:
     if "commits" not in older.folders(""):
         raise _damaged("commits", "it is missing although this is a store")
+    _check_settled(older)
     store_id = str(identity_fields(older.read("store.json"), number=_OLD)["store_id"])
     runs = {run: _Run(older, run, store_id) for run in older.folders("commits")}
-    _check_quarantine(older, runs)
     for run in runs.values():
         yield from run.files()
     for name in older.names("pins"):
         if not name.startswith("."):  # else a network filesystem's own file
-            yield _pin(older, name, runs, store_id)
+            yield _pin(older, f"pins/{name}", runs, store_id)
 
 
 def _pin(older: Older, name: str, runs: Mapping[str, _Run], store_id: str) -> MigratedFile:
-    called = f"pins/{name}"
-    payload = unseal(older.read(called), name=called, store_id=store_id)
-    pin = payload.get("pin")
+    pin = unseal(older.read(name), name=name, store_id=store_id).get("pin")
     if not isinstance(pin, dict):
-        raise _damaged(called, "it holds no pin")
-    body = _checked(pin.get("record"), called)
+        raise _damaged(name, "it holds no pin")
+    body = _checked(pin.get("record"), name)
     # A pin may outlive its run.
     run = runs.get(str(body["run"])) or _Run(older, str(body["run"]), store_id)
     new, base = run.converted(body), str(pin.get("base"))
     if base == id_of(body):
         run.ids.setdefault(base, id_of(new))  # its commit is gone, but the pin has its record
     changed = pin | {"base": run.ids.get(base, base), "record": new}
-    return MigratedFile(path=called, data=seal({"pin": changed}, name=called, store_id=store_id))
+    return MigratedFile(path=name, data=seal({"pin": changed}, name=name, store_id=store_id))
 
 
-def _check_quarantine(older: Older, runs: Mapping[str, _Run]) -> None:
-    """Refuse a store with a quarantined record or pin that was neither healed nor given up."""
-    pins = older.names("pins")
-    lost = []
-    for repair in older.folders("quarantine"):
-        folder = f"quarantine/{repair}"
-        for run in older.folders(f"{folder}/commits"):
-            for match in filter(None, map(_RECORD.fullmatch, older.names(f"{folder}/commits/{run}"))):
-                if run not in runs or not runs[run].can_spare(match[2]):
-                    lost.append(f"{run}@{match[1]}")
-        lost += [f"pin {name}" for name in older.names(f"{folder}/pins") if name not in pins]
+def _check_settled(older: Older) -> None:
+    """Refuse a store in which a repair or a collection of layerstore 0.1 has left something to decide."""
+    lost = [
+        f"{folder}/{name}"
+        for repair in older.folders("quarantine")
+        for folder in ("pins", *(f"commits/{run}" for run in older.folders(f"quarantine/{repair}/commits")))
+        for name in older.names(f"quarantine/{repair}/{folder}")
+        if name not in older.names(folder)
+    ]
     if lost:
         raise IntegrityError(
             f"{', '.join(sorted(set(lost)))} are in quarantine: neither healed nor given up; nothing was changed",
             hint="with layerstore 0.1: repair --from COPY heals them, drop REF --quarantined or pin --delete NAME "
-            "gives them up",
+            "gives them up; what was replaced since may be removed from quarantine/",
         )
-
-
-def _moves(older: Older) -> Iterator[tuple[str, str]]:
-    """Yield what interrupted collections left aside; it goes back to its place."""
-    for collection in older.folders("gc"):
-        for name in older.names(f"gc/{collection}/aside"):
-            if _OBJECT.fullmatch(name):
-                yield f"gc/{collection}/aside/{name}", f"objects/{name[:2]}/{name}"
+    if any(older.names(f"gc/{collection}/aside") for collection in older.folders("gc")):
+        raise IntegrityError(
+            "a collection was interrupted, and objects lie in gc/*/aside/; nothing was changed",
+            hint="with layerstore 0.1: gc finishes it",
+        )
 
 
 STEP = Step(
@@ -303,5 +258,4 @@ STEP = Step(
     removes=("locks/gc.reserve", "manifest", "manifest.dropped-*"),
     identity=_identity,
     convert=_convert,
-    moves=_moves,
 )

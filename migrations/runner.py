@@ -10,6 +10,7 @@ after it has published something, and fails.
 
 import contextlib
 import errno as errnos
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -59,11 +60,7 @@ def plan_migration(path: Path, files: Files | None = None, *, steps: Sequence[St
     """
     Return the steps that the store at *path* needs; the first is tried without writing.
 
-    Raises:
-        NoStore: There is none.
-        Unsupported: Its format is newer, or no step starts from it.
-        IntegrityError: Something in it is damaged and cannot be converted.
-        StorageIO: There is too little space.
+    Raises what `migrate` raises before it changes anything.
     """
     files = files or Files()
     layout = layout_at(path)
@@ -200,24 +197,23 @@ class _StepRun:
     def _read(self, path: Path) -> bytes:
         return self._files.read(path, size_bytes_max=RECORD_BYTES_MAX)
 
-    # -- before the exchange ---------------------------------------------------------------------------------------
-
     def _make(self) -> None:
         """Write everything new, sync it, and read it back."""
-        identity = self._read(self._layout.identity)
-        listed = self._listing()
-        self._files.make_directory(self._layout.migrating)
-        self._write(self._old.identity, identity)
-        self._write(self._new.identity, self._step.identity(identity))
+        identity, listed = self._read(self._layout.identity), self._listing()
         folders = {self._old.root, self._new.root, *(self._new.root / name for name in self._step.makes)}
         for folder in sorted(folders):
             self._files.make_directories(folder)
+        self._write(self._old.identity, identity)
+        self._write(self._new.identity, self._step.identity(identity))
         for file in self._converted():
-            self._write(self._new.root / file.path, file.data)
-            folders.add((self._new.root / file.path).parent)
+            path = self._new.root / file.path
+            self._files.make_directories(path.parent)
+            self._write(path, file.data)
+            folders.add(path.parent)
         for folder in sorted(folders):
             self._files.sync_directory(folder)
-        self._prove()
+        if self._step.target == FORMAT:
+            self._prove()
         if self._listing() != listed:
             raise Conflict(
                 f"{self._root} was written to while it was migrated; nothing was changed",
@@ -225,7 +221,6 @@ class _StepRun:
             )
 
     def _write(self, path: Path, data: bytes) -> None:
-        self._files.make_directories(path.parent)
         with self._files.create(path) as file:
             file.write_at(0, data)
             file.sync()
@@ -235,9 +230,7 @@ class _StepRun:
         return {path for name in self._step.makes for path in (self._root / name).rglob("*")}
 
     def _prove(self) -> None:
-        """Read every new record and pin, if the target is this layerstore's own format."""
-        if self._step.target != FORMAT:
-            return
+        """Read every new record and pin as this layerstore does."""
         store_id = decode_identity(self._read(self._new.identity), what="the new store.json").store_id
         records = RecordStore(self._new, self._files, store_id=store_id)
         trash = Trash(self._new, self._files, records)
@@ -249,61 +242,30 @@ class _StepRun:
         for pin in records.pin_names():
             records.read_pin(pin)
 
-    # -- after it --------------------------------------------------------------------------------------------------
-
     def finish(self) -> StepOutcome:
-        """Roll forward from wherever it was interrupted."""
+        """Roll forward after the exchange, from wherever it was interrupted."""
         self._files.sync_directory(self._root)  # the process that exchanged store.json may have died before this
         for name in (*self._step.makes, *self._step.leaves):
-            self._replace(name)
-        self._move_files()
-        for pattern in self._step.removes:
-            for path in sorted(self._root.glob(pattern)):
-                self._files.remove_tree(path) if self._files.is_directory(path) else self._files.unlink(path)
-        backup = self._back_up()
+            place, new = self._root / name, self._new.root / name
+            is_new = self._files.exists(new)
+            # If the new one is in place already, it stays.
+            if self._files.exists(place) and (is_new or name in self._step.leaves):
+                self._move(place, self._old.root / name)
+            if is_new:
+                self._move(new, place)
+        for path in sorted(path for pattern in self._step.removes for path in self._root.glob(pattern)):
+            self._files.remove_tree(path) if self._files.is_directory(path) else self._files.unlink(path)
+        backup = None
+        if self._files.exists(self._old.root):  # else an earlier run has moved it
+            self._files.make_directory(self._layout.backups)
+            places = (self._layout.backups / f"format-{self._step.source}.{number}" for number in itertools.count(1))
+            backup = next(place for place in places if not self._files.exists(place))
+            self._move(self._old.root, backup)
         self._files.remove_tree(self._layout.migrating)
         self._files.sync_directory(self._root)
         return StepOutcome(step=self._step, backup=backup)
-
-    def _replace(self, name: str) -> None:
-        """Move the old *name* to the backup, and the new one into its place."""
-        place, new = self._root / name, self._new.root / name
-        is_new = self._files.exists(new)
-        # If the new one is in place already, it stays.
-        if self._files.exists(place) and (is_new or name in self._step.leaves):
-            self._move(place, self._old.root / name)
-        if is_new:
-            self._move(new, place)
 
     def _move(self, source: Path, target: Path) -> None:
         self._files.rename(source, target)
         self._files.sync_directory(target.parent)
         self._files.sync_directory(source.parent)
-
-    def _move_files(self) -> None:
-        """Move single files that the new format keeps elsewhere."""
-        moves = [
-            (self._old.root / source, self._root / target)
-            for source, target in self._step.moves(Older(self._files, self._old.root))
-        ]
-        homes = sorted({target.parent for _, target in moves})
-        for home in homes:
-            self._files.make_directory(home)
-        for source, target in moves:
-            self._files.link_exclusive(source, target)
-        for home in homes:
-            self._files.sync_directory(home)
-        for source, _ in moves:
-            self._files.unlink(source)
-
-    def _back_up(self) -> Path | None:
-        """Move what was replaced to ``backups/``; return its folder, None if an earlier run has moved it."""
-        if not self._files.exists(self._old.root):
-            return None
-        stem = f"format-{self._step.source}."
-        self._files.make_directory(self._layout.backups)
-        numbers = [name.removeprefix(stem) for name in self._files.names(self._layout.backups)]
-        last = max((int(number) for number in numbers if number.isdecimal()), default=0)
-        backup = self._layout.backups / f"{stem}{last + 1}"
-        self._move(self._old.root, backup)
-        return backup

@@ -49,10 +49,6 @@ class MigratedFile:
     data: bytes
 
 
-def _no_moves(_: Older) -> Iterator[tuple[str, str]]:
-    return iter(())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A way from one format to the next."""
@@ -76,8 +72,6 @@ class Step:
     It checks what it reads: IntegrityError for damage, Unsupported for the unknown. It is called twice: to measure,
     and to write.
     """
-    moves: Callable[[Older], Iterator[tuple[str, str]]] = _no_moves
-    """From the backup: files that the target format keeps elsewhere, each with its new path."""
 
     def __post_init__(self) -> None:
         assert self.target == self.source + 1, "formats are counted"

@@ -1,6 +1,5 @@
 """``layerstore gc`` shows a plan, removes what it shows, and says what is in the way."""
 
-import io
 import os
 import pty
 import subprocess
@@ -9,9 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.text import Text
 
-from layerstore.cli import progress
 from tests.cli.conftest import Run
 from tests.generated import generate
 
@@ -84,23 +81,6 @@ def test_composites_that_change_are_one_line_for_the_same_steps(run: Run, store:
     assert [each["policy"] for each in unserved] == ["parity", "filter"]
     assert len(warned) == 1
     assert "--policy parity and filter would have other versions at 1 kept step (sft@6): compose --pin" in warned[0]
-
-
-def test_records_are_not_told_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is counted is counted; what is read or written is bytes, at so many a second."""
-    said = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", said)
-    with progress._live() as live:
-        bar = progress.Bar(live)
-        for what, total in (("records", 5), ("remove", 5_000)):
-            bar.start(what, total)
-            bar.advance(total)
-            rows = live.make_tasks_table(live.tasks).columns
-            said.write("|".join(str(cell) for column in rows for cell in column.cells if isinstance(cell, Text)) + "\n")
-
-    records, remove = [line for line in said.getvalue().splitlines() if line.startswith(("records", "remove"))][:2]
-    assert records.split("|")[:3] == ["records", "5/5", ""]
-    assert remove.split("|")[:2] == ["remove", "5.0/5.0 kB"]
 
 
 def test_what_was_just_saved_is_not_freed_yet(run: Run, store: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_list_needs_no_store(run: Run) -> None:
     }
 
 
-@pytest.mark.parametrize("words", [["log"], ["ingest", "x"], ["gc"], ["verify"], ["reindex"]])
+@pytest.mark.parametrize("words", [["log"], ["ingest", "x"], ["gc"]])
 def test_every_other_command_says_what_to_do(run: Run, old: Path, words: list[str]) -> None:
     """An older format is refused with the command that helps, and nothing is written."""
     before = snapshot(old)

@@ -16,8 +16,9 @@ rest: base
 
 
 @pytest.fixture
-def saves(tmp_path: Path) -> list[Path]:
-    """Return three checkpoints of one run."""
+def saves(run: Run, tmp_path: Path) -> list[Path]:
+    """Return three checkpoints of one run, beside an empty store."""
+    run("init")
     return [
         generate(tmp_path / "sft" / f"checkpoint-{step}", layers=4, hidden=8, vocab=8, step=step, seed=step)
         for step in (1, 2, 3)
@@ -26,7 +27,6 @@ def saves(tmp_path: Path) -> list[Path]:
 
 def test_a_selective_run_is_composed_without_a_policy(run: Run, saves: list[Path]) -> None:
     """And says how much was stored, and how old the layers are."""
-    run("init")
     saved = run("ingest", *saves, "--policy", "parity")
     planned = run("compose", "--dry-run", "--json").fields
 
@@ -42,7 +42,6 @@ def test_a_selective_run_is_composed_without_a_policy(run: Run, saves: list[Path
 
 def test_settings_reach_their_policy(run: Run, saves: list[Path]) -> None:
     """Each option in its place; one that belongs to another policy is refused."""
-    run("init")
     run("ingest", *saves)
     even = run("compose", "--policy", "parity", "--fresh", "even", "--dry-run", "--json").fields
     some = run("compose", "--policy", "filter", "--first", "1", "--last", "0", "--share", "1/3", "--dry-run", "--json")
@@ -58,7 +57,6 @@ def test_settings_reach_their_policy(run: Run, saves: list[Path]) -> None:
 
 def test_an_old_layer_is_refused_and_nothing_is_written(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """With exit code 15."""
-    run("init")
     run("ingest", *saves)
     refused = run("compose", "--policy", "parity", "--max-staleness", "0", "-o", "out", "--pin", "mix")
 
@@ -69,7 +67,6 @@ def test_an_old_layer_is_refused_and_nothing_is_written(run: Run, saves: list[Pa
 
 def test_a_pinned_composite_is_written_without_its_policy(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """The pin is the composite."""
-    run("init")
     run("ingest", *saves)
     pinned = run("compose", "--policy", "parity", "--pin", "mix")
     written = run("compose", "mix", "-o", "out", "--json").fields
@@ -82,7 +79,6 @@ def test_a_pinned_composite_is_written_without_its_policy(run: Run, saves: list[
 
 def test_going_back_opens_an_attempt(run: Run, saves: list[Path]) -> None:
     """By the first checkpoint saved since; the others go on from it."""
-    run("init")
     run("ingest", *saves)
     again = [
         generate(saves[0].parents[1] / "again" / f"checkpoint-{step}", layers=4, hidden=8, vocab=8, step=step, seed=9)
@@ -104,7 +100,6 @@ def test_going_back_opens_an_attempt(run: Run, saves: list[Path]) -> None:
 @pytest.mark.fault(77)
 def test_a_recipe_says_where_each_layer_is_from(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """A dry run prints the plan; a step that is not there is named with its place and the command to run."""
-    run("init")
     run("ingest", *saves)
     (tmp_path / "mix.yaml").write_text(RECIPE)
     planned = run("compose", "--recipe", "mix.yaml", "--dry-run")
@@ -123,7 +118,6 @@ def test_a_recipe_that_leaves_its_run_open_is_told_where_to_write_it(
     run: Run, saves: list[Path], tmp_path: Path
 ) -> None:
     """Its own key, in either grammar, or the option; what the hint says works."""
-    run("init")
     run("ingest", *saves)
     run("ingest", *saves, "--run", "other")
     (tmp_path / "ours.yaml").write_text(RECIPE)
@@ -159,7 +153,6 @@ def test_a_recipe_that_leaves_its_run_open_is_told_where_to_write_it(
 
 def test_a_recipe_of_llmtailors_is_taken_as_it_stands(run: Run, saves: list[Path], tmp_path: Path) -> None:
     """Its checkpoints are steps of the run."""
-    run("init")
     run("ingest", *saves)
     ranges = [(3, 0, 0), (3, 0, 1), (2, 1, 2), (3, 2, 3), (2, 3, 4), (3, 5, 5), (2, 6, 6)]
     lines = [f"  - {{sources: [{{model: sft/checkpoint-{step}, layer_range: [{a}, {b}]}}]}}" for step, a, b in ranges]

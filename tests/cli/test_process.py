@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -223,15 +224,17 @@ def test_colour_is_for_terminals_that_want_it(store: Path) -> None:
     assert b"\x1b" not in _run(*words, cwd=store).stderr
 
 
-def test_a_bar_is_shown_on_a_terminal_only(store: Path, checkpoints: Path) -> None:
+def test_a_moving_line_is_shown_on_a_terminal_only(store: Path, checkpoints: Path) -> None:
     """Not in a pipe, not for programs, and not where it was switched off."""
 
     def words(run: str) -> list[str]:
         return ["ingest", str(checkpoints / "global_step2"), "--run", run, "--store", str(store)]
 
-    assert "━" in _on_a_terminal(words("first"))
-    assert "━" not in _on_a_terminal([*words("second"), "--json"])
-    assert "━" not in _on_a_terminal(words("third"), LAYERSTORE_NO_PROGRESS="1")
+    shown = _on_a_terminal(words("first"))
+    assert re.search(r"\r\w+: 0%, 0 B of [\d.]+ kB, 0 B/s +\r", shown)
+    assert re.search(r"\r +\rsaved first@2", shown)
+    assert "0%" not in _on_a_terminal([*words("second"), "--json"])
+    assert "0%" not in _on_a_terminal(words("third"), LAYERSTORE_NO_PROGRESS="1")
     assert _run(*words("fourth"), cwd=store).stderr == b""
 
 

@@ -75,6 +75,15 @@ def unpack_store(archive: Path, path: Path) -> Path:
     return path
 
 
+def collected(path: Path) -> Path:
+    """Put back what an interrupted collection of format 1 had moved aside, as the next one did."""
+    for aside in path.glob("gc/*/aside/*"):
+        place = path / "objects" / aside.name[:2] / aside.name
+        place.parent.mkdir(exist_ok=True)
+        aside.rename(place)
+    return path
+
+
 def main() -> None:
     """Rewrite the golden ids, and the golden store of today's format."""
     with tempfile.TemporaryDirectory() as name:

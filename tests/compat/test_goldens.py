@@ -30,7 +30,7 @@ def unpacked(archive: Path, path: Path) -> Path:
         with pytest.raises(Unsupported, match=f"format {number_of(archive)}") as caught:
             layerstore.open(path)
         assert caught.value.hint == "layerstore migrate"
-        migrate(path)
+        migrate(goldens.collected(path))
     return path
 
 

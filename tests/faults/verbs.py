@@ -58,8 +58,7 @@ def make_scene(folder: Path) -> Path:
 
     ``plain`` has ``run@2`` and the pin ``kept``. In ``rich`` that was replaced, ``run@4`` was added, and ``run@6`` is
     in the trash with the replaced one. ``rotten`` has lost its record; ``harmed`` has damage of every kind that its
-    ``copy`` can heal, and a pin that nobody can. ``older`` is ``rich`` in the format before this one, with an object
-    that an interrupted collection had moved aside.
+    ``copy`` can heal, and a pin that nobody can. ``older`` is ``rich`` in the format before this one.
     """
     for name, step, seed in (("first", 2, 0), ("second", 4, 0), ("third", 6, 0), ("other", 2, 1)):
         generate(folder / name, layers=1, hidden=8, vocab=8, step=step, seed=seed, layout="hf")
@@ -83,7 +82,7 @@ def make_scene(folder: Path) -> Path:
     with Store(copied(folder / "plain", folder / "rotten")) as store:
         flip(next(store.repo.layout.run("run").iterdir()))
     _make_harmed(folder)
-    _move_aside(as_format_1(copied(folder / "rich", folder / "older")))
+    as_format_1(copied(folder / "rich", folder / "older"))
     (folder / "facts.json").write_text(json.dumps(facts))
     return folder
 
@@ -102,13 +101,6 @@ def _make_harmed(folder: Path) -> None:
         for path in hurt:
             flip(path)
         (place.run("run") / "notes.txt").write_text("?")
-
-
-def _move_aside(older: Path) -> None:
-    aside = older / "gc" / ("0" * 32) / "aside"
-    aside.mkdir(parents=True)
-    path = min(path for path in (older / "objects").glob("*/*"))
-    path.rename(aside / path.name)
 
 
 def _link(scene: Path, folder: Path) -> None:

@@ -63,9 +63,15 @@ def new(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def dropped(tmp_path: Path) -> Path:
-    """Return the store of format 1 in which much is hidden."""
+def interrupted(tmp_path: Path) -> Path:
+    """Return the store of format 1 in which much is hidden, and whose collection was interrupted."""
     return goldens.unpack_store(DROPPED, tmp_path / "dropped")
+
+
+@pytest.fixture
+def dropped(interrupted: Path) -> Path:
+    """Return it as the next collection left it."""
+    return goldens.collected(interrupted)
 
 
 def without_backups(store: Path) -> dict[str, str]:
@@ -152,17 +158,21 @@ def test_a_lineage_leads_through_an_attempt_of_which_nothing_is_left(dropped: Pa
         assert repo.records.read_pin("plain").base == repo.records.names("sft")[-1].id
 
 
-def test_what_a_collection_had_moved_aside_is_at_its_place_again(dropped: Path) -> None:
-    """Also where somebody has put it back already; the plan goes to the backup, the reserve for good."""
-    aside = next(dropped.glob("gc/*/aside/*"))
-    place = dropped / "objects" / aside.name[:2] / aside.name
-    assert not place.exists()
+def test_a_collection_that_was_interrupted_has_to_be_finished_first(interrupted: Path) -> None:
+    """What it has moved aside is in no place where format 2 looks."""
+    before = truth(interrupted)
 
+    with pytest.raises(IntegrityError, match="a collection was interrupted, and objects lie in gc/") as caught:
+        migrate(interrupted)
+    assert caught.value.hint == "with layerstore 0.1: gc finishes it"
+    assert truth(interrupted) == before
+
+
+def test_plans_of_collections_go_to_the_backup_and_the_reserve_for_good(dropped: Path) -> None:
+    """Format 2 has neither."""
     backup = migrate(dropped).steps[0].backup
 
     assert backup is not None
-    assert place.is_file()
-    assert not list(dropped.rglob("aside/*"))
     assert list(backup.glob("gc/plans/*"))
     assert not (dropped / "locks" / "gc.reserve").exists()
 
@@ -296,28 +306,26 @@ def test_unknown_flags_stop_it(old: Path) -> None:
 
 
 def test_what_is_lost_in_quarantine_has_to_be_healed_or_given_up_first(dropped: Path) -> None:
-    """What is sound at its place, was replaced, or given up is kept in the backup, and stops nothing."""
-    records = dropped / "quarantine" / "00000001-0badcafe" / "commits" / "sft"
-    given_up = dropped / "quarantine" / "00000001-0badcafe" / "given-up" / "commits" / "sft"
-    pins = dropped / "quarantine" / "00000002-0badcafe" / "pins"
+    """What is sound at its place or given up is kept in the backup, and stops nothing."""
+    repair = dropped / "quarantine" / "00000001-0badcafe"
+    records, given_up, pins = repair / "commits" / "sft", repair / "given-up" / "commits" / "sft", repair / "pins"
     for folder in (records, given_up, pins):
         folder.mkdir(parents=True)
-    trimmed = "2.c86c1ee61472b478a6cf550b12d2342f"
-    for name in (*os.listdir(dropped / "commits" / "sft"), trimmed):
+    for name in os.listdir(dropped / "commits" / "sft"):
         (records / name).write_bytes(b"damaged")
-    (pins / "mixed").touch()
-    (records / f"12.{'a' * 32}").touch()
-    (pins / "lost").touch()
+    lost = f"12.{'a' * 32}"
+    for path in (pins / "mixed", records / lost, pins / "lost"):
+        path.touch()
     before = truth(dropped)
 
-    with pytest.raises(IntegrityError, match=r"^pin lost, sft@12 are in quarantine: neither healed nor given up"):
+    with pytest.raises(IntegrityError, match=rf"^commits/sft/{lost}, pins/lost are in quarantine: neither healed nor"):
         migrate(dropped)
     assert truth(dropped) == before
-    (records / f"12.{'a' * 32}").rename(given_up / f"12.{'a' * 32}")
+    (records / lost).rename(given_up / lost)
     (pins / "lost").unlink()
     backup = migrate(dropped).steps[0].backup
     assert backup is not None
-    assert (backup / "quarantine" / "00000002-0badcafe" / "pins" / "mixed").exists()
+    assert (backup / "quarantine" / repair.name / "pins" / "mixed").exists()
 
 
 @pytest.mark.parametrize("name", ["commits", "migrating", "backups"])
