@@ -102,7 +102,7 @@ class Transaction:
             self._check_all_there(f"{record.run}@{record.step}")
         except Overtaken:
             if identity is not None:
-                repo.records.unlink(commit, identity)
+                repo.records.withdraw(commit, identity)
                 repo.catalog.forget([repo.records.name_of(commit)])
             raise
         repo.catalog.add(commit)

@@ -208,7 +208,7 @@ class RecordStore:
         self._look_again(self._layout.name(target))
         return identity
 
-    def unlink(self, commit: Commit, identity: tuple[int, ...]) -> None:
+    def withdraw(self, commit: Commit, identity: tuple[int, ...]) -> None:
         """Undo `link`, which returned *identity*, unless another writer has written the same record again since."""
         path = self._path(self.name_of(commit))
         if self._files.identity(path) == identity:
