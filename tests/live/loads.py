@@ -41,10 +41,11 @@ def ways(options: Any) -> None:
                 engine.save_checkpoint(str(out / "shards"), client_state={"epoch": step})
             load_all(scenario, engine, out, folder="shards")
             back(engine, out)
-            with layerstore.attach(engine, options["store"], run=name):
+            with layerstore.attach(engine, options["store"], run=name) as saver:
                 engine.save_checkpoint(str(out / "pointers"), client_state={"epoch": 1})
                 train_step(scenario, engine, step=2)
                 engine.save_checkpoint(str(out / "pointers"), client_state={"epoch": 2})
+                saver.wait()  # what goes around the saver, as `back` does, would tear the save
                 load_all(scenario, engine, out, folder="pointers")
             assert "load_checkpoint" not in vars(engine)
     done()
