@@ -45,7 +45,7 @@ class ManifestUnusable(LayerstoreError):
     """The index cannot be used as it is; the records can."""
 
 
-class Transaction:
+class IndexTransaction:
     """One look at the index, or one change of it."""
 
     def __init__(self, inner: Any) -> None:
@@ -100,12 +100,12 @@ class Environment:
             _release(shared)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Transaction]:
+    def reading(self) -> Iterator[IndexTransaction]:
         """Yield one consistent look."""
         with self._transaction(write=False) as inner:
-            yield Transaction(inner)
+            yield IndexTransaction(inner)
 
-    def change(self, work: Callable[[Transaction], None]) -> None:
+    def change(self, work: Callable[[IndexTransaction], None]) -> None:
         """
         Call *work*; its changes are durable together once this returns, and none is made if it fails.
 
@@ -117,9 +117,9 @@ class Environment:
             self._grow()
             self._change_once(work)
 
-    def _change_once(self, work: Callable[[Transaction], None]) -> None:
+    def _change_once(self, work: Callable[[IndexTransaction], None]) -> None:
         with self._turn(), self._transaction(write=True) as inner:
-            work(Transaction(inner))
+            work(IndexTransaction(inner))
 
     def _grow(self) -> None:
         environment = self.environment()

@@ -36,7 +36,7 @@ _NO_FLOCK = {errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOLCK}
 _HOLDER_BYTES_MAX = 4096
 
 
-class Hold(Protocol):
+class HeldLock(Protocol):
     """A lock that somebody has."""
 
     def check(self) -> None:
@@ -49,7 +49,7 @@ class Hold(Protocol):
 
 
 @contextlib.contextmanager
-def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Iterator[Hold]:
+def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Iterator[HeldLock]:
     """
     Hold the lock file *path* while the body runs; *what* is locked, in words.
 
@@ -62,7 +62,7 @@ def lock(path: Path, *, what: str, deadline_seconds: float | None = None) -> Ite
         deadline_seconds = _deadline_seconds()
     wanted = _Wanted(what=what, path=path, deadline_seconds=deadline_seconds)
     with contextlib.ExitStack() as stack:
-        hold: Hold | None = None
+        hold: HeldLock | None = None
         if network_filesystem(path.parent) is None:
             hold = _flocked(wanted, stack)
         yield hold or stack.enter_context(_lease(wanted))
@@ -155,7 +155,7 @@ class _Flock:
             raise self.wanted.lost_to(self.wanted.path)
 
 
-def _flocked(wanted: _Wanted, stack: contextlib.ExitStack) -> Hold | None:
+def _flocked(wanted: _Wanted, stack: contextlib.ExitStack) -> HeldLock | None:
     """Take the flock, which is held until *stack* ends; return None where the filesystem has none."""
     while True:
         with contextlib.ExitStack() as attempt:
@@ -211,7 +211,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _lease(wanted: _Wanted) -> Iterator[Hold]:
+def _lease(wanted: _Wanted) -> Iterator[HeldLock]:
     held = _Lease(wanted, *_acquire(wanted))
     try:
         yield held

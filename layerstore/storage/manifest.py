@@ -23,7 +23,7 @@ from layerstore.errors import IntegrityError
 from layerstore.format import DIGEST_BYTES, FORMAT, Plain, digest, pack, unpack_known
 from layerstore.model import BlobRef, Commit, CommitId, Fork, LayerEntry, ObjectId, Origin
 from layerstore.storage.commits import RecordName
-from layerstore.storage.environment import Environment, ManifestUnusable, Transaction
+from layerstore.storage.environment import Environment, IndexTransaction, ManifestUnusable
 
 SCHEMA = 4
 _HEADER_KEY = b"header"
@@ -210,7 +210,7 @@ class Manifest:
             named = [self._opened(key, data).decode() for key, data in transaction.scan(_RUN)]
             return {run for run in named if next(transaction.scan(_STEP + _run_key(run)), None)}
 
-    def _rows(self, transaction: Transaction, run: str) -> Iterator[tuple[str, RecordRow]]:
+    def _rows(self, transaction: IndexTransaction, run: str) -> Iterator[tuple[str, RecordRow]]:
         size_bytes = _ROW_HEAD.size
         for key, data in transaction.scan(_STEP + _run_key(run)):  # a long run has ten thousand: no calls in here
             payload = self._opened(key, data)
@@ -230,7 +230,7 @@ class Manifest:
             )
             yield f"{step}.{commit_id}", row
 
-    def _read_shared(self, transaction: Transaction, shared: bytes) -> "_Shared":
+    def _read_shared(self, transaction: IndexTransaction, shared: bytes) -> "_Shared":
         key = _LAYERS + shared
         data = transaction.get(key)
         if data is None:
@@ -246,7 +246,7 @@ class Manifest:
     def add(self, rows: Iterable[RecordRow]) -> None:
         """Add *rows*, all at once."""
 
-        def put(transaction: Transaction) -> None:
+        def put(transaction: IndexTransaction) -> None:
             for row in rows:
                 forks: list[Plain] = [[fork.attempt, fork.step] for fork in row.lineage]
                 shared = pack([list(row.layer_names), forks])
@@ -262,17 +262,17 @@ class Manifest:
         """Drop the rows of the records *names*; return the names that had one."""
         found: list[RecordName] = []
 
-        def delete(transaction: Transaction) -> None:
+        def delete(transaction: IndexTransaction) -> None:
             found[:] = [name for name in names if transaction.delete(_row_key(name))]
 
         self._change(delete)
         return found
 
-    def _change(self, work: Callable[[Transaction], None]) -> None:
+    def _change(self, work: Callable[[IndexTransaction], None]) -> None:
         if not self._environment.read_only:
             self._environment.change(work)
 
-    def _put(self, transaction: Transaction, key: bytes, payload: bytes) -> None:
+    def _put(self, transaction: IndexTransaction, key: bytes, payload: bytes) -> None:
         if transaction.get(key) is None:
             transaction.put(key, self._sealed(key, payload))
 

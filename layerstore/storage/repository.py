@@ -30,7 +30,7 @@ from layerstore.storage.identity import (
     read_identity,
     sign_of_a_store,
 )
-from layerstore.storage.locks import Hold, lock, open_lock_file
+from layerstore.storage.locks import HeldLock, lock, open_lock_file
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash
@@ -77,11 +77,11 @@ class Repository:
         """Read and check a rank's state."""
         return decode_state(self.objects.read(ref), ref=ref)
 
-    def lock_run(self, run: str) -> AbstractContextManager[Hold]:
+    def lock_run(self, run: str) -> AbstractContextManager[HeldLock]:
         """Hold the courtesy lock of *run*."""
         return lock(self.layout.locks / f"run-{run}.lock", what=f"run {run!r}")
 
-    def lock_attempt(self, run: str, attempt: int, *, at_once: bool = False) -> AbstractContextManager[Hold]:
+    def lock_attempt(self, run: str, attempt: int, *, at_once: bool = False) -> AbstractContextManager[HeldLock]:
         """
         Hold *attempt* of *run*, so that no other job saves it.
 
@@ -96,11 +96,11 @@ class Repository:
             deadline_seconds=0 if at_once else LEASE_SECONDS + LEASE_RENEWED_SECONDS if is_patient else 1,
         )
 
-    def lock_gc(self) -> AbstractContextManager[Hold]:
+    def lock_gc(self) -> AbstractContextManager[HeldLock]:
         """Hold the lock that keeps two collections apart."""
         return lock(self.layout.gc_lock, what="the collection")
 
-    def lock_index(self) -> AbstractContextManager[Hold]:
+    def lock_index(self) -> AbstractContextManager[HeldLock]:
         """Hold the courtesy lock of the index."""
         return lock(self.layout.locks / "index.lock", what="the index")
 

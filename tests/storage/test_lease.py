@@ -22,7 +22,7 @@ import pytest
 
 from layerstore.errors import Locked, StorageIO
 from layerstore.storage import lock, locks
-from layerstore.storage.locks import Hold
+from layerstore.storage.locks import HeldLock
 
 GOOD_FOR = 1.0
 RENEWED = 0.1
@@ -72,7 +72,7 @@ def leases(path: Path) -> list[str]:
 
 
 @contextmanager
-def taken(path: Path, deadline_seconds: float = 0.0) -> Iterator[Hold]:
+def taken(path: Path, deadline_seconds: float = 0.0) -> Iterator[HeldLock]:
     """Hold the lock."""
     with lock(path, what="it", deadline_seconds=deadline_seconds) as hold:
         yield hold
