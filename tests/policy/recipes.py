@@ -20,13 +20,12 @@ def layer(name: str, *, ties: Iterable[str] = (), frozen: bool = False, paramete
         parameters=tuple(parameters) or (f"{name}.weight",),
         ties=tuple(ties),
         frozen=frozen,
-        dtypes=frozenset({"BF16"}),
     )
 
 
 def buffers(name: str) -> OutlineLayer:
     """Return a layer without parameters."""
-    return OutlineLayer(name=name, parameters=(), ties=(), frozen=True, dtypes=frozenset())
+    return OutlineLayer(name=name, parameters=(), ties=(), frozen=True)
 
 
 def model(*layers: OutlineLayer) -> ModelOutline:

@@ -6,7 +6,7 @@ A setting that would change tensors is refused; one that has no effect on a chec
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from layerstore.layers import is_name
 from layerstore.policy.recipe.document import (
@@ -20,7 +20,6 @@ from layerstore.policy.recipe.document import (
     required,
 )
 from layerstore.policy.recipe.llmtailor_plan import (
-    CheckpointFolder,
     LayerRange,
     LLMTailorRecipe,
     WeightEntry,
@@ -30,20 +29,11 @@ from layerstore.policy.recipe.plan import Choice
 
 _BODIES = ("slices", "models", "modules")
 _WEIGHTS = ("pre_weights", "post_weights")
-_TOKENIZER = ("tokenizer_source", "tokenizer")
-KEYS = (
-    *_BODIES,
-    *_WEIGHTS,
-    "merge_method",
-    "base_model",
-    "dtype",
-    "out_dtype",
-    "parameters",
-    *_TOKENIZER,
-    "chat_template",
-)
+# Keys without effect, of the recipe and of a slice.
+_INERT = ("dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template")
+_INERT_OF_SLICE = ("base_model", "residual_weight")
+KEYS = (*_BODIES, *_WEIGHTS, "merge_method", "base_model", "parameters", *_INERT)
 
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FOLDER = re.compile(r"checkpoint-(?P<step>[0-9]{1,18})")
 _RANGE_HINT = "[a, b] means blocks a to b-1, counted from 0; [g, g] means an auxiliary layer by its group id"
 
@@ -52,27 +42,23 @@ def read_llmtailor(document: MapNode, *, name: str) -> LLMTailorRecipe:
     """Read the recipe *document*; *name* is what errors call the file."""
     as_map(document, what="the recipe", keys=KEYS)
     _check_frame(document)
-    notes = list(_parameters(document))
+    notes = [*_parameters(document), *_inert(document, _INERT)]
+    _check_tokenizer(document)
     slices = _slices(document, notes)
     pre, post = (_weights(document, key) for key in _WEIGHTS)
     used = [part.checkpoint for part in slices] + [entry.checkpoint for entry in pre.entries + post.entries]
     given = document.get("base_model")
-    base = max(used, key=lambda each: each.step) if given is None else _checkpoint(given, what="base_model")
+    base = max(used, key=lambda each: each.step or 0) if given is None else _checkpoint(given, what="base_model")
     for each in (*used, base):
         _check_one_run(used[0], each)
-    notes += _tokenizer_notes(document, base)
-    if (template := document.get("chat_template")) is not None:
-        notes.append(f"{template.spot}: chat_template is ignored: the tokenizer's files are the base's, byte for byte")
-    run = posixpath.basename(base.run_folder)
+    run = posixpath.basename(_run_folder(base))
     return LLMTailorRecipe(
         name=name,
-        base=Choice(run=None, step=base.step, path=base.path, spot=base.spot),
+        base=base,
         run_hint=run if is_name(run) else None,
         slices=slices,
         pre_weights=pre,
         post_weights=post,
-        dtype=_dtype(document),
-        dtype_spot=document.key_spot("out_dtype" if document.get("out_dtype") is not None else "dtype"),
         spot=document.key_spot("slices"),
         notes=tuple(notes),
     )
@@ -102,10 +88,7 @@ def _slices(document: MapNode, notes: list[str]) -> tuple[LayerRange, ...]:
 
 
 def _slice(node: Node, notes: list[str]) -> LayerRange:
-    outer = as_map(node, what="a slice", keys=("sources", "base_model", "residual_weight", "parameters"))
-    for key in ("base_model", "residual_weight"):
-        if (ignored := outer.get(key)) is not None:
-            notes.append(f"{ignored.spot}: {key!r} of a slice means nothing to passthrough; ignored")
+    outer = as_map(node, what="a slice", keys=("sources", "parameters", *_INERT_OF_SLICE))
     sources = as_list(required(outer, "sources", what="a slice"), what="sources")
     if len(sources.items) != 1:
         spot = sources.items[1].spot if sources.items else sources.spot
@@ -113,7 +96,7 @@ def _slice(node: Node, notes: list[str]) -> LayerRange:
             f"a slice of {len(sources.items)} sources; passthrough takes exactly one", hint="split the slice"
         )
     source = as_map(sources.items[0], what="a source", keys=("model", "layer_range", "parameters"))
-    notes += [*_parameters(outer), *_parameters(source)]
+    notes += [*_inert(outer, _INERT_OF_SLICE), *_parameters(outer), *_parameters(source)]
     checkpoint = _checkpoint(required(source, "model", what="a source"), what="model")
     ends = as_list(required(source, "layer_range", what="a source"), what="layer_range")
     if len(ends.items) != 2:
@@ -131,11 +114,28 @@ def _parameters(node: MapNode) -> Iterator[str]:
         return
     if not isinstance(given, MapNode):
         raise given.spot.error("parameters is not a mapping", hint="remove it: passthrough needs none")
-    for key, value in given.entries:
-        if key.text != "scale":
-            yield f"{key.spot}: passthrough has no parameter {key.text!r}; ignored"
-        elif not (isinstance(value, Scalar) and (value.is_null or value.text in {"1", "1.0"})):
-            raise key.spot.error("'scale' would change weights and leave their masters behind", hint="remove it")
+    yield from _inert(given, [key.text for key, _ in given.entries if key.text != "scale"])
+    scale = given.get("scale")
+    if scale is not None and not (isinstance(scale, Scalar) and scale.text in {"1", "1.0"}):
+        error = given.key_spot("scale").error
+        raise error("'scale' would change weights and leave their masters behind", hint="remove it")
+
+
+def _inert(node: MapNode, keys: Iterable[str]) -> Iterator[str]:
+    """Yield a note on each of *keys* that *node* has."""
+    for key in keys:
+        if node.get(key) is not None:
+            yield f"{node.key_spot(key)}: {key!r} has no effect on a checkpoint of whole layers"
+
+
+def _check_tokenizer(document: MapNode) -> None:
+    """Refuse a tokenizer that would need new embeddings; else it is the base's."""
+    if (tokenizer := document.get("tokenizer")) is not None:
+        inner = as_map(tokenizer, what="tokenizer", keys=("source", "tokens", "pad_to_multiple_of"))
+        for key in ("tokens", "pad_to_multiple_of"):
+            value = inner.get(key)
+            if value is not None and not (isinstance(value, MapNode) and not value.entries):
+                raise inner.key_spot(key).error(f"{key!r} would make new embeddings", hint="remove it")
 
 
 def _weights(document: MapNode, key: str) -> WeightList:
@@ -155,7 +155,7 @@ def _weight(node: Node, key: str) -> WeightEntry:
 # -- references to models ------------------------------------------------------------------------------------------
 
 
-def _checkpoint(node: Node, *, what: str) -> CheckpointFolder:
+def _checkpoint(node: Node, *, what: str) -> Choice:
     """Read ``path``, ``{model: path}`` or ``{model: {path: path}}``; only the last may have an ``@`` or ``+``."""
     if isinstance(node, MapNode):
         node = _only(node, "model", ("lora", "override_architecture"), what=what)
@@ -178,59 +178,24 @@ def _only(node: MapNode, key: str, unsupported: tuple[str, ...], *, what: str) -
     return required(node, key, what=what)
 
 
-def _folder(value: Scalar) -> CheckpointFolder:
-    folder, name = posixpath.split(posixpath.normpath(value.text))
-    match = _FOLDER.fullmatch(name)
+def _folder(value: Scalar) -> Choice:
+    match = _FOLDER.fullmatch(posixpath.basename(posixpath.normpath(value.text)))
     if match is None:
         raise value.spot.error(
             f"{value.text!r} is no folder called checkpoint-N, so its step is unknown",
             hint="write …/checkpoint-N, or a recipe with base: and layers:, which names runs and steps",
         )
-    return CheckpointFolder(step=int(match["step"]), run_folder=folder, path=value.text, spot=value.spot)
+    return Choice(run=None, step=int(match["step"]), path=value.text, spot=value.spot)
 
 
-def _check_one_run(first: CheckpointFolder, other: CheckpointFolder) -> None:
-    if other.run_folder != first.run_folder:
+def _run_folder(checkpoint: Choice) -> str:
+    return posixpath.dirname(posixpath.normpath(checkpoint.path or ""))
+
+
+def _check_one_run(first: Choice, other: Choice) -> None:
+    if _run_folder(other) != _run_folder(first):
         raise other.spot.error(
             f"{other.path!r} is in another folder than {first.path!r} in line {first.spot.line}; "
             "the checkpoints of one recipe are steps of one run",
             hint="to mix runs, write base: and layers: with RUN@STEP",
         )
-
-
-# -- what is not a layer -------------------------------------------------------------------------------------------
-
-
-def _dtype(document: MapNode) -> str | None:
-    chosen: str | None = None
-    for key in ("dtype", "out_dtype"):  # if both are given, LLMTailor writes the second
-        node = document.get(key)
-        if node is not None:
-            value = as_scalar(node, what=key)
-            chosen = _DTYPES.get(value.text.removeprefix("torch."))
-            if chosen is None:
-                raise value.spot.error(f"{key} {value.text!r} is unknown", hint=f"known: {', '.join(_DTYPES)}")
-    return chosen
-
-
-def _tokenizer_notes(document: MapNode, base: CheckpointFolder) -> list[str]:
-    source, tokenizer = (document.get(key) for key in _TOKENIZER)
-    if source is not None and tokenizer is not None:
-        raise document.key_spot("tokenizer").error("tokenizer_source and tokenizer exclude each other", hint="keep one")
-    if tokenizer is not None:
-        inner = as_map(tokenizer, what="tokenizer", keys=("source", "tokens", "pad_to_multiple_of"))
-        for key in ("tokens", "pad_to_multiple_of"):
-            value = inner.get(key)
-            if value is not None and not (isinstance(value, MapNode) and not value.entries):
-                raise inner.key_spot(key).error(f"{key!r} would make new embeddings", hint="remove it")
-        source = inner.get("source")
-    if source is None or (isinstance(source, Scalar) and source.text == "base"):
-        return []
-    asked = "the union"
-    if not (isinstance(source, Scalar) and source.text == "union"):
-        checkpoint = _checkpoint(source, what="tokenizer_source")
-        _check_one_run(base, checkpoint)
-        if checkpoint.step == base.step:
-            return []
-        asked = f"that of step {checkpoint.step}"
-    return [f"{source.spot}: the tokenizer is that of the base, step {base.step}, not {asked}"]

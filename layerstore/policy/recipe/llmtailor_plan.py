@@ -26,22 +26,10 @@ _HINT = "write base: and layers: instead, which call layers by their names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFolder:
-    """A folder ``checkpoint-N`` that a recipe names."""
-
-    step: int
-    run_folder: str
-    """The folder that it is in."""
-    path: str
-    """As written."""
-    spot: Spot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRange:
     """One slice: a range of blocks, or one auxiliary layer, of one checkpoint."""
 
-    checkpoint: CheckpointFolder
+    checkpoint: Choice
     start: int
     stop: int
     spot: Spot
@@ -61,7 +49,7 @@ class WeightEntry:
     """Where the weights of one auxiliary parameter come from."""
 
     name: str
-    checkpoint: CheckpointFolder
+    checkpoint: Choice
     spot: Spot
     """Of the name."""
 
@@ -108,9 +96,6 @@ class LLMTailorRecipe:
     """In file order; at least one."""
     pre_weights: WeightList
     post_weights: WeightList
-    dtype: str | None
-    """Code of the element type that the weights are to have."""
-    dtype_spot: Spot
     spot: Spot
     """Of ``slices``."""
     notes: tuple[str, ...]
@@ -141,15 +126,10 @@ class LLMTailorRecipe:
         notes = [*self.notes, *_notes_of_defaults(self, groups, decided, named)]
         if left := [name for name in model.names if name not in chosen]:
             notes.append(f"{self.spot}: the recipe does not name {listed(left)}; taken from the base")
-        layers = {name: _choice(chosen.get(name), self.base) for name in model.names}
-        notes += [*_notes_of_dtype(self, model), *notes_of_later_layers(self.base, layers)]
+        own = Choice(run=None, step=None, spot=self.base.spot)
+        layers = {name: chosen.get(name, own) for name in model.names}
+        notes += notes_of_later_layers(self.base, layers)
         return RecipePlan(base=self.base, layers=layers, notes=tuple(notes))
-
-
-def _choice(checkpoint: CheckpointFolder | None, base: Choice) -> Choice:
-    if checkpoint is None:
-        return Choice(run=None, step=None, spot=base.spot)
-    return Choice(run=None, step=checkpoint.step, path=checkpoint.path, spot=checkpoint.spot)
 
 
 # -- which layer has which group id --------------------------------------------------------------------------------
@@ -205,10 +185,10 @@ def _one(candidates: list[str], *, what: str) -> str:
 # -- slices --------------------------------------------------------------------------------------------------------
 
 
-def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, CheckpointFolder]:
+def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Choice]:
     """Return where each block comes from; the ranges cover all of them once, in order."""
     blocks = groups.blocks
-    found: list[CheckpointFolder] = []
+    found: list[Choice] = []
     spot = recipe.spot
     for part in recipe.slices:
         if part.is_group:
@@ -234,7 +214,7 @@ def _blocks(recipe: LLMTailorRecipe, groups: LayerGroups) -> dict[str, Checkpoin
     return dict(zip(blocks, found, strict=True))
 
 
-def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -> dict[str, CheckpointFolder]:
+def _auxiliary(recipe: LLMTailorRecipe, groups: LayerGroups, frozen: set[str]) -> dict[str, Choice]:
     """Return where each auxiliary layer comes from, by the slices that copy its optimizer state."""
     auxiliary = groups.auxiliary
     owner: dict[str, LayerRange] = {}
@@ -287,7 +267,7 @@ def _owner(entry: WeightEntry, groups: LayerGroups, model: ModelOutline) -> str:
 
 
 def _notes_of_defaults(
-    recipe: LLMTailorRecipe, groups: LayerGroups, decided: dict[str, CheckpointFolder], named: set[str]
+    recipe: LLMTailorRecipe, groups: LayerGroups, decided: dict[str, Choice], named: set[str]
 ) -> list[str]:
     """
     Note where LLMTailor's default would take weights of a layer from another step than its slice.
@@ -314,10 +294,3 @@ def _notes_of_defaults(
                     f"without {weights.key}, LLMTailor would take its weights from step {default.step}"
                 )
     return notes
-
-
-def _notes_of_dtype(recipe: LLMTailorRecipe, model: ModelOutline) -> list[str]:
-    dtypes = sorted(frozenset[str]().union(*(layer.dtypes for layer in model.layers)))
-    if recipe.dtype is None or dtypes in ([recipe.dtype], []):
-        return []
-    return [f"{recipe.dtype_spot}: weights stay as they were trained ({', '.join(dtypes)}), not {recipe.dtype}"]

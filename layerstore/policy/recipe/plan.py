@@ -20,8 +20,6 @@ class OutlineLayer:
     """Names under which other layers use its parameters: a tied ``lm_head.weight``."""
     frozen: bool
     """Whether nothing in it is trained."""
-    dtypes: frozenset[str]
-    """Codes of its weights' element types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,6 @@ def outline_of(version: LayerVersion) -> OutlineLayer:
             if layer_of(alias) != layer_of(parameter.name)
         ),
         frozen=all(parameter.frozen for parameter in parameters),
-        dtypes=frozenset(parameter.dtype for parameter in parameters),
     )
 
 
