@@ -55,8 +55,8 @@ class Calls:
             return self._rebuilt(name, arguments)
         if name in names.CALLED:
             return _value(name, arguments)
-        if name in names.UNSUPPORTED:
-            return Unreadable(names.UNSUPPORTED[name])
+        if names.is_unsupported(name):
+            return Unreadable(name)
         if name in names.VALUES:
             raise MalformedPickleError(f"it calls {name}")
         return Inert(name=name, arguments=arguments)  # type: ignore[arg-type]  # check_tree looks at every part

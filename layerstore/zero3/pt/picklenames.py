@@ -6,6 +6,7 @@ The names come from DeepSpeed's loss scalers and stages, torch's functions that 
 of learning-rate schedulers, and numpy, whose generator states DeepSpeed's data sampler keeps.
 """
 
+import re
 from typing import Final
 
 from layerstore.dtypes import DTYPES
@@ -60,53 +61,21 @@ INERT: Final = frozenset(
     }
 )
 
-_DTYPE_NAMES = frozenset(
-    {
-        *(row.torch_name for row in DTYPES),
-        *(
-            "complex128",
-            "complex32",
-            "float8_e4m3fnuz",
-            "float8_e5m2fnuz",
-            "float8_e8m0fnu",
-            "float4_e2m1fn_x2",
-        ),
-        *("quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    }
-)
-
 STORAGE_CLASSES: Final = frozenset(
-    {
-        *(f"torch.{row.storage_class}" for row in DTYPES if row.storage_class),
-        *(f"torch.{kind}Storage" for kind in ("ComplexDouble", "QInt8", "QInt32", "QUInt8", "QUInt4x2", "QUInt2x4")),
-        UNTYPED_STORAGE,
-    }
+    {*(f"torch.{row.storage_class}" for row in DTYPES if row.storage_class), UNTYPED_STORAGE}
 )
 
 # Arguments of calls that may also stand alone, such as a dtype in a loss scaler.
 VALUES: Final = frozenset(
-    {TENSOR, PARAMETER, "numpy.ndarray", *STORAGE_CLASSES, *(f"torch.{name}" for name in _DTYPE_NAMES)}
+    {TENSOR, PARAMETER, "numpy.ndarray", *STORAGE_CLASSES, *(f"torch.{row.torch_name}" for row in DTYPES)}
 )
 
-# Known and harmless, but without a node: refused as unsupported, by kind, rather than as an unknown name.
-UNSUPPORTED: Final = {
-    "torch._utils._rebuild_qtensor": "a quantized tensor",
-    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
-    "torch._utils._rebuild_nested_tensor": "a nested tensor",
-    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the meta device",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device without storages",
-    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device without storages",
-    "torch._utils._rebuild_wrapper_subclass": "a wrapper tensor",
-    "torch.serialization._get_layout": "a tensor layout",
-    **{
-        f"torch.per_{scheme}": "a quantization scheme"
-        for scheme in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")
-    },
-    "torch.per_channel_affine_float_qparams": "a quantization scheme",
-}
+KNOWN: Final = CALLED | INERT | VALUES
 
-KNOWN: Final = CALLED | INERT | VALUES | UNSUPPORTED.keys()
+# What torch names for tensors alone: element types, storages, quantization schemes, functions that rebuild a tensor.
+_OF_TENSORS = re.compile(
+    r"torch\.((complex|float|q?u?int)[0-9]\w*|per_\w+|\w+Storage|_utils\._rebuild_\w+|serialization\._get_layout)"
+)
 
 # Pickle protocol 2 uses the names that modules had in Python 2.
 _RENAMED_MODULES = {"__builtin__": "builtins"}
@@ -117,6 +86,11 @@ def dotted(module: str, name: str) -> str | None:
     module = _RENAMED_MODULES.get(module, module)
     parts = (*module.split("."), name)
     return f"{module}.{name}" if all(part.isidentifier() for part in parts) else None
+
+
+def is_unsupported(name: str) -> bool:
+    """Whether *name* is harmless but without a node: it makes a kind of tensor that is not supported."""
+    return name not in KNOWN and _OF_TENSORS.fullmatch(name) is not None
 
 
 def module_and_name(dotted_name: str) -> tuple[str, str]:

@@ -69,14 +69,15 @@ def read_pickle(
         found = check_tree(tree)
     except (MalformedPickleError, DamagedPickleError) as exc:
         # An unknown global is reported first: it matters more than a malformed pickle.
-        _refuse_globals(path, machine.globals_named - trusted, places={})
+        _refuse_globals(path, machine.globals_named, trusted, places={})
         if isinstance(exc, DamagedPickleError):
             raise damaged(path, str(exc)) from exc
         raise untrusted(path, f"its pickle is not one that torch.save writes: {exc}") from exc
-    _refuse_globals(path, machine.globals_named - trusted, places=found.names)
-    for place, what in found.unreadable:
+    _refuse_globals(path, machine.globals_named, trusted, places=found.names)
+    strange = [(found.names[name], name) for name in found.names.keys() - trusted]  # all of them of tensors
+    for place, what in (*found.unreadable, *sorted(strange)):
         raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
-    for name in sorted(found.names.keys() & (picklenames.CALLED | picklenames.UNSUPPORTED.keys())):
+    for name in sorted(found.names.keys() & picklenames.CALLED):
         raise untrusted(path, f"its pickle names {name} at {found.names[name]} without calling it")
     return PickledTree(tree=cast(Tree, tree), storages=tuple(machine.calls.storages.values()))
 
@@ -85,10 +86,10 @@ def _one_spelling(name: str) -> str:
     return picklenames.dotted(*picklenames.module_and_name(name)) or name
 
 
-def _refuse_globals(path: Path, unknown: Set[str], *, places: Mapping[str, str]) -> None:
-    if not unknown:
+def _refuse_globals(path: Path, named: Set[str], trusted: Set[str], *, places: Mapping[str, str]) -> None:
+    names = sorted(name for name in named - trusted if not picklenames.is_unsupported(name))
+    if not names:
         return
-    names = sorted(unknown)
     shown = [f"{name} (at {places[name]})" if name in places else name for name in names[:_NAMES_SHOWN_MAX]]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     flags = " ".join(f"--allow-global {name}" for name in names[:_NAMES_SHOWN_MAX])
