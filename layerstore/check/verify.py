@@ -4,8 +4,8 @@ Verify: is everything there, and is every byte as it was written?
 Always checked: every record, pin and part by its checksum, every blob by its hash, every object by its size, and the
 index against the records. With *read_data* also the bytes of every object, or of a sample. Nothing is changed.
 
-Memory does not grow with the records: each blob and object that they name takes 28 bytes. Only if something is damaged
-are the records read a second time, to tell who needs it.
+Memory does not grow with the records: each blob and object that they name takes about 110 bytes. Only if something is
+damaged are the records read a second time, to tell who needs it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from layerstore.check.damage import Cost, Costs, Damage, Holder, Standing, holders_of, standing
 from layerstore.errors import PROCESS_ERRNOS, IntegrityError, InvalidInput, LayerstoreError, StorageIO
-from layerstore.history import PARTS, Needs, PackedList, PackedRefs, Resolved, objects_of_state, objects_of_version
+from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state, objects_of_version
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress
@@ -104,15 +104,15 @@ class Verdict:
 class _Named:
     """Everything that records, pins and parts name; shared by threads."""
 
-    versions: PackedRefs = field(default_factory=PackedRefs)
+    versions: NumberedRefs = field(default_factory=NumberedRefs)
     """Each with the numbers of the layers that records name it for."""
-    states: PackedRefs = field(default_factory=PackedRefs)
-    objects: PackedRefs = field(default_factory=PackedRefs)
+    states: NumberedRefs = field(default_factory=NumberedRefs)
+    objects: NumberedRefs = field(default_factory=NumberedRefs)
     """Each with the numbers of the blobs that name it."""
-    under_way: PackedRefs = field(default_factory=PackedRefs)
+    under_way: NumberedRefs = field(default_factory=NumberedRefs)
     """What parts of incomplete saves and dropped commits need: not orphans."""
     layers: dict[str, int] = field(default_factory=dict)
-    blobs: PackedList = field(default_factory=PackedList)
+    blobs: list[BlobRef] = field(default_factory=list)
     """The blobs that name objects, by number."""
     faults: list[Damage] = field(default_factory=list)
     records: int = 0
@@ -121,9 +121,6 @@ class _Named:
     def note(self, fault: Damage) -> None:
         with self.guard:
             self.faults.append(fault)
-
-    def blobs_of(self, numbers: Iterable[int]) -> tuple[BlobRef, ...]:
-        return tuple(self.blobs[number] for number in numbers)
 
 
 def verify_store(
@@ -261,7 +258,8 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
     for kind, blobs, objects_of in (("version", named.versions, of_version), ("state", named.states, of_state)):
         progress.start(f"{kind} blobs", 0)
         for ref, numbers in blobs:
-            number = named.blobs.append(ref)
+            number = len(named.blobs)
+            named.blobs.append(ref)
             progress.advance(ref.size_bytes)
             try:
                 for each in objects_of(ref, numbers):
@@ -307,7 +305,7 @@ def _check_objects(
                     repo.objects.verify(ref)
                     progress.advance(ref.size_bytes)
             except LayerstoreError as exc:
-                owners = (ref,) if numbers is None else named.blobs_of(numbers)
+                owners = (ref,) if numbers is None else tuple(named.blobs[number] for number in numbers)
                 named.note(_lost_object(repo, "object", ref, exc, owners))
 
     waiting: deque[Future[None]] = deque()

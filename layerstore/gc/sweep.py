@@ -11,7 +11,7 @@ from pathlib import Path
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.format import STATE_MAGIC, VERSION_MAGIC
 from layerstore.gc.mark import Marks, blob_magic
-from layerstore.history import NumberedIds, named_by
+from layerstore.history import named_by
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
 from layerstore.storage import ObjectWriter, Repository
@@ -42,22 +42,21 @@ def take_aside(repo: Repository, marks: Marks, progress: Progress) -> StorageIO 
     return None
 
 
-def list_aside(repo: Repository) -> NumberedIds:
+def list_aside(repo: Repository) -> dict[ObjectId, bool]:
     """
-    Return all that lies aside.
+    Return all that lies aside, each not yet known to be unneeded.
 
     An object that comes there after the second look was moved by another collection, after one of the two lost its
     lock: only that other one knows whether it may go.
     """
-    found = NumberedIds()
-    for object_id, _ in repo.aside.objects():
-        found.add(object_id, 0)
-    return found
+    return {object_id: False for object_id, _ in repo.aside.objects()}
 
 
-def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_ns: int) -> tuple[Gone, Gone]:
+def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool], *, moved_before_ns: int) -> tuple[Gone, Gone]:
     """
     Put back what is needed of what lies aside, and unlink the rest of *listed*; return what went, and what waits.
+
+    Of *listed* those that are no blobs and unneeded at the first look become True, and only they go after the blobs.
 
     What a killed collection left is settled by the same rule. On a network filesystem another node's listing may be
     late: only what was moved before *moved_before_ns* is removed there, and the rest waits for the next collection.
@@ -66,7 +65,6 @@ def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_
         if each.is_young:
             marks.spare(each.ref)
     blobs: list[BlobRef] = []
-    others = NumberedIds()
     back: list[BlobRef] = []
     for object_id, path in repo.aside.objects():
         ref = BlobRef(id=object_id, size_bytes=repo.files.size(path) or 0)
@@ -75,7 +73,7 @@ def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_
         elif object_id in listed and _is_blob(repo, ref):
             blobs.append(ref)
         elif object_id in listed:
-            others.add(object_id, 0)
+            listed[object_id] = True
     _put_back(repo, back)
     sums = {True: Gone(), False: Gone()}
     for ref in blobs:
@@ -90,7 +88,7 @@ def settle(repo: Repository, marks: Marks, listed: NumberedIds, *, moved_before_
             _put_back(repo, _named_by(repo, ref) or ())
     for object_id, path in repo.aside.objects():
         size_bytes = repo.files.size(path) or 0
-        if object_id in others and not marks.is_needed(object_id, path):
+        if listed.get(object_id) and not marks.is_needed(object_id, path):
             sums[_remove(repo, moved_before_ns, object_id, path)] += Gone(1, size_bytes)
     repo.aside.sync()
     return sums[True], sums[False]

@@ -12,123 +12,47 @@ from layerstore.tree import Tensor
 from layerstore.zero3 import replace_tensors
 
 PARTS = 256
-_ROW = struct.Struct(">16sQI")
-_ENTRY = struct.Struct(">16sQ")
+_ROW = struct.Struct(">16sQ")
 _SIZE_BYTES_MAX = 2**63
-# Duplicates in a part are removed when it has twice its number of distinct rows, and so many more.
-_SLACK_ROWS = 1024
-
-# So many that even of millions of ids only a few are in one part, which is searched linearly.
-_SMALL_PARTS = 65536
-_TAIL_BYTES = 14
-_NUMBER_BYTES = 4
 
 
-class PackedRefs:
-    """References, each with a number that says where it was named; equal rows count once. 28 bytes a row."""
+class NumberedRefs:
+    """References, each with the numbers of all that named it; about 110 bytes each."""
 
     def __init__(self) -> None:
-        self._parts = [bytearray() for _ in range(PARTS)]
-        self._limits = [_SLACK_ROWS * _ROW.size] * PARTS
+        # Of most references only one number is known, and a list of one would take as much as all else.
+        self._parts: list[dict[bytes, int | list[int]]] = [{} for _ in range(PARTS)]
 
     def add(self, ref: BlobRef, number: int = 0) -> None:
         """
-        Note *ref*, named at *number*.
+        Note *ref*, named by *number*.
 
         Raises:
             IntegrityError: It cannot be an object's.
         """
-        if not OBJECT_ID.fullmatch(ref.id) or not 0 <= ref.size_bytes < _SIZE_BYTES_MAX:
+        if not 0 <= ref.size_bytes < _SIZE_BYTES_MAX:
             raise IntegrityError(f"{ref.id!r} of {ref.size_bytes} bytes is no object")
-        at = int(ref.id[:2], 16)
-        part = self._parts[at]
-        part += _ROW.pack(bytes.fromhex(ref.id), ref.size_bytes, number)
-        if len(part) > self._limits[at]:
-            part[:] = b"".join(sorted(_rows(part)))
-            self._limits[at] = 2 * len(part) + _SLACK_ROWS * _ROW.size
+        row = _ROW.pack(_packed(ref.id), ref.size_bytes)
+        part = self._parts[row[0]]
+        known = part.setdefault(row, number)
+        if isinstance(known, list):
+            known.append(number)
+        elif known != number:
+            part[row] = [known, number]
 
     def part(self, at: int) -> dict[BlobRef, list[int]]:
         """Return the references whose ids begin with the byte *at*, in order, each with its numbers."""
-        found: dict[BlobRef, list[int]] = {}
-        for row in sorted(_rows(self._parts[at])):
-            object_id, size_bytes, number = _ROW.unpack(row)
-            found.setdefault(BlobRef(id=ObjectId(object_id.hex()), size_bytes=size_bytes), []).append(number)
+        found = {}
+        for row, numbers in sorted(self._parts[at].items(), key=lambda item: item[0]):
+            object_id, size_bytes = _ROW.unpack(row)
+            distinct = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
+            found[BlobRef(id=ObjectId(object_id.hex()), size_bytes=size_bytes)] = distinct
         return found
 
     def __iter__(self) -> Iterator[tuple[BlobRef, list[int]]]:
         """Yield every reference, in order, with its numbers."""
         for at in range(PARTS):
             yield from self.part(at).items()
-
-
-class PackedList:
-    """References by position, 24 bytes each."""
-
-    def __init__(self) -> None:
-        self._rows = bytearray()
-
-    def append(self, ref: BlobRef) -> int:
-        """Append *ref*; return its position."""
-        self._rows += _ENTRY.pack(bytes.fromhex(ref.id), ref.size_bytes)
-        return len(self._rows) // _ENTRY.size - 1
-
-    def __getitem__(self, number: int) -> BlobRef:
-        object_id, size_bytes = _ENTRY.unpack_from(self._rows, number * _ENTRY.size)
-        return BlobRef(id=ObjectId(object_id.hex()), size_bytes=size_bytes)
-
-
-class NumberedIds:
-    """Ids, each with the number that it was first added with, 18 bytes each."""
-
-    def __init__(self) -> None:
-        self._parts = [b""] * _SMALL_PARTS
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, object_id: object) -> bool:
-        return isinstance(object_id, str) and self.number(ObjectId(object_id)) is not None
-
-    def add(self, object_id: ObjectId, number: int) -> bool:
-        """
-        Add *object_id* with *number*; return whether it is new.
-
-        Raises:
-            IntegrityError: It cannot be an object's.
-        """
-        at, tail = _split(object_id)
-        if _find(self._parts[at], tail) >= 0:
-            return False
-        self._parts[at] += tail + number.to_bytes(_NUMBER_BYTES, "big")
-        self._count += 1
-        return True
-
-    def number(self, object_id: ObjectId) -> int | None:
-        """Return the number of *object_id*, None if it was not added."""
-        at, tail = _split(object_id)
-        part = self._parts[at]
-        start = _find(part, tail)
-        return None if start < 0 else int.from_bytes(part[start + _TAIL_BYTES : start + _TAIL_BYTES + _NUMBER_BYTES])
-
-
-def _split(object_id: ObjectId) -> tuple[int, bytes]:
-    if not OBJECT_ID.fullmatch(object_id):
-        raise IntegrityError(f"{object_id!r} is no id of an object")
-    return int(object_id[:4], 16), bytes.fromhex(object_id[4:])
-
-
-def _find(part: bytes, tail: bytes) -> int:
-    """Return where the row of *tail* begins in *part*, -1 if there is none."""
-    start = part.find(tail)
-    while start > 0 and start % (_TAIL_BYTES + _NUMBER_BYTES):  # the same bytes across two rows
-        start = part.find(tail, start + 1)
-    return start
-
-
-def _rows(part: bytearray) -> set[bytes]:
-    view = bytes(part)
-    return {view[start : start + _ROW.size] for start in range(0, len(view), _ROW.size)}
 
 
 def objects_of_version(version: LayerVersion) -> list[BlobRef]:
@@ -173,17 +97,14 @@ class Needs:
     def __init__(self, repo: Repository, *, besides: "Needs | None" = None) -> None:
         self._repo = repo
         self._besides = besides
-        self._ids = NumberedIds()
+        self._numbers: dict[bytes, int] = {}
 
     def __contains__(self, object_id: object) -> bool:
-        return object_id in self._ids
-
-    def __len__(self) -> int:
-        return len(self._ids)
+        return isinstance(object_id, str) and self.number(ObjectId(object_id)) is not None
 
     def number(self, object_id: ObjectId) -> int | None:
         """Return the number that *object_id* was first added with, None if it was not."""
-        return self._ids.number(object_id)
+        return self._numbers.get(_packed(object_id))
 
     def add_record(self, record: CommitRecord, *, number: int = 0) -> list[BlobRef]:
         """
@@ -228,4 +149,14 @@ class Needs:
         return self._besides is not None and ref.id in self._besides
 
     def _add(self, ref: BlobRef, number: int) -> bool:
-        return not self._is_left_out(ref) and self._ids.add(ref.id, number)
+        if ref.id in self or self._is_left_out(ref):
+            return False
+        self._numbers[_packed(ref.id)] = number
+        return True
+
+
+def _packed(object_id: ObjectId) -> bytes:
+    """Return *object_id* in its binary form; a million of them are kept."""
+    if not OBJECT_ID.fullmatch(object_id):
+        raise IntegrityError(f"{object_id!r} is no id of an object")
+    return bytes.fromhex(object_id)
