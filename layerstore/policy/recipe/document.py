@@ -9,8 +9,8 @@ aliases of lists or mappings (which could refer to themselves, or expand without
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import yaml
 
@@ -146,8 +146,7 @@ class _Reader:
 
     def __init__(self, text: str, *, name: str, parser: Callable[[str], Any]) -> None:
         self._name = name
-        self._scalars: dict[str, Scalar] = {}
-        self._others: set[str] = set()
+        self._scalars: dict[str | None, Scalar] = {}  # by anchor
         try:
             self._loader = parser(text)
         except yaml.reader.ReaderError as exc:
@@ -192,15 +191,20 @@ class _Reader:
     def _node(self, event: yaml.Event, *, depth: int) -> Node:
         spot = self._spot(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            return self._alias(cast("str", event.anchor), spot)
+            if event.anchor not in self._scalars:
+                hint = f"only single values may be repeated; {_QUOTING['alias']}"
+                raise spot.error(f"there is no anchor &{event.anchor} of a single value before this", hint=hint)
+            return replace(self._scalars[event.anchor], spot=spot)
         if event.tag is not None:
             raise spot.error(f"the tag {event.tag!r} is not allowed", hint="write the value without a tag")
         if depth > RECIPE_DEPTH_MAX:
             raise spot.error(f"this is nested more than {RECIPE_DEPTH_MAX} deep", hint="no recipe needs that")
         if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(event, spot)
-        if event.anchor is not None:
-            self._others.add(event.anchor)
+            found = Scalar(text=event.value, is_null=not event.style and event.value in _NULLS, spot=spot)
+            if event.anchor is not None:
+                self._scalars[event.anchor] = found
+            return found
+        self._scalars.pop(event.anchor, None)  # an anchor of that name stands for this from here on
         if isinstance(event, yaml.SequenceStartEvent):
             items = tuple(self._node(item, depth=depth + 1) for item in self._until(yaml.SequenceEndEvent))
             return ListNode(items=items, spot=spot)
@@ -209,24 +213,6 @@ class _Reader:
     def _until(self, end: type[yaml.Event]) -> Iterator[yaml.Event]:
         while not isinstance(event := self._next(), end):
             yield event
-
-    def _scalar(self, event: yaml.ScalarEvent, spot: Spot) -> Scalar:
-        is_plain = not event.style
-        found = Scalar(text=event.value, is_null=is_plain and event.value in _NULLS, spot=spot)
-        if event.anchor is not None:
-            self._scalars[event.anchor] = found
-        return found
-
-    def _alias(self, anchor: str, spot: Spot) -> Scalar:
-        if anchor in self._others:
-            raise spot.error(
-                f"*{anchor} stands for a list or a mapping; only single values may be repeated",
-                hint="write it out here",
-            )
-        if anchor not in self._scalars:
-            raise spot.error(f"there is no anchor &{anchor} before this", hint=_QUOTING["alias"])
-        value = self._scalars[anchor]
-        return Scalar(text=value.text, is_null=value.is_null, spot=spot)
 
     def _mapping(self, spot: Spot, *, depth: int) -> MapNode:
         entries: dict[str, tuple[Scalar, Node]] = {}
