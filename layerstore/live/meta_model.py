@@ -9,13 +9,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from layerstore.errors import LayerstoreError, Unsupported
+from layerstore.errors import Unsupported
 
 # What makes Transformers fetch code or kernels, or hold the weights packed.
 _NOT_OF_THE_SHAPE = ("auto_map", "quantization_config", "attn_implementation", "_attn_implementation")
-
-# Where a config names no architecture: the first of these that knows its type, most of what is trained first.
-_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 
 _INSTEAD = "--params 8B --layers 32 needs neither"
 
@@ -37,10 +34,10 @@ def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, .
             hint=f"pip install 'layerstore[demo]' brings Transformers and PyTorch; {_INSTEAD}",
         ) from exc
     try:
-        model = meta_model(config, guess_class=True)
+        model = meta_model(config)
         model.tie_weights()
-    except LayerstoreError:
-        raise
+    except Unsupported as exc:
+        raise Unsupported(exc.message, hint=_INSTEAD) from exc
     except Exception as exc:  # a config is free text: Transformers raises whatever its code runs into
         said = " ".join(str(exc).split()) or type(exc).__name__
         raise Unsupported(
@@ -50,11 +47,9 @@ def parameter_shapes(config: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, .
     return tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
 
 
-def meta_model(config: Mapping[str, Any], *, guess_class: bool = False) -> Any:
+def meta_model(config: Mapping[str, Any]) -> Any:
     """
     Return the model that *config* describes, on the meta device.
-
-    With *guess_class* a config that names no architecture gets the class that Transformers has for its type.
 
     Raises:
         Unsupported: The config names no model class of Transformers.
@@ -62,35 +57,14 @@ def meta_model(config: Mapping[str, Any], *, guess_class: bool = False) -> Any:
     import torch
     import transformers
 
-    shape = _shape_of(config)
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    made: Any = getattr(transformers, name, None) if name else None
+    if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel) and made.config_class):
+        raise Unsupported(f"the config names no model class of Transformers {transformers.__version__}: {names!r}")
+    build: Any = made
     with torch.device("meta"):
-        if guess_class and not config.get("architectures"):
-            return _by_type(shape)
-        names = config.get("architectures")
-        name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-        made: Any = getattr(transformers, name, None) if name else None
-        if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel) and made.config_class):
-            raise Unsupported(
-                f"the config names no model class of Transformers {transformers.__version__}: {names!r}",
-                hint=_INSTEAD if guess_class else None,
-            )
-        build: Any = made
-        return build._from_config(made.config_class.from_dict(shape), attn_implementation="eager")
-
-
-def _by_type(shape: dict[str, Any]) -> Any:
-    import transformers
-
-    kind = shape.get("model_type")
-    known = transformers.CONFIG_MAPPING
-    if not (isinstance(kind, str) and kind in known):
-        raise Unsupported(f"Transformers {transformers.__version__} knows no model type {kind!r}", hint=_INSTEAD)
-    settings = known[kind].from_dict(shape)
-    for name in _AUTO_CLASSES:
-        auto: Any = getattr(transformers, name)
-        if type(settings) in auto._model_mapping:
-            return auto.from_config(settings, attn_implementation="eager")
-    raise Unsupported(f"Transformers {transformers.__version__} has no model of type {kind!r}", hint=_INSTEAD)
+        return build._from_config(made.config_class.from_dict(_shape_of(config)), attn_implementation="eager")
 
 
 def _shape_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ TRAINER_BYTES = DEEPSPEED_BYTES + 2
 _CONFIGS: Mapping[str, Mapping[str, object]] = {
     "Llama-3.1-8B": {
         "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
@@ -31,6 +32,7 @@ _CONFIGS: Mapping[str, Mapping[str, object]] = {
     },
     "Qwen2.5-7B": {
         "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
         "hidden_size": 3584,
         "intermediate_size": 18944,
         "num_hidden_layers": 28,

@@ -12,6 +12,7 @@ from tests.cli.conftest import Run
 MODEL = ("--params", "8B", "--layers", "32")
 CONFIG = {
     "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -173,14 +174,14 @@ def test_what_cannot_be_estimated_is_refused(run: Run, tmp_path: Path, words: li
 
 def test_a_config_that_nobody_knows_is_refused(run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Transformers, or for want of it; with the way that needs no config."""
-    (llama / "config.json").write_text(json.dumps(CONFIG | {"model_type": "brand_new"}))
+    (llama / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["BrandNew"]}))
 
     unknown = run("estimate", llama, "--json")
     monkeypatch.setitem(sys.modules, "transformers", None)
     missing = run("estimate", llama, "--json")
 
     assert (unknown.code, missing.code) == (16, 16)
-    assert "brand_new" in unknown.error["message"]
+    assert "BrandNew" in unknown.error["message"]
     assert "only Transformers knows" in missing.error["message"]
     for outcome in (unknown, missing):
         assert "--params 8B --layers 32" in outcome.error["hint"]

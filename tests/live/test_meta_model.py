@@ -29,6 +29,7 @@ VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "n
     "patch_size": 8,
 }
 LLAMA = {"model_type": "llama", **GROUPED}
+LLAMA_MODEL = LLAMA | {"architectures": ["LlamaForCausalLM"]}
 # Model type, class, settings.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama, tied": ("llama", "LlamaForCausalLM", GROUPED | {"tie_word_embeddings": True}),
@@ -70,22 +71,13 @@ def test_the_parameters_are_those_of_the_real_model(family: str, tmp_path: Path)
     assert model.parameters == real.num_parameters()
 
 
-def test_a_config_that_names_no_class_is_taken_by_its_type() -> None:
-    """As what most people train of that type: a language model, with its head."""
-    shapes = dict(parameter_shapes(LLAMA))
-    kinds = {kind: sum(prod(shape) for _, shape in parameter_shapes({"model_type": kind})) for kind in ("t5", "vit")}
-
-    assert shapes["lm_head.weight"] == (61, 16)
-    assert kinds["t5"] == 60_506_624
-    assert kinds["vit"] > 85_000_000
-
-
 def test_nothing_of_the_folder_is_run_and_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code, kernels and packing that a config names are ignored: they do not affect shapes."""
     ran = tmp_path / "ran"
     (tmp_path / "modeling_evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
     named = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "evil/repo--modeling_evil.Model"}
-    config = LLAMA | {"auto_map": named, "attn_implementation": "evil/kernels", "_attn_implementation": "evil/kernels"}
+    kernels = {"attn_implementation": "evil/kernels", "_attn_implementation": "evil/kernels"}
+    config = LLAMA_MODEL | {"auto_map": named} | kernels
     packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
 
@@ -96,18 +88,18 @@ def test_nothing_of_the_folder_is_run_and_nothing_is_fetched(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
 
     model = model_at(tmp_path, ask_transformers=parameter_shapes)
-    assert model.parameters == sum(prod(shape) for _, shape in parameter_shapes(LLAMA))
+    assert model.parameters == sum(prod(shape) for _, shape in parameter_shapes(LLAMA_MODEL))
     assert not ran.exists()
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "brand_new"}, "knows no model type 'brand_new'"),
+        (LLAMA, "names no model class of Transformers .*: None"),
         (LLAMA | {"architectures": ["MyOwnModel"]}, r"names no model class of Transformers .*: \['MyOwnModel'\]"),
         (LLAMA | {"architectures": ["load_tool"]}, "names no model class"),
-        (LLAMA | {"hidden_size": "wide"}, "makes no model of the config: .*hidden_size"),
-        (LLAMA | {"hidden_size": 10**10}, "makes no model of the config"),
+        (LLAMA_MODEL | {"hidden_size": "wide"}, "makes no model of the config: .*hidden_size"),
+        (LLAMA_MODEL | {"hidden_size": 10**10}, "makes no model of the config"),
     ],
 )
 def test_what_transformers_does_not_know_is_refused(config: dict[str, Any], message: str) -> None:
@@ -125,6 +117,6 @@ def test_without_transformers_there_is_the_way_on(missing: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, missing, None)
 
     with pytest.raises(Unsupported, match="only Transformers knows what a config") as refused:
-        parameter_shapes(LLAMA)
+        parameter_shapes(LLAMA_MODEL)
     assert "pip install 'layerstore[demo]'" in str(refused.value.hint)
     assert "--params 8B --layers 32" in str(refused.value.hint)
