@@ -7,6 +7,6 @@ and ``demo/`` is ``layerstore demo``.
 """
 
 from layerstore.live.engine import Resumed, checkpoint, resume
-from layerstore.live.saver import Result, Saved, Saver, SmallBuffer, Status, attach
+from layerstore.live.saver import Saved, Saver, SmallBuffer, Status, attach
 
-__all__ = ["Result", "Resumed", "Saved", "Saver", "SmallBuffer", "Status", "attach", "checkpoint", "resume"]
+__all__ = ["Resumed", "Saved", "Saver", "SmallBuffer", "Status", "attach", "checkpoint", "resume"]

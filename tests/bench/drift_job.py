@@ -158,13 +158,12 @@ class Job:
                 self._step()
             for line in LINES:
                 if line.is_saved(number, saves):
-                    savers[line.name].save()
+                    courses[line.name].bytes.append(int(_sum(_copied_bytes(savers[line.name]))))
         last = self.engine.global_steps
-        for name, saver in savers.items():
+        for saver in savers.values():
             saver.close()
             if saver.status().failed:
                 raise RuntimeError(f"a save came to nothing: {saver.status().errors}")
-            courses[name].bytes = [int(_sum(result.copied_bytes)) for result in saver.results]
         losses = self._losses(every)
         for name, course in courses.items():
             self._resume(CONTROL.name if name == OTHER_TEXT else name, course)
@@ -224,6 +223,14 @@ class Job:
             total = sum(float(self.engine(input_ids=part, labels=part).loss) * len(part) for part in self._evaluated)
         self.engine.train()
         return _sum(total) / EVALUATED
+
+
+def _copied_bytes(saver: Saver) -> int:
+    """Save; return how much this rank copied of its memory."""
+    before = saver.status().copied_bytes
+    saver.save()
+    saver.wait()
+    return saver.status().copied_bytes - before
 
 
 def _samples(text: "torch.Tensor", *, count: int, seed: int) -> "torch.Tensor":

@@ -132,8 +132,9 @@ class Layerstore:
 
     @property
     def durable_seconds(self) -> list[float]:
-        """Of every save until this rank's share was on disk; a commit of all follows within a few hundredths."""
-        return [of.durable_seconds for of in self._saver.results if of.durable_seconds is not None]
+        """Of every save until the commit of all ranks was visible."""
+        timings = sorted(self._saver.store.timings(RUN).items())
+        return [of.visible_seconds for _, of in timings if of.visible_seconds is not None]
 
     def save(self) -> None:
         """Begin a save, in sync mode end it too."""

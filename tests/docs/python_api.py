@@ -17,7 +17,7 @@ from tests.docs.pages import ROOT
 _LINE_MAX = 100
 # What is public for other rooms of the library or for a framework that calls back, and for nobody else.
 _INTERNAL = {
-    *("repo", "composition", "names_of", "exchange", "results", "reasons", "anchored", "take", "pointer", "went_to"),
+    *("repo", "composition", "names_of", "exchange", "reasons", "anchored", "take", "pointer", "went_to"),
     *("step_of", "on_train_begin", "on_step_begin", "on_step_end", "on_train_end"),
     *(
         "Repository",
@@ -29,7 +29,6 @@ _INTERNAL = {
         "Pointer",
         "RecordName",
         "Exchange",
-        "Result",
     ),
     "LayerstoreError",
 }

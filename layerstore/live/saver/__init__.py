@@ -5,8 +5,8 @@ What the ranks agree on is in ``live/ranks``, and what is known of DeepSpeed in 
 """
 
 from layerstore.live.saver.attach import attach
-from layerstore.live.saver.results import Result, Saved, Status
+from layerstore.live.saver.results import Saved, Status
 from layerstore.live.saver.saver import Saver
 from layerstore.live.saver.settings import SmallBuffer
 
-__all__ = ["Result", "Saved", "Saver", "SmallBuffer", "Status", "attach"]
+__all__ = ["Saved", "Saver", "SmallBuffer", "Status", "attach"]

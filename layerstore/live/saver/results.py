@@ -1,11 +1,9 @@
-"""What became of saves: how long each held training up, its result, the status of all, and the timings."""
+"""What became of saves: how long each held training up, the status of all, and the timings."""
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import TYPE_CHECKING
 
 from layerstore.errors import Conflict, LayerstoreError
@@ -20,8 +18,8 @@ from layerstore.storage import Repository, SaveTiming, note_timing
 if TYPE_CHECKING:
     import torch
 
-RESULTS_MAX = 256
-"""How many results of finished saves are kept one by one."""
+ERRORS_MAX = 256
+"""How many failures a status tells."""
 
 
 class Hold:
@@ -94,18 +92,6 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """The outcome of one save on this rank."""
-
-    step: int
-    failure: str
-    blocked_seconds: float
-    durable_seconds: float | None
-    copied_bytes: int
-    written_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """How a saver is doing on this rank."""
 
@@ -153,51 +139,29 @@ class Job:
     failure: str = ""
     commit: Commit | None = None
 
-    def result(self) -> Result:
-        """Return what is known so far."""
-        return Result(
-            step=self.step,
-            failure=self.failure,
-            blocked_seconds=sum(hold.seconds for hold in self.held),
-            durable_seconds=self.durable_seconds,
-            copied_bytes=self.snapshot.size_bytes,
-            written_bytes=self.written_bytes,
-        )
+    @property
+    def blocked_seconds(self) -> float:
+        """How long training has waited for it so far."""
+        return sum(hold.seconds for hold in self.held)
 
 
-class Results:
-    """The results of finished saves: the newest ones, and the sum of all."""
-
-    def __init__(self) -> None:
-        self.newest: deque[Result] = deque(maxlen=RESULTS_MAX)
-        self._sum = Status()
-
-    def add(self, result: Result) -> None:
-        """Add the next one; memory stays bounded, however many saves a job makes."""
-        self.newest.append(result)
-        self._sum = _added(self._sum, result)
-
-    def status(self, running: Iterable[Result], *, collection_error: str = "") -> Status:
-        """Sum up all saves, *running* ones included."""
-        return replace(reduce(_added, running, self._sum), collection_error=collection_error)
-
-
-def _added(status: Status, result: Result) -> Status:
-    blocked_seconds = status.blocked_seconds + result.blocked_seconds
-    if result.durable_seconds is None:
+def with_job(status: Status, job: Job) -> Status:
+    """Return *status* with what is known of *job* so far."""
+    blocked_seconds = status.blocked_seconds + job.blocked_seconds
+    if job.durable_seconds is None:
         return replace(status, queued=status.queued + 1, blocked_seconds=blocked_seconds)
-    is_saved = not result.failure
-    newest = result.step if status.newest_step is None else max(result.step, status.newest_step)
-    errors = () if is_saved else (f"step {result.step}: {result.failure}",)
+    is_saved = not job.failure
+    newest = job.step if status.newest_step is None else max(job.step, status.newest_step)
+    errors = () if is_saved else (f"step {job.step}: {job.failure}",)
     return replace(
         status,
         saved=status.saved + is_saved,
         failed=status.failed + (not is_saved),
         newest_step=newest if is_saved else status.newest_step,
         blocked_seconds=blocked_seconds,
-        copied_bytes=status.copied_bytes + result.copied_bytes,
-        written_bytes=status.written_bytes + result.written_bytes,
-        errors=(*status.errors, *errors)[-RESULTS_MAX:],
+        copied_bytes=status.copied_bytes + job.snapshot.size_bytes,
+        written_bytes=status.written_bytes + job.written_bytes,
+        errors=(*status.errors, *errors)[-ERRORS_MAX:],
     )
 
 
@@ -258,17 +222,16 @@ def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveT
     joint = job.joint
     assert joint is not None
     assert job.durable_seconds is not None
-    result = job.result()
     timing = SaveTiming(
         run=joint.run,
         attempt=joint.place.attempt,
         step=joint.step,
         save_number=joint.save_number,
-        blocked_seconds=result.blocked_seconds,
+        blocked_seconds=job.blocked_seconds,
         durable_seconds=job.durable_seconds,
         visible_seconds=job.visible_seconds,
-        copied_bytes=result.copied_bytes,
-        written_bytes=result.written_bytes,
+        copied_bytes=job.snapshot.size_bytes,
+        written_bytes=job.written_bytes,
         layers_saved=len(joint.work.due),
         layers=len(joint.work.share.layers),
         queued=job.queued,

@@ -17,8 +17,8 @@ import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from types import TracebackType
 
@@ -57,7 +57,7 @@ from layerstore.live.saver.background import Background, wait_at_exit
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.movements import MovementWatch, Sample
 from layerstore.live.saver.request import SaveFiles, SaveRequest, read_request
-from layerstore.live.saver.results import Job, LastSave, Result, Results, Saved, Status, hold_training, note_job
+from layerstore.live.saver.results import Job, LastSave, Saved, Status, hold_training, note_job, with_job
 from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
@@ -124,7 +124,8 @@ class Saver:
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is not known yet."""
-        self._over = Results()
+        self._over = Status()
+        """Of the saves whose outcome is known: memory stays bounded, however many a job makes."""
         self._outcomes: dict[int, bool] = {}
         self._last = LastSave(place.after)
         self._updates = 0
@@ -260,12 +261,7 @@ class Saver:
     def status(self) -> Status:
         """Return how this rank's saves are doing; asks no other rank."""
         error = "" if self._collector is None else self._collector.error
-        return self._over.status((job.result() for job in self._jobs), collection_error=error)
-
-    @property
-    def results(self) -> list[Result]:
-        """The results of this rank's newest saves, in order."""
-        return [*self._over.newest, *(job.result() for job in self._jobs)]
+        return replace(reduce(with_job, self._jobs, self._over), collection_error=error)
 
     def close(self) -> None:
         """Wait for the saves under way, and release the engine. Every rank calls it; twice is harmless."""
@@ -352,7 +348,7 @@ class Saver:
     def _finished(self, job: Job) -> None:
         if self._last.is_lost(job.number):
             job.failure = job.failure or "another rank could not write its share"
-        self._over.add(job.result())
+        self._over = with_job(self._over, job)
         if job.joint is not None:
             note_job(self._repo, self._session, job, self._settings.on_saved)
 

@@ -1,43 +1,42 @@
 """What a saver reports of its saves, however many there were."""
 
 import time
-from typing import Any
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from layerstore.live.saver.results import RESULTS_MAX, CudaHold, LastSave, Result, Results, Saved, hold_training
+from layerstore.live.saver.results import ERRORS_MAX, CudaHold, Job, LastSave, Saved, Status, hold_training, with_job
 
-MANY = 10 * RESULTS_MAX
+MANY = 10 * ERRORS_MAX
 SECONDS = 0.05
 
 
-def result(step: int, *, is_running: bool = False) -> Result:
-    """Return what became of the save of *step*; every fourth fails."""
-    return Result(
+def job(step: int, *, is_running: bool = False) -> Job:
+    """Return the save of *step*; every fourth fails."""
+    made_up = SimpleNamespace(
         step=step,
         failure="made up" if step % 4 == 0 and not is_running else "",
         blocked_seconds=0.5,
         durable_seconds=None if is_running else 1.0,
-        copied_bytes=10,
+        snapshot=SimpleNamespace(size_bytes=10),
         written_bytes=3,
     )
+    return cast(Job, made_up)
 
 
-def test_sums_are_of_all_saves_and_memory_holds_the_newest() -> None:
+def test_a_status_is_of_all_saves_and_of_bounded_size() -> None:
     """A job that saves for weeks needs no more memory than one that saves for an hour."""
-    results = Results()
-    for step in range(1, MANY + 1):
-        results.add(result(step))
+    over = reduce(with_job, map(job, range(1, MANY + 1)), Status())
+    found = with_job(over, job(MANY + 1, is_running=True))
 
-    found = results.status([result(MANY + 1, is_running=True)])
-
-    assert [each.step for each in results.newest] == list(range(MANY - RESULTS_MAX + 1, MANY + 1))
     assert (found.saved, found.failed, found.queued) == (3 * MANY // 4, MANY // 4, 1)
     assert found.newest_step == MANY - 1
     assert found.blocked_seconds == 0.5 * (MANY + 1)
     assert (found.copied_bytes, found.written_bytes) == (10 * MANY, 3 * MANY)
-    assert len(found.errors) == RESULTS_MAX
+    assert len(found.errors) == ERRORS_MAX
     assert found.errors[-1] == f"step {MANY}: made up"
 
 
