@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from layerstore.errors import LayerstoreError
 from layerstore.history import Place, Resolved
 from layerstore.live.log import LOG, words_of
-from layerstore.live.ranks import SAVES_MAX
 from layerstore.live.saver.collector import Collector
 from layerstore.live.saver.results import Job
 from layerstore.live.saver.snapshot import Copier, Pool
@@ -85,7 +84,6 @@ class Background:
         self._pool = pool
         self._copier = copier
         self._collector = collector
-        self._given_up: set[int] = set()
         self._frozen: Frozen = {}
         self._inherited: dict[str, LayerEntry] = {}
         """The newest visible version of each layer."""
@@ -107,12 +105,6 @@ class Background:
         """Continue from *place*, with no save under way; frozen weights are read again."""
         self._inherited = dict(place.inherited)
         self._frozen.clear()
-        self._given_up.clear()  # numbers count on from there
-
-    def give_up(self, number: int) -> None:
-        """Stop waiting for parts of the save *number*: a rank has reported that it failed."""
-        # A new set each time: the committing thread reads it meanwhile. Older saves are resolved.
-        self._given_up = {other for other in self._given_up if other > number - SAVES_MAX} | {number}
 
     def close(self, *, at_once: bool) -> None:
         """End the threads when their work is done, or *at_once*."""
@@ -174,7 +166,7 @@ class Background:
         """Wait for all ranks' parts and publish the commit."""
         found: dict[int, Part] = {}
         while (parts := parts_of(self._repo, joint, found)) is None:
-            if job.number in self._given_up or (job.failure and job.is_written.is_set()):
+            if job.is_given_up or (job.failure and job.is_written.is_set()):
                 raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
             if self._stop.wait(POLL_SECONDS):
                 raise GivenUp(f"step {job.step} is given up: the saver was closed before all ranks had written")

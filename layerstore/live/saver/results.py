@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from layerstore.errors import Conflict, LayerstoreError
 from layerstore.live.log import LOG
-from layerstore.live.ranks import SAVES_MAX
 from layerstore.live.saver.request import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
@@ -137,7 +136,12 @@ class Job:
     visible_seconds: float | None = None
     """From ``save`` until the commit was visible; on the rank that commits."""
     failure: str = ""
+    is_given_up: bool = False
+    """Whether a rank has reported that it could not write its share: no part of it will come."""
     commit: Commit | None = None
+    """Set on the rank that commits."""
+    is_visible: bool | None = None
+    """Whether it became a commit; None until all ranks know."""
 
     @property
     def blocked_seconds(self) -> float:
@@ -169,7 +173,6 @@ class LastSave:
     """The last save, or the step that the engine was filled from: the next save has to come after it."""
 
     def __init__(self, after: int | None) -> None:
-        self._lost: set[int] = set()
         self.begin_at(after, updates=0)
 
     def begin_at(self, after: int | None, *, updates: int) -> None:
@@ -177,20 +180,15 @@ class LastSave:
         self._saved: Saved | None = None
         self._after = after
         self._updates = updates
-        self._lost.clear()
+        self._is_lost = False
 
     def note(self, saved: Saved, *, updates: int) -> None:
         """Note that *saved* has begun, after *updates* updates."""
-        self._saved, self._after, self._updates = saved, saved.step, updates
+        self._saved, self._after, self._updates, self._is_lost = saved, saved.step, updates, False
 
     def note_lost(self, number: int) -> None:
-        """Note that the save *number* was given up: its step may be saved again."""
-        # Older ones are resolved: numbers grow.
-        self._lost = {other for other in self._lost if other > number - SAVES_MAX} | {number}
-
-    def is_lost(self, number: int) -> bool:
-        """Whether the save *number* was given up."""
-        return number in self._lost
+        """Note that the save *number* was given up: if it is the last one, its step may be saved again."""
+        self._is_lost |= self._saved is not None and self._saved.number == number
 
     def same(self, step: int, *, updates: int, pin: str | None, has_extras: bool) -> Saved | None:
         """
@@ -208,7 +206,7 @@ class LastSave:
                 f"step {step} is not after step {self._after}, which was saved last",
                 hint="count steps on; to go back to an earlier step, resume from it",
             )
-        if self._saved is not None and self._saved.number in self._lost:
+        if self._is_lost:
             return None
         if pin is not None:
             LOG.warning("step %d was saved already, without a pin: layerstore pin %s", step, pin)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 
@@ -126,7 +127,6 @@ class Saver:
         """Saves whose outcome is not known yet."""
         self._over = Status()
         """Of the saves whose outcome is known: memory stays bounded, however many a job makes."""
-        self._outcomes: dict[int, bool] = {}
         self._last = LastSave(place.after)
         self._updates = 0
         self.step_of: Callable[[], int] = lambda: engine.step
@@ -316,37 +316,33 @@ class Saver:
             is_pressed=len(running) >= JOBS_MAX or (bool(running) and last > free),
             free_bytes=free,
             failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
-            outcomes=self._known_outcomes(),
+            outcomes=self._new_outcomes(),
             has_lost_base=self._background.has_lost_base,
             is_mistyped=isinstance(problem, NotPlain),
             problem="" if problem is None else " ".join(str(problem).split()) or type(problem).__name__,
         )
 
-    def _known_outcomes(self) -> dict[int, bool]:
-        """Return, on the rank that commits, whether each resolved save became visible; they are resolved in order."""
-        if self._is_first:
-            for job in self._jobs:
-                if not job.is_resolved.is_set():
-                    break
-                self._outcomes[job.number] = job.commit is not None
-            self._outcomes = dict(sorted(self._outcomes.items())[-SAVES_MAX:])
-        return self._outcomes
+    def _new_outcomes(self) -> dict[int, bool]:
+        """Return, on the rank that commits, whether saves became visible whose outcome not all ranks know yet."""
+        resolved = takewhile(lambda job: job.is_resolved.is_set(), self._jobs)  # in order
+        return {job.number: job.commit is not None for job in resolved if job.is_visible is None}
 
     def _learn(self, agreed: RankReport) -> None:
-        for number in agreed.failed:
-            self._background.give_up(number)  # the failed rank may not have been able to leave a failed part
-        for number in self._schedule.pending:
-            if agreed.outcomes.get(number) is False:
-                self._last.note_lost(number)
+        for job in self._jobs:
+            if job.number in agreed.failed:
+                job.is_given_up = True  # the failed rank may not have been able to leave a failed part
+            job.is_visible = agreed.outcomes.get(job.number, job.is_visible)
+            if job.is_visible is False:
+                self._last.note_lost(job.number)
         self._schedule.resolve(agreed.outcomes)
         if agreed.has_lost_base:
             self._schedule.begin_anew()
             self._background.has_lost_base = False
-        while self._jobs and self._jobs[0].number not in self._schedule.pending and self._jobs[0].is_written.is_set():
+        while self._jobs and self._jobs[0].is_visible is not None and self._jobs[0].is_written.is_set():
             self._finished(self._jobs.popleft())
 
     def _finished(self, job: Job) -> None:
-        if self._last.is_lost(job.number):
+        if not job.is_visible:
             job.failure = job.failure or "another rank could not write its share"
         self._over = with_job(self._over, job)
         if job.joint is not None:
@@ -463,7 +459,6 @@ class Saver:
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
         self._is_unmeasured = bool(place.inherited)
         self._engine.at_next_forward(self._measure_base)  # a loader may still be filling the engine
-        self._outcomes.clear()
         self._last.begin_at(place.after, updates=self._updates)
 
     # -- the end -------------------------------------------------------------------------------------------------

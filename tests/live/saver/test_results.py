@@ -1,6 +1,7 @@
 """What a saver reports of its saves, however many there were."""
 
 import time
+from dataclasses import replace
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, cast
@@ -53,6 +54,21 @@ def test_a_save_that_was_made_already_says_what_it_does_not_keep(caplog: pytest.
     pin, told = (record.getMessage() for record in caplog.records)
     assert pin == "step 7 was saved already, without a pin: layerstore pin best"
     assert told == "step 7 was saved already: what client_state and files it has, it keeps"
+
+
+def test_a_step_whose_save_was_given_up_may_be_saved_again() -> None:
+    """Not one whose save may still become visible, whatever became of others."""
+    last = LastSave(None)
+    first = Saved(step=7, number=1, layers_due=(), skipped=False, blocked_seconds=0.0)
+    last.note(first, updates=7)
+
+    last.note_lost(0)
+    assert last.same(7, updates=7, pin=None, has_extras=False) is first
+    last.note_lost(1)
+    assert last.same(7, updates=7, pin=None, has_extras=False) is None
+    again = replace(first, number=2)
+    last.note(again, updates=7)
+    assert last.same(7, updates=7, pin=None, has_extras=False) is again
 
 
 def test_a_hold_is_as_long_as_training_stands_still() -> None:
