@@ -27,8 +27,8 @@ from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankTask:
-    """What one rank is to write."""
+class JointCommit:
+    """A commit to be, as one rank knows it: each writes its share, and the first one, which knows tied names, joins."""
 
     session: str
     save: int
@@ -39,6 +39,16 @@ class RankTask:
     """Returns the files kept byte for byte beside the rank's state, once they are complete."""
     mark: Callable[[ObjectSource], Hashable]
     """Identifies an object of frozen weights without reading it."""
+    run: str
+    place: Place
+    """Of the attempt; the save number is *save_number*."""
+    step: int
+    save_number: int
+    policy: PolicyUse
+    layout: Callable[[], SourceLayout]
+    """Returns that of the folder, once the folder is complete."""
+    pin: str | None = None
+    """The pin that it gets."""
 
 
 def objects_due(share: Share, due: frozenset[str]) -> list[ObjectSource]:
@@ -50,7 +60,7 @@ Frozen = MutableMapping[str, tuple[Hashable, StoredObject]]
 """The mark and the object of each layer's frozen weights."""
 
 
-def write_share(repo: Repository, work: RankTask, reader: Reader, *, frozen: Frozen) -> int:
+def write_share(repo: Repository, joint: JointCommit, reader: Reader, *, frozen: Frozen) -> int:
     """
     Store a rank's share and leave its part; return how many bytes were new.
 
@@ -59,20 +69,20 @@ def write_share(repo: Repository, work: RankTask, reader: Reader, *, frozen: Fro
     Raises:
         Overtaken: An object vanished while the part that names it was written.
     """
-    share = work.share
+    share = joint.share
     with Transaction(repo, past_cache=True) as tx:
         # What was copied is gone from the pool once it was read.
         staging = Staging(tx.objects, reader, source="the engine", checksums=Checksums(), reads_once=True)
         layers = tuple(
-            LayerPart(layer=layer.layer, objects=tuple(_share_objects(layer, work, staging, tx.objects, frozen)))
+            LayerPart(layer=layer.layer, objects=tuple(_share_objects(layer, joint, staging, tx.objects, frozen)))
             for layer in share.layers
-            if layer.layer in work.due
+            if layer.layer in joint.due
         )
-        state = staging.state(share.state, work.files())
+        state = staging.state(share.state, joint.files())
         tx.leave(
             Part(
-                session=work.session,
-                save=work.save,
+                session=joint.session,
+                save=joint.save,
                 rank=share.rank,
                 agreement=share.agreement,
                 layers=layers,
@@ -86,13 +96,13 @@ def write_share(repo: Repository, work: RankTask, reader: Reader, *, frozen: Fro
 
 
 def _share_objects(
-    layer: LayerSource, work: RankTask, staging: Staging, writer: ObjectWriter, frozen: Frozen
+    layer: LayerSource, joint: JointCommit, staging: Staging, writer: ObjectWriter, frozen: Frozen
 ) -> Iterable[StoredObject]:
     for source in layer.objects:
         if source.kind is not Kind.WEIGHTS:
             yield staging.object(source)
             continue
-        mark = work.mark(source)
+        mark = joint.mark(source)
         known, stored = frozen.get(layer.layer, (None, None))
         if stored is None or known != mark or not writer.reuse(stored.ref):
             stored = staging.object(source)
@@ -100,9 +110,9 @@ def _share_objects(
         yield stored
 
 
-def fail_share(repo: Repository, work: RankTask, why: str) -> None:
+def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
     """Leave a part that says that this rank has failed, in place of its share."""
-    name = PartName(work.session, work.save, work.share.rank)
+    name = PartName(joint.session, joint.save, joint.share.rank)
     repo.parts.withdraw(*name)
     repo.parts.publish_failure(name, why)
 
@@ -118,24 +128,6 @@ class InheritedLayerLost(GivenUp):
     """A layer that was to be inherited was collected: resuming from an old step does not keep it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointCommit:
-    """A commit to be, without what the ranks have written."""
-
-    work: RankTask
-    """The first rank's, which knows the tied names."""
-    run: str
-    place: Place
-    """Of the attempt; the save number is *save_number*."""
-    step: int
-    save_number: int
-    policy: PolicyUse
-    layout: Callable[[], SourceLayout]
-    """Returns that of the folder, once the folder is complete."""
-    pin: str | None = None
-    """The pin that it gets."""
-
-
 def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> list[Part] | None:
     """
     Return the parts of all ranks; None while some are missing. Those in *found*, by rank, are not read again.
@@ -143,14 +135,13 @@ def parts_of(repo: Repository, joint: JointCommit, found: dict[int, Part]) -> li
     Raises:
         GivenUp: A rank has failed.
     """
-    work = joint.work
-    for rank in range(work.share.world_size):
-        part = found.get(rank) or repo.parts.find(work.session, work.save, rank)
+    for rank in range(joint.share.world_size):
+        part = found.get(rank) or repo.parts.find(joint.session, joint.save, rank)
         if part is not None and part.state is None:
             raise GivenUp(f"step {joint.step} is given up: rank {rank} could not write its share: {part.failure}")
         if part is not None:
             found[rank] = part
-    return [found[rank] for rank in sorted(found)] if len(found) == work.share.world_size else None
+    return [found[rank] for rank in sorted(found)] if len(found) == joint.share.world_size else None
 
 
 def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherited: Mapping[str, LayerEntry]) -> Commit:
@@ -167,8 +158,8 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             raise LayoutMismatch(f"step {joint.step}: rank {part.rank} has saved another model than rank 0")
     lost = [
         of.layer
-        for of in joint.work.share.layers
-        if of.layer not in joint.work.due and not _stands_in(inherited.get(of.layer), of)
+        for of in joint.share.layers
+        if of.layer not in joint.due and not _stands_in(inherited.get(of.layer), of)
     ]
     if lost:
         raise GivenUp(
@@ -179,7 +170,7 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
         record = _record(joint, parts, dict(_versions(tx.objects, joint, parts)), inherited)
         try:
             for entry in record.layers:
-                if entry.layer not in joint.work.due:
+                if entry.layer not in joint.due:
                     tx.inherit(entry)
         except Overtaken as exc:
             raise InheritedLayerLost(f"step {joint.step} is given up: {exc.message}", hint=_STORED_AGAIN) from exc
@@ -212,10 +203,10 @@ def _claim(objects: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> 
 
 def _versions(writer: ObjectWriter, joint: JointCommit, parts: Sequence[Part]) -> Iterator[tuple[str, BlobRef]]:
     of_rank = [{part.layer: part.objects for part in each.layers} for each in parts]
-    for layer in joint.work.share.layers:
-        if layer.layer in joint.work.due:
+    for layer in joint.share.layers:
+        if layer.layer in joint.due:
             objects = _objects([objects[layer.layer] for objects in of_rank])
-            yield layer.layer, stage_version(writer, layer, objects, world_size=joint.work.share.world_size)
+            yield layer.layer, stage_version(writer, layer, objects, world_size=joint.share.world_size)
 
 
 def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject]:
@@ -236,7 +227,7 @@ def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject
 def _record(
     joint: JointCommit, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
 ) -> CommitRecord:
-    place, share = joint.place, joint.work.share
+    place, share = joint.place, joint.share
     origin = Origin(run=joint.run, attempt=place.attempt, step=joint.step, save_number=joint.save_number)
     return CommitRecord(
         run=joint.run,
@@ -246,7 +237,7 @@ def _record(
         save_number=joint.save_number,
         world_size=share.world_size,
         stage=3,
-        layers=entries_of(share.layers, due=joint.work.due, versions=versions, origin=origin, inherited=inherited),
+        layers=entries_of(share.layers, due=joint.due, versions=versions, origin=origin, inherited=inherited),
         states=tuple(part.state for part in parts if part.state is not None),
         layout=joint.layout(),
         policy=joint.policy,

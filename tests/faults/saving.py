@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.history import Place, place_after, resolve
 from layerstore.model import Commit, Part, PolicyUse, SourceLayout
-from layerstore.publish.rank_parts import JointCommit, RankTask, join, parts_of, write_share
+from layerstore.publish.rank_parts import JointCommit, join, parts_of, write_share
 from layerstore.publish.staging import SourceReader
 from layerstore.store import Store
 from layerstore.zero3 import discover, share_of
@@ -25,9 +25,13 @@ class Save:
     """One save: what each rank has of it, and what it is to become."""
 
     store: Store
-    works: tuple[RankTask, ...]
+    works: tuple[JointCommit, ...]
     """By rank."""
-    joint: JointCommit
+
+    @property
+    def joint(self) -> JointCommit:
+        """What the rank that joins knows."""
+        return self.works[0]
 
     def write(self, rank: int) -> None:
         """Write the share of *rank*, and leave its part."""
@@ -51,7 +55,7 @@ class Save:
 
     def finish(self) -> Commit:
         """Do that, and clear the parts and their session away."""
-        commit, work = self.join(), self.joint.work
+        commit, work = self.join(), self.joint
         self.store.repo.parts.remove(work.session, work.save, world_size=len(self.works))
         self.store.repo.parts.close_session(work.session, is_over=True)
         return commit
@@ -75,14 +79,13 @@ def begun(
     held = [share_of(rank, folder=found.folder, pattern=None) for rank in read_ranks(found.ranks, frozenset())]
     layers = [layer.layer for layer in held[0].layers]
     due = layers[::2] if half else layers
-    works = tuple(
-        RankTask(
-            session=session, save=save, share=share, due=frozenset(due), files=tuple, mark=lambda source: source
-        )
-        for share in held
-    )  # fmt: skip
     joint = JointCommit(
-        work=works[0],
+        session=session,
+        save=save,
+        share=held[0],
+        due=frozenset(due),
+        files=tuple,
+        mark=lambda source: source,
         run=run,
         place=place,
         step=step,
@@ -90,7 +93,7 @@ def begun(
         policy=PolicyUse(name="latest", parameters={}, decisions={"due": list(due)} if half else {}),
         layout=lambda: SourceLayout(flavour="raw", tag=found.tag, layer_pattern=None),
     )
-    return Save(store=store, works=works, joint=joint)
+    return Save(store=store, works=tuple(replace(joint, share=share) for share in held))
 
 
 def begun_after(store: Store, checkpoint: Path, *, half: bool = False, session: str | None = None) -> Save:

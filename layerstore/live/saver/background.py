@@ -125,10 +125,10 @@ class Background:
 
     def _write(self, job: Job) -> None:
         try:
-            job.written_bytes = write_share(self._repo, job.work, job.snapshot, frozen=self._frozen)
+            job.written_bytes = write_share(self._repo, job.joint, job.snapshot, frozen=self._frozen)
         except BaseException as exc:  # noqa: BLE001  # training goes on, whatever happens here
             job.failure = words_of(exc)
-            LOG.error("step %d was not saved: %s; training goes on", job.step, job.failure)  # one line
+            LOG.error("step %d was not saved: %s; training goes on", job.joint.step, job.failure)  # one line
             self._report_failure(job)
         finally:
             try:
@@ -139,14 +139,13 @@ class Background:
 
     def _report_failure(self, job: Job) -> None:
         try:
-            fail_share(self._repo, job.work, job.failure)
+            fail_share(self._repo, job.joint, job.failure)
         except Exception as exc:  # noqa: BLE001  # the disk may be full; the next exchange of reports says it
             LOG.warning("nor could that be noted in the store: %s", exc)
 
     def _commit(self, job: Job) -> None:
-        assert job.joint is not None
         try:
-            job.commit = self._joined(job, job.joint)
+            job.commit = self._joined(job)
             job.visible_seconds = time.monotonic() - job.begun
             self._pin(job.commit, job.joint)
             if self._collector is not None:
@@ -158,18 +157,19 @@ class Background:
                 self._inherited, self.has_lost_base = {}, True
         finally:
             try:
-                self._remove_parts(job)
+                self._remove_parts(job.joint)
             finally:
                 job.is_resolved.set()
 
-    def _joined(self, job: Job, joint: JointCommit) -> Commit:
+    def _joined(self, job: Job) -> Commit:
         """Wait for all ranks' parts and publish the commit."""
+        joint = job.joint
         found: dict[int, Part] = {}
         while (parts := parts_of(self._repo, joint, found)) is None:
             if job.is_given_up or (job.failure and job.is_written.is_set()):
-                raise GivenUp(f"step {job.step} is given up: a rank could not write its share")
+                raise GivenUp(f"step {joint.step} is given up: a rank could not write its share")
             if self._stop.wait(POLL_SECONDS):
-                raise GivenUp(f"step {job.step} is given up: the saver was closed before all ranks had written")
+                raise GivenUp(f"step {joint.step} is given up: the saver was closed before all ranks had written")
         commit = join(self._repo, joint, parts, inherited=self._inherited)
         self._inherited = {entry.layer: entry for entry in commit.record.layers}
         return commit
@@ -182,8 +182,8 @@ class Background:
         except LayerstoreError as exc:
             LOG.warning("step %d is saved, but not pinned as %s: %s", joint.step, joint.pin, exc)
 
-    def _remove_parts(self, job: Job) -> None:
+    def _remove_parts(self, joint: JointCommit) -> None:
         try:
-            self._repo.parts.remove(job.work.session, job.work.save, world_size=job.work.share.world_size)
+            self._repo.parts.remove(joint.session, joint.save, world_size=joint.share.world_size)
         except Exception as exc:  # noqa: BLE001  # the thread must live on; a collection removes them
-            LOG.warning("parts of step %d are left for a collection: %s", job.step, exc)
+            LOG.warning("parts of step %d are left for a collection: %s", joint.step, exc)

@@ -99,7 +99,7 @@ class SaveFiles:
         """Read the user's extra files, on the first rank."""
         self._engine = engine
         self._memory = memory
-        self._request = request
+        self.request = request
         # Now, not when the folder is complete: training goes on drawing random numbers.
         self._random = random_state(memory, rank=engine.rank, world_size=engine.world_size)
         extra = request.files.items() if engine.rank == 0 else ()
@@ -116,7 +116,7 @@ class SaveFiles:
     def layout(self, *, layer_pattern: str | None) -> SourceLayout:
         """Return the folder's layout as of the seal: a trainer may have removed the folder since."""
         self._is_sealed.wait()
-        return SourceLayout(flavour=self._flavour, tag=self._request.tag, layer_pattern=layer_pattern)
+        return SourceLayout(flavour=self._flavour, tag=self.request.tag, layer_pattern=layer_pattern)
 
     def seal(self) -> None:
         """Read the files as they are now. The main thread calls it before training goes on."""
@@ -131,9 +131,9 @@ class SaveFiles:
     def _beside(self) -> list[KeptFile]:
         """Return DeepSpeed's scripts and the files in the folder; the first rank keeps those that belong to no rank."""
         try:
-            self._flavour = flavour_of(self._request.folder, self._request.tag)
+            self._flavour = flavour_of(self.request.folder, self.request.tag)
             named = {path.name: path for path in self._engine.scripts} if self._engine.rank == 0 else {}
-            if not self._request.is_complete:
+            if not self.request.is_complete:
                 named |= self._own_files()
             return [self._read(name, path) for name, path in named.items()]
         except (LayerstoreError, OSError) as exc:
@@ -141,13 +141,13 @@ class SaveFiles:
             return []
 
     def _own_files(self) -> Iterator[tuple[str, Path]]:
-        for path in beside_shards(self._request.folder, self._request.tag):
+        for path in beside_shards(self.request.folder, self.request.tag):
             if owner_of_file(path.name, world_size=self._engine.world_size) != self._engine.rank:
                 continue
             if path.name == ADAPTER_WEIGHTS and path.stat().st_size > FILE_BYTES_MAX:
                 LOG.warning("%s is not kept: it is too large to be held in memory; --format hf makes it", path)
             else:
-                yield path.relative_to(self._request.folder).as_posix(), path
+                yield path.relative_to(self.request.folder).as_posix(), path
 
     def _read(self, name: str, path: Path) -> KeptFile:
         data = read_source_file(path, size_bytes_max=FILE_BYTES_MAX)

@@ -11,7 +11,7 @@ from layerstore.live.log import LOG
 from layerstore.live.saver.request import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
-from layerstore.publish import JointCommit, RankTask
+from layerstore.publish import JointCommit
 from layerstore.storage import Repository, SaveTiming, note_timing
 
 if TYPE_CHECKING:
@@ -115,13 +115,9 @@ class Status:
 class Job:
     """One save of this rank, under way."""
 
-    step: int
-    number: int
-    work: RankTask
+    joint: JointCommit
     snapshot: Snapshot
     files: SaveFiles
-    joint: JointCommit | None
-    """What the commit is to be; on the rank that commits."""
     queued: int
     """Earlier saves that were still under way when this one began."""
     held: list[Hold] = field(default_factory=list)
@@ -155,8 +151,8 @@ def with_job(status: Status, job: Job) -> Status:
     if job.durable_seconds is None:
         return replace(status, queued=status.queued + 1, blocked_seconds=blocked_seconds)
     is_saved = not job.failure
-    newest = job.step if status.newest_step is None else max(job.step, status.newest_step)
-    errors = () if is_saved else (f"step {job.step}: {job.failure}",)
+    newest = job.joint.step if status.newest_step is None else max(job.joint.step, status.newest_step)
+    errors = () if is_saved else (f"step {job.joint.step}: {job.failure}",)
     return replace(
         status,
         saved=status.saved + is_saved,
@@ -218,7 +214,6 @@ class LastSave:
 def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveTiming], None] | None) -> None:
     """Write the timing of *job*, which is finished, to the store, and pass it to *on_saved*. On rank 0 alone."""
     joint = job.joint
-    assert joint is not None
     assert job.durable_seconds is not None
     timing = SaveTiming(
         run=joint.run,
@@ -230,17 +225,17 @@ def note_job(repo: Repository, session: str, job: Job, on_saved: Callable[[SaveT
         visible_seconds=job.visible_seconds,
         copied_bytes=job.snapshot.size_bytes,
         written_bytes=job.written_bytes,
-        layers_saved=len(joint.work.due),
-        layers=len(joint.work.share.layers),
+        layers_saved=len(joint.due),
+        layers=len(joint.share.layers),
         queued=job.queued,
         failure=job.failure,
     )
     try:
         note_timing(repo, session, timing)
     except LayerstoreError as exc:
-        LOG.warning("what step %d took is not noted: %s", job.step, exc)
+        LOG.warning("what step %d took is not noted: %s", joint.step, exc)
     try:
         if on_saved is not None:
             on_saved(timing)
     except Exception as exc:  # noqa: BLE001  # the user's own code, on rank 0 alone: the other ranks wait
-        LOG.warning("on_saved failed at step %d: %s", job.step, exc)
+        LOG.warning("on_saved failed at step %d: %s", joint.step, exc)

@@ -17,7 +17,7 @@ import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import takewhile
 from pathlib import Path
@@ -63,23 +63,12 @@ from layerstore.live.saver.schedule import Schedule, policy_use
 from layerstore.live.saver.settings import Settings, pool_bytes
 from layerstore.live.saver.snapshot import Copier, CudaCopier, Pool, Snapshot, changing
 from layerstore.policy import Latest, Policy
-from layerstore.publish import JointCommit, RankTask, objects_due
+from layerstore.publish import JointCommit, objects_due
 from layerstore.store import Store, StrPath
 from layerstore.zero3 import Pointer, Share, undivided
 
 JOBS_MAX = 2
 """Saves under way at once; with ``on_pressure="wait"`` the next one waits until the oldest is on disk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stock:
-    """What one rank has to save."""
-
-    request: SaveRequest
-    captured: Captured
-    files: SaveFiles
-    sample: Sample | None
-    """What movements are measured by, if the policy asks for them."""
 
 
 class Saver:
@@ -193,12 +182,12 @@ class Saver:
             raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach another one")
         self._measure_base()
         try:
-            stock = self._take_stock(read, states)
+            captured, files, sample = self._take_stock(read, states)
         except Exception as exc:
             # Raises on all ranks: no rank saves what another one cannot.
             agree_on_save(self.exchange, self._report(step=self._engine.step, problem=exc))
             raise
-        request, share, step = stock.request, stock.captured.share, stock.request.step
+        request, share, step = files.request, captured.share, files.request.step
         agreed = agree_on_save(self.exchange, self._report(step=step))
         self._learn(agreed)
         has_extras = request.is_complete and bool(request.client_state or request.files)
@@ -210,7 +199,7 @@ class Saver:
             while len(running := self._running()) >= JOBS_MAX:
                 running[0].is_written.wait()
         self._copier.follow()
-        movements = self._movements.movements(stock.sample) if self._movements and stock.sample else {}
+        movements = self._movements.movements(sample) if self._movements and sample else {}
         of_policy = partial(
             self._schedule.due,
             tuple(layer.layer for layer in share.layers),
@@ -227,16 +216,16 @@ class Saver:
         if agreed.is_pressed and self._settings.on_pressure == "degrade":
             sizes = {layer: -(-size // share.world_size) for layer, size in bytes_by_layer(share).items()}
             due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=has_moments(share))
-        job = self._begin(stock, due, movements)
-        if self._movements and stock.sample:
-            self._movements.saved(stock.sample, due)
+        job = self._begin(captured, files, due, movements)
+        if self._movements and sample:
+            self._movements.saved(sample, due)
         job.held.append(held)
         if self._settings.mode == "sync" and (request.is_complete or self._engine.ungated):
             self._finish(job)
         held.end()
         saved = Saved(
             step=step,
-            number=job.number,
+            number=job.joint.save_number,
             layers_due=tuple(layer.layer for layer in share.layers if layer.layer in due),
             skipped=False,
             blocked_seconds=held.seconds,
@@ -315,7 +304,7 @@ class Saver:
             is_at_boundary=self._engine.is_at_boundary,
             is_pressed=len(running) >= JOBS_MAX or (bool(running) and last > free),
             free_bytes=free,
-            failed=tuple(job.number for job in self._jobs if job.is_written.is_set() and job.failure),
+            failed=tuple(job.joint.save_number for job in self._jobs if job.is_written.is_set() and job.failure),
             outcomes=self._new_outcomes(),
             has_lost_base=self._background.has_lost_base,
             is_mistyped=isinstance(problem, NotPlain),
@@ -325,15 +314,15 @@ class Saver:
     def _new_outcomes(self) -> dict[int, bool]:
         """Return, on the rank that commits, whether saves became visible whose outcome not all ranks know yet."""
         resolved = takewhile(lambda job: job.is_resolved.is_set(), self._jobs)  # in order
-        return {job.number: job.commit is not None for job in resolved if job.is_visible is None}
+        return {job.joint.save_number: job.commit is not None for job in resolved if job.is_visible is None}
 
     def _learn(self, agreed: RankReport) -> None:
         for job in self._jobs:
-            if job.number in agreed.failed:
+            if job.joint.save_number in agreed.failed:
                 job.is_given_up = True  # the failed rank may not have been able to leave a failed part
-            job.is_visible = agreed.outcomes.get(job.number, job.is_visible)
+            job.is_visible = agreed.outcomes.get(job.joint.save_number, job.is_visible)
             if job.is_visible is False:
-                self._last.note_lost(job.number)
+                self._last.note_lost(job.joint.save_number)
         self._schedule.resolve(agreed.outcomes)
         if agreed.has_lost_base:
             self._schedule.begin_anew()
@@ -345,12 +334,15 @@ class Saver:
         if not job.is_visible:
             job.failure = job.failure or "another rank could not write its share"
         self._over = with_job(self._over, job)
-        if job.joint is not None:
+        if self._is_first:
             note_job(self._repo, self._session, job, self._settings.on_saved)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
-    def _take_stock(self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]) -> _Stock:
+    def _take_stock(
+        self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]
+    ) -> tuple[Captured, SaveFiles, Sample | None]:
+        """Return what this rank has to save, and what movements are measured by, if the policy asks for them."""
         request = read()
         check_client_state(request.client_state)
         captured = capture(states(request), rank=self._engine.rank, folder=request.folder, pattern=self._pattern)
@@ -359,7 +351,7 @@ class Saver:
             raise Conflict(self._checkpoint_engine.trouble)
         files = SaveFiles(self._engine, captured.model, request)
         sample = None if self._movements is None else self._movements.sample(captured)
-        return _Stock(request=request, captured=captured, files=files, sample=sample)
+        return captured, files, sample
 
     def _check_cuttable(self, share: Share) -> None:
         """Raise LayoutMismatch if some layers alone are to be saved of a state that cannot be cut into layers."""
@@ -373,34 +365,27 @@ class Saver:
     def _running(self) -> list[Job]:
         return [job for job in self._jobs if not job.is_written.is_set()]
 
-    def _begin(self, stock: _Stock, due: frozenset[str], movements: Mapping[str, float]) -> Job:
-        request, captured, files, share = stock.request, stock.captured, stock.files, stock.captured.share
-        number = self._schedule.begin(due, has_moments(share))
-        work = RankTask(
-            session=self._session, save=self._saves, share=share, due=due, files=files.wait, mark=captured.mark
+    def _begin(self, captured: Captured, files: SaveFiles, due: frozenset[str], movements: Mapping[str, float]) -> Job:
+        share = captured.share
+        joint = JointCommit(
+            session=self._session,
+            save=self._saves,
+            share=share,
+            due=due,
+            files=files.wait,
+            mark=captured.mark,
+            run=self.run,
+            place=self._place,
+            step=files.request.step,
+            save_number=self._schedule.begin(due, has_moments(share)),
+            policy=policy_use(self._schedule.policy, share, due, movements),
+            layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
+            pin=files.request.pin,
         )
-        joint = None
         if self._is_first:
-            joint = JointCommit(
-                work=work,
-                run=self.run,
-                place=self._place,
-                step=request.step,
-                save_number=number,
-                pin=request.pin,
-                policy=policy_use(self._schedule.policy, work, movements),
-                layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
-            )
             self._attempt.warn_if_not_resumed(self._place)
-        job = Job(
-            step=request.step,
-            number=number,
-            work=work,
-            snapshot=Snapshot(captured, changing(objects_due(share, due))),
-            joint=joint,
-            files=files,
-            queued=len(self._running()),
-        )
+        snapshot = Snapshot(captured, changing(objects_due(share, due)))
+        job = Job(joint=joint, snapshot=snapshot, files=files, queued=len(self._running()))
         self._saves += 1
         self._jobs.append(job)
         self._background.add(job)
@@ -445,10 +430,10 @@ class Saver:
         """Wait up to *seconds* until this rank's commits are visible. Not collective."""
         end = time.monotonic() + seconds
         self._seal()
-        for job in self._jobs:
-            if job.joint is not None and not job.is_resolved.wait(max(end - time.monotonic(), 0)):
+        for job in self._jobs if self._is_first else ():
+            if not job.is_resolved.wait(max(end - time.monotonic(), 0)):
                 raise Locked(
-                    f"step {job.step} of run {self.run!r} is still being saved after {seconds:.0f} s",
+                    f"step {job.joint.step} of run {self.run!r} is still being saved after {seconds:.0f} s",
                     hint="wait() of its saver returns once it is there; then load it",
                 )
 

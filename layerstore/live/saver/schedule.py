@@ -11,8 +11,8 @@ from typing import Self
 from layerstore.history import Place, own_numbers
 from layerstore.model import PolicyUse
 from layerstore.policy import Latest, Policy, Save, anchored, due_layers
-from layerstore.publish import RankTask
 from layerstore.tree import Tree
+from layerstore.zero3 import Share
 
 
 @dataclass(slots=True)
@@ -136,11 +136,11 @@ class Schedule:
                 self.owed |= due
 
 
-def policy_use(policy: Policy, work: RankTask, movements: Mapping[str, float]) -> PolicyUse:
+def policy_use(policy: Policy, share: Share, due: frozenset[str], movements: Mapping[str, float]) -> PolicyUse:
     """Return what the record says of *policy*: which layers were due, and the movements that it decided by."""
     said: dict[Tree, Tree] = {}
-    if not isinstance(policy, Latest) or len(work.due) < len(work.share.layers):
-        said["due"] = [layer.layer for layer in work.share.layers if layer.layer in work.due]
+    if not isinstance(policy, Latest) or len(due) < len(share.layers):
+        said["due"] = [layer.layer for layer in share.layers if layer.layer in due]
     if movements:
         said["movements"] = dict(movements.items())
     return PolicyUse(name=policy.name, parameters=policy.parameters, decisions=said)

@@ -18,7 +18,7 @@ SECONDS = 0.05
 def job(step: int, *, is_running: bool = False) -> Job:
     """Return the save of *step*; every fourth fails."""
     made_up = SimpleNamespace(
-        step=step,
+        joint=SimpleNamespace(step=step),
         failure="made up" if step % 4 == 0 and not is_running else "",
         blocked_seconds=0.5,
         durable_seconds=None if is_running else 1.0,
