@@ -35,7 +35,7 @@ class StoreCheckpointEngine:
         self.trouble = ""
         """Why the engine's state must not be saved: a load has failed half-way."""
         self._held: dict[str, tuple[Any, Path]] = {}
-        self._load: tuple[Pointer, Loaded] | None = None
+        self._load: tuple[Pointer | None, Loaded] | None = None
         self._is_whole = True
         """Whether the current load includes the optimizer's state."""
         self._has_begun = False
@@ -111,6 +111,15 @@ class StoreCheckpointEngine:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
+    def fill(self, engine: Engine, loaded: Loaded) -> None:
+        """Let *engine* load *loaded* by its own loader, as if a pointer led to it."""
+        # The engine is given empty files, and finds what was found already for "no pointer".
+        self._engine, self._load = engine, (None, loaded)
+        try:
+            engine.load(self, loaded.model(), tag=loaded.composition.base.layout.tag)
+        finally:
+            self._load = None
+
     @contextmanager
     def loading(self, *, is_whole: bool, note: str) -> Iterator[None]:
         """
@@ -127,7 +136,7 @@ class StoreCheckpointEngine:
             raise
         else:
             if note and self._load is not None:
-                self._known_engine().warn(self._load[0].name, note)
+                self._known_engine().warn(self._load[1].name, note)
             if self._has_begun:
                 self.went_to(filled_with(self._raw_engine()))
         finally:
@@ -159,18 +168,16 @@ class StoreCheckpointEngine:
         if self._load is not None and self._load[0] != pointer:
             self._known_engine().warn(
                 "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names",
-                f"they are those of {pointer.name}, all else is of {self._load[0].name}",
+                f"they are those of {loaded.name}, all else is of {self._load[1].name}",
             )
         exchange = Exchange()
         try:
-            with exchange.together():
-                store = self._store_of(pointer)
-                with losses_told(store.repo, loaded.composition):
-                    return whole_weights(store, loaded.composition)
+            with exchange.together(), losses_told(loaded.store.repo, loaded.composition):
+                return whole_weights(loaded.store, loaded.composition)
         finally:
             exchange.close()
 
-    def _agreed(self, path: Path) -> tuple[Pointer, Loaded] | None:
+    def _agreed(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
         """
         Return the pointer *path* and what it leads to, the same on all ranks; None if it is no pointer.
 
@@ -195,11 +202,11 @@ class StoreCheckpointEngine:
             exchange.close()
         return found
 
-    def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer, Loaded] | None:
-        if pointer is None:
-            return None
+    def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:
         if self._load is not None and self._load[0] == pointer:
             return self._load  # the loader reads its first file more than once
+        if pointer is None:
+            return None
         engine = self._known_engine()
         if engine.loads_universal:
             raise Unsupported(

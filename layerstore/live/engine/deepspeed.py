@@ -241,19 +241,20 @@ class Engine:
         """The name of the file that the engine would write this rank's optimizer state to."""
         return Path(self.engine._get_zero_ckpt_name(str(FOLDER), "tag"))
 
-    def load(self, model: Callable[[], dict[str, Any]], optimizer: Callable[[], dict[str, Any]], *, tag: str) -> None:
-        """Make the engine load what *model* and *optimizer* return, as if it were in its two files."""
+    def load(self, handler: LoadHandler, model: Mapping[str, Any], *, tag: str) -> None:
+        """Make the engine load what *handler* returns for its two files, the first of which is *model*."""
         engine, real = self.engine, self.engine.checkpoint_engine
-        has_frozen = model().get("frozen_param_fragments") is not None
-        has_schedule = model().get("lr_scheduler") is not None
         with scratch() as folder:
             # The loader checks that its files exist before it reads them.
             put(Path(engine._get_ckpt_name(str(folder), tag)))
             put(Path(engine._get_zero_ckpt_name(str(folder), tag)))
-            engine.checkpoint_engine = _Giver(model, optimizer)
+            engine.checkpoint_engine = handler
             try:
                 path, _ = engine.load_checkpoint(
-                    str(folder), tag=tag, load_module_strict=has_frozen, load_lr_scheduler_states=has_schedule
+                    str(folder),
+                    tag=tag,
+                    load_module_strict=model.get("frozen_param_fragments") is not None,
+                    load_lr_scheduler_states=model.get("lr_scheduler") is not None,
                 )
             finally:
                 engine.checkpoint_engine = real
@@ -420,19 +421,6 @@ class _Catcher:
     def preserves_storage_sharing(self) -> bool:
         """Tell that tensors need not be cloned."""
         return False
-
-
-class _Giver(_Catcher):
-    """A checkpoint engine that returns states instead of reading files."""
-
-    def __init__(self, model: Callable[[], dict[str, Any]], optimizer: Callable[[], dict[str, Any]]) -> None:
-        super().__init__()
-        self._model = model
-        self._optimizer = optimizer
-
-    def load(self, path: str, map_location: object = None) -> dict[str, Any]:
-        """Return what belongs under *path*."""
-        return self._model() if path.endswith("model_states.pt") else self._optimizer()
 
 
 def _place(tensor: Any) -> tuple[int, int]:

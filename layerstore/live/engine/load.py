@@ -40,7 +40,9 @@ class Loaded:
         world_size: int,
         adam_step: AdamStep = "unify",
     ) -> None:
+        self.store = store
         self.composition = composition
+        self.name = f"{composition.base.run}@{composition.base.step}"
         self.load = RankLoad(store.repo, composition, rank=rank, world_size=world_size, adam_step=adam_step)
 
     def model(self) -> dict[str, Any]:

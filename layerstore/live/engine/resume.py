@@ -17,7 +17,7 @@ from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine
 from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
 from layerstore.live.engine.load import Loaded
 from layerstore.live.engine.randomness import read_random_state, set_random_state
-from layerstore.live.engine.savers import note_filled, wait_for_saves
+from layerstore.live.engine.savers import wait_for_saves
 from layerstore.live.log import LOG
 from layerstore.live.ranks import Exchange
 from layerstore.policy import Policy
@@ -68,9 +68,9 @@ def resume(
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
-    attached = known.checkpoint_engine if isinstance(known.checkpoint_engine, StoreCheckpointEngine) else None
-    if attached is not None:
-        attached.settle()  # first: the step asked for may still be on its way
+    found = known.checkpoint_engine
+    loader = found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
+    loader.settle()  # first: the step asked for may still be on its way
     exchange = Exchange()
     try:
         with exchange.together():
@@ -82,13 +82,18 @@ def resume(
             raise IntegrityError("the ranks resume from different commits", hint="does every host see the same store?")
         if composite is None:
             return None
-        resumed = _fill(known, opened, composite, adam_step, exchange)
+        composition = composite.composition
+        with exchange.together(), losses_told(opened.repo, composition):
+            loaded = Loaded(opened, composition, rank=known.rank, world_size=known.world_size, adam_step=adam_step)
+            notes = loaded.check_fits(known)
+            random_state = read_random_state(loaded.load.state, loaded.load.content)
     finally:
         exchange.close()
-    note_filled(engine, composite.composition)
-    if attached is not None:
-        attached.went_to(composite.composition)
-    return resumed
+    loader.fill(known, loaded)
+    known.warn(composite.name, *notes)
+    is_restored = random_state is not None and set_random_state(random_state)
+    is_restored = is_restored and composition.base.world_size == known.world_size
+    return _resumed(composite, loaded, notes, random_state_restored=is_restored)
 
 
 def check_run(store: Store, run: str) -> None:
@@ -130,16 +135,7 @@ def _composite(
     return store.compose(run if step == "latest" else f"{run}@{step}", policy=policy)
 
 
-def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamStep, exchange: Exchange) -> Resumed:
-    """Fill *engine* from *composite*; an error is raised on every rank, before the engine is changed."""
-    composition = composite.composition
-    with exchange.together(), losses_told(store.repo, composition):
-        loaded = Loaded(store, composition, rank=engine.rank, world_size=engine.world_size, adam_step=adam_step)
-        notes = loaded.check_fits(engine)
-        random_state = read_random_state(loaded.load.state, loaded.load.content)
-    engine.load(loaded.model, loaded.optimizer, tag=composition.base.layout.tag)
-    restored = random_state is not None and set_random_state(random_state)
-    engine.warn(composite.name, *notes)
+def _resumed(composite: Composite, loaded: Loaded, notes: tuple[str, ...], *, random_state_restored: bool) -> Resumed:
     state = loaded.load.state.model
     view = TreeView(state.tree, path=PurePosixPath(state.path))
     return Resumed(
@@ -150,6 +146,6 @@ def _fill(engine: Engine, store: Store, composite: Composite, adam_step: AdamSte
         skipped_steps=view["skipped_steps"].integer(),
         client_state={key: value for key, value in loaded.model().items() if key not in ENGINE_KEYS},
         layers={layer: choice.step for layer, choice in composite.layers.items()},
-        random_state_restored=restored and composition.base.world_size == engine.world_size,
+        random_state_restored=random_state_restored,
         notes=notes,
     )
