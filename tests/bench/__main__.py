@@ -6,7 +6,6 @@ Print the figures of docs/reference/measured.md.
     python -m tests.bench query [--commits 10000] [--layers 80]
     python -m tests.bench scale [--commits 10000]    # verify and gc on 101 objects for each commit, a million in all
     python -m tests.bench loop [--gb 1] [--rounds 3] [--saves 3] [--every 3]    # a training that saves, two CPU ranks
-    python -m tests.bench loop --table    # only computes what saves of real models take
     python -m tests.bench drift [--seeds 3] [--saves 100] [--every 10]    # what drift saves, and what that costs
 
 The first three compare with ``cp -r`` of the same bytes, in alternating runs inside one warm process; the whole
@@ -23,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bench import drift, loop, loop_table, query, scale
+from tests.bench import drift, loop, query, scale
 from tests.bench.generate import generate, generate_size
 from tests.bench.measure import Timing, alternate, best_seconds, median_seconds
 from tests.bench.verbs import COPY, DURABLE_COPY, VERBS, Workplace, warm_up
@@ -47,11 +46,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of drift, a run for each (default: 3)")
     parser.add_argument("--saves", type=int, help="of each job (default: 3; drift: 100, after the first)")
     parser.add_argument("--every", type=int, help="steps from one to the next (default: 3; drift: 10)")
-    parser.add_argument("--table", action="store_true", help="loop: only compute what saves of real models take")
     options = parser.parse_args()
-    if options.verb == "loop" and options.table:
-        print("\n".join(loop_table.lines()))
-        return
     folder = Path(tempfile.mkdtemp(prefix="layerstore-bench-", dir=options.dir))
     print(f"{os.cpu_count()} processors, {platform.platform()}", flush=True)
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.bench.drift_job import HIDDEN, LAYERS, Course, Result
-from tests.bench.loop_table import DEEPSPEED_BYTES, TRAINER_BYTES
+from tests.bench.published import DEEPSPEED_BYTES, TRAINER_BYTES
 from tests.bench.ranked import RANKS, result_of
 
 

@@ -21,7 +21,7 @@ from layerstore.live.demo.launch import tell
 from layerstore.live.demo.training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy
-from tests.bench.loop_table import DEEPSPEED_BYTES
+from tests.bench.published import DEEPSPEED_BYTES
 from tests.bench.ranked import begin, end
 
 if TYPE_CHECKING:

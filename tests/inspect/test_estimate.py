@@ -19,7 +19,7 @@ from layerstore.inspect.estimate import due_sets, trained_bytes
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.policy import Policy
 from layerstore.zero3 import Pointer, pointer_bytes
-from tests.bench.loop_table import models
+from tests.bench.published import models
 from tests.bench.shapes import ModelShape
 from tests.generated import generate
 

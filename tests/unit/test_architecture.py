@@ -7,7 +7,7 @@ Each rule carries its reason, which a failure prints. Nothing is imported, so a 
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -283,44 +283,44 @@ def own_imports() -> Iterator[tuple[Module, Import]]:
                 yield module, found
 
 
-def test_the_walk_sees_the_library() -> None:
-    """The walk finds the modules that it judges: an empty walk would pass every rule."""
-    assert {"layerstore", "layerstore.errors", "layerstore.tree", "layerstore.storage.files"} <= NAMES
-    assert {"layerstore.cli", "layerstore.migrations"} <= NAMES
+def forbid(is_wrong: Callable[[Module, Import], bool], why: str) -> None:
+    """Fail where an import of ours *is_wrong*."""
+    report(
+        (
+            f"{module.at(found.node)}: {module.name} imports {found.target}"
+            for module, found in own_imports()
+            if is_wrong(module, found)
+        ),
+        why,
+    )
+
+
+def calls() -> Iterator[tuple[Module, ast.Call]]:
+    """Yield every call in a module of ours."""
+    for module in MODULES:
+        yield from ((module, node) for node in ast.walk(module.tree) if isinstance(node, ast.Call))
 
 
 def test_every_room_has_a_floor() -> None:
     """A new room is given its floor here before anybody moves in."""
+    assert {"layerstore.errors", "layerstore.storage.files", "layerstore.cli", "layerstore.migrations"} <= NAMES
     report(
-        (
-            f"{module.at(module.tree)}: room {module.room!r} is on no floor"
-            for module in MODULES
-            if module.room not in FLOORS
-        ),
+        (f"{module.name} is on no floor" for module in MODULES if module.room not in FLOORS),
         "the plan of the house is drawn before it is built: design, section 7",
     )
 
 
 def test_imports_go_down_only() -> None:
-    """No room imports from a higher floor, at module level or lazily."""
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            if FLOORS[module.room] < FLOORS[room_of(found.target)]
-        ),
-        WHY_DOWN,
-    )
+    """No room imports from a higher floor, at module level or lazily; the command line stands above all."""
+    forbid(lambda module, found: FLOORS[module.room] < FLOORS[room_of(found.target)], WHY_DOWN)
 
 
 def test_rooms_of_one_floor_do_not_see_each_other() -> None:
     """Storage, zero3 and policy are strangers, and so are ingest and compose, live and remote."""
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            if module.room != room_of(found.target)
-            and FLOORS.get(module.room, -1) == FLOORS.get(room_of(found.target), -2) >= 1
+    forbid(
+        lambda module, found: (
+            module.room != room_of(found.target)
+            and FLOORS[module.room] == FLOORS[room_of(found.target)] >= 1
             and (module.room, room_of(found.target)) != ("cli", "migrations")
         ),
         WHY_STRANGERS,
@@ -329,29 +329,23 @@ def test_rooms_of_one_floor_do_not_see_each_other() -> None:
 
 def test_rooms_are_entered_by_their_doors() -> None:
     """Other rooms import from a room's ``__init__``, and not from its files."""
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            for door in (f"layerstore.{room}" for room in DOORS)
-            if found.target.startswith(f"{door}.")
+
+    def is_around(module: Module, found: Import, door: str) -> bool:
+        return (
+            found.target.startswith(f"{door}.")
             and not f"{module.name}.".startswith(f"{door}.")
             and found.target.removeprefix("layerstore.") not in DOORS
             # A door may offer a function that is called as its file is: `attach`, `resume`, `capture`.
             and not (isinstance(found.node, ast.ImportFrom) and found.node.module == door)
-        ),
-        WHY_DOORS,
-    )
+        )
+
+    forbid(lambda module, found: any(is_around(module, found, f"layerstore.{room}") for room in DOORS), WHY_DOORS)
 
 
 def test_errors_and_limits_import_nothing_of_ours() -> None:
     """Everything may use the errors and the limits, so these use nothing."""
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            if module.name in {"layerstore.errors", "layerstore.limits"}
-        ),
+    forbid(
+        lambda module, _: module.name in {"layerstore.errors", "layerstore.limits"},
         "every room uses them: what they imported, every room would depend on",
     )
 
@@ -389,36 +383,18 @@ def _find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
     return next((cycle for name in sorted(edges) if (cycle := visit(name, []))), None)
 
 
-def test_nothing_imports_the_command_line() -> None:
-    """The library runs without its ``cli`` room."""
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            if room_of(found.target) == "cli" and module.room != "cli"
-        ),
-        "whatever a command can do, a program must be able to do without it",
-    )
-
-
 def test_migrations_use_only_frozen_rooms() -> None:
     """A migration uses format, storage and what lies below them; only the command line calls migrations."""
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            if module.room == "migrations"
+    forbid(
+        lambda module, found: (
+            module.room == "migrations"
             and room_of(found.target) not in MIGRATION_ROOMS
-            and FLOORS.get(room_of(found.target), 9) > 0
+            and FLOORS[room_of(found.target)] > 0
         ),
         WHY_MIGRATIONS,
     )
-    report(
-        (
-            f"{module.at(found.node)}: {module.name} imports {found.target}"
-            for module, found in own_imports()
-            if room_of(found.target) == "migrations" and module.room not in {"migrations", "cli"}
-        ),
+    forbid(
+        lambda module, found: room_of(found.target) == "migrations" and module.room not in {"migrations", "cli"},
         "opening an old store raises and names the command that helps; it never migrates by itself",
     )
 
@@ -478,16 +454,14 @@ def test_heavy_libraries_are_imported_inside_functions() -> None:
 
 def test_nothing_imports_pickle() -> None:
     """No module can unpickle, by whatever name."""
+    named = [(module, found.target, found.node) for module in MODULES for found in imports_of(module)]
+    named += [(module, target, node) for module in MODULES for target, node in dynamic_imports_of(module)]
     report(
-        [
+        (
             f"{module.at(node)}: {module.name} imports {target}"
-            for module in MODULES
-            for target, node in [
-                *((found.target, found.node) for found in imports_of(module)),
-                *dynamic_imports_of(module),
-            ]
+            for module, target, node in named
             if target.split(".")[0] in EXECUTING
-        ],
+        ),
         WHY_NO_PICKLE,
     )
 
@@ -497,11 +471,8 @@ def test_nothing_evaluates_code() -> None:
     report(
         (
             f"{module.at(node)}: {node.func.id}(…)"
-            for module in MODULES
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in {"eval", "exec", "compile"}
+            for module, node in calls()
+            if isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec", "compile"}
         ),
         "sources and stores are other people's data; nothing in them may become code",
     )
@@ -512,10 +483,8 @@ def test_only_the_seam_touches_files() -> None:
     report(
         (
             f"{module.at(node)}: {module.name} calls {ast.unparse(node.func)}"
-            for module in MODULES
-            if module.name not in OWN_FILES and not f"{module.name}.".startswith(SEAM_EXEMPT)
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.Call) and _touches_files(node)
+            for module, node in calls()
+            if module.name not in OWN_FILES and not f"{module.name}.".startswith(SEAM_EXEMPT) and _touches_files(node)
         ),
         WHY_SEAM,
     )

@@ -1,0 +1,42 @@
+"""What others have published: sizes of checkpoints, and two models that LLMTailor was measured with."""
+
+from collections.abc import Mapping
+from functools import cache
+
+from layerstore.inspect import Model
+from layerstore.inspect.model_shapes import model_of_shapes
+from layerstore.live.meta_model import parameter_shapes
+
+DEEPSPEED_BYTES = 12
+"""Of a parameter in ``engine.save_checkpoint``: a master and two moments."""
+TRAINER_BYTES = DEEPSPEED_BYTES + 2
+"""Of a parameter in HF Trainer's checkpoints: the same, and the gathered half-precision weights."""
+
+_CONFIGS: Mapping[str, Mapping[str, object]] = {
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "Qwen2.5-7B": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+}
+
+
+@cache
+def models() -> list[Model]:
+    """Return the two published models that LLMTailor was measured with, as Transformers makes them."""
+    return [model_of_shapes(name, parameter_shapes(fields)) for name, fields in _CONFIGS.items()]
