@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from layerstore.history.needs import objects_of_state, objects_of_version
-from layerstore.model import CommitRecord, Kind
+from layerstore.model import Kind
 from layerstore.store import Store, init
 from layerstore.zero3 import discover, read_checkpoint
 from tests.bench.shapes import ModelShape
@@ -142,55 +141,15 @@ class Lab:
         return path / "manifest"
 
 
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """What a record or a pin needs, by id."""
-
-    versions: dict[str, str]
-    """The version blob of each layer."""
-    states: frozenset[str]
-    """The blob of each rank's state."""
-
-
-@dataclass(slots=True)
-class Anatomy:
-    """What a store that is sound consists of, as its records, pins and blobs say."""
-
-    records: dict[str, Needed] = field(default_factory=dict)
-    """By the commit's id, hidden ones too."""
-    pins: dict[str, Needed] = field(default_factory=dict)
-    objects: dict[str, frozenset[str]] = field(default_factory=dict)
-    """The objects that each blob names."""
-
-    @property
-    def users(self) -> dict[str, set[str]]:
-        """The ids of commits and names of pins that need each blob and object."""
-        found: dict[str, set[str]] = {}
-        for user, needed in (*self.records.items(), *self.pins.items()):
-            for blob in (*needed.versions.values(), *needed.states):
-                for name in (blob, *self.objects[blob]):
-                    found.setdefault(name, set()).add(user)
-        return found
-
-
-def anatomy(store: Store) -> Anatomy:
-    """Return what *store*, which is sound, consists of."""
-    repo, found = store.repo, Anatomy()
-
-    def needed(record: CommitRecord) -> Needed:
+def needed(store: Store) -> set[str]:
+    """Return the names of all blobs and objects that records and pins of *store*, which is sound, need."""
+    repo = store.repo
+    records = [repo.records.read(name).record for run in repo.records.runs() for name in repo.records.names(run)]
+    found = set[str]()
+    for record in (*records, *(pin.record for pin in store.pins())):
         for entry in record.layers:
-            if entry.version.id not in found.objects:
-                refs = objects_of_version(repo.version_of(entry))
-                found.objects[entry.version.id] = frozenset(ref.id for ref in refs)
+            if entry.version.id not in found:
+                found |= {entry.version.id, *(ref.id for ref in objects_of_version(repo.version_of(entry)))}
         for state in record.states:
-            found.objects[state.id] = frozenset(ref.id for ref in objects_of_state(repo.state(state)))
-        versions: dict[str, str] = {entry.layer: entry.version.id for entry in record.layers}
-        return Needed(versions, frozenset(state.id for state in record.states))
-
-    for run in repo.records.runs():
-        for name in repo.records.names(run):
-            record = repo.records.read(name).record
-            found.records[name.id] = needed(record)
-    for pin in store.pins():
-        found.pins[pin.name] = needed(pin.record)
+            found |= {state.id, *(ref.id for ref in objects_of_state(repo.state(state)))}
     return found

@@ -24,7 +24,7 @@ from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMism
 from layerstore.ingest.execute import Ingested
 from layerstore.store import Store, init
 from tests.faults.harness import fingerprint, flip
-from tests.stateful.lab import Died, Dying, Lab, anatomy, expected, held
+from tests.stateful.lab import Died, Dying, Lab, expected, held, needed
 from tests.stateful.model import LAYERS, POLICIES, Commit, Content, Layers, Model, Pin, Saving
 
 Done = TypeVar("Done")
@@ -49,10 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = self.lab.new_folder()
         self.path = self.folder / "store"
         self.model = Model()
-        self.made_from: dict[str, Content] = {}
-        """Which checkpoint brought each object first."""
         self.seed = 0
-        self.runs_made = 0
 
     @initialize(step=STEPS)
     def begin(self, step: int) -> None:
@@ -132,7 +129,6 @@ class StoreMachine(RuleBasedStateMachine):
         model, source = self.model, self.lab.source(content)
         known = None if how.replace or how.opens_attempt else model.known(run, content)
         before = {entry.commit for entry in self.store.log()}
-        there = self._objects()
 
         def save(store: Store) -> Ingested:
             return store.ingest(
@@ -149,8 +145,6 @@ class StoreMachine(RuleBasedStateMachine):
         except Conflict:
             assert known == "conflict", f"{run}@{content.step} was refused"
             return
-        finally:
-            self.made_from |= dict.fromkeys(self._objects() - there - self.made_from.keys(), content)
         assert known != "conflict" or done is None, "other content was taken for the same"
         new = [entry for entry in self.store.log() if entry.commit not in before]
         if not new:
@@ -164,9 +158,6 @@ class StoreMachine(RuleBasedStateMachine):
         replaced = model.save(planned, new[0].commit)
         if replaced is not None:
             (model.trash if done is not None else model.hidden)[replaced.id] = replaced
-
-    def _objects(self) -> set[str]:
-        return {path.name for path in (self.path / "objects").glob("*/*")}
 
     def _content(self, step: int, world_size: int, layout: str) -> Content:
         self.seed += 1
@@ -392,27 +383,22 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- damage --------------------------------------------------------------------------------------------------
 
-    @rule(which=WHICH, place=WHICH, bit=st.integers(0, 7), heal=st.sampled_from(["back", "again"]))
-    def flip(self, which: int, place: int, bit: int, heal: str) -> None:
+    @rule(which=WHICH, place=WHICH, bit=st.integers(0, 7))
+    def flip(self, which: int, place: int, bit: int) -> None:
         """Damage what something needs: verify finds it, and nobody is handed a wrong byte."""
-        needed = anatomy(self.store).users
-        files = [*(self.path / "objects" / name[:2] / name for name in needed), self.path / "store.json"]
+        files = [*(self.path / "objects" / name[:2] / name for name in needed(self.store)), self.path / "store.json"]
         files += [path for folder in ("commits", "pins") for path in (self.path / folder).rglob("*") if path.is_file()]
         file = sorted(files)[which % len(files)]
         flip(file, place, bit)
         self.lab.counts["flips"] += 1
         try:
             with Store(self.path) as store:
-                verdict = store.verify(read_data=True)
-                assert not verdict.ok
+                assert not store.verify(read_data=True).ok
                 self._look_at_damaged(store, random.Random(place))
         except IntegrityError:
             assert file.name == "store.json"
-        if heal == "again" and file.name in needed and file.name in self.made_from:
-            self._heal(file)
-        else:
-            flip(file, place, bit)
-        assert self.store.verify(read_data=True).ok, (file, heal)
+        flip(file, place, bit)
+        assert self.store.verify(read_data=True).ok, file
 
     def _look_at_damaged(self, store: Store, chance: random.Random) -> None:
         """Compose this and that: it is right, or it is refused."""
@@ -423,14 +409,6 @@ class StoreMachine(RuleBasedStateMachine):
             except IntegrityError:
                 self.lab.counts["refused"] += 1
                 assert not (self.folder / "out").exists()
-
-    def _heal(self, file: Path) -> None:
-        """Do as the error says: have the object taken out of the way, and ingest what it came from."""
-        assert self.store.repair(read_data=True).moved
-        assert not file.exists()
-        self.runs_made += 1
-        self._save(f"healed{self.runs_made}", self.made_from[file.name], "full", Saving(), None)
-        assert file.exists()
 
     # -- repair --------------------------------------------------------------------------------------------------
 
@@ -447,12 +425,12 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def harm_and_repair(self, harms: list[tuple[int, int, bool]], without_index: bool, crash: int | None) -> None:
         """Flip and lose files: without a copy that is told and refused; from a copy all comes back but pins."""
-        users = anatomy(self.store).users
-        if not users:
+        names = needed(self.store)
+        if not names:
             return
         self.store.close()
         sound = Path(shutil.copytree(self.path, self.folder / "sound"))
-        harmed = self._harmed(users, harms)
+        harmed = self._harmed(names, harms)
         if without_index:
             shutil.rmtree(self.path / "manifest")
         self.store = Store(self.path)
@@ -478,7 +456,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.lab.counts["files healed"] += len(harmed) - len(pins)
         shutil.rmtree(sound)
 
-    def _harmed(self, users: dict[str, set[str]], harms: list[tuple[int, int, bool]]) -> dict[Path, bytes]:
+    def _harmed(self, names: set[str], harms: list[tuple[int, int, bool]]) -> dict[Path, bytes]:
         """Harm as many files, as a rule objects, now and then a record or a pin; return them as they were."""
         aside = {path.name for path in (self.path / "gc" / "aside").glob("*")}
         found: dict[Path, bytes] = {}
@@ -486,7 +464,7 @@ class StoreMachine(RuleBasedStateMachine):
             folder = ("objects", "objects", "commits", "pins")[which % 4]
             files = sorted(path for path in (self.path / folder).rglob("*") if path.is_file() and path not in found)
             if folder == "objects" or not files:
-                files = [self.path / "objects" / name[:2] / name for name in sorted(users.keys() - aside)]
+                files = [self.path / "objects" / name[:2] / name for name in sorted(names - aside)]
             file = files[which % len(files)]
             if file in found or not file.exists():
                 continue
