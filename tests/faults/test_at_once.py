@@ -1,14 +1,16 @@
 """
-Four processes at one store, killed at any moment and begun again; and pairs of verbs that meet at every step.
+Several at once: processes, threads and forks share a store and never mix what they write.
 
-Each process writes down what it was told is saved. Whatever is killed, all of that is there in the end, nobody waits
-for ever, and nothing looks damaged to anybody meanwhile.
+Four processes are killed at any moment and begun again: each writes down what it was told is saved, and all of that is
+there in the end, nobody waits for ever, and nothing looks damaged to anybody meanwhile. Pairs of verbs meet at every
+step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -27,7 +29,7 @@ from pathlib import Path
 import pytest
 
 from layerstore import Keep
-from layerstore.errors import Conflict, IntegrityError, Locked, NotFound
+from layerstore.errors import Conflict, IntegrityError, Internal, Locked, NotFound
 from layerstore.history import resolve
 from layerstore.ingest import transfer
 from layerstore.storage import IndexNotice
@@ -43,6 +45,7 @@ from tests.faults.harness import (
     copied,
     flip,
     in_child,
+    leftovers,
     problems,
     seeded,
     wait_for,
@@ -54,6 +57,8 @@ STEPS = (1, 2, 3, 4, 5, 6)
 HURT = "hurt"
 """The run of what is harmed and repaired."""
 PROCESSES = 4
+ROUNDS = 3
+"""How often ingests meet in a usual run."""
 QUIET_SECONDS_MAX = 90.0
 """After so long without a word a process hangs."""
 GRACE_SECONDS = 3.0
@@ -65,13 +70,17 @@ class Arena:
     """Checkpoints by step, and what each composes to."""
 
     folder: Path
-    digests: dict[int, str]
+    digests: dict[str, str]
     hurt_object: str
     """An object that only the checkpoint *hurt* has, which is there to be harmed; ``alone`` has a sound copy."""
 
-    def source(self, step: int) -> Path:
-        """Return the checkpoint of *step*."""
+    def source(self, step: int | str) -> Path:
+        """Return the checkpoint of *step*; ``hurt`` is another one of step 1."""
         return self.folder / f"source{step}"
+
+    def digest(self, step: int | str) -> str:
+        """Return what that composes to."""
+        return self.digests[str(step)]
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +88,10 @@ def arena(fast_module_path: Path) -> Arena:
     """Return where all happens."""
     digests = {}
     with init(fast_module_path / "alone") as store:
-        for step in STEPS:
-            source = generate(fast_module_path / f"source{step}", layers=2, hidden=8, vocab=8, step=step, seed=step)
-            store.ingest(source, run="alone")
-            digests[step] = composed(store, f"alone@{step}", fast_module_path)
-        hurt = generate(fast_module_path / HURT, layers=2, hidden=8, vocab=8, step=1, seed=99)
-        store.ingest(hurt, run=HURT)
+        for name, step, seed in [*((str(step), step, step) for step in STEPS), (HURT, 1, 99)]:
+            source = generate(fast_module_path / f"source{name}", layers=2, hidden=8, vocab=8, step=step, seed=seed)
+            store.ingest(source, run=HURT if name == HURT else "alone")
+            digests[name] = composed(store, f"{HURT if name == HURT else 'alone'}@{step}", fast_module_path)
         version = store.repo.version_of(resolve(store.repo, f"{HURT}@1").record.layers[0])
     return Arena(fast_module_path, digests, version.objects[0].id)
 
@@ -154,7 +161,7 @@ class _Worker:
             ref, step = self._chance.choice(said)
             scratch = self._path.parent / f"scratch{self._life}"
             scratch.mkdir(exist_ok=True)
-            if composed(store, ref, scratch) != self._arena.digests[step]:
+            if composed(store, ref, scratch) != self._arena.digest(step):
                 self.say("wrong", f"{ref} composes to other bytes")
 
     def collect(self, store: Store) -> None:
@@ -175,7 +182,7 @@ class _Worker:
 
     def harm(self, store: Store) -> None:
         """Save what nobody else has, and damage it: whatever a repair has taken away is written again here."""
-        store.ingest(self._arena.folder / HURT, run=HURT)
+        store.ingest(self._arena.source(HURT), run=HURT)
         path = store.path / "objects" / self._arena.hurt_object[:2] / self._arena.hurt_object
         with contextlib.suppress(FileNotFoundError):  # to the trash it goes, and comes back
             flip(path)
@@ -256,7 +263,7 @@ def _melee(folder: Path, arena: Arena, seconds: float, seed: int) -> tuple[int, 
 
 def _at_peace(path: Path, arena: Arena) -> list[str]:
     """Return what is wrong once all are dead."""
-    composites = {ref: arena.digests[step] for ref, step in saved(path.parent).items()}
+    composites = {ref: arena.digest(step) for ref, step in saved(path.parent).items()}
     with Store(path) as store:
         store.repair(read_data=True, sources=[arena.folder / "alone"])
     found = problems(path, path.parent, composites)
@@ -308,12 +315,12 @@ def _do(store: Store, arena: Arena, deed: str) -> object:
     """Collect, with or without a grace, or ingest what ``RUN@STEP`` says."""
     run, _, step = deed.partition("@")
     if step:
-        return store.ingest(arena.source(int(step)), run=run)
+        return store.ingest(arena.source(step), run=run)
     return store.gc(Keep(last=1), grace_seconds=0.0 if deed == "gc at once" else None)
 
 
-def _try(path: Path, arena: Arena, deed: str) -> Failure | None:
-    os.environ["LAYERSTORE_LOCK_TIMEOUT"] = "0.5"
+def _try(path: Path, arena: Arena, deed: str, deadline_seconds: str = "0.5") -> Failure | None:
+    os.environ["LAYERSTORE_LOCK_TIMEOUT"] = deadline_seconds
     with Store(path) as store:
         return attempt(lambda: _do(store, arena, deed))
 
@@ -343,7 +350,7 @@ def test_a_suspended_ingest_is_named_and_holds_up_nobody_else(fast_path: Path, a
         assert in_child(_try, path, arena, "other@1").needed() is None
         assert in_child(_try, path, arena, "gc").needed() is None
 
-    composites = {"run@1": arena.digests[1], "other@1": arena.digests[1]}
+    composites = {"run@1": arena.digest(1), "other@1": arena.digest(1)}
     assert in_child(problems, path, fast_path, composites).needed() == []
 
 
@@ -361,7 +368,7 @@ def test_a_suspended_collection_holds_up_only_collections(fast_path: Path, arena
         assert (refused.kind, refused.exit_code) == ("Locked", 11)
         assert in_child(_try, path, arena, "again@1").needed() is None
 
-    composites = {"run@3": arena.digests[3], "again@1": arena.digests[1]}
+    composites = {"run@3": arena.digest(3), "again@1": arena.digest(1)}
     assert in_child(problems, path, fast_path, composites).needed() == []
 
 
@@ -459,7 +466,7 @@ def _meeting_problems(
     # Only who needs the very commit that is collected may be told so, and to repeat the command.
     allowed = () if deed == "saves again" else (Conflict, NotFound)
     found += [f"it failed: {error!r}" for error in failed if not isinstance(error, allowed)]
-    composites, out = {"run@3": arena.digests[3]}, path.parent / "out"
+    composites, out = {"run@3": arena.digest(3)}, path.parent / "out"
     if deed == "composes" and out.exists() == bool(failed):
         found.append(f"there is {'a' if failed else 'no'} target")
     if not failed:
@@ -475,12 +482,12 @@ def _meeting_problems(
 
 def _brought(path: Path, arena: Arena, deed: str) -> dict[str, str]:
     """Return what has to be there, with its digest, once *deed* has reported success."""
-    found = {"saves again": {"again@1": arena.digests[1]}, "pins": {"named": arena.digests[1]}}.get(deed, {})
+    found = {"saves again": {"again@1": arena.digest(1)}, "pins": {"named": arena.digest(1)}}.get(deed, {})
     with Store(path) as store:
         if deed == "drops":
             store.undrop("run@3")  # whatever was collected meanwhile, what was dropped is in the trash
         if deed == "undrops" and any((entry.run, entry.step) == ("run", 2) for entry in store.log()):
-            found = {"run@2": arena.digests[2]}
+            found = {"run@2": arena.digest(2)}
     return found
 
 
@@ -531,6 +538,149 @@ def test_whatever_meets_a_collection_is_whole_or_refused(fast_path: Path, arena:
     pairs, done, found = outcome.needed()
     print(f"{deed}: {done} of {pairs} pairs")
     assert found == []
+
+
+# -- ingests, readers, forks and threads ---------------------------------------------------------------------------
+
+
+@pytest.mark.fault(47, 102, 105)
+@pytest.mark.parametrize(
+    ("deeds", "deadline_seconds", "refusal", "refused_max"),
+    [
+        (["run@2", "run@4"], "60", "", 0),
+        (["run@2", "run@4"], "0", Locked.__name__, 1),
+        (["run@2", "run@2", "twin@2"], "60", "", 0),
+        pytest.param(["run@1", f"run@{HURT}"], "60", Conflict.__name__, 1, marks=pytest.mark.full),
+    ],
+    ids=["two steps", "two steps that wait for nobody", "the same", "two contents"],
+)
+def test_two_ingests_at_once_both_succeed_or_one_is_refused(
+    arena: Arena, fast_path: Path, deeds: list[str], deadline_seconds: str, refusal: str, refused_max: int
+) -> None:
+    """All get in, or the second is told who is busy or what is there; never something in between."""
+    for number in range(ROUNDS):
+        path = fast_path / f"store{number}"
+        init(path).close()
+        with ThreadPoolExecutor(len(deeds)) as pool:
+            outcomes = pool.map(lambda deed: in_child(_try, path, arena, deed, deadline_seconds), deeds)  # noqa: B023
+            failures = [outcome.needed() for outcome in outcomes]
+
+        kinds = [failure.kind for failure in failures if failure is not None]
+        assert set(kinds) <= {refusal}, failures
+        assert len(kinds) == refused_max if refusal == Conflict.__name__ else len(kinds) <= refused_max
+        done = {deed for deed, failure in zip(deeds, failures, strict=True) if failure is None}
+        composites = {deed.replace(HURT, "1"): arena.digest(deed.partition("@")[2]) for deed in done}
+        assert problems(path, fast_path, composites) == []
+        assert leftovers(path) == []
+        with Store(path) as store:
+            assert len(store.log()) == len(done)
+
+
+def _ingest_slowly(path: Path, source: Path, runs: list[str]) -> None:
+    with Store(path) as store:
+        for run in runs:
+            store.ingest(source, run=run)
+
+
+def _read_all_the_time(path: Path, source: Path, digest: str, scratch: Path) -> list[str]:
+    found = []
+    with child(_ingest_slowly, path, source, [f"run{number}" for number in range(25)]) as writer:
+        while writer.is_alive():
+            with Store(path) as store:
+                for entry in store.log():
+                    if entry.damage is not None or composed(store, f"{entry.run}@{entry.step}", scratch) != digest:
+                        found.append(f"{entry.run} was seen before it was whole")
+        writer.join()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.fault(48)
+def test_readers_see_whole_commits_only(arena: Arena, fast_path: Path) -> None:
+    """Whatever a log shows while another process writes, composes at once; and the index does not grow with readers."""
+    path = fast_path / "store"
+    init(path).close()
+
+    assert _read_all_the_time(path, arena.source(2), arena.digest(2), fast_path) == []
+    assert len([*(path / "commits").iterdir()]) == 25
+    assert (path / "manifest" / "data.mdb").stat().st_size < 2**20
+
+
+def _with_one_commit(path: Path, arena: Arena) -> Path:
+    with init(path) as store:
+        store.ingest(arena.source(2), run="run")
+    return path
+
+
+def _forked(work: Callable[[], object]) -> Failure | None:
+    """Call *work* in a plain fork of this process; return what it raised."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        sender.send(attempt(work))
+        os._exit(0)
+    sender.close()
+    failure: Failure | None = receiver.recv()
+    os.waitpid(pid, 0)
+    return failure
+
+
+def _use_after_fork(path: Path, source: Path) -> list[str]:
+    found = []
+    with Store(path) as store:
+        store.log()
+        for work in (store.log, lambda: store.compose("run@2"), lambda: store.ingest(source, run="run")):
+            failure = _forked(work)
+            if failure is None or failure.kind != Internal.__name__ or "opened in process" not in failure.message:
+                found.append(f"{failure}")
+        fresh = _forked(lambda: Store(path).log())
+        found += [] if fresh is None else [fresh.trace]
+        found += [] if [entry.step for entry in store.log()] == [2] else ["the parent is confused"]
+        store.ingest(source, run="run")
+        found += [] if store.verify(read_data=True).ok else ["the parent's store is damaged"]
+    return found
+
+
+@pytest.mark.fault(52)
+def test_a_store_does_not_survive_a_fork(arena: Arena, fast_path: Path) -> None:
+    """The child is told so, its parent does not notice, and a store opened afresh in the child works."""
+    path = _with_one_commit(fast_path / "store", arena)
+
+    assert in_child(_use_after_fork, path, arena.source(4)).needed() == []
+
+
+@pytest.mark.fault(53)
+def test_threads_and_stores_of_one_process_share_an_index(arena: Arena, fast_path: Path) -> None:
+    """LMDB forbids opening a file twice; ingests, questions and composites go on while other stores are closed."""
+    path = fast_path / "store"
+
+    def work(number: int) -> None:
+        run, step = f"run{number % 4}", 2 if number % 2 else 4
+        with Store(path) as mine:
+            mine.ingest(arena.source(step), run=run)
+            mine.log()
+        assert composed(store, f"{run}@{step}", fast_path / f"scratch{number}") == arena.digest(step)
+
+    with init(path) as store:
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(work, range(16)))
+        assert store.verify(read_data=True).ok
+        assert len(store.log()) == 4
+
+
+@pytest.mark.fault(53)
+def test_threads_survive_a_damaged_index(arena: Arena, fast_path: Path) -> None:
+    """One of them replaces it, all get their answers."""
+    path = _with_one_commit(fast_path / "store", arena)
+    (path / "manifest" / "data.mdb").write_bytes(os.urandom(20_000))
+    assert in_child(_ask_from_threads, path).needed() == [2] * 24
+
+
+def _ask_from_threads(path: Path) -> list[int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Store(path) as store, ThreadPoolExecutor(6) as pool:
+            return list(pool.map(lambda _: store.log()[0].step, range(24)))
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import random
 import resource
 import signal
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,30 +54,6 @@ class Parser:
     seconds_max: float = SECONDS_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What became of all inputs."""
-
-    accepted: int
-    refused: int
-    slowest_seconds: float
-    memory_bytes: int
-
-    def __add__(self, other: Report) -> Report:
-        """Return both together: sums, and the worst of each."""
-        return Report(
-            self.accepted + other.accepted,
-            self.refused + other.refused,
-            max(self.slowest_seconds, other.slowest_seconds),
-            max(self.memory_bytes, other.memory_bytes),
-        )
-
-    def __str__(self) -> str:
-        count = self.accepted + self.refused
-        worst = f"slowest {self.slowest_seconds * 1000:.0f} ms, {self.memory_bytes / MIB:.0f} MiB more memory"
-        return f"{count} inputs, {self.accepted} accepted, {self.refused} refused; {worst}"
-
-
 class TooSlow(Exception):  # no error of ours: the parser is at fault
     """An input took longer than it may."""
 
@@ -90,19 +66,8 @@ class Executed(Exception):  # no error of ours: the parser is at fault
 
 _LENGTHS = [0, 1, 2, 7, 8, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 _OPENERS = [
-    b"[",
-    b"{",
-    b'{"a":',
-    b"(",
-    b"]",
-    b"}",
-    b"\x91",
-    b"\x81\xa1a",
-    b"\xdd\xff\xff\xff\xff",
-    b"\x85",
-    b"- ",
-    b"a: ",
-]
+    b"[", b"{", b'{"a":', b"(", b"]", b"}", b"\x91", b"\x81\xa1a", b"\xdd\xff\xff\xff\xff", b"\x85", b"- ", b"a: ",
+]  # fmt: skip
 
 Change = Callable[[bytes], bytes]
 
@@ -242,39 +207,36 @@ def _without(value: Any, path: tuple[Any, ...]) -> Any:
 # -- running -------------------------------------------------------------------------------------------------------
 
 
-def fed(module: str, name: str, *, count: int, folder: Path) -> Report:
+def fed(module: str, name: str, *, count: int, folder: Path) -> tuple[int, int]:
     """
-    Feed *count* inputs to the parser *name* of *module*, in a child; return what became of them.
+    Feed *count* inputs to the parser *name* of *module*, in children; return how many were accepted and refused.
 
     The seed is printed, and can be given as LAYERSTORE_FUZZ_SEED.
     """
     seed = int(os.environ.get("LAYERSTORE_FUZZ_SEED") or random.SystemRandom().randrange(10**9))
     print(f"{name}: LAYERSTORE_FUZZ_SEED={seed}")
     folder.mkdir(exist_ok=True)
-    total = Report(0, 0, 0.0, 0)
+    accepted = refused = 0
     for start in range(0, count, COUNT_MAX):
         args = (module, name, min(count - start, COUNT_MAX), seed + start, folder)
         outcome = in_child(feed, *args, timeout_seconds=HANG_SECONDS)
         assert outcome.exit_code == 0, f"{'it hangs' if outcome.exit_code is None else outcome}: {folder / 'input'}"
-        total += outcome.needed()
-    print(f"{name}: {total}")
-    return total
+        outcomes = outcome.needed()
+        accepted, refused = accepted + outcomes[True], refused + outcomes[False]
+    print(f"{name}: {accepted} accepted, {refused} refused")
+    return accepted, refused
 
 
-def feed(module: str, name: str, count: int, seed: int, folder: Path) -> Report:
-    """Do that, in this process."""
+def feed(module: str, name: str, count: int, seed: int, folder: Path) -> Counter[bool]:
+    """Do that, in this process; count the inputs by whether they were accepted."""
     parser: Parser = vars(importlib.import_module(module))["PARSERS"][name]()
-    outcomes = {True: 0, False: 0}
-    seconds = [0.0]
+    outcomes = Counter[bool]()
     guard = _Guard(parser.seconds_max)
 
     def judge(data: bytes) -> None:
         (folder / "input").write_bytes(data)
-        started = time.process_time()
         with guard.watching():
-            is_accepted = _parsed(parser, data, folder)
-        outcomes[is_accepted] += 1
-        seconds.append(time.process_time() - started)
+            outcomes[_parsed(parser, data, folder)] += 1
 
     def run(inputs: st.SearchStrategy[bytes], examples: int) -> None:
         test = settings(
@@ -284,11 +246,9 @@ def feed(module: str, name: str, count: int, seed: int, folder: Path) -> Report:
         hypothesis.seed(seed)(test)()
 
     run(parser.inputs, min(20, count))  # what is imported at first use is no memory of the inputs
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with _address_space(MEMORY_BYTES_MAX):
         run(parser.inputs, count)
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return Report(outcomes[True], outcomes[False], max(seconds), memory)
+    return outcomes
 
 
 def _parsed(parser: Parser, data: bytes, folder: Path) -> bool:
@@ -315,17 +275,9 @@ class _Guard:
     def __init__(self, seconds_max: float) -> None:
         self._seconds_max = seconds_max
         self._is_watching = False
-        for name in (
-            "utf-16",
-            "utf-16-le",
-            "utf-16-be",
-            "utf-32",
-            "utf-32-le",
-            "utf-32-be",
-            "utf-8-sig",
-            "unicode_escape",
-        ):
+        for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig"):
             codecs.lookup(name)  # loaded at first use, which would look like running something
+        codecs.lookup("unicode_escape")
         sys.addaudithook(self._audit)
         signal.signal(signal.SIGPROF, self._stop)
 
