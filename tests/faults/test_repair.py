@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import os
 import shutil
 import time
@@ -196,39 +197,25 @@ def test_what_no_copy_has_is_told_with_the_save_that_puts_it_back(
 
 
 @pytest.mark.fault(36)
-def test_a_save_of_an_attempt_that_was_left_is_healed_by_its_checkpoint(store: Store, folder: Path) -> None:
-    """Below the fork, by the plain command: what was lost is written again, and no commit is added for that."""
+@pytest.mark.parametrize("policy", ["full", "filter"])
+def test_what_lies_below_a_fork_is_healed_by_its_checkpoint_under_any_policy(
+    store: Store, folder: Path, policy: str
+) -> None:
+    """So is a save of the attempt that was left; what the policy would leave out is written, and no commit is added."""
     generate(folder / "15", layers=2, hidden=8, vocab=8, step=15, seed=15)
     store.pin("kept", "r@20")
     store.ingest(folder / "15", run="r", rollback=True)
-    remove(object_of(store, "r@10", "lm_head"))
-    remove(object_of(store, "kept", "lm_head"))
+    for ref, layer in itertools.product(("r@10", "kept"), ("model.layers.0", "model.layers.1", "lm_head")):
+        object_of(store, ref, layer).unlink()
     commits = [entry.commit for entry in store.log()]
 
     named = store.repair(dry_run=True).reingest
-    healed = [store.ingest(folder / step, run="r") for step in ("10", "20")]
+    healed = [store.ingest(folder / step, run="r", policy=policy) for step in ("10", "20")]
 
     assert named == ("r@10", "r~1@20")
-    assert [(each.is_new, each.objects_new) for each in healed] == [(False, 1), (False, 1)]
+    assert [(each.is_new, each.objects_new) for each in healed] == [(False, 3), (False, 3)]
     assert store.verify(read_data=True).ok
     assert commits == [entry.commit for entry in store.log()]
-
-
-@pytest.mark.parametrize("policy", ["full", "filter"])
-def test_a_step_below_a_fork_is_healed_by_its_checkpoint_under_any_policy(folder: Path, policy: str) -> None:
-    """What that policy would leave out is written again too: the commit that lacks it had saved it."""
-    with layerstore.init(folder / "forked") as store:
-        for step in (10, 20, 30):
-            store.ingest(folder / str(step), run="r")
-        other = generate(folder / "25", layers=2, hidden=8, vocab=8, step=25, seed=77)
-        store.ingest(other, run="r", rollback=True)
-        for layer in ("model.layers.0", "model.layers.1", "lm_head"):
-            object_of(store, "r@20", layer).unlink()
-
-        again = store.ingest(folder / "20", run="r", policy=policy)
-
-        assert (again.is_new, again.objects_new) == (False, 3)
-        assert store.verify(read_data=True).ok
 
 
 @pytest.mark.fault(44)
@@ -847,41 +834,25 @@ def test_a_repair_that_has_lost_its_lock_stops(store: Store, folder: Path) -> No
 # -- what an ingest heals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(35)
-@pytest.mark.parametrize("run", ["r", "other"])
-@pytest.mark.parametrize("harm", [flip, truncate], ids=lambda harm: harm.__name__)
-@pytest.mark.parametrize("what", [object_of, version_of, state_of], ids=lambda what: what.__name__)
-@pytest.mark.sample(5)
-def test_rot_that_is_reused_is_replaced(
-    store: Store, folder: Path, what: Callable[..., Path], harm: Callable[[Path], None], run: str
-) -> None:
-    """Whatever it is and whichever run asks: the bytes in hand take its place, and that is told."""
-    path = what(store, "r@10", "lm_head")
-    harm(path)
-
-    ingested = store.ingest(folder / "10", run=run)
-
-    assert (ingested.objects_healed, ingested.reused_read) == (1, True)
-    assert any("1 object in the store was damaged" in note and path.name in note for note in ingested.notes)
-    assert store.verify(read_data=True).ok
-    store.compose(f"{run}@10").write(folder / "out")
-    assert not list((store.path / "tmp").iterdir())
-
-
 @pytest.mark.fault(35, 36)
-@pytest.mark.parametrize("harm", [flip, remove], ids=lambda harm: harm.__name__)
-def test_all_of_it_may_have_rotted(store: Store, folder: Path, harm: Callable[[Path], None]) -> None:
-    """Every object and blob is written again; the next ingest finds them sound and writes nothing."""
+@pytest.mark.parametrize("run", ["r", "other"])
+@pytest.mark.parametrize("harm", [flip, truncate, remove], ids=lambda harm: harm.__name__)
+def test_rot_that_is_reused_is_replaced(store: Store, folder: Path, harm: Callable[[Path], None], run: str) -> None:
+    """Every object and blob, whichever run asks: the bytes in hand take its place, that is told, and it ends there."""
     files = [path for path in (store.path / "objects").rglob("*") if path.is_file()]
     for path in files:
         harm(path)
 
-    healed, again = ([store.ingest(folder / step, run="r") for step in ("10", "20")] for _ in range(2))
+    healed, again = ([store.ingest(folder / step, run=run) for step in ("10", "20")] for _ in range(2))
 
+    assert all(each.reused_read for each in healed) or harm is remove
     assert sum(each.objects_new for each in healed) == len(files)
-    assert sum(each.objects_healed for each in healed) == (len(files) if harm is flip else 0)
+    assert sum(each.objects_healed for each in healed) == (0 if harm is remove else len(files))
+    assert any("in the store were damaged" in note for note in healed[1].notes) or harm is remove
     assert [(each.objects_new, each.objects_healed, each.notes) for each in again] == [(0, 0, ())] * 2
     assert store.verify(read_data=True).ok
+    store.compose(f"{run}@10").write(folder / "out")
+    assert not list((store.path / "tmp").iterdir())
 
 
 @pytest.mark.fault(35)
