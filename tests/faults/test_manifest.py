@@ -133,9 +133,9 @@ def flips(data: bytes, places: Sequence[int], chance: random.Random) -> list[Edi
 def _try_edits(scene: Scene, folder: Path, edits: list[Edit], progress: Path) -> list[str]:
     """Apply each of *edits* to a copy of the index, and return what was answered wrongly."""
     path = copied(scene.store, folder / "edited")
-    found, noticed = [], 0
-    for number, edit in enumerate(edits):
-        progress.write_text(str(number))
+    found = []
+    for edit in edits:
+        progress.write_text(edit.what)
         shutil.rmtree(path / "manifest", ignore_errors=True)
         shutil.copytree(scene.store / "manifest", path / "manifest")
         edit.apply(path / "manifest" / "data.mdb")
@@ -144,43 +144,69 @@ def _try_edits(scene: Scene, folder: Path, edits: list[Edit], progress: Path) ->
         except Exception as error:  # noqa: BLE001 - whatever it is, the index must not cause it
             found.append(f"{edit.what}: {error!r}")
             continue
-        noticed += bool(notices)
         found += [f"{edit.what}: other answers"] if answer != scene.answers else []
         found += [f"{edit.what}: {notice}" for notice in notices if not notice.startswith("IndexNotice")]
-    with (folder / "noticed").open("a") as file:
-        file.write(f"{noticed}\n")
     return found
 
 
 def _all_edits(scene: Scene, folder: Path, edits: list[Edit]) -> list[str]:
-    """Try *edits* in as few children as survive; return what went wrong."""
+    """Try *edits*; return what went wrong, and the one that a child has died of."""
     found, progress = [], folder / "progress"
-    pending = list(edits)
-    while pending:
-        outcome = in_child(_try_edits, scene, folder, pending[:_EDITS_PER_CHILD], progress, timeout_seconds=240.0)
-        if outcome.exit_code == 0:
-            found += outcome.needed()
-            pending = pending[_EDITS_PER_CHILD:]
-            continue
-        place = int(progress.read_text())
-        name = "hang" if outcome.exit_code is None else signal.Signals(-outcome.exit_code).name
-        found.append(f"{pending[place].what}: {name}")
-        pending = pending[place + 1 :]
-    noticed = sum(map(int, (folder / "noticed").read_text().split()))
-    print(f"{len(edits)} changes, {noticed} noticed, {len(found)} wrong")
+    for start in range(0, len(edits), _EDITS_PER_CHILD):
+        args = (scene, folder, edits[start : start + _EDITS_PER_CHILD], progress)
+        outcome = in_child(_try_edits, *args, timeout_seconds=240.0)
+        found += outcome.needed() if outcome.exit_code == 0 else [f"{progress.read_text()}: {outcome.exit_code}"]
     return found
 
 
-@pytest.mark.fault(39)
-@pytest.mark.parametrize(
-    "count", [FLIPS, pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)], id="every byte")]
-)
-def test_a_flipped_bit_is_noticed_or_without_effect(scene: Scene, fast_path: Path, count: int | None) -> None:
-    """Keys, pages and rows: a flip costs at most a rebuild."""
-    chance, data = seeded("index flips"), scene.data
-    places = range(len(data)) if count is None else sorted(chance.sample(range(len(data)), count))
+def _anywhere(data: bytes, chance: random.Random) -> list[Edit]:
+    """Return a flip in every byte: in keys, pages and rows."""
+    return flips(data, range(len(data)), chance)
 
-    assert _all_edits(scene, fast_path, flips(data, places, chance)) == []
+
+def _in_meta_pages(data: bytes, chance: random.Random) -> list[Edit]:
+    """Return a flip of every bit of what LMDB reads first and believes most: it leads to all other pages."""
+    places = [place for start in (0, PAGE) for place in range(start, start + META)]
+    return [Edit(f"bit {1 << n:#04x} of byte {at}", at, bytes([data[at] ^ 1 << n])) for at in places for n in range(8)]
+
+
+def _cuts(data: bytes, chance: random.Random) -> list[Edit]:
+    """Return cuts at every page's end, and anywhere."""
+    places = [*range(0, len(data), PAGE), *chance.sample(range(len(data)), 10)]
+    return [Edit(f"cut at {place}", place, None) for place in places]
+
+
+def _noise(data: bytes, chance: random.Random) -> list[Edit]:
+    """Return whole pages of zeros, of noise or of other pages, meta pages above all, and a few wild bytes."""
+    edits = [
+        Edit("zeros for both meta pages", 0, bytes(2 * PAGE)),
+        Edit("noise everywhere", 0, chance.randbytes(len(data))),
+        Edit("more noise than there was", len(data), chance.randbytes(2 * PAGE)),
+    ]
+    for start in range(0, len(data), PAGE):
+        other = chance.randrange(0, len(data), PAGE)
+        edits.append(Edit(f"zeros on page {start // PAGE}", start, bytes(PAGE)))
+        edits.append(Edit(f"noise on page {start // PAGE}", start, chance.randbytes(PAGE)))
+        edits.append(Edit(f"page {other // PAGE} on page {start // PAGE}", start, data[other : other + PAGE]))
+    for length in (1, 2, 4, 8):
+        places = chance.sample(range(len(data) - length), 40)
+        edits += [Edit(f"{length} wild bytes at {place}", place, chance.randbytes(length)) for place in places]
+    return edits
+
+
+@pytest.mark.fault(15, 39, 40)
+@pytest.mark.parametrize("make", [_anywhere, _in_meta_pages, _cuts, _noise], ids=lambda make: make.__name__[1:])
+@pytest.mark.parametrize(
+    "count", [FLIPS, pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)], id="every one")]
+)
+def test_a_changed_index_is_noticed_or_without_effect(
+    scene: Scene, fast_path: Path, make: Callable[[bytes, random.Random], list[Edit]], count: int | None
+) -> None:
+    """Whatever has become of its bytes costs at most a rebuild, and kills nobody."""
+    chance = seeded(f"index: {make.__name__}")
+    edits = make(scene.data, chance)
+
+    assert _all_edits(scene, fast_path, edits if count is None else chance.sample(edits, min(count, len(edits)))) == []
 
 
 # -- a long index --------------------------------------------------------------------------------------------------
@@ -297,52 +323,7 @@ def _lmdb_finds(path: Path) -> bool:
         return True
 
 
-# -- all of it -----------------------------------------------------------------------------------------------------
-
-
-def meta_flips(data: bytes) -> list[Edit]:
-    """Return one flip of every bit of what LMDB reads first and believes most."""
-    places = [place for start in (0, PAGE) for place in range(start, start + META)]
-    return [Edit(f"bit {1 << n:#04x} of byte {at}", at, bytes([data[at] ^ 1 << n])) for at in places for n in range(8)]
-
-
-@pytest.mark.fault(15, 40)
-@pytest.mark.parametrize("count", [FLIPS // 2, pytest.param(None, marks=pytest.mark.exhaustive, id="all")])
-def test_a_flipped_bit_of_a_meta_page_has_no_effect(scene: Scene, fast_path: Path, count: int | None) -> None:
-    """The first pages lead to all others; no flip in them kills."""
-    edits = meta_flips(scene.data)
-
-    assert _all_edits(scene, fast_path, edits if count is None else seeded("meta flips").sample(edits, count)) == []
-
-
-@pytest.mark.fault(15, 40)
-def test_a_cut_index_is_rebuilt(scene: Scene, fast_path: Path) -> None:
-    """A file cut at a page's end, or anywhere, kills nobody."""
-    chance, data = seeded("cuts"), scene.data
-    places = [*range(0, len(data), PAGE), *chance.sample(range(len(data)), 10)]
-
-    assert _all_edits(scene, fast_path, [Edit(f"cut at {place}", place, None) for place in places]) == []
-
-
-@pytest.mark.full
-@pytest.mark.fault(15, 40)
-def test_zeros_and_noise_are_rebuilt(scene: Scene, fast_path: Path) -> None:
-    """Whole pages of zeros or noise, meta pages above all."""
-    chance, data = seeded("noise"), scene.data
-    edits = []
-    for start in range(0, len(data), PAGE):
-        edits.append(Edit(f"zeros on page {start // PAGE}", start, bytes(PAGE)))
-        edits.append(Edit(f"noise on page {start // PAGE}", start, chance.randbytes(PAGE)))
-        other = chance.randrange(0, len(data), PAGE)
-        edits.append(Edit(f"page {other // PAGE} on page {start // PAGE}", start, data[other : other + PAGE]))
-    edits.append(Edit("zeros for both meta pages", 0, bytes(2 * PAGE)))
-    edits.append(Edit("noise everywhere", 0, chance.randbytes(len(data))))
-    edits.append(Edit("more noise than there was", len(data), chance.randbytes(2 * PAGE)))
-    for length in (1, 2, 4, 8):
-        places = chance.sample(range(len(data) - length), 40)
-        edits += [Edit(f"{length} wild bytes at {place}", place, chance.randbytes(length)) for place in places]
-
-    assert _all_edits(scene, fast_path, edits) == []
+# -- whole files ---------------------------------------------------------------------------------------------------
 
 
 def _asks_again(path: Path, cut: Path) -> None:
@@ -370,9 +351,6 @@ def test_an_index_that_is_cut_while_it_is_open_hurts_that_process_at_most(
 
     assert in_child(ask, path).needed()[0] == scene.answers
     assert in_child(problems, path, fast_path, scene.composites).needed() == []
-
-
-# -- whole files ---------------------------------------------------------------------------------------------------
 
 
 def _replace_by(make: Callable[[Path], object], name: str) -> Callable[[Path], object]:
