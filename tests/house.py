@@ -34,12 +34,7 @@ class Count:
 
 
 def room_of(path: str) -> str:
-    """
-    Return the room of the file at *path*, below the root of the repository.
-
-    >>> room_of("layerstore/live/saver/results.py"), room_of("layerstore/policy/recipe/own.py"), room_of("cli/gc.py")
-    ('layerstore/live/saver', 'layerstore/policy', 'cli')
-    """
+    """Return the room of the file at *path*, below the root of the repository."""
     parts = path.split("/")[:-1]
     if parts[0] == "tests":
         return "tests"
@@ -49,12 +44,7 @@ def room_of(path: str) -> str:
 
 
 def public_names(text: str) -> int:
-    """
-    Return how many functions, classes and methods of *text* others may use.
-
-    >>> public_names("def a(): ...\\ndef _b(): ...\\nclass C:\\n    def d(self): ...\\n    def __len__(self): ...")
-    3
-    """
+    """Return how many functions, classes and methods of *text* others may use."""
     return sum(_public_in(ast.parse(text).body))
 
 

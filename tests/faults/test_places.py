@@ -1,4 +1,4 @@
-"""Stores on a network, by a list of mounts that is made up, and without an index."""
+"""Stores in other places: on real filesystems that are mounted from images, on a network, and without an index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.storage import IndexNotice, files, locks, manifest_directory
+from layerstore.check.doctor import Diagnosis
+from layerstore.storage import IndexNotice, WeakDurability, files, locks, manifest_directory
+from tests.faults.disks import is_remounted, mounted
 from tests.faults.harness import composed, in_child, tiny_checkpoint
 
 pytestmark = pytest.mark.full
@@ -50,8 +52,106 @@ def use_all(path: Path, sources: Path, scratch: Path) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def expected(sources: Path) -> dict[str, object]:
     """Return what every verb answers in a place without faults."""
-    layerstore.init(sources / "plain").close()
-    return use_all(sources / "plain", sources, sources)
+    (sources / "plain").mkdir()
+    return lived_there(sources / "plain", sources, sources)
+
+
+# -- real filesystems ----------------------------------------------------------------------------------------------
+
+EVERYWHERE = {"exclusive create", "hard links", "rename", "race", "fsync", "clock"}
+
+
+def verdicts(diagnosis: Diagnosis) -> dict[str, str]:
+    """Return the worst verdict of each check."""
+    order = ["ok", "note", "problem"]
+    found: dict[str, str] = {}
+    for finding in diagnosis.findings:
+        found[finding.check] = max(found.get(finding.check, "ok"), finding.verdict, key=order.index)
+    return found
+
+
+def lived_there(place: Path, sources: Path, scratch: Path) -> dict[str, object]:
+    """Make a store and use it; return what every verb answers."""
+    layerstore.init(place / "store").close()
+    return use_all(place / "store", sources, scratch)
+
+
+def texts(diagnosis: Diagnosis) -> dict[str, str]:
+    """Return what is said of each check, the last line of each."""
+    return {finding.check: finding.text for finding in diagnosis.findings}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reflink"),
+    [
+        ("xfs", "works"),
+        pytest.param("ext4", "none", marks=pytest.mark.exhaustive),
+        pytest.param("btrfs", "works", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_disks_keep_every_promise(
+    sources: Path, expected: dict[str, object], tmp_path: Path, kind: str, reflink: str
+) -> None:
+    """The doctor finds no problem, tells reflinks from copies, and a store lives there."""
+    with mounted(kind, tmp_path / "disk") as place:
+        diagnosis = layerstore.doctor(place / "store")
+
+        assert diagnosis.problems == []
+        assert dict.fromkeys(EVERYWHERE, "ok") == {check: verdicts(diagnosis)[check] for check in EVERYWHERE}
+        assert texts(diagnosis)["filesystem"].startswith(f"{kind}, mounted at ")
+        assert texts(diagnosis)["reflink"].startswith(reflink)
+        assert texts(diagnosis)["locks"].startswith("flock keeps")
+        assert lived_there(place, sources, tmp_path) == expected
+        assert {path.name for path in place.iterdir()} - {"lost+found"} == {"store"}
+
+
+@pytest.mark.exhaustive
+def test_memory_is_a_problem_and_works(sources: Path, expected: dict[str, object], tmp_path: Path) -> None:
+    """Everything works there, until the power goes."""
+    with mounted("tmpfs", tmp_path / "disk", 64 << 20) as place:
+        assert [finding.check for finding in layerstore.doctor(place).problems] == ["filesystem"]
+        assert lived_there(place, sources, tmp_path) == expected
+
+
+def test_fuse_is_taken_for_a_network(
+    sources: Path, expected: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell what is behind it: the index lies elsewhere, locks are leases, and a store lives there."""
+    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "index"))
+    with mounted("bindfs", tmp_path / "disk") as place:
+        diagnosis = layerstore.doctor(place / "store")
+
+        assert verdicts(diagnosis)["filesystem"] == "note"
+        assert texts(diagnosis)["locks"].startswith("leases; flock works")
+        assert texts(diagnosis)["index"].startswith(f"at {tmp_path}/index/STORE-ID")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WeakDurability)  # what FUSE answers to fsync depends on its version
+            assert lived_there(place, sources, tmp_path) == expected
+        assert not (place / "store" / "manifest").exists()
+        assert list((place / "store" / "locks").glob("gc.lock.*"))
+
+
+def test_a_filesystem_without_links_is_no_place(tmp_path: Path) -> None:
+    """The doctor says so, and ``init`` fails instead of making half a store."""
+    with mounted("vfat", tmp_path / "disk") as place:
+        assert verdicts(layerstore.doctor(place))["hard links"] == "problem"
+        with pytest.raises(layerstore.LayerstoreError):
+            layerstore.init(place / "store")
+
+
+def test_a_read_only_mount_is_told(tmp_path: Path) -> None:
+    """A store there can be read; a new one cannot be made."""
+    with mounted("ext4", tmp_path / "disk") as place:
+        layerstore.init(place / "store").close()
+        if not is_remounted(place, "ro"):
+            pytest.skip("remounting is not allowed here")
+
+        old, new = layerstore.doctor(place / "store"), layerstore.doctor(place / "new")
+
+        assert (verdicts(old)["writing"], verdicts(new)["writing"]) == ("note", "problem")
+        with warnings.catch_warnings(), Store(place / "store") as store:
+            warnings.simplefilter("ignore", IndexNotice)
+            assert store.log() == []
 
 
 # -- on a network --------------------------------------------------------------------------------------------------

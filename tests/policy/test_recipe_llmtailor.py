@@ -24,18 +24,6 @@ post_weights:
   - {name: lm_head.weight, model: run/checkpoint-200}
 merge_method: passthrough
 """
-PARITY_TIED = """\
-slices:
-  - {sources: [{model: run/checkpoint-200, layer_range: [0, 0]}]}
-  - {sources: [{model: run/checkpoint-200, layer_range: [0, 1]}]}
-  - {sources: [{model: run/checkpoint-100, layer_range: [1, 2]}]}
-  - {sources: [{model: run/checkpoint-200, layer_range: [2, 3]}]}
-  - {sources: [{model: run/checkpoint-100, layer_range: [3, 4]}]}
-  - {sources: [{model: run/checkpoint-100, layer_range: [5, 5]}]}
-pre_weights:  [{name: model.embed_tokens.weight, model: run/checkpoint-100}]
-post_weights: [{name: model.norm.weight, model: run/checkpoint-200}]
-merge_method: passthrough
-"""
 
 
 def one(step: int, start: int, stop: int, folder: str = "run") -> str:
@@ -194,10 +182,8 @@ def test_group_ids_mean_one_auxiliary_layer_each(group: int, match: str) -> None
 def test_a_head_of_its_own_in_a_tied_model_is_refused() -> None:
     """There, it became a second copy of the embedding, or a group that does not exist."""
     tied = llama(4, tied=True)
-    slice_of_head = PARITY_TIED.replace("pre_weights:", one(100, 6, 6).replace("[6", "«[6") + "pre_weights:")
-    weights_of_head = PARITY_TIED.replace(
-        "post_weights: [", "post_weights: [{name: «lm_head.weight, model: run/checkpoint-100}, "
-    )
+    slice_of_head = recipe(*WHOLE[:3], one(100, 6, 6).replace("[6", "«[6"))
+    weights_of_head = recipe(*WHOLE[:3], more="post_weights: [{name: «lm_head.weight, model: run/checkpoint-200}]\n")
 
     refused(slice_of_head, tied, match="[6, 6] is no auxiliary layer of this model")
     problem = refused(weights_of_head, tied, match="'lm_head.weight' is tied")
@@ -275,6 +261,13 @@ def test_a_default_that_would_have_split_a_layer_is_noted(empty: str) -> None:
 # -- references to models ------------------------------------------------------------------------------------------
 
 
+def spelled(written: str) -> str:
+    """Return a recipe that has one of its checkpoints *written* so."""
+    return recipe(*WHOLE).replace(
+        "model: run/checkpoint-200, layer_range: [0, 4]", f"model: {written}, layer_range: [0, 4]"
+    )
+
+
 @pytest.mark.parametrize(
     "written",
     [
@@ -290,11 +283,7 @@ def test_a_default_that_would_have_split_a_layer_is_noted(empty: str) -> None:
 )
 def test_checkpoints_may_be_spelled_in_many_ways(written: str) -> None:
     """A path, and the mapping that LLMTailor spells it out as."""
-    text = recipe(*WHOLE).replace(
-        "model: run/checkpoint-200, layer_range: [0, 4]", f"model: {written}, layer_range: [0, 4]"
-    )
-
-    assert set(steps(plan(text, llama())).values()) == {200}
+    assert set(steps(plan(spelled(written), llama())).values()) == {200}
 
 
 @pytest.mark.parametrize(
@@ -313,11 +302,7 @@ def test_checkpoints_may_be_spelled_in_many_ways(written: str) -> None:
 )
 def test_what_is_no_checkpoint_of_the_run_is_refused(written: str, match: str) -> None:
     """A hub's model, an adapter, a folder of another name, another run's checkpoint: each in its own words."""
-    text = recipe(*WHOLE).replace(
-        "model: run/checkpoint-200, layer_range: [0, 4]", f"model: {written}, layer_range: [0, 4]"
-    )
-
-    refused(text, match=match)
+    refused(spelled(written), match=match)
 
 
 @pytest.mark.known_fault("llmtailor 13")

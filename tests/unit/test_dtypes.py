@@ -37,7 +37,7 @@ def test_storage_classes_are_torchs(row: DType) -> None:
 
 @ROWS
 def test_every_name_leads_to_its_row(row: DType) -> None:
-    """Code, torch name and storage class find the same row."""
+    """Code, torch name and storage class find the same row, and none stands for two."""
     assert row == by_code(row.code)
     assert row == by_torch_name(row.torch_name)
     assert row.storage_class is None or row == by_storage_class(row.storage_class)
@@ -51,11 +51,3 @@ def test_an_unknown_type_is_refused_by_name(name: str) -> None:
             find(name)
 
         assert caught.value.facts == {"dtype": name}
-
-
-def test_the_table_has_no_twins() -> None:
-    """No code, name or class stands for two types."""
-    assert len({row.code for row in DTYPES}) == len(DTYPES)
-    assert len({row.torch_name for row in DTYPES}) == len(DTYPES)
-    classes = [row.storage_class for row in DTYPES if row.storage_class]
-    assert len(classes) == len(set(classes))

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import layerstore
-from layerstore.dtypes import by_code
 from layerstore.zero3 import slice_length
 from tests import generated
 from tests.bench.generate import LAYOUTS, generate
-from tests.bench.shapes import GROUPINGS, ModelShape, shape_of_size
+from tests.bench.shapes import GROUPINGS, ModelShape
 from tests.bench.trees import PRECISIONS, Precision
 from tests.faults.harness import snapshot
 
@@ -85,17 +84,12 @@ def test_torch_reads_lengths_and_keys_as_deepspeed_saves_them(
         ]
         assert list(range(len(lengths))) == in_groups
         assert 2 == model["global_steps"] == state[0]["step"]
-
-
-def test_padding_is_junk_in_masters_and_zero_in_moments(tmp_path: Path) -> None:
-    """What the engine leaves behind a slice must not be mistaken for data."""
-    folder = generate_odd(tmp_path / "run", groups="layerwise")
-
-    optimizer = optim_states(folder, 2)
-    # The first group is the embedding: 29 x 17 = 493 elements, 165 a rank, so that the last rank has two to spare.
-    assert optimizer["fp32_flat_groups"][0][-2:].isnan().all()
-    assert torch.equal(torch.zeros(2), optimizer["optimizer_state_dict"]["state"][0]["exp_avg"][-2:])
-    assert optimizer["fp32_flat_groups"][0][:-2].isfinite().all()
+        if groups == "layerwise" and rank == 2:
+            # The first group is the embedding: 29 x 17 = 493 elements, 165 a rank, so that the last rank has two to
+            # spare: junk in masters, and zeros in moments.
+            assert optimizer["fp32_flat_groups"][0][-2:].isnan().all()
+            assert torch.equal(torch.zeros(2), state[0]["exp_avg"][-2:])
+            assert optimizer["fp32_flat_groups"][0][:-2].isfinite().all()
 
 
 def test_equal_arguments_give_equal_bytes_and_other_seeds_and_steps_give_others(tmp_path: Path) -> None:
@@ -124,19 +118,6 @@ def test_what_tests_share_is_as_if_it_were_made_where_it_is(
     assert len(list((tmp_path / "made").iterdir())) == 1
 
 
-def test_ingest_derives_all_gathered_weights(tmp_path: Path) -> None:
-    """The gathered file is the masters, rounded: not a byte of it needs to be stored."""
-    for precision in PRECISIONS:
-        folder = generate_odd(tmp_path / precision / "checkpoint-2", layout="hf", precision=precision)
-        with layerstore.init(tmp_path / f"store-{precision}") as store:
-            ingested = store.ingest(folder)
-
-        elements = sum(parameter.elements for parameter in ODD.parameters())
-        item_bytes = by_code({"bf16": "BF16", "fp16": "F16", "fp32": "F32"}[precision]).bytes
-        assert elements * item_bytes == ingested.bytes_derived
-        assert (precision, 2, 5) == (ingested.run, ingested.step, len(ingested.layers))
-
-
 def test_tied_and_frozen_parameters_are_where_deepspeed_puts_them(tmp_path: Path) -> None:
     """Tied weights have one owner and an alias; frozen ones have fragments, and no optimizer state."""
     frozen = ("model.layers.0", "model.norm.weight")
@@ -153,15 +134,3 @@ def test_tied_and_frozen_parameters_are_where_deepspeed_puts_them(tmp_path: Path
         assert (folder / "model.safetensors").read_bytes() == (
             store.compose().write(tmp_path / "out").out / "model.safetensors"
         ).read_bytes()
-
-
-def test_sizes_are_about_what_was_asked_for_and_fill_pages_or_none() -> None:
-    """The page-filling shapes do what the fast path needs; the odd ones never do."""
-    for gib in (0.5, 1.0, 2.0, 4.0):
-        for is_gathered in (False, True):
-            shape = shape_of_size(gib, is_gathered=is_gathered)
-            odd = shape_of_size(gib, is_gathered=is_gathered, is_odd=True)
-            elements = sum(parameter.elements for parameter in shape.parameters())
-            assert gib == pytest.approx(elements * (14 if is_gathered else 12) / 2**30, rel=0.03)
-            assert not any(parameter.elements * 4 % (2 * 4096) for parameter in shape.parameters() if parameter.decays)
-            assert all(parameter.elements * 4 % (3 * 4096) and parameter.elements % 3 for parameter in odd.parameters())

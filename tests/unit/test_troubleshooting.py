@@ -12,7 +12,6 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -153,16 +152,3 @@ def test_every_kind_of_error_has_its_section() -> None:
     kinds = {getattr(errors, name).kind for name in CLASSES if hasattr(errors, name)} | {"permission", "no_space"}
 
     assert sorted(kind for kind in kinds if f"`{kind}`" not in text) == []
-
-
-def test_a_missing_row_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The rule above can fail."""
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text().replace("| `there is no store at …", "| `there was no store at …"))
-    monkeypatch.setattr("tests.unit.test_troubleshooting.PAGE", page)
-    monkeypatch.setattr("tests.unit.test_troubleshooting.ROOT", tmp_path)
-
-    with pytest.raises(pytest.fail.Exception, match=r"there is no store at …` \| MEANING"):
-        test_every_message_is_explained()
-    with pytest.raises(AssertionError):
-        test_every_row_explains_a_message()

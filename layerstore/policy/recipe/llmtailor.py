@@ -121,11 +121,13 @@ def _parameters(node: MapNode) -> Iterator[str]:
         raise error("'scale' would change weights and leave their masters behind", hint="remove it")
 
 
-def _inert(node: MapNode, keys: Iterable[str]) -> Iterator[str]:
-    """Yield a note on each of *keys* that *node* has."""
+def _inert(node: MapNode, keys: Iterable[str]) -> list[str]:
+    """Return a note on each of *keys* that *node* has."""
+    notes: list[str] = []
     for key in keys:
         if node.get(key) is not None:
-            yield f"{node.key_spot(key)}: {key!r} has no effect on a checkpoint of whole layers"
+            notes.append(f"{node.key_spot(key)}: {key!r} has no effect on a checkpoint of whole layers")
+    return notes
 
 
 def _check_tokenizer(document: MapNode) -> None:
