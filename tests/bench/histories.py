@@ -18,21 +18,13 @@ from layerstore.model import (
     Commit,
     CommitRecord,
     Fork,
-    Kind,
     LayerEntry,
-    LayerVersion,
     ObjectId,
-    Observed,
-    Origin,
-    Parameter,
-    PolicyUse,
     RankState,
-    SourceLayout,
-    StoredObject,
-    StoredTensor,
     TreeFile,
 )
 from layerstore.storage import Files, Repository, open_repository
+from tests.unit import samples
 
 RUN = "long"
 STEP_SIZE = 10
@@ -128,25 +120,21 @@ def _opened(path: Path) -> Repository:
 
 
 def _entry(place: Place, name: str, version: BlobRef) -> LayerEntry:
-    origin = Origin(run=RUN, attempt=place.attempt, step=place.step, save_number=place.save_number)
-    return LayerEntry(layer=name, version=version, origin=origin, optimizer_step=place.step)
+    made = samples.entry(name, run=RUN, attempt=place.attempt, step=place.step, save_number=place.save_number)
+    return replace(made, version=version)
 
 
 def _record(place: Place, entries: list[LayerEntry], states: tuple[BlobRef, ...]) -> CommitRecord:
-    return CommitRecord(
+    made = samples.record(
         run=RUN,
         attempt=place.attempt,
-        lineage=() if place.fork is None else (place.fork,),
+        fork=place.fork,
         step=place.step,
         save_number=place.save_number,
-        world_size=RANKS,
-        stage=3,
-        layers=tuple(entries),
-        states=states,
-        layout=SourceLayout(flavour="hf", tag=f"global_step{place.step}", layer_pattern=None),
-        policy=PolicyUse(name="full", parameters={}, decisions={}),
-        supersedes=(),
+        tag=f"global_step{place.step}",
+        layers=entries,
     )
+    return replace(made, world_size=RANKS, states=states)
 
 
 def _ids(number: int) -> list[ObjectId]:
@@ -155,33 +143,20 @@ def _ids(number: int) -> list[ObjectId]:
 
 def _version(repo: Repository, name: str, ids: list[ObjectId], *, with_objects: bool = False) -> BlobRef:
     """Write the version blob of a layer with one parameter, whose objects are nowhere or have no bytes."""
-    parameter, size_bytes = f"{name}.weight", 4096 + 4 * _ELEMENTS
-    tensor = StoredTensor(name=parameter, state="", dtype="F32", elements=_ELEMENTS, crc32=int(ids[0][:8], 16))
+    made = samples.version(name)
+    [model] = made.objects
+    size_bytes, crc32 = 4096 + 4 * _ELEMENTS, int(ids[0][:8], 16)
+    tensors = tuple(replace(tensor, elements=_ELEMENTS, crc32=crc32) for tensor in model.tensors)
     objects = tuple(
-        StoredObject(
-            id=object_id,
-            size_bytes=size_bytes,
-            kind=Kind.MASTER,
-            shard=shard,
-            shards=len(ids),
-            tensors=(tensor,),
-            chunks=bytes(8),
-        )
+        replace(model, id=object_id, size_bytes=size_bytes, shard=shard, shards=len(ids), tensors=tensors)
         for shard, object_id in enumerate(ids)
     )
     for each in objects if with_objects else ():
         fd = os.open(repo.layout.object(each.id), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         os.ftruncate(fd, size_bytes)
         os.close(fd)
-    shape = (len(ids), _ELEMENTS)
-    version = LayerVersion(
-        layer=name,
-        parameters=(Parameter(name=parameter, dtype="BF16", shape=shape, frozen=False, aliases=()),),
-        buffers=(),
-        world_size=len(ids),
-        objects=objects,
-    )
-    return _write_blob(repo, encode_version(version))
+    parameters = (replace(made.parameters[0], shape=(len(ids), _ELEMENTS), aliases=()),)
+    return _write_blob(repo, encode_version(replace(made, parameters=parameters, world_size=len(ids), objects=objects)))
 
 
 def _write_blob(repo: Repository, data: bytes) -> BlobRef:
@@ -191,6 +166,6 @@ def _write_blob(repo: Repository, data: bytes) -> BlobRef:
 
 
 def _write_record(repo: Repository, record: CommitRecord, number: int) -> Commit:
-    commit = make_commit(record, Observed(time_ns=_STARTED_NS + number * 10**9, bytes_new=1, bytes_reused=0))
+    commit = make_commit(record, samples.observed(_STARTED_NS + number * 10**9))
     repo.layout.record(record.run, record.step, commit.id).write_bytes(repo.records.encode(commit))
     return commit

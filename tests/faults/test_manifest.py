@@ -151,7 +151,7 @@ def _try_edits(scene: Scene, folder: Path, edits: list[Edit], progress: Path) ->
 
 def _all_edits(scene: Scene, folder: Path, edits: list[Edit]) -> list[str]:
     """Try *edits*; return what went wrong, and the one that a child has died of."""
-    found, progress = [], folder / "progress"
+    found, progress = list[str](), folder / "progress"
     for start in range(0, len(edits), _EDITS_PER_CHILD):
         args = (scene, folder, edits[start : start + _EDITS_PER_CHILD], progress)
         outcome = in_child(_try_edits, *args, timeout_seconds=240.0)

@@ -195,6 +195,10 @@ def _json(value: Any) -> bytes:
         return b"{}"
 
 
+def _json_inputs(value: Any) -> st.SearchStrategy[bytes]:
+    return _either(changed([_json(value)]), changed_values([value]).map(_json))
+
+
 def _safetensors() -> Parser:
     header = {
         "__metadata__": {"format": "pt"},
@@ -227,8 +231,7 @@ def _trainer_state() -> Parser:
         path.write_bytes(data)
         return step_of_trainer(path)
 
-    inputs = _either(changed([_json(state)]), changed_values([state]).map(_json))
-    return Parser(inputs=inputs, parse=parse, right=(SourceCheckpoint,))
+    return Parser(inputs=_json_inputs(state), parse=parse, right=(SourceCheckpoint,))
 
 
 def _weights_index() -> Parser:
@@ -239,8 +242,7 @@ def _weights_index() -> Parser:
         path.write_bytes(data)
         return shards_of_index(path)
 
-    inputs = _either(changed([_json(index)]), changed_values([index]).map(_json))
-    return Parser(inputs=inputs, parse=parse, right=(SourceCheckpoint,))
+    return Parser(inputs=_json_inputs(index), parse=parse, right=(SourceCheckpoint,))
 
 
 def _config() -> Parser:
@@ -252,8 +254,7 @@ def _config() -> Parser:
         except ValueError as exc:
             raise InvalidInput("no config") from exc
 
-    inputs = _either(changed([_json(config)]), changed_values([config]).map(_json))
-    return Parser(inputs=inputs, parse=parse, right=(InvalidInput,))
+    return Parser(inputs=_json_inputs(config), parse=parse, right=(InvalidInput,))
 
 
 def _identity() -> Parser:
@@ -280,9 +281,7 @@ def _timings() -> Parser:
         run="sft", attempt=1, step=4, save_number=0, blocked_seconds=0.1, durable_seconds=1.0, visible_seconds=None,
         copied_bytes=1, written_bytes=1, layers_saved=1, layers=2, queued=0, failure="",
     )  # fmt: skip
-    line = dataclasses.asdict(timing)
-    inputs = _either(changed([_json(line)]), changed_values([line]).map(_json))
-    return Parser(inputs=inputs, parse=lambda data, _: _timing(data), right=())
+    return Parser(inputs=_json_inputs(dataclasses.asdict(timing)), parse=lambda data, _: _timing(data), right=())
 
 
 # -- envelopes and blobs -------------------------------------------------------------------------------------------
@@ -348,11 +347,10 @@ def _commit() -> Parser:
 
 def _entries() -> Parser:
     sound = [seal_commit(samples.commit(), name=_STEP, store_id=samples.STORE_ID)]
-
-    def read(data: bytes) -> Any:
-        return unseal_entries(data, name=_STEP, store_id=samples.STORE_ID, layers=frozenset({"head"}))
-
-    return _in_an_envelope(_STEP, sound, read, None)
+    layers = frozenset({"head"})
+    return _in_an_envelope(
+        _STEP, sound, lambda data: unseal_entries(data, name=_STEP, store_id=samples.STORE_ID, layers=layers), None
+    )
 
 
 def _pin() -> Parser:

@@ -454,7 +454,9 @@ def test_heavy_libraries_are_imported_inside_functions() -> None:
 
 def test_nothing_imports_pickle() -> None:
     """No module can unpickle, by whatever name."""
-    named = [(module, found.target, found.node) for module in MODULES for found in imports_of(module)]
+    named: list[tuple[Module, str, ast.AST]] = [
+        (module, found.target, found.node) for module in MODULES for found in imports_of(module)
+    ]
     named += [(module, target, node) for module in MODULES for target, node in dynamic_imports_of(module)]
     report(
         (
