@@ -28,7 +28,7 @@ from layerstore.errors import LayerstoreError
 from layerstore.format import FORMAT
 from layerstore.policy import Policy
 from tests.compat import goldens
-from tests.compat.checkpoint import build
+from tests.generated import generate
 
 REFERENCES = ("sft", "sft@2", "sft@4", "sft@5", "sft@8", "sft@10", "sft~1", "sft~1@6", "base", "mixed", "plain")
 POLICIES: dict[str, str | Policy] = {
@@ -42,24 +42,22 @@ POLICIES: dict[str, str | Policy] = {
 def make(path: Path, scratch: Path) -> None:
     """Make the store at *path*; checkpoints are built below *scratch*."""
 
-    def checkpoint(step: int, *, variant: str = "") -> Path:
-        folder = build(scratch / f"checkpoint-{step}{variant}", step=step)
-        if variant:
-            (folder / "config.json").write_text(json.dumps({"variant": variant}))
-        return folder
+    def checkpoint(step: int, *, seed: int = 0) -> Path:
+        folder = scratch / f"checkpoint-{step}-{seed}"
+        return generate(folder, layers=1, hidden=4, vocab=4, step=step, seed=seed, layout="hf", tied=True)
 
     with layerstore.init(path) as store:
-        store.ingest(checkpoint(2, variant="base"), run="base")
+        store.ingest(checkpoint(2, seed=1), run="base")
         store.ingest(checkpoint(2), run="sft")
         for step in (4, 6):
             store.ingest(checkpoint(step), run="sft", policy="parity")
         store.ingest(checkpoint(5), run="sft", rollback=True, policy="parity")
-        store.ingest(checkpoint(5, variant="again"), run="sft", policy="parity", replace=True)
+        store.ingest(checkpoint(5, seed=1), run="sft", policy="parity", replace=True)
         store.ingest(checkpoint(7), run="sft", policy="parity")
         store.drop("sft@7")
         store.ingest(checkpoint(8), run="sft")
         store.drop("sft@8")
-        store.ingest(scratch / "checkpoint-8", run="sft")
+        store.ingest(scratch / "checkpoint-8-0", run="sft")
         store.ingest(checkpoint(10), run="sft", policy="parity")
         store.compose("sft@5", policy=layerstore.Parity(fresh="odd")).pin("mixed")
         store.pin("plain", "sft@5")

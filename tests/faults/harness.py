@@ -123,41 +123,27 @@ class Call:
 
 
 class Recorder:
-    """A hook that notes what would have been done."""
+    """A hook that notes what would be done, and does a *deed* of its own in front of one call."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call | None = None, deed: Callable[[Path], object] = lambda _: None) -> None:
         self._guard = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._call = call
+        self._deed = deed
         self.paths: list[tuple[Call, Path]] = []
 
     def __call__(self, operation: str, path: Path) -> None:
         """Note one call."""
         with self._guard:
-            self.paths.append((self.count(operation), path))
-
-    def count(self, operation: str) -> Call:
-        """Count one call of *operation*."""
-        self._counts[operation] += 1
-        return Call(operation, self._counts[operation])
+            self._counts[operation] += 1
+            self.paths.append((Call(operation, self._counts[operation]), path))
+            if self.paths[-1][0] == self._call:
+                self._deed(path)
 
     @property
     def calls(self) -> list[Call]:
         """All calls, in order."""
         return [call for call, _ in self.paths]
-
-
-class Killer(Recorder):
-    """A hook that kills its process with SIGKILL in front of one call."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self._call = call
-
-    def __call__(self, operation: str, path: Path) -> None:
-        """Die, if this is the call."""
-        with self._guard:
-            if self.count(operation) == self._call:
-                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Refuser(Recorder):
@@ -167,21 +153,21 @@ class Refuser(Recorder):
     _ALWAYS_WORK = frozenset({"unlink", "rmtree"})
 
     def __init__(self, call: Call, number: int, *, lasting: bool = False) -> None:
-        super().__init__()
-        self._call = call
+        super().__init__(call, self._refuse)
         self._number = number
         self._lasting = lasting
         self.failed: list[Path] = []
 
     def __call__(self, operation: str, path: Path) -> None:
-        """Raise, if this is the call."""
+        """Raise, if this is the call, or a later one."""
+        had_failed = bool(self.failed)
         super().__call__(operation, path)
-        with self._guard:
-            is_it = (operation, self._counts[operation]) == (self._call.operation, self._call.ordinal)
-            if not is_it and not (self._lasting and self.failed and operation not in self._ALWAYS_WORK):
-                return
-            self.failed.append(path)
-        raise StorageIO(f"cannot {operation} {path}: made up", errno=self._number, filename=str(path), hint="none")
+        if self._lasting and had_failed and operation not in self._ALWAYS_WORK:
+            self._refuse(path)
+
+    def _refuse(self, path: Path) -> None:
+        self.failed.append(path)
+        raise StorageIO(f"{path} refused: made up", errno=self._number, filename=str(path), hint="none")
 
 
 def refuse_links(*_: object, **__: object) -> None:

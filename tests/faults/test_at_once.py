@@ -299,14 +299,12 @@ def test_killed_processes_lose_nothing(fast_path: Path, arena: Arena, seconds: f
 
 def _do_and_stop(path: Path, arena: Arena, deed: str, call: Call) -> None:
     """Save or collect, suspended before *call*; files beside the store say so, and that it came to its end."""
-    counts = Recorder()
 
-    def stop(operation: str, _: Path) -> None:
-        if counts.count(operation) == call:
-            (path.parent / "stopped").touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def stop(_: Path) -> None:
+        (path.parent / "stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-    with Store(path, hook=stop) as store:
+    with Store(path, hook=Recorder(call, stop)) as store:
         _do(store, arena, deed)
     (path.parent / "finished").touch()
 

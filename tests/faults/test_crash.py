@@ -3,17 +3,15 @@ kill -9 at every step that writes: what was saved stays, and the same command th
 
 A dry pass counts the calls of the seam, then the verb runs once per call in a child that kills itself there.
 Every end state is looked at twice, with the index as the crash left it and without any.
-LMDB's own writes do not pass the seam: strace and random kills cover those.
+LMDB's own writes do not pass the seam: strace covers those, and random kills of processes at once (`test_at_once`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,18 +19,13 @@ from pathlib import Path
 import pytest
 
 from layerstore.ingest import transfer
-from layerstore.store import Store
 from tests.faults.harness import (
     Call,
-    Killer,
     Recorder,
-    child,
     in_child,
-    problems,
     refuse_links,
     seeded,
     traced,
-    wait_for,
 )
 from tests.faults.verbs import VERBS, WRITES, aftermath, fresh
 
@@ -49,7 +42,7 @@ def with_one_worker() -> None:
 
 def _crash(folder: Path, name: str, call: Call) -> None:
     with_one_worker()
-    VERBS[name](folder, Killer(call))
+    VERBS[name](folder, Recorder(call, lambda _: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 def _aftermaths(folder: Path, name: str) -> list[str]:
@@ -174,36 +167,3 @@ def test_a_kill_inside_the_index_loses_nothing(fast_path: Path, scene: Path, nam
         assert looked.needed() == [], count
     print(f"{name}: {count - 1} kills at {call}")
     assert count > 1 or call == "rename"
-
-
-def _ingest_for_ever(folder: Path, scene: Path) -> None:
-    with Store(folder / "store") as store:
-        (folder / "started").touch()
-        while True:
-            for source in ("second", "other", "first"):
-                store.ingest(scene / source, run="busy", replace=True)
-
-
-@pytest.mark.fault(5)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_a_kill_at_a_random_time_loses_nothing(fast_path: Path, scene: Path, kills: int) -> None:
-    """A process that ingests without end is killed at any moment, again and again on the same store."""
-    chance = seeded("random times")
-    folder = fresh(scene, fast_path / "random", "verify")
-    facts = json.loads((scene / "facts.json").read_text())
-    digests = {"run@2": facts["other"], "run@4": facts["second"], "kept": facts["first"]}
-    for number in range(kills):
-        with child(_ingest_for_ever, folder, scene) as busy:
-            wait_for(folder / "started")
-            time.sleep(chance.random() * 0.3)
-            busy.kill()
-        (folder / "started").unlink()
-
-        looked = in_child(problems, folder / "store", folder, digests)
-
-        assert looked.needed() == [], number
-        # A replaced record may have gone to the trash before the index was told.
-        notices = [notice for notice in looked.notices if "no longer there" not in notice]
-        assert notices == [], "LMDB survives a kill by itself"
-    assert in_child(aftermath, folder, "verify").needed() == []
