@@ -22,9 +22,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,7 @@ from layerstore import Keep
 from layerstore.errors import Conflict, IntegrityError, Internal, Locked, NotFound
 from layerstore.history import resolve
 from layerstore.ingest import transfer
-from layerstore.storage import IndexNotice
+from layerstore.storage import IndexNotice, Repository
 from layerstore.store import Store, init
 from tests.faults.harness import (
     Call,
@@ -404,12 +406,20 @@ class _NoHold:
         """Find it held."""
 
 
+class _Lockless(Repository):
+    """A repository that locks nobody out of a collection."""
+
+    def lock_gc(self) -> AbstractContextManager[Any]:
+        """Lock nothing."""
+        return contextlib.nullcontext(_NoHold())
+
+
 def _collect(store: Store, arena: Arena) -> object:
     return store.gc(Keep(last=1), runs=["run"])
 
 
 def _collect_without_a_lock(store: Store, arena: Arena) -> object:
-    vars(store.repo)["lock_gc"] = lambda: contextlib.nullcontext(_NoHold())
+    store._repo = _Lockless(**{field.name: getattr(store.repo, field.name) for field in fields(Repository)})
     return _collect(store, arena)
 
 

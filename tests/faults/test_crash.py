@@ -45,9 +45,13 @@ def _crash(folder: Path, name: str, call: Call) -> None:
     VERBS[name](folder, Recorder(call, lambda _: os.kill(os.getpid(), signal.SIGKILL)))
 
 
+def _twin_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-without-index")
+
+
 def _aftermaths(folder: Path, name: str) -> list[str]:
     """Look at the crash's end state as it is, and at a copy that has lost its index."""
-    twin = folder.with_name(f"{folder.name}-without-index")
+    twin = _twin_of(folder)
     folder.mkdir(exist_ok=True)  # killed before anything was made
     shutil.copytree(folder, twin, symlinks=True)
     for store in ("store", "new"):
@@ -97,7 +101,7 @@ def _crash_at(
 
         assert died.exit_code == -signal.SIGKILL, f"{call}: {died}"
         assert looked.needed() == [], f"{name} killed at {call}"
-        for left in path.glob(f"{call}*"):
+        for left in (folder, _twin_of(folder)):
             shutil.rmtree(left)
 
     with ThreadPoolExecutor(2) as pool:

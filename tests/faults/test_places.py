@@ -12,7 +12,7 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.check.doctor import Diagnosis
-from layerstore.storage import IndexNotice, WeakDurability, files, locks, manifest_directory
+from layerstore.storage import IndexNotice, WeakDurability, files, locks
 from tests.faults.disks import is_remounted, mounted
 from tests.faults.harness import composed, in_child, tiny_checkpoint
 
@@ -182,33 +182,6 @@ def test_every_verb_works_on_a_network_filesystem(
     assert (index / "data.mdb").is_file()
     assert not (network / "store" / "manifest").exists()
     assert {path.name for path in (network / "store" / "locks").iterdir()} >= {"gc.lock", "run-run.lock", "gc.lock.1"}
-
-
-def test_two_stores_may_be_given_one_folder_for_the_index(
-    sources: Path, fast_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has its own below it, by its id; exchanged, neither is believed."""
-    monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(fast_path / "index"))
-    indexes = []
-    for name, step in (("a", 2), ("b", 4)):
-        with layerstore.init(fast_path / name) as store:
-            store.ingest(sources / f"step{step}", run="run")
-            indexes.append(manifest_directory(store.repo.layout, store_id=store.id))
-    first, second = indexes
-    assert {path.parent for path in indexes} == {fast_path / "index"}
-    first.rename(fast_path / "aside")
-    second.rename(first)
-    (fast_path / "aside").rename(second)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = {}
-        for name in ("a", "b"):
-            with Store(fast_path / name) as store:
-                found[name] = [entry.step for entry in store.log()]
-
-    assert found == {"a": [2], "b": [4]}
-    assert [notice.category for notice in caught] == [IndexNotice, IndexNotice]
 
 
 # -- without an index ----------------------------------------------------------------------------------------------
