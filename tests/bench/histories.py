@@ -34,6 +34,7 @@ RANKS = 8
 DUE = 10
 """Layers that each save of `build_objects` stores."""
 _ELEMENTS = 64
+OBJECT_BYTES = 4096 + 4 * _ELEMENTS
 _STARTED_NS = 1_700_000_000_000_000_000
 
 
@@ -75,7 +76,7 @@ def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
     chance = random.Random(seed)
     repo = _opened(path)
     names = layer_names(layers)
-    versions = {name: [_version(repo, name, _ids(number)) for number in range(VERSIONS)] for name in names}
+    versions = {name: [write_version(repo, name, _ids(number)) for number in range(VERSIONS)] for name in names}
     states = tuple(BlobRef(id=ObjectId(f"{rank:032x}"), size_bytes=1) for rank in range(RANKS))
     for number, place in enumerate(places(commits)):
         chosen = {name: versions[name][place.save_number % VERSIONS] for name in names}
@@ -97,7 +98,7 @@ def build_objects(path: Path, *, commits: int, layers: int = 80, seed: int = 0) 
         place = Place(1, None, (number + 1) * STEP_SIZE, number)
         for name in names if not number else [names[(number * DUE + at) % len(names)] for at in range(DUE)]:
             ids = [ObjectId(f"{chance.getrandbits(128):032x}") for _ in range(RANKS + 1)]
-            entries[name] = _entry(place, name, _version(repo, name, ids, with_objects=True))
+            entries[name] = _entry(place, name, write_version(repo, name, ids, with_objects=True))
         state = RankState(
             rank=0,
             model=TreeFile(path="model_states.pt", tree={"global_steps": number}),
@@ -105,7 +106,7 @@ def build_objects(path: Path, *, commits: int, layers: int = 80, seed: int = 0) 
             files=(),
             gathered=(),
         )
-        states = (_write_blob(repo, encode_state(state)),)
+        states = (write_blob(repo, encode_state(state)),)
         _write_record(repo, _record(place, [entries[name] for name in names], states), number)
     repo.catalog.close()
 
@@ -141,25 +142,26 @@ def _ids(number: int) -> list[ObjectId]:
     return [ObjectId(f"{number:031x}{shard}") for shard in range(RANKS)]
 
 
-def _version(repo: Repository, name: str, ids: list[ObjectId], *, with_objects: bool = False) -> BlobRef:
+def write_version(repo: Repository, name: str, ids: list[ObjectId], *, with_objects: bool = False) -> BlobRef:
     """Write the version blob of a layer with one parameter, whose objects are nowhere or have no bytes."""
     made = samples.version(name)
     [model] = made.objects
-    size_bytes, crc32 = 4096 + 4 * _ELEMENTS, int(ids[0][:8], 16)
+    crc32 = int(ids[0][:8], 16)
     tensors = tuple(replace(tensor, elements=_ELEMENTS, crc32=crc32) for tensor in model.tensors)
     objects = tuple(
-        replace(model, id=object_id, size_bytes=size_bytes, shard=shard, shards=len(ids), tensors=tensors)
+        replace(model, id=object_id, size_bytes=OBJECT_BYTES, shard=shard, shards=len(ids), tensors=tensors)
         for shard, object_id in enumerate(ids)
     )
     for each in objects if with_objects else ():
         fd = os.open(repo.layout.object(each.id), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        os.ftruncate(fd, size_bytes)
+        os.ftruncate(fd, OBJECT_BYTES)
         os.close(fd)
     parameters = (replace(made.parameters[0], shape=(len(ids), _ELEMENTS), aliases=()),)
-    return _write_blob(repo, encode_version(replace(made, parameters=parameters, world_size=len(ids), objects=objects)))
+    return write_blob(repo, encode_version(replace(made, parameters=parameters, world_size=len(ids), objects=objects)))
 
 
-def _write_blob(repo: Repository, data: bytes) -> BlobRef:
+def write_blob(repo: Repository, data: bytes) -> BlobRef:
+    """Write a blob."""
     ref = ref_of(data)
     repo.layout.object(ref.id).write_bytes(data)
     return ref

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from layerstore.history.needs import objects_of_state, objects_of_version
+from layerstore.history.needs import objects_of_state
 from layerstore.model import Kind
 from layerstore.store import Store, init
 from layerstore.zero3 import discover, read_checkpoint
@@ -149,7 +149,7 @@ def needed(store: Store) -> set[str]:
     for record in (*records, *(pin.record for pin in store.pins())):
         for entry in record.layers:
             if entry.version.id not in found:
-                found |= {entry.version.id, *(ref.id for ref in objects_of_version(repo.version_of(entry)))}
+                found |= {entry.version.id, *(stored.id for stored in repo.version_of(entry).objects)}
         for state in record.states:
             found |= {state.id, *(ref.id for ref in objects_of_state(repo.state(state)))}
     return found
