@@ -102,7 +102,8 @@ class RunView:
         With *step* the history begins at that step or below. Two commits of one step are both yielded.
         Nothing is looked at before it is asked for, so a caller may stop where it likes.
         """
-        segments = [rows[::-1] for rows in self._segments(attempt, step)]
+        # Not reversed copies: most callers take one of 10,000.
+        segments = [map(rows.__getitem__, range(end - 1, -1, -1)) for rows, end in self._segments(attempt, step)]
         # As a rule one segment ends before the next begins; an attempt may also have saved below its own fork.
         return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
 
@@ -115,11 +116,15 @@ class RunView:
         segments = self._segments(attempt, step)
         if not segments:
             return default.save_number
-        oldest = min((rows[0] for rows in segments), key=_IN_HISTORY)
-        return oldest.save_number + sum(map(len, segments)) - 1
+        oldest = min((rows[0] for rows, _ in segments), key=_IN_HISTORY)
+        return oldest.save_number + sum(end for _, end in segments) - 1
 
-    def _segments(self, attempt: int, step: int | None) -> list[list[RecordRow]]:
-        """Return the visible commits of *attempt* up to *step*, and those of each attempt that it descends from."""
+    def _segments(self, attempt: int, step: int | None) -> list[tuple[list[RecordRow], int]]:
+        """
+        Return the visible commits of *attempt*, and those of each attempt that it descends from.
+
+        With each list goes how many of it are up to *step*, and below the fork.
+        """
         segments = []
         below: int | None = step
         at: int | None = attempt
@@ -127,7 +132,7 @@ class RunView:
             rows = self.of_attempt(at)
             end = len(rows) if below is None else bisect_right(rows, below, key=_BY_STEP)
             if end:
-                segments.append(rows[:end])
+                segments.append((rows, end))
             fork = self.fork_of(at)
             if fork is not None:
                 below = fork.step if below is None else min(below, fork.step)
