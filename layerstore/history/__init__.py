@@ -9,12 +9,10 @@ from layerstore.history.needs import (
     objects_of_state,
     objects_of_version,
 )
-from layerstore.history.past import Past, asked_again, saved_at, saves_below, with_records_read
+from layerstore.history.past import Past, has_shrunk, saved_at, saves_below, view_read_again
 from layerstore.history.place import (
     Place,
-    entries_of,
     newest_attempt,
-    own_numbers,
     place_after,
     place_at,
     place_begun,
@@ -38,10 +36,9 @@ __all__ = [
     "Place",
     "Resolved",
     "Staleness",
-    "asked_again",
     "check_staleness",
     "draw_graph",
-    "entries_of",
+    "has_shrunk",
     "is_mixture",
     "locate",
     "named_by",
@@ -49,7 +46,6 @@ __all__ = [
     "objects_of_state",
     "objects_of_version",
     "only_run",
-    "own_numbers",
     "place_after",
     "place_at",
     "place_begun",
@@ -65,5 +61,5 @@ __all__ = [
     "saved_now",
     "saves_below",
     "staleness_of",
-    "with_records_read",
+    "view_read_again",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from layerstore.errors import InvalidInput, Locked, StorageIO
 from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
-from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse
+from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse, SourceLayout
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.zero3 import LayerSource
 
@@ -34,6 +34,48 @@ class Place:
     def fork(self) -> Fork | None:
         """Where its attempt forked from an earlier one."""
         return self.lineage[0] if self.lineage else None
+
+    def record(
+        self,
+        *,
+        run: str,
+        step: int,
+        layers: Iterable[LayerSource],
+        due: Collection[str],
+        versions: Mapping[str, BlobRef],
+        states: tuple[BlobRef, ...],
+        world_size: int,
+        layout: SourceLayout,
+        policy: PolicyUse,
+        flags: tuple[str, ...] = (),
+    ) -> CommitRecord:
+        """Return the record of a commit here: *versions* of the layers that are *due*, and the inherited others."""
+        origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
+        return CommitRecord(
+            run=run,
+            attempt=self.attempt,
+            lineage=self.lineage,
+            step=step,
+            save_number=self.save_number,
+            world_size=world_size,
+            stage=3,
+            layers=tuple(
+                LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
+                if of.layer in due
+                else self.inherited[of.layer]
+                for of in layers
+            ),
+            states=states,
+            layout=layout,
+            policy=policy,
+            supersedes=self.supersedes,
+            flags=flags,
+        )
+
+    def own_numbers(self, run: str) -> dict[str, int]:
+        """Return the save number of each inherited layer that was saved in *run* before this."""
+        origins = {layer: entry.origin for layer, entry in self.inherited.items() if entry.origin.run == run}
+        return {layer: of.save_number for layer, of in origins.items() if of.save_number < self.save_number}
 
 
 def place_begun(view: RunView | None) -> Place:
@@ -175,31 +217,8 @@ def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None
     )
 
 
-def entries_of(
-    layers: Iterable[LayerSource],
-    *,
-    due: Collection[str],
-    versions: Mapping[str, BlobRef],
-    origin: Origin,
-    inherited: Mapping[str, LayerEntry],
-) -> tuple[LayerEntry, ...]:
-    """Return a record's entries for *layers*: the new versions of those that are *due*, the inherited of the rest."""
-    return tuple(
-        LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
-        if of.layer in due
-        else inherited[of.layer]
-        for of in layers
-    )
-
-
 def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
     return {entry.layer: entry for entry in record.layers}
-
-
-def own_numbers(place: Place, run: str) -> dict[str, int]:
-    """Return the save number of each inherited layer that was saved in *run* before *place*."""
-    origins = {layer: entry.origin for layer, entry in place.inherited.items() if entry.origin.run == run}
-    return {layer: of.save_number for layer, of in origins.items() if of.save_number < place.save_number}
 
 
 def rows_at(view: RunView | None, step: int) -> list[RecordRow]:

@@ -13,27 +13,27 @@ from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
 
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, Overtaken, StorageIO
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound, Overtaken, StorageIO
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     Place,
-    asked_again,
-    entries_of,
+    has_shrunk,
     newest_attempt,
     place_beside,
     place_free,
     place_of,
     reserve,
+    resolve,
     rows_at,
-    with_records_read,
+    view_read_again,
 )
 from layerstore.ingest.due import layers_due
 from layerstore.ingest.plan import IngestPlan
 from layerstore.ingest.transfer import Content, transfer
-from layerstore.model import CommitId, CommitRecord, Origin, PolicyUse, SourceLayout
+from layerstore.model import CommitId, CommitRecord, PolicyUse, SourceLayout
 from layerstore.policy import Latest
 from layerstore.progress import Progress
-from layerstore.publish import Published, Transaction, retire
+from layerstore.publish import Published, Transaction, make_pin, retire
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
 
@@ -86,16 +86,18 @@ def execute_ingest(repo: Repository, plan: IngestPlan, *, progress: Progress) ->
         Overtaken: A collection took what was to be reused; the same command again succeeds.
     """
     started = time.monotonic()
-
-    def stored(view: RunView | None) -> Ingested:
-        if view is not None:
-            view = with_records_read(repo, view, plan.step)
-        ingest = _Ingest(repo, plan, view, progress, started)
-        rival = ingest.rival()
-        return (None if rival is None else ingest.beside(rival)) or ingest.as_new(rival)
-
     with repo.lock_run(plan.run), _disk_explained(repo, plan):
-        return asked_again(repo, plan.run, stored)
+        while True:
+            ingest = _Ingest(repo, plan, view_read_again(repo, plan.run, plan.step), progress, started)
+            try:
+                ingested = ingest.run()
+                break
+            except NotFound:
+                if ingest.view is None or not has_shrunk(repo, ingest.view):
+                    raise
+    if plan.pin is not None:
+        make_pin(repo, plan.pin, resolve(repo, ingested.commit))
+    return ingested
 
 
 def _notes(
@@ -161,7 +163,13 @@ class _Ingest:
     progress: Progress
     started: float
 
-    def rival(self) -> RecordRow | None:
+    def run(self) -> Ingested:
+        """Find out whether this was saved before, and store it."""
+        rival = self._rival()
+        done = None if rival is None else self._beside(rival)
+        return done or self._as_new(rival)
+
+    def _rival(self) -> RecordRow | None:
         """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
         rows = rows_at(self.view, self.plan.step)
         if self.view is None or not rows:
@@ -177,7 +185,7 @@ class _Ingest:
             each.id == row.id for each in view.history(newest_attempt(view), step=self.plan.step)
         )
 
-    def beside(self, rival: RecordRow) -> Ingested | None:
+    def _beside(self, rival: RecordRow) -> Ingested | None:
         """Put back what the store has lost of *rival*, if that has the same content; return None if it has not."""
         plan = self.plan
         place, use = place_beside(self.repo, rival)
@@ -188,8 +196,10 @@ class _Ingest:
             return None
         due = frozenset(rival.layer_names) - place.inherited.keys()
         with Transaction(self.repo, reads_reused=not plan.trust_store) as tx:
-            content = self._transfer(tx, due=due, known_before=True, moments=not trimmed)
-            record = _record(plan, content, place, use, due)
+            content = transfer(
+                plan.checkpoint, tx.objects, self.progress, due=due, known_before=True, moments=not trimmed
+            )
+            record = self._record(place, use, content, due)
             if commit_id(record) == rival.id:
                 for entry in place.inherited.values():
                     tx.inherit(entry)
@@ -203,7 +213,7 @@ class _Ingest:
             )
         return None
 
-    def as_new(self, rival: RecordRow | None) -> Ingested:
+    def _as_new(self, rival: RecordRow | None) -> Ingested:
         """Store a commit of its own, which replaces *rival* if that was asked for."""
         plan, view = self.plan, self.view
         replaced_row = rival if plan.replace and not plan.opens_attempt else None
@@ -221,9 +231,9 @@ class _Ingest:
                 due, decisions = layers_due(self.repo, plan.checkpoint, place, plan.policy, run=plan.run)
             use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
             tx = opened.enter_context(Transaction(self.repo, reads_reused=not plan.trust_store))
-            content = self._transfer(tx, due=due, known_before=rival is not None)
-            record = _record(plan, content, place, use, due)
-            for name, problem in self._damaged():
+            content = transfer(plan.checkpoint, tx.objects, self.progress, due=due, known_before=rival is not None)
+            record = self._record(place, use, content, due)
+            for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
                     drop = f"layerstore drop {plan.run}@{plan.step}"
                     raise IntegrityError(
@@ -234,10 +244,6 @@ class _Ingest:
                 if entry.layer not in due:
                     tx.inherit(entry)
             return self._outcome(tx, tx.commit(record), content)
-
-    def _transfer(self, tx: Transaction, *, due: frozenset[str], known_before: bool, moments: bool = True) -> Content:
-        checkpoint = self.plan.checkpoint
-        return transfer(checkpoint, tx.objects, self.progress, due=due, known_before=known_before, moments=moments)
 
     def _place(self, view: RunView | None, rivals: list[RecordRow]) -> Place:
         plan = self.plan
@@ -254,9 +260,27 @@ class _Ingest:
         except InvalidInput:
             return False
 
-    def _damaged(self) -> list[tuple[RecordName, LayerstoreError]]:
+    def _damaged(self) -> dict[RecordName, LayerstoreError]:
         damaged = {} if self.view is None else self.view.damaged
-        return [each for each in damaged.items() if each[0].step == self.plan.step]
+        return {name: problem for name, problem in damaged.items() if name.step == self.plan.step}
+
+    def _record(self, place: Place, policy: PolicyUse, content: Content, due: frozenset[str]) -> CommitRecord:
+        plan, checkpoint = self.plan, self.plan.checkpoint
+        layers, found = checkpoint.layers, checkpoint.found
+        if not content.has_moments:
+            layers = tuple(replaced(layer, optimizer_step=None) for layer in layers)
+        return place.record(
+            run=plan.run,
+            step=plan.step,
+            layers=layers,
+            due=due,
+            versions=content.versions,
+            states=content.states,
+            world_size=checkpoint.world_size,
+            layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=plan.layer_pattern),
+            policy=policy,
+            flags=() if content.has_moments else (WITHOUT_MOMENTS,),
+        )
 
     def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:
         plan, writer, commit, is_new = self.plan, tx.objects, published.commit, published.is_new
@@ -281,26 +305,3 @@ class _Ingest:
             source=source.folder / source.tag,
             notes=(*plan.checkpoint.notes, *_notes(plan, record, self.view, writer, is_new=is_new)),
         )
-
-
-def _record(plan: IngestPlan, content: Content, place: Place, policy: PolicyUse, due: frozenset[str]) -> CommitRecord:
-    found = plan.checkpoint.found
-    layers = plan.checkpoint.layers
-    if not content.has_moments:
-        layers = tuple(replaced(layer, optimizer_step=None) for layer in layers)
-    origin = Origin(run=plan.run, attempt=place.attempt, step=plan.step, save_number=place.save_number)
-    return CommitRecord(
-        run=plan.run,
-        attempt=place.attempt,
-        lineage=place.lineage,
-        step=plan.step,
-        save_number=place.save_number,
-        world_size=plan.checkpoint.world_size,
-        stage=3,
-        layers=entries_of(layers, due=due, versions=content.versions, origin=origin, inherited=place.inherited),
-        states=content.states,
-        layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=plan.layer_pattern),
-        policy=policy,
-        supersedes=place.supersedes,
-        flags=() if content.has_moments else (WITHOUT_MOMENTS,),
-    )

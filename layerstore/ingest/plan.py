@@ -6,6 +6,7 @@ from pathlib import Path
 from layerstore.errors import Conflict, InvalidInput, SourceCheckpoint, Unsupported
 from layerstore.layers import check_name, compile_pattern
 from layerstore.policy import Latest, Policy
+from layerstore.publish import check_pin_free, check_pin_name
 from layerstore.storage import Repository
 from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
@@ -23,6 +24,8 @@ class IngestPlan:
     """Training went back to an earlier step."""
     resumed_from: str | None
     """The commit or composite that training resumed from, if the commit opens an attempt."""
+    pin: str | None
+    """The pin that the commit gets."""
     trust_store: bool
     """Reuse what the store has without reading it."""
 
@@ -50,11 +53,14 @@ def plan_ingest(
     policy: Policy | None = None,
     rollback: bool = False,
     resumed_from: str | None = None,
+    pin: str | None = None,
     trust_store: bool = False,
 ) -> IngestPlan:
     """Read and check the checkpoint at *path*; nothing is written."""
     if rollback and resumed_from is not None:
         raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
+    if pin is not None:
+        check_pin_name(repo, pin)
     repo.prepare_writing()
     pattern = compile_pattern(layer_pattern)
     found = discover(path, tag=tag, follow=follow)
@@ -75,6 +81,8 @@ def plan_ingest(
             "which cannot be cut into layers",
             hint="ingest it with policy full",
         )
+    if pin is not None:
+        check_pin_free(repo, pin, run=name, step=checkpoint.step)
     return IngestPlan(
         checkpoint=checkpoint,
         run=name,
@@ -83,5 +91,6 @@ def plan_ingest(
         policy=policy,
         rollback=rollback,
         resumed_from=resumed_from,
+        pin=pin,
         trust_store=trust_store,
     )

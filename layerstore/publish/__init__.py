@@ -13,6 +13,7 @@ from layerstore.publish.rank_parts import (
     write_share,
 )
 from layerstore.publish.staging import Checksums, KeptFile, SourceReader, Staging, Witness, crc32_of, stage_version
+from layerstore.publish.timings import SaveTiming, note_timing, read_timings
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "JointCommit",
     "KeptFile",
     "Published",
+    "SaveTiming",
     "SourceReader",
     "Staging",
     "Transaction",
@@ -34,9 +36,11 @@ __all__ = [
     "fail_share",
     "join",
     "make_pin",
+    "note_timing",
     "objects_due",
     "parts_of",
     "read_pins",
+    "read_timings",
     "republish",
     "retire",
     "stage_version",

@@ -5,16 +5,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Mut
 from dataclasses import dataclass, replace
 
 from layerstore.errors import LayerstoreError, LayoutMismatch, Overtaken
-from layerstore.history import Place, entries_of
+from layerstore.history import Place
 from layerstore.model import (
     BlobRef,
     Commit,
-    CommitRecord,
     Kind,
     LayerEntry,
     LayerPart,
     Observed,
-    Origin,
     Part,
     PolicyUse,
     SourceLayout,
@@ -167,7 +165,17 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             hint=_STORED_AGAIN,
         )
     with Transaction(repo) as tx:
-        record = _record(joint, parts, dict(_versions(tx.objects, joint, parts)), inherited)
+        record = replace(joint.place, save_number=joint.save_number, inherited=inherited).record(
+            run=joint.run,
+            step=joint.step,
+            layers=joint.share.layers,
+            due=joint.due,
+            versions=dict(_versions(tx.objects, joint, parts)),
+            states=tuple(part.state for part in parts if part.state is not None),
+            world_size=joint.share.world_size,
+            layout=joint.layout(),
+            policy=joint.policy,
+        )
         try:
             for entry in record.layers:
                 if entry.layer not in joint.due:
@@ -222,24 +230,3 @@ def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject
         yield buffers[0]
     else:
         yield from (replace(of, shard=rank, shards=len(by_rank)) for rank, of in enumerate(buffers))
-
-
-def _record(
-    joint: JointCommit, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
-) -> CommitRecord:
-    place, share = joint.place, joint.share
-    origin = Origin(run=joint.run, attempt=place.attempt, step=joint.step, save_number=joint.save_number)
-    return CommitRecord(
-        run=joint.run,
-        attempt=place.attempt,
-        lineage=place.lineage,
-        step=joint.step,
-        save_number=joint.save_number,
-        world_size=share.world_size,
-        stage=3,
-        layers=entries_of(share.layers, due=joint.due, versions=versions, origin=origin, inherited=inherited),
-        states=tuple(part.state for part in parts if part.state is not None),
-        layout=joint.layout(),
-        policy=joint.policy,
-        supersedes=(),
-    )

@@ -19,7 +19,7 @@ from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.files import Files
-from layerstore.storage.handles import NewFile, OpenFile, Stream, is_wanted
+from layerstore.storage.handles import OpenFile, Stream
 
 
 def read_chunks(file: OpenFile) -> Iterator[memoryview]:
@@ -319,14 +319,14 @@ class ObjectWriter:
                 draft.write_at(hasher.size_bytes, data)
                 hasher.update(data)
             check_hash(ref, hasher)
-            draft.keep_as(ref)
+            self.keep(draft, ref)
 
     @contextlib.contextmanager
-    def draft(self) -> Iterator["Draft"]:
-        """Yield a draft for bytes whose name is known only afterwards; it is removed unless it is kept."""
+    def draft(self) -> Iterator[Stream]:
+        """Yield a new file for bytes whose name is known only afterwards; it is removed unless it is kept."""
         path = self._layout.tmp / secrets.token_hex(16)
         with self._files.create(path, sync_ahead=True) as file:
-            draft = Draft(self, file, past_cache=self._past_cache)
+            draft = Stream(file, past_cache=self._past_cache)
             try:
                 yield draft
             finally:
@@ -334,14 +334,18 @@ class ObjectWriter:
                 if not draft.is_kept:
                     self._files.discard(path)
 
-    def keep(self, ref: BlobRef, path: Path) -> bool:
-        """Remember that *path*, written and synced, becomes *ref*; False if another draft has the same bytes."""
+    def keep(self, draft: Stream, ref: BlobRef) -> bool:
+        """Sync *draft* and stage it as *ref*, unless the store or another draft has that; return whether it was new."""
+        if self.spares_writing(ref):
+            return False
+        draft.finish()
         with self._guard:
             if ref.id in self._staged:
                 return False
-            self._staged[ref.id] = ref, path
+            self._staged[ref.id] = ref, draft.path
             self.bytes_new += ref.size_bytes
-            return True
+            draft.is_kept = True
+        return True
 
     def put(self, data: bytes, ref: BlobRef) -> None:
         """Stage the small object *data*, unless it is there already."""
@@ -419,35 +423,3 @@ class ObjectWriter:
         for _, path in self._staged.values():
             if self._files.exists(path):
                 self._files.discard(path)
-
-
-class Draft:
-    """Bytes on their way into the store, under no name yet."""
-
-    def __init__(self, writer: ObjectWriter, file: NewFile, *, past_cache: bool) -> None:
-        self._writer = writer
-        self._file = file
-        self._stream = Stream(file) if past_cache and is_wanted() else None
-        self.is_kept = False
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Write *data* at *offset*, where the last write ended."""
-        if self._stream is None:
-            self._file.write_at(offset, data)
-        else:
-            self._stream.write_at(offset, data)
-
-    def keep_as(self, ref: BlobRef) -> bool:
-        """Sync what was written and stage it as *ref*, unless the store has that; return whether it was new."""
-        if self._writer.spares_writing(ref):
-            return False
-        if self._stream is not None:
-            self._stream.finish()
-        self._file.sync()
-        self.is_kept = self._writer.keep(ref, self._file.path)
-        return self.is_kept
-
-    def close(self) -> None:
-        """Release the buffer."""
-        if self._stream is not None:
-            self._stream.close()
