@@ -101,12 +101,10 @@ class Store:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
-        from layerstore.ingest import execute_ingest, plan_ingest
+        from layerstore.ingest import IngestRequest, ingest
         from layerstore.policy import checked, policy_named
 
-        plan = plan_ingest(
-            self._repo,
-            Path(checkpoint),
+        asked = IngestRequest(
             run=run,
             tag=tag,
             replace=replace,
@@ -119,7 +117,7 @@ class Store:
             pin=pin,
             trust_store=trust_store,
         )
-        return execute_ingest(self._repo, plan, progress=progress or Silent())
+        return ingest(self._repo, Path(checkpoint), asked, progress=progress or Silent())
 
     def compose(
         self,
@@ -180,7 +178,7 @@ class Store:
 
         return read_log(self._repo, run=run, limit=limit, before=before, graph=graph)
 
-    def timings(self, run: str) -> dict[tuple[int, int], "SaveTiming"]:
+    def timings(self, run: str) -> "dict[tuple[int, int], SaveTiming]":
         """Return what the saves of *run* took that were made while training, by attempt and step."""
         from layerstore.publish import read_timings
 
@@ -260,15 +258,11 @@ class Store:
 
     def pins(self) -> list[Pin]:
         """Return all readable pins, by name."""
-        from layerstore.publish import read_pins
-
-        return read_pins(self._repo)[0]
+        return self._repo.records.readable_pins()
 
     def damaged_pins(self) -> dict[str, LayerstoreError]:
         """Return the names of pins that cannot be read, and why."""
-        from layerstore.publish import read_pins
-
-        return read_pins(self._repo)[1]
+        return {name: pin for name, pin in self._repo.records.pins() if not isinstance(pin, Pin)}
 
     def delete_pin(self, name: str) -> bool | None:
         """

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerstore.check.damage import Cost, Costs, Damage, holders_of
+from layerstore.check.losses import Cost, Costs, Damage, holders_of
 from layerstore.check.verify import verify_store
 from layerstore.errors import (
     IntegrityError,

@@ -85,9 +85,6 @@ class GcPlan:
     outcome: GcOutcome
     runs: tuple[tuple[RunView, tuple[CommitFate, ...]], ...]
     marks: Marks
-    old_before_ns: int
-    unfinished_before_ns: int
-    trash_before_ns: int
 
     @property
     def fates(self) -> list[CommitFate]:
@@ -125,17 +122,17 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
 
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = repo.aside.now_ns()
-    old_before_ns = now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS)
     # A short grace says nothing of what is being written for hours; only 0 s does, when nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
-    unfinished_before_ns = now_ns - _ns(unfinished_seconds, GC_UNFINISHED_GRACE_SECONDS)
-    trash_before_ns = now_ns - _ns(request.trash_seconds, TRASH_SECONDS)
     runs = _chosen(repo, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
     _check_metric(request.keep, fates)
     going = {fate.name for fate in fates if fate.goes or fate.loses_moments}
     marks = Marks(
-        repo, old_before_ns=old_before_ns, dead_before_ns=unfinished_before_ns, trash_before_ns=trash_before_ns
+        repo,
+        old_before_ns=now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS),
+        dead_before_ns=now_ns - _ns(unfinished_seconds, GC_UNFINISHED_GRACE_SECONDS),
+        trash_before_ns=now_ns - _ns(request.trash_seconds, TRASH_SECONDS),
     )
     progress.start("records", sum(len(view.rows) for view, _ in runs) - len(going))
     for fate in fates:
@@ -146,8 +143,8 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     # A collection that removes no commit takes nothing that could replace what is lost.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
     tally = _tally(repo, fates, marks)
-    leftovers = repo.aside.leftovers(before_ns=unfinished_before_ns)
-    old_records, old_files = _old_trash(repo, trash_before_ns)
+    leftovers = repo.aside.leftovers(before_ns=marks.dead_before_ns)
+    old_records, old_files = _old_trash(repo, marks.trash_before_ns)
     outcome = GcOutcome(
         commits=_commit_fates(repo, fates, tally),
         objects=_sum(tally.old) + _sum(tally.aside),
@@ -158,14 +155,7 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
         unserved=unserved(repo, runs, needs=marks.needs),
         pins=tuple(repo.records.pin_names()),
     )
-    return GcPlan(
-        outcome=outcome,
-        runs=runs,
-        marks=marks,
-        old_before_ns=old_before_ns,
-        unfinished_before_ns=unfinished_before_ns,
-        trash_before_ns=trash_before_ns,
-    )
+    return GcPlan(outcome=outcome, runs=runs, marks=marks)
 
 
 def _ns(given_seconds: float | None, ours_seconds: float) -> int:
@@ -279,7 +269,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
             listed = list_aside(repo)
             _look_again(plan)
             hold.check()  # another collection that took the lock settles what lies aside
-            gone, waiting = settle(repo, plan.marks, listed, moved_before_ns=plan.old_before_ns)
+            gone, waiting = settle(repo, plan.marks, listed)
             freed += gone
             if full is None:
                 break
@@ -330,7 +320,7 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
         going = [fate.name for fate in fates if fate.goes]
         repo.records.remove(going)
         repo.catalog.forget(going)
-    records, files = _old_trash(repo, plan.trash_before_ns)
+    records, files = _old_trash(repo, plan.marks.trash_before_ns)
     for name in records:
         repo.trash.remove_record(name)
     for path in files:
@@ -344,6 +334,6 @@ def _look_again(plan: GcPlan) -> None:
 
 def _tidy(repo: Repository, plan: GcPlan) -> None:
     for session in plan.marks.dead_sessions:
-        repo.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
-    for path, _ in repo.aside.leftovers(before_ns=plan.unfinished_before_ns):
+        repo.parts.remove_session(session, before_ns=plan.marks.dead_before_ns)
+    for path, _ in repo.aside.leftovers(before_ns=plan.marks.dead_before_ns):
         repo.files.unlink(path)

@@ -1,6 +1,5 @@
 """Commits as a history: references, attempts, the place of a new save, staleness, what a record needs."""
 
-from layerstore.history.graph import GraphLine, draw_graph
 from layerstore.history.needs import (
     PARTS,
     Needs,
@@ -12,24 +11,19 @@ from layerstore.history.needs import (
 from layerstore.history.past import Past, has_shrunk, saved_at, saves_below, view_read_again
 from layerstore.history.place import (
     Place,
-    newest_attempt,
     place_after,
     place_at,
     place_begun,
-    place_beside,
     place_free,
     place_of,
     reserve,
-    rows_at,
     saved_now,
 )
 from layerstore.history.references import Resolved, is_mixture, locate, only_run, reference_to, references_to, resolve
-from layerstore.history.staleness import LayerAge, Staleness, check_staleness, staleness_of
+from layerstore.history.staleness import Staleness, check_staleness, staleness_of
 
 __all__ = [
     "PARTS",
-    "GraphLine",
-    "LayerAge",
     "Needs",
     "NumberedRefs",
     "Past",
@@ -37,26 +31,22 @@ __all__ = [
     "Resolved",
     "Staleness",
     "check_staleness",
-    "draw_graph",
     "has_shrunk",
     "is_mixture",
     "locate",
     "named_by",
-    "newest_attempt",
     "objects_of_state",
     "objects_of_version",
     "only_run",
     "place_after",
     "place_at",
     "place_begun",
-    "place_beside",
     "place_free",
     "place_of",
     "reference_to",
     "references_to",
     "reserve",
     "resolve",
-    "rows_at",
     "saved_at",
     "saved_now",
     "saves_below",

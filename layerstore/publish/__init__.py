@@ -1,6 +1,6 @@
 """The one transaction that makes a record visible, pins, and a commit that many ranks make together."""
 
-from layerstore.publish.pins import check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
+from layerstore.publish.pins import check_pin_free, check_pin_name, delete_pin, make_pin
 from layerstore.publish.rank_parts import (
     Frozen,
     GivenUp,
@@ -39,7 +39,6 @@ __all__ = [
     "note_timing",
     "objects_due",
     "parts_of",
-    "read_pins",
     "read_timings",
     "republish",
     "retire",

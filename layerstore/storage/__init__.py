@@ -6,8 +6,8 @@ from layerstore.storage.environment import engine_version, index_problem
 from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
 from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook
 from layerstore.storage.locks import lock, open_lock_file, try_flock
-from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, packed_versions, row_of
-from layerstore.storage.objects import ObjectStore, ObjectWriter, missing, read_chunks
+from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
+from layerstore.storage.objects import ObjectStore, ObjectWriter, read_chunks
 from layerstore.storage.parts import PartName
 from layerstore.storage.repository import Repository, make_store, open_repository
 from layerstore.storage.trash import Trash
@@ -38,12 +38,10 @@ __all__ = [
     "make_store",
     "manifest_directory",
     "mapped_errors",
-    "missing",
     "mount_of",
     "no_hook",
     "open_lock_file",
     "open_repository",
-    "packed_versions",
     "read_chunks",
     "read_identity",
     "row_of",

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -214,6 +214,18 @@ class RecordStore:
         """
         return self.decode(self.read_bytes(name), name)
 
+    def each(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, Commit | LayerstoreError]]:
+        """Yield each of *names* with its commit, or what is wrong with it; one removed meanwhile is passed over."""
+        for name in names:
+            found: Commit | LayerstoreError
+            try:
+                found = self.read(name)
+            except LayerstoreError as exc:
+                if not self.is_there(name):
+                    continue
+                found = exc
+            yield name, found
+
     def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
         Return the checked entries of the commit *name* for those of *layers* that it has.
@@ -383,16 +395,21 @@ class RecordStore:
         meant = nearest(name, self.pin_names())
         return NotFound(f"there is no pin {name!r}", hint=did_you_mean(meant, else_="layerstore pin --list"))
 
-    def readable_pins(self) -> list[Pin]:
-        """Return the pins that can be read; ``verify`` reports the others."""
-        found = []
+    def pins(self) -> Iterator[tuple[str, Pin | LayerstoreError]]:
+        """Yield every pin by name, or what is wrong with it; one that was deleted meanwhile is passed over."""
         for name in self.pin_names():
+            found: Pin | LayerstoreError
             try:
-                found.append(self.read_pin(name))
-            except LayerstoreError:
-                # A damaged pin must not hide the log; verify reports it.
+                found = self.read_pin(name)
+            except NotFound:
                 continue
-        return found
+            except LayerstoreError as exc:
+                found = exc
+            yield name, found
+
+    def readable_pins(self) -> list[Pin]:
+        """Return the pins that can be read; ``verify`` reports the others, and a damaged one must not hide the log."""
+        return [pin for _, pin in self.pins() if isinstance(pin, Pin)]
 
     def link_pin(self, pin: Pin) -> None:
         """

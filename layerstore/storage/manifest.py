@@ -18,6 +18,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -103,6 +104,11 @@ class RecordRow(NamedTuple):
                     optimizer_step=optimizer_step,
                 )
         return found
+
+    def without_moments(self) -> "RecordRow":
+        """Return the row that the commit has once its moments are dropped."""
+        entries = self.entries().values()
+        return self._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
 
 _Shared = tuple[tuple[str, ...], tuple[Fork, ...]]

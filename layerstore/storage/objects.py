@@ -64,7 +64,7 @@ def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
         )
 
 
-def missing(ref: BlobRef) -> IntegrityError:
+def _missing(ref: BlobRef) -> IntegrityError:
     """Return the error for an object that is nowhere."""
     return IntegrityError(
         f"object {ref.id} ({ref.size_bytes} bytes) is missing",
@@ -98,6 +98,11 @@ class ObjectStore:
                 return path
         return None
 
+    def check_there(self, ref: BlobRef) -> None:
+        """Raise IntegrityError unless *ref* is at its place or aside, in full size."""
+        if self.find(ref) is None:
+            raise _missing(ref)
+
     def places(self, object_id: ObjectId) -> Iterator[Path]:
         """Yield where an object may be: at home, aside, and at home again."""
         home = self._layout.object(object_id)
@@ -124,7 +129,7 @@ class ObjectStore:
                 file.close()
                 check_size(ref, file.size_bytes, path)
             return file
-        raise missing(ref)
+        raise _missing(ref)
 
     def read(self, ref: BlobRef) -> bytes:
         """Return the bytes of the small object *ref*, not yet verified: decoding a blob does that."""

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 import layerstore
 from layerstore import Store
 from layerstore.errors import InvalidInput, LayerstoreError, NotFound
-from layerstore.history import draw_graph, resolve
+from layerstore.history import resolve
 from layerstore.history.references import find_row
 from layerstore.inspect import LogPage
+from layerstore.inspect.graph import draw_graph
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
 from layerstore.storage import (
@@ -28,9 +29,9 @@ from layerstore.storage import (
     Repository,
     RunView,
     open_repository,
-    packed_versions,
     row_of,
 )
+from layerstore.storage.manifest import packed_versions
 from tests.faults.harness import flip
 from tests.unit import samples
 

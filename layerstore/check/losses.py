@@ -109,12 +109,9 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
 
 def _all_records(repo: Repository) -> Iterator[tuple[RecordRow, CommitRecord, str | None]]:
     for run in repo.records.runs():
-        for name in repo.records.names(run):
-            try:
-                commit = repo.records.read(name)
-            except LayerstoreError:
-                continue  # damaged, which verify reports by itself, or collected meanwhile
-            yield _as_holder(Resolved.of_commit(commit))
+        for _, commit in repo.records.each(repo.records.names(run)):
+            if isinstance(commit, Commit):  # verify reports a damaged one by itself
+                yield _as_holder(Resolved.of_commit(commit))
     for pin in repo.records.readable_pins():
         yield _as_holder(Resolved.of_pin(pin))
 
