@@ -12,7 +12,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.format import decode_version, ref_of
 from layerstore.gc.collect import GcOutcome
 from layerstore.model import Kind
@@ -244,17 +244,6 @@ def test_the_best_by_what_the_trainer_logged(store: Store, saved: Checkpoints) -
     with pytest.raises(InvalidInput, match="no commit has 'f1'"):
         collect(store, Keep(best="f1"))
     assert steps(store) == [40, 30, 20]
-
-
-def test_which_composites_a_kept_step_loses(store: Store, saved: Checkpoints) -> None:
-    """Full checkpoints that are thinned out cannot be mixed as before; a selective history loses nothing."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="full")
-        store.ingest(saved(step), run="part", policy="parity")
-
-    done = collect(store, Keep(last=1), dry_run=True)
-
-    assert {(each.reference, each.policy) for each in done.unserved} == {("full@30", "parity"), ("full@30", "filter")}
 
 
 # -- moments -------------------------------------------------------------------------------------------------------
@@ -553,15 +542,6 @@ def test_an_interrupted_collection_is_settled_by_the_next(store: Store, saved: C
     assert planned.bytes_freed == done.bytes_freed == aside > 0
     assert list((store.path / "gc" / "aside").iterdir()) == []
     assert store.verify(read_data=True).orphans == 0
-
-
-def test_one_collection_at_a_time(store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second says who is at it."""
-    monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
-    store.ingest(saved(10), run="r")
-    repo = open_repository(store.path, Files())
-    with repo.lock_gc(), pytest.raises(Locked, match="the collection is locked by pid"):
-        collect(store)
 
 
 # -- what stops it -------------------------------------------------------------------------------------------------

@@ -222,27 +222,6 @@ def _meant(view: RunView, back: int, step: int | None) -> str:
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_says_what_was_saved_and_what_is_counted(repo: Repository) -> None:
-    """Inherited from an earlier step, another run or another attempt: only what was saved here counts as saved."""
-    entries = [
-        samples.entry("here", step=8, attempt=2),
-        samples.entry("earlier", step=4, attempt=2),
-        samples.entry("elsewhere", step=8, attempt=2, run="other"),
-        samples.entry("another attempt", step=8, attempt=1),
-        dataclasses.replace(samples.entry("uncounted", step=8, attempt=2), optimizer_step=None),
-    ]
-    repo.records.link(samples.commit(samples.record(run=RUN, step=8, attempt=2, layers=entries)))
-    for _ in range(2):
-        (row,) = repo.catalog.view(RUN).visible
-
-        assert row.saved == (True, False, False, False, True)
-        assert row.counted == (True, True, True, True, False)
-        assert row.layer_names == tuple(entry.layer for entry in entries)
-        repo.catalog.close()
-        repo = open_repository(repo.layout.root, Files())
-    repo.catalog.close()
-
-
 @pytest.mark.full
 def test_a_long_chain_of_attempts_ends_in_no_recursion(repo: Repository) -> None:
     """Training that went back a thousand times, each time further, is still followed and drawn."""

@@ -264,16 +264,6 @@ def test_a_missing_object_stops_every_compose(store: Store, tmp_path: Path) -> N
     assert store.verify(read_data=True).ok
 
 
-def test_policies_that_are_not_there_are_named(store: Store, tmp_path: Path) -> None:
-    """A wrong policy is refused with those there are; exact and latest agree on a full save."""
-    store.ingest(checkpoint(tmp_path))
-    with pytest.raises(InvalidInput, match="no policy 'newest'") as caught:
-        store.compose("sft", policy="newest")
-    assert caught.value.hint == "policies: drift, exact, filter, full, latest, parity"
-
-    assert store.compose("sft", policy="exact").layers == store.compose("sft").layers
-
-
 # -- checking ------------------------------------------------------------------------------------------------------
 
 
