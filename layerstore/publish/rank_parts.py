@@ -20,7 +20,7 @@ from layerstore.model import (
 )
 from layerstore.publish.staging import Checksums, KeptFile, Reader, Staging, stage_version
 from layerstore.publish.transaction import Transaction
-from layerstore.storage import ObjectWriter, PartName, Repository
+from layerstore.storage import ObjectWriter, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
@@ -77,20 +77,24 @@ def write_share(repo: Repository, joint: JointCommit, reader: Reader, *, frozen:
             if layer.layer in joint.due
         )
         state = staging.state(share.state, joint.files())
-        tx.leave(
-            Part(
-                session=joint.session,
-                save=joint.save,
-                rank=share.rank,
-                agreement=share.agreement,
-                layers=layers,
-                state=state,
-                bytes_new=tx.objects.bytes_new,
-                bytes_reused=tx.objects.bytes_reused,
-                failure="",
-            )
-        )
-        return tx.objects.bytes_new
+        new, reused = tx.objects.bytes_new, tx.objects.bytes_reused
+        part = replace(_empty_part(joint), agreement=share.agreement, layers=layers, state=state)
+        tx.leave(replace(part, bytes_new=new, bytes_reused=reused))
+        return new
+
+
+def _empty_part(joint: JointCommit) -> Part:
+    return Part(
+        session=joint.session,
+        save=joint.save,
+        rank=joint.share.rank,
+        agreement="",
+        layers=(),
+        state=None,
+        bytes_new=0,
+        bytes_reused=0,
+        failure="",
+    )
 
 
 def _share_objects(
@@ -110,9 +114,8 @@ def _share_objects(
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
     """Leave a part that says that this rank has failed, in place of its share."""
-    name = PartName(joint.session, joint.save, joint.share.rank)
-    repo.parts.withdraw(*name)
-    repo.parts.publish_failure(name, why)
+    repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
+    repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
 
 
 _STORED_AGAIN = "the next save stores every layer that is missing"

@@ -8,7 +8,6 @@ from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_e
 from layerstore.storage.locks import lock, open_lock_file, try_flock
 from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
 from layerstore.storage.objects import ObjectStore, ObjectWriter, read_chunks
-from layerstore.storage.parts import PartName
 from layerstore.storage.repository import Repository, make_store, open_repository
 from layerstore.storage.trash import Trash
 
@@ -22,7 +21,6 @@ __all__ = [
     "ObjectStore",
     "ObjectWriter",
     "OpenFile",
-    "PartName",
     "RecordName",
     "RecordRow",
     "RecordStore",

@@ -31,11 +31,6 @@ def read_chunks(file: OpenFile) -> Iterator[memoryview]:
         yield chunk
 
 
-def check_bytes(ref: BlobRef, file: OpenFile) -> None:
-    """Read all of *file*; raise IntegrityError unless it is *ref*."""
-    check_hash(ref, hashed(file))
-
-
 def hashed(file: OpenFile) -> NameHasher:
     """Read all of *file*; return what it is called."""
     hasher = NameHasher()
@@ -146,7 +141,7 @@ class ObjectStore:
             IntegrityError: A byte differs, or the object is missing or cut short.
         """
         with self.open(ref) as file:
-            check_bytes(ref, file)
+            check_hash(ref, hashed(file))
 
     def is_sound(self, path: Path, ref: BlobRef) -> bool:
         """Whether *path* is a file with the very bytes of *ref*; it is read."""
@@ -180,7 +175,7 @@ class ObjectStore:
         """
         with self.open(ref) as file:
             if verify:
-                check_bytes(ref, file)
+                check_hash(ref, hashed(file))
             return file.map()
 
     def ids(self) -> Iterator[tuple[ObjectId, Path]]:
