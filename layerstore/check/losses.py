@@ -92,7 +92,8 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
     views: dict[str, RunView | None] = {}
     for each in [only] if only else _all_records(repo):
         record = each.record
-        lost = {entry.version: entry.layer for entry in record.layers if entry.version in blobs}
+        lost: dict[BlobRef, str | None] = {}
+        lost |= {entry.version: entry.layer for entry in record.layers if entry.version in blobs}
         lost |= dict.fromkeys((state for state in record.states if state in blobs), None)
         if not lost:
             continue

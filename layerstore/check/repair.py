@@ -25,7 +25,7 @@ from layerstore.errors import (
     Unsupported,
 )
 from layerstore.format import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
-from layerstore.history import objects_of_state, objects_of_version, references_to
+from layerstore.history import named_by, references_to
 from layerstore.layout import Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Origin
@@ -291,16 +291,11 @@ class _Repair:
         Raises:
             IntegrityError: It is missing or damaged in *source* too.
         """
-        for entry in record.layers:
-            self._fetch_missing(entry.version, source, objects_of_version(source.version(entry.version)))
-        for state in record.states:
-            self._fetch_missing(state, source, objects_of_state(source.state(state)))
-
-    def _fetch_missing(self, blob: BlobRef, source: Repository, named: Iterable[BlobRef]) -> None:
-        for ref in (*named, blob):
-            if self._repo.objects.find(ref) is None:
-                source.objects.verify(ref)
-                self._fetch(ref, source, kind="object")
+        for blob in (*(entry.version for entry in record.layers), *record.states):
+            for ref in (*named_by(source, blob), blob):
+                if self._repo.objects.find(ref) is None:
+                    source.objects.verify(ref)
+                    self._fetch(ref, source, kind="object")
 
     def _pins_elsewhere(self, name: str) -> Iterator[PinElsewhere]:
         for source in self._sources:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, standing
 from layerstore.errors import PROCESS_ERRNOS, IntegrityError, InvalidInput, LayerstoreError, StorageIO
-from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state, objects_of_version
+from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress
@@ -244,7 +244,7 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
                 raise IntegrityError(
                     f"version {ref.id} is of layer {version.layer!r}, a commit has it as {layers[number]!r}"
                 )
-        return objects_of_version(version)
+        return [stored.ref for stored in version.objects]
 
     def of_state(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
         return objects_of_state(repo.state(ref))

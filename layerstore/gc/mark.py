@@ -177,21 +177,18 @@ class Marks:
         if ref.id in self.needs:
             return
         try:
-            magic = blob_magic(self._repo, ref)
-            if magic == VERSION_MAGIC:
-                self.needs.add_version(ref, number=_SPARED)
-            elif magic == STATE_MAGIC:
-                self.needs.add_state(ref, number=_SPARED)
+            if is_blob(self._repo, ref):
+                self.needs.add_blob(ref, number=_SPARED)
         except IntegrityError:
             return  # damaged: no writer can be about to name it
 
 
-def blob_magic(repo: Repository, ref: BlobRef) -> bytes:
-    """Return the first bytes of the object *ref*, none if it is too large for a blob."""
+def is_blob(repo: Repository, ref: BlobRef) -> bool:
+    """Whether the object *ref* begins as a version or state blob does, and is small enough for one."""
     if ref.size_bytes > BLOB_BYTES_MAX:
-        return b""
+        return False
     with repo.objects.open(ref) as file:
-        return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes))
+        return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes)) in {VERSION_MAGIC, STATE_MAGIC}
 
 
 def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, StorageIO
-from layerstore.format import STATE_MAGIC, VERSION_MAGIC
-from layerstore.gc.mark import Marks, blob_magic
+from layerstore.gc.mark import Marks, is_blob
 from layerstore.history import named_by
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
@@ -104,7 +103,7 @@ def _remove(repo: Repository, marks: Marks, object_id: ObjectId, path: Path) -> 
 
 def _is_blob(repo: Repository, ref: BlobRef) -> bool:
     try:
-        return blob_magic(repo, ref) in {VERSION_MAGIC, STATE_MAGIC}
+        return is_blob(repo, ref)
     except IntegrityError:
         return False  # gone meanwhile
 

@@ -6,7 +6,6 @@ from layerstore.history.needs import (
     NumberedRefs,
     named_by,
     objects_of_state,
-    objects_of_version,
 )
 from layerstore.history.past import Past, has_shrunk, saved_at, saves_below, view_read_again
 from layerstore.history.place import (
@@ -36,7 +35,6 @@ __all__ = [
     "locate",
     "named_by",
     "objects_of_state",
-    "objects_of_version",
     "only_run",
     "place_after",
     "place_at",

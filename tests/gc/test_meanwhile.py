@@ -15,11 +15,11 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import Marks
 from layerstore.history import Resolved, resolve
-from layerstore.model import BlobRef, Commit, CommitRecord, LayerVersion
+from layerstore.model import BlobRef, Commit, CommitRecord
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
 from layerstore.publish.transaction import Transaction
-from layerstore.storage import Files, RecordName, RecordStore, Repository, open_repository, trash
+from layerstore.storage import Files, ObjectStore, RecordName, RecordStore, Repository, open_repository, trash
 from layerstore.storage.trash import Aside
 from tests.gc.test_gc import Stopped, collect, grow_old, objects, once, steps, stop
 from tests.unit.checkpoints import Checkpoints
@@ -262,16 +262,16 @@ def test_what_cannot_be_read_just_now_is_not_taken_for_unneeded(
     grow_old(store)
     old = looked_up(store, "r@10")
     failed: list[str] = []
-    read = Repository.version
+    read = ObjectStore.read
 
-    def once_not(repo: Repository, ref: BlobRef) -> LayerVersion:
+    def once_not(objects: ObjectStore, ref: BlobRef) -> bytes:
         if told and not failed and ref.id in blobs_of(old.record):
             failed.append(ref.id)
             raise StorageIO("cannot read it", errno=errno.EIO, filename="blob")
-        return read(repo, ref)
+        return read(objects, ref)
 
     told: list[bool] = []
-    monkeypatch.setattr(Repository, "version", once_not)
+    monkeypatch.setattr(ObjectStore, "read", once_not)
     claim = once("unlink", "commits", lambda: told.append(pinned(store, "kept", old)))
     with Store(store.path, hook=claim) as collecting, contextlib.suppress(StorageIO):
         collect(collecting, FIRST, grace_seconds=None)
