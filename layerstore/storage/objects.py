@@ -145,24 +145,19 @@ class ObjectStore:
 
     def is_sound(self, path: Path, ref: BlobRef) -> bool:
         """Whether *path* is a file with the very bytes of *ref*; it is read."""
-        found = self._hashed(path)
-        return found is not None and (found.id(), found.size_bytes) == (ref.id, ref.size_bytes)
+        return self.is_whole(path, ref.id) and self._files.size(path) == ref.size_bytes
 
     def is_whole(self, path: Path, object_id: ObjectId) -> bool:
         """Whether *path* is a file whose bytes are what the name *object_id* says, however many; it is read."""
-        found = self._hashed(path)
-        return found is not None and found.id() == object_id
-
-    def _hashed(self, path: Path) -> NameHasher | None:
         try:
             with self._files.open(path) as file:
-                return hashed(file)
+                return hashed(file).id() == object_id
         except IntegrityError:
-            return None
+            return False
         except StorageIO as exc:
             if exc.errno not in {errnos.ENOENT, errnos.EIO}:
                 raise  # too few descriptors, no permission: that proves nothing about the bytes
-            return None
+            return False
 
     def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
         """
