@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.history import GraphLine
-from layerstore.history import draw_graph as draw
+from layerstore.inspect.graph import GraphLine, draw_graph
 from layerstore.model import Commit
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
 
@@ -95,7 +94,7 @@ def read_log(
     lines: list[LogLine] = []
     more = []
     for view in views:
-        drawn = list(draw(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
+        drawn = list(draw_graph(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
         page, left = _page(drawn, start, limit)
         lines += [_line(repo, line, pins) for line in page]
         if left:

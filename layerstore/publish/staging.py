@@ -285,7 +285,7 @@ class Staging:
         else:
             with self._writer.draft() as draft:
                 found = self._inspect(slices, witness, write=draft.write_at)
-                is_known = not draft.keep_as(found.ref)
+                is_known = not self._writer.keep(draft, found.ref)
         # Frozen layers lie among others: the latest of the same kind is the best guess for the next.
         self._likely_known[kind] = is_known
         return found

@@ -73,6 +73,16 @@ class RunView:
         """The attempts that have visible commits, oldest first."""
         return list(self._by_attempt)
 
+    @cached_property
+    def newest_number(self) -> int:
+        """The highest number of an attempt, with visible commits or not."""
+        return max((row.attempt for row in self.rows.values()), default=0)
+
+    @property
+    def newest_attempt(self) -> int:
+        """The newest attempt that has visible commits, or any if none is visible."""
+        return self.attempts[-1] if self.attempts else self.newest_number
+
     def of_attempt(self, attempt: int) -> list[RecordRow]:
         """Return the visible commits of *attempt* itself, by step."""
         return self._by_attempt.get(attempt, [])

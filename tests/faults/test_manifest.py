@@ -24,7 +24,7 @@ import pytest
 
 from layerstore.storage import Files, Repository, lock, open_repository
 from layerstore.storage.catalog import Catalog
-from layerstore.storage.preflight import problem_in
+from layerstore.storage.environment import problem_in
 from layerstore.store import Store, init
 from tests.faults.harness import (
     child,

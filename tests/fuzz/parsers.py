@@ -46,10 +46,11 @@ from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
 from layerstore.policy.recipe import parse_recipe, read_text
-from layerstore.storage import SaveTiming, row_of
+from layerstore.publish import SaveTiming
+from layerstore.publish.timings import _timing
+from layerstore.storage import row_of
 from layerstore.storage.environment import ManifestUnusable
 from layerstore.storage.manifest import Manifest
-from layerstore.storage.timings import _timing
 from layerstore.tree import Located
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from layerstore.zero3.discovery import shards_of_index, step_of_trainer

@@ -34,7 +34,8 @@ from layerstore.model import (
     TensorSource,
     TreeFile,
 )
-from layerstore.storage import Files, Repository, SaveTiming, note_timing, open_repository
+from layerstore.publish import SaveTiming, note_timing
+from layerstore.storage import Files, Repository, open_repository
 from layerstore.tree import Tree
 from tests.bench.histories import layer_names
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from layerstore.history.needs import objects_of_state, objects_of_version
+from layerstore.history.needs import objects_of_state
 from layerstore.model import CommitRecord, Kind
 from layerstore.store import Store, init
 from layerstore.zero3 import discover, read_checkpoint
@@ -180,7 +180,7 @@ def anatomy(store: Store) -> Anatomy:
     def needed(record: CommitRecord) -> Needed:
         for entry in record.layers:
             if entry.version.id not in found.objects:
-                refs = objects_of_version(repo.version_of(entry))
+                refs = [stored.ref for stored in repo.version_of(entry).objects]
                 found.objects[entry.version.id] = frozenset(ref.id for ref in refs)
         for state in record.states:
             found.objects[state.id] = frozenset(ref.id for ref in objects_of_state(repo.state(state)))
