@@ -42,6 +42,7 @@ RANKS = 8
 DUE = 10
 """Layers that each save of `build_objects` stores."""
 _ELEMENTS = 64
+OBJECT_BYTES = 4096 + 4 * _ELEMENTS
 _STARTED_NS = 1_700_000_000_000_000_000
 
 
@@ -83,7 +84,7 @@ def build(path: Path, *, commits: int, layers: int, seed: int = 0) -> None:
     chance = random.Random(seed)
     repo = _opened(path)
     names = layer_names(layers)
-    versions = {name: [_version(repo, name, _ids(number)) for number in range(VERSIONS)] for name in names}
+    versions = {name: [write_version(repo, name, _ids(number)) for number in range(VERSIONS)] for name in names}
     states = tuple(BlobRef(id=ObjectId(f"{rank:032x}"), size_bytes=1) for rank in range(RANKS))
     for number, place in enumerate(places(commits)):
         chosen = {name: versions[name][place.save_number % VERSIONS] for name in names}
@@ -105,7 +106,7 @@ def build_objects(path: Path, *, commits: int, layers: int = 80, seed: int = 0) 
         place = Place(1, None, (number + 1) * STEP_SIZE, number)
         for name in names if not number else [names[(number * DUE + at) % len(names)] for at in range(DUE)]:
             ids = [ObjectId(f"{chance.getrandbits(128):032x}") for _ in range(RANKS + 1)]
-            entries[name] = _entry(place, name, _version(repo, name, ids, with_objects=True))
+            entries[name] = _entry(place, name, write_version(repo, name, ids, with_objects=True))
         state = RankState(
             rank=0,
             model=TreeFile(path="model_states.pt", tree={"global_steps": number}),
@@ -113,7 +114,7 @@ def build_objects(path: Path, *, commits: int, layers: int = 80, seed: int = 0) 
             files=(),
             gathered=(),
         )
-        states = (_write_blob(repo, encode_state(state)),)
+        states = (write_blob(repo, encode_state(state)),)
         _write_record(repo, _record(place, [entries[name] for name in names], states), number)
     repo.catalog.close()
 
@@ -153,9 +154,9 @@ def _ids(number: int) -> list[ObjectId]:
     return [ObjectId(f"{number:031x}{shard}") for shard in range(RANKS)]
 
 
-def _version(repo: Repository, name: str, ids: list[ObjectId], *, with_objects: bool = False) -> BlobRef:
+def write_version(repo: Repository, name: str, ids: list[ObjectId], *, with_objects: bool = False) -> BlobRef:
     """Write the version blob of a layer with one parameter, whose objects are nowhere or have no bytes."""
-    parameter, size_bytes = f"{name}.weight", 4096 + 4 * _ELEMENTS
+    parameter, size_bytes = f"{name}.weight", OBJECT_BYTES
     tensor = StoredTensor(name=parameter, state="", dtype="F32", elements=_ELEMENTS, crc32=int(ids[0][:8], 16))
     objects = tuple(
         StoredObject(
@@ -181,10 +182,11 @@ def _version(repo: Repository, name: str, ids: list[ObjectId], *, with_objects: 
         world_size=len(ids),
         objects=objects,
     )
-    return _write_blob(repo, encode_version(version))
+    return write_blob(repo, encode_version(version))
 
 
-def _write_blob(repo: Repository, data: bytes) -> BlobRef:
+def write_blob(repo: Repository, data: bytes) -> BlobRef:
+    """Write a blob."""
     ref = ref_of(data)
     repo.layout.object(ref.id).write_bytes(data)
     return ref
