@@ -20,7 +20,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperArgument, TyperGroup
@@ -41,7 +41,7 @@ from layerstore.cli.usage import usage_hint, usage_message
 from layerstore.errors import Internal, LayerstoreError, StorageIO
 
 if TYPE_CHECKING:
-    from typer._click.core import Command, Context, Parameter
+    from typer._click.core import Command, Context
     from typer._click.shell_completion import CompletionItem
 
 # The commands in the order of ``--help``; each is a function in the module of its name.
@@ -95,7 +95,7 @@ class Commands(TyperGroup):
             one.command(name)(getattr(import_module(f"layerstore.cli.{_HOMES.get(name, name)}"), name))
             command = typer.main.get_command(one)
             for param in command.params:
-                _complete_values(param)
+                param.shell_complete = partial(values, param)  # type: ignore[method-assign]
                 if isinstance(param, TyperArgument):
                     # Its name says what it is; typer would add how Python calls it: list[Path].
                     param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
@@ -107,11 +107,6 @@ class Commands(TyperGroup):
         """Return matching commands and options; without the commands' help, which would import them all."""
         names = [name for name in COMMANDS if name.startswith(incomplete)]
         return [*items(names), *super(TyperGroup, self).shell_complete(ctx, incomplete)]
-
-
-def _complete_values(param: "Parameter") -> None:
-    """Let typer ask us what *param* may be."""
-    param.shell_complete = partial(values, param)  # type: ignore[method-assign]
 
 
 # Without rich's markup, help and usage errors are plain text, which needs no rich and a third of its time.
@@ -140,10 +135,6 @@ class Failure:
     hint: str | None = None
 
 
-_TERMINATED = Failure(kind="terminated", code=EXIT_TERMINATED, message="terminated; nothing half-done is left behind")
-_INTERRUPTED = Failure(
-    kind="interrupted", code=EXIT_INTERRUPTED, message="interrupted; nothing half-done is left behind"
-)
 _OUT_OF_MEMORY = Failure(
     kind="no_memory",
     code=EXIT_NO_MEMORY,
@@ -221,7 +212,7 @@ def command_line() -> Commands:
     group = typer.main.get_command(app)
     assert isinstance(group, Commands)
     for param in group.params:
-        _complete_values(param)
+        param.shell_complete = partial(values, param)  # type: ignore[method-assign]
     return group
 
 
@@ -248,7 +239,8 @@ def _main(words: list[str]) -> int:
             failure = Failure(kind="closed_pipe", code=EXIT_CLOSED_PIPE, message="")
         except (KeyboardInterrupt, Terminated) as exc:
             _show_traceback()
-            failure = _TERMINATED if isinstance(exc, Terminated) else _INTERRUPTED
+            how = ("terminated", EXIT_TERMINATED) if isinstance(exc, Terminated) else ("interrupted", EXIT_INTERRUPTED)
+            failure = Failure(kind=how[0], code=how[1], message=f"{how[0]}; nothing half-done is left behind")
     if failure is None:
         return 0
     with contextlib.suppress(OSError):  # nobody is left to tell
@@ -369,18 +361,8 @@ def _unwound_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    def show_one(  # noqa: PLR0917  # the standard library's signature
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        say_warning(str(message))
-
     with warnings.catch_warnings():
-        warnings.showwarning = show_one
+        warnings.showwarning = lambda message, *_, **__: say_warning(str(message))
         yield
 
 

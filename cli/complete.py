@@ -85,20 +85,15 @@ def values(param: "Parameter", context: "Context", incomplete: str) -> "list[Com
     metavar = (getattr(param, "metavar", None) or "").rstrip("…")
     store = _store_of(context)
     if metavar == "STEP":
-        run = context.params.get("run") or _only_run(store)
-        return items(_steps_of(run, incomplete, store) if run else [])
+        runs = [context.params["run"]] if context.params.get("run") else _runs(store)
+        return items(_steps_of(runs[0], incomplete, store) if len(runs) == 1 else [])
     if _CHOICES.fullmatch(metavar):
         words = metavar.split("|")
     elif metavar in {"REF", "A", "B"} or (metavar == "MODEL" and "@" in incomplete):  # a model is mostly a path
         words = _references(incomplete, store)
-    elif metavar in {"RUN", "R"}:
-        words = _runs(store)
-    elif metavar == "PIN":
-        words = _pins(store)
-    elif metavar == "P":
-        words = _policies()
     else:
-        words = []
+        offered = {"RUN": _runs, "R": _runs, "PIN": _pins, "P": _policies}.get(metavar)
+        words = offered(store) if offered else []
     return items([word for word in words if word.startswith(incomplete)])
 
 
@@ -133,7 +128,7 @@ def _pins(store: Path) -> list[str]:
     return _names(layout_at(store).pins)
 
 
-def _policies() -> list[str]:
+def _policies(store: Path) -> list[str]:
     from layerstore.policy import EXACT, names
 
     return sorted([EXACT, *names()])
@@ -146,11 +141,6 @@ def _steps_of(run: str, first_digits: str, store: Path) -> list[str]:
     found = (RECORD_NAME.fullmatch(name) for name in _names(layout_at(store).run(run)))
     steps = {int(match["step"]) for match in found if match is not None and match["step"].startswith(first_digits)}
     return [str(step) for step in sorted(steps, reverse=True)[:_STEPS_MAX]]
-
-
-def _only_run(store: Path) -> str | None:
-    runs = _runs(store)
-    return runs[0] if len(runs) == 1 else None
 
 
 def _names(folder: Path) -> list[str]:

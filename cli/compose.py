@@ -1,9 +1,8 @@
 """``layerstore compose``: a ZeRO-3 checkpoint, or a folder for Transformers, from stored layers."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -105,10 +104,9 @@ def compose(
       layerstore compose --recipe mix.yaml --pin mix --dry-run
       layerstore compose best --format hf --dtype bf16 -o model
     """
-    request = _Request(
-        out, pin, dry_run, world_size, adam_step, dtype, max_shard_size, not no_verify, force=force, as_json=as_json
-    )
-    produce = _checked_format(form, request)
+    shards = {"world_size": world_size, "adam_step": adam_step}
+    export = {"dtype": dtype, "max_shard_size": max_shard_size}
+    _check(form, shards=shards, export=export, is_useful=dry_run or not (out is None and pin is None))
     with opened(store) as opened_store:
         if recipe is not None:
             given = {"REF": ref, "--step": step, "--policy": policy}
@@ -123,65 +121,39 @@ def compose(
         composite.check(max_staleness=max_staleness)
         if pin is not None and out is None and not dry_run:
             composite.pin(pin)
-        produce(composite, request)
-        if pin is not None and not request.is_plan:
+        options: dict[str, Any] = {name: value for name, value in (shards | export).items() if value is not None}
+        plan, write = (_plan_hf, composite.export) if form == "hf" else (_plan_zero3, composite.write)
+        if out is None or dry_run:
+            outcome = "nothing was written" if pin is None or dry_run else f"kept as pin {shown(pin)}"
+            fields: dict[str, object] = {"out": None if out is None else str(out), "pin": pin, "dry_run": dry_run}
+            plan(composite, options, outcome, fields, as_json=as_json)
+            return
+        with shown_progress(as_json=as_json) as progress:
+            written = write(out, verify=not no_verify, force=force, progress=progress, **options)
+        _say_written(composite, written, as_json=as_json)
+        if pin is not None:
             composite.pin(pin)  # only now that nothing can be refused any more
 
 
 # -- what was asked for --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What to do with the composite; None where an option was not given."""
-
-    out: Path | None
-    pin: str | None
-    is_dry_run: bool
-    world_size: int | None
-    adam_step: Literal["unify", "per-layer"] | None
-    dtype: str | None
-    max_shard_size: str | None
-    verify: bool
-    force: bool
-    as_json: bool
-
-    @property
-    def is_plan(self) -> bool:
-        """Whether nothing is written."""
-        return self.out is None or self.is_dry_run
-
-    @property
-    def outcome(self) -> str:
-        """What became of the plan."""
-        is_kept = self.pin is not None and not self.is_dry_run
-        return f"kept as pin {shown(self.pin)}" if is_kept else "nothing was written"
-
-
-def _checked_format(form: str, request: _Request) -> Callable[["Composite", _Request], None]:
-    """
-    Return what produces the format *form*.
-
-    Raises:
-        InvalidInput: It is no format, an option was given that it does not take, or there is nothing to do.
-    """
-    if form not in _FORMATS:
-        raise InvalidInput(f"{form!r} is no format", hint=f"choose one of {', '.join(_FORMATS)}")
-    only_zero3 = {"--world-size": request.world_size, "--adam-step": request.adam_step}
-    only_hf = {"--dtype": request.dtype, "--max-shard-size": request.max_shard_size}
-    foreign, other, why = (
-        (only_zero3, "zero3", "an export has neither ranks nor an optimizer")
-        if form == "hf"
-        else (only_hf, "hf", "shards keep the types and the files that were saved")
-    )
+def _check(form: str, *, shards: Mapping[str, object], export: Mapping[str, object], is_useful: bool) -> None:
+    """Raise InvalidInput if *form* is no format, an option of the other one was given, or there is nothing to do."""
+    others = {
+        "zero3": (export, "hf", "shards keep the types and the files that were saved"),
+        "hf": (shards, "zero3", "an export has neither ranks nor an optimizer"),
+    }
+    if form not in others:
+        raise InvalidInput(f"{form!r} is no format", hint=f"choose one of {', '.join(others)}")
+    foreign, other, why = others[form]
     for name, value in foreign.items():
         if value is not None:
-            raise InvalidInput(f"{name} is for --format {other} only", hint=why)
-    if request.out is None and not request.is_dry_run and request.pin is None:
+            raise InvalidInput(f"--{name.replace('_', '-')} is for --format {other} only", hint=why)
+    if not is_useful:
         raise InvalidInput(
             "compose does not know where to write", hint="name a folder with -o DIR, or pass --pin NAME or --dry-run"
         )
-    return _FORMATS[form]
 
 
 def _policy(policy: str, settings: Mapping[str, object]) -> "str | Policy":
@@ -197,109 +169,76 @@ def _check_alone(given: Mapping[str, object]) -> None:
             raise InvalidInput(f"--recipe and {name} were both given", hint="the recipe names its base and its layers")
 
 
-# -- the formats ---------------------------------------------------------------------------------------------------
-
-
-def _zero3(composite: "Composite", request: _Request) -> None:
-    """Write shards to resume from, or print which save each layer comes from."""
-    adam_step = request.adam_step or "unify"
-    if request.out is None or request.is_dry_run:
-        notes = composite.notes(world_size=request.world_size, adam_step=adam_step)
-        world_size = request.world_size or composite.world_size
-        if _tell_programs(composite, request, notes, {"world_size": world_size}):
-            return
-        _say_layers(composite)
-        say()
-        _say_mixture(composite)
-        base = f"base {shown(composite.name)}, policy {composite.policy}"
-        say_paragraph(f"{base}, {counted(world_size, 'rank')}; {request.outcome}", indent=2)
-        return
-    with shown_progress(as_json=request.as_json) as progress:
-        written = composite.write(
-            request.out,
-            world_size=request.world_size,
-            adam_step=adam_step,
-            verify=request.verify,
-            force=request.force,
-            progress=progress,
-        )
-    if _tell_programs(composite, request, written.notes, {"world_size": written.world_size}, result=written):
-        return
-    ranks = counted(written.world_size, "rank")
-    _say_written(composite, written, f"{counted(len(composite.layers), 'layer')}, {ranks}")
-    _say_mixture(composite)
-    how = "engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer"
-    say_paragraph(f"resume with {ranks}: {how}", indent=2)
-
-
-def _hf(composite: "Composite", request: _Request) -> None:
-    """Write a folder for Transformers or PEFT, or print which files it would have."""
-    from layerstore.compose import MAX_SHARD_SIZE
-
-    dtype, max_shard_size = request.dtype, request.max_shard_size or MAX_SHARD_SIZE
-    if request.out is None or request.is_dry_run:
-        plan = composite.plan_export(dtype=dtype, max_shard_size=max_shard_size)
-        fields = {"format": "hf", "dtype": plan.dtype, "files": [file.path for file in plan.files]}
-        if _tell_programs(composite, request, plan.notes, fields):
-            return
-        columns = [Column("FILE", folds=True), Column("SIZE", "right")]
-        rows = ([file.path, size(file.size_bytes)] for file in plan.files)
-        say_table(columns, rows, total=["total", size(plan.size_bytes)])
-        say()
-        say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {request.outcome}")
-        return
-    with shown_progress(as_json=request.as_json) as progress:
-        exported = composite.export(
-            request.out,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            verify=request.verify,
-            force=request.force,
-            progress=progress,
-        )
-    fields = {"format": "hf", "dtype": exported.dtype, "files": list(exported.files)}
-    if _tell_programs(composite, request, exported.notes, fields, result=exported):
-        return
-    _say_written(composite, exported, f"{exported.dtype}, {counted(len(exported.files), 'file')}")
-    _say_mixture(composite, has_optimizer=False)
-    if "adapter_config.json" in exported.files:
-        say_paragraph("load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)", indent=2)
-    elif "config.json" in exported.files:
-        say_paragraph(f"load it with {exported.model_class or 'AutoModel'}.from_pretrained(FOLDER)", indent=2)
-
-
-_FORMATS = {"zero3": _zero3, "hf": _hf}
-
-
 # -- what is said --------------------------------------------------------------------------------------------------
 
 
 def _tell_programs(
-    composite: "Composite",
-    request: _Request,
-    notes: tuple[str, ...],
-    of_format: Mapping[str, object],
-    *,
-    result: "Written | Exported | None" = None,
+    composite: "Composite", notes: tuple[str, ...], fields: Mapping[str, object], *, as_json: bool
 ) -> bool:
     """Print *notes* as warnings, and with ``--json`` what programs read; return whether that was all to be said."""
     for note in notes:
         say_warning(note)
-    if not request.as_json:
-        return False
-    fields = {**composite.summary(), "notes": [*composite.recipe_notes, *notes], **of_format}
-    if result is None:
-        fields |= {"out": None if request.out is None else str(request.out), "bytes_written": 0, "seconds": 0.0}
-        fields |= {"pin": request.pin, "dry_run": request.is_dry_run}
+    if as_json:
+        say_json({**composite.summary(), "notes": [*composite.recipe_notes, *notes], **fields})
+    return as_json
+
+
+def _plan_zero3(
+    composite: "Composite", options: Mapping[str, Any], outcome: str, fields: dict[str, object], *, as_json: bool
+) -> None:
+    """Print which save each layer comes from."""
+    notes = composite.notes(**options)
+    world_size = options.get("world_size", composite.world_size)
+    fields |= {"world_size": world_size, "bytes_written": 0, "seconds": 0.0}
+    if not _tell_programs(composite, notes, fields, as_json=as_json):
+        _say_layers(composite)
+        say()
+        _say_mixture(composite)
+        base = f"base {shown(composite.name)}, policy {composite.policy}"
+        say_paragraph(f"{base}, {counted(world_size, 'rank')}; {outcome}", indent=2)
+
+
+def _plan_hf(
+    composite: "Composite", options: Mapping[str, Any], outcome: str, fields: dict[str, object], *, as_json: bool
+) -> None:
+    """Print which files there would be."""
+    plan = composite.plan_export(**options)
+    fields |= {"format": "hf", "dtype": plan.dtype, "files": [file.path for file in plan.files]}
+    fields |= {"bytes_written": 0, "seconds": 0.0}
+    if not _tell_programs(composite, plan.notes, fields, as_json=as_json):
+        columns = [Column("FILE", folds=True), Column("SIZE", "right")]
+        rows = ([file.path, size(file.size_bytes)] for file in plan.files)
+        say_table(columns, rows, total=["total", size(plan.size_bytes)])
+        say()
+        say(f"base {shown(composite.name)}, policy {composite.policy}, {plan.dtype}; {outcome}")
+
+
+def _say_written(composite: "Composite", written: "Written | Exported", *, as_json: bool) -> None:
+    """Say what was written, and how to load it."""
+    from layerstore.compose import Exported
+
+    fields = {"out": str(written.out), "bytes_written": written.bytes_written, "seconds": written.seconds}
+    how = ""
+    if isinstance(written, Exported):
+        fields |= {"format": "hf", "dtype": written.dtype, "files": list(written.files)}
+        what = f"{written.dtype}, {counted(len(written.files), 'file')}"
+        if "adapter_config.json" in written.files:
+            how = "load it with PeftModel.from_pretrained(BASE_MODEL, FOLDER)"
+        elif "config.json" in written.files:
+            how = f"load it with {written.model_class or 'AutoModel'}.from_pretrained(FOLDER)"
     else:
-        fields |= {"out": str(result.out), "bytes_written": result.bytes_written, "seconds": result.seconds}
-    say_json(fields)
-    return True
-
-
-def _say_written(composite: "Composite", result: "Written | Exported", what: str) -> None:
-    head = f"wrote {shown(result.out)}: {shown(composite.name)}, policy {result.policy}, {what}"
-    say_paragraph(f"{head}, {size(result.bytes_written)} in {result.seconds:.1f} s", indent=2)
+        fields |= {"world_size": written.world_size}
+        ranks = counted(written.world_size, "rank")
+        what = f"{counted(len(composite.layers), 'layer')}, {ranks}"
+        resume = "engine.load_checkpoint(FOLDER), or train(resume_from_checkpoint=FOLDER) of a Trainer"
+        how = f"resume with {ranks}: {resume}"
+    if _tell_programs(composite, written.notes, fields, as_json=as_json):
+        return
+    head = f"wrote {shown(written.out)}: {shown(composite.name)}, policy {written.policy}, {what}"
+    say_paragraph(f"{head}, {size(written.bytes_written)} in {written.seconds:.1f} s", indent=2)
+    _say_mixture(composite, has_optimizer=not isinstance(written, Exported))
+    if how:
+        say_paragraph(how, indent=2)
 
 
 def _say_layers(composite: "Composite") -> None:

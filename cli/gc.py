@@ -1,12 +1,14 @@
 """``layerstore gc``: remove commits that nobody wants to keep, and what nothing needs."""
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.policy import keep_of, with_rules
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import (
     Column,
@@ -31,29 +33,6 @@ _LINES_MAX = 50
 Runs = Annotated[
     list[str] | None, typer.Argument(metavar="RUN", help="The runs that the rules speak for; all of them by default.")
 ]
-KeepLast = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.")]
-KeepEvery = Annotated[
-    int | None,
-    typer.Option("--keep-every", metavar="STEPS", help="Keep every multiple of STEPS."),
-]
-KeepWithin = Annotated[
-    str | None,
-    typer.Option("--keep-within", metavar="AGE", help="Keep what is younger: 14d, 36h."),
-]
-KeepBest = Annotated[
-    str | None,
-    typer.Option(
-        "--keep-best", metavar="METRIC[:N][:min|max]", help="Keep the N best by a metric of trainer_state.json."
-    ),
-]
-DropOptimizer = Annotated[
-    int | None,
-    typer.Option(
-        "--drop-optimizer-older-than",
-        metavar="STEPS",
-        help="Kept commits so much older than the newest lose their moments, not their weights.",
-    ),
-]
 Grace = Annotated[
     str | None,
     typer.Option(
@@ -64,14 +43,11 @@ Grace = Annotated[
 ]
 
 
+@with_rules
 def gc(
     run: Runs = None,
     *,
-    keep_last: KeepLast = None,
-    keep_every: KeepEvery = None,
-    keep_within: KeepWithin = None,
-    keep_best: KeepBest = None,
-    drop_optimizer_older_than: DropOptimizer = None,
+    rules: Mapping[str, object],
     grace: Grace = None,
     empty_trash: Annotated[
         bool, typer.Option("--empty-trash", help="Also what was dropped or replaced less than 7 days ago.")
@@ -97,15 +73,9 @@ def gc(
       layerstore gc sft --keep-within 14d --keep-best eval_loss:2
       layerstore gc
     """
-    from layerstore.policy import Keep, duration
+    from layerstore.policy import duration
 
-    keep = Keep(
-        last=keep_last,
-        every=keep_every,
-        within=keep_within,
-        best=keep_best,
-        drop_optimizer_older_than=drop_optimizer_older_than,
-    )
+    keep = keep_of(rules)
     grace_seconds = None if grace is None else duration(grace).total_seconds()
     with opened(store) as opened_store:
         collect = partial(opened_store.gc, keep, runs=run or None, grace_seconds=grace_seconds, empty_trash=empty_trash)

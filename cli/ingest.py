@@ -1,14 +1,21 @@
-"""``layerstore ingest``: checkpoints on disk become commits."""
+"""
+``layerstore ingest``: checkpoints on disk become commits.
 
+Checkpoints come one by one from a source, which is the command line, a look at some folders, or a watch of them,
+and each goes to `Store.ingest`. One that is not whole ends the first kind, and is noted in the others.
+"""
+
+import os
 import re
+import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerstore.cli.ingest_many import IngestBatch, Take, take_all, take_one
-from layerstore.cli.ingest_many import watch as watch_folders
+import layerstore
 from layerstore.cli.options import AsJson, StorePath, opened
 from layerstore.cli.policy import described_policy, with_settings
 from layerstore.cli.progress import shown_progress
@@ -22,11 +29,32 @@ from layerstore.cli.render import (
     shown,
     size,
 )
-from layerstore.errors import InvalidInput, LayerstoreError
+from layerstore.errors import (
+    IntegrityError,
+    Internal,
+    InvalidInput,
+    LayerstoreError,
+    Locked,
+    Overtaken,
+    SourceCheckpoint,
+    StorageIO,
+)
 from layerstore.json_fields import json_fields
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from layerstore.ingest import Ingested
+    from layerstore.zero3 import FoundTag
+
+    Checkpoint = tuple[Path, str | None]
+    """A folder, and the tag in it; without one `latest` says which."""
+
+POLL_SECONDS = 2.0
+"""How often a watch looks at the folders."""
+
+REST_SECONDS = 10.0
+"""A checkpoint in which nothing changed for so long is complete: no writer pauses so long between its files."""
 
 Checkpoints = Annotated[list[Path], typer.Argument(metavar="CHECKPOINT", help="Folders of ZeRO-3 checkpoints.")]
 All = Annotated[bool, typer.Option("--all", help="Take every checkpoint below the folders, in step order.")]
@@ -108,39 +136,39 @@ def ingest(
     is_open = all_ or watch
     several, opens_attempt = is_open or len(checkpoints) > 1, rollback or resumed_from is not None
     _check_number(several=several, pin=pin, tag=tag if is_open else None, opens_attempt=opens_attempt)
-    batch, chosen = IngestBatch(), described_policy(policy, settings)
-    try:
-        with opened(store) as opened_store:
-
-            def take(checkpoint: Path, tag: str | None) -> None:
-                with shown_progress(as_json=as_json) as progress:
-                    ingested = opened_store.ingest(
-                        checkpoint,
-                        run=run,
-                        tag=tag,
-                        pin=pin,
-                        replace=replace,
-                        policy=chosen,
-                        rollback=rollback,
-                        resumed_from=resumed_from,
-                        layer_pattern=layer_pattern,
-                        allowed_globals=allow_global or (),
-                        follow=follow,
-                        trust_store=trust_store,
-                        progress=progress,
-                    )
-                batch.saved.append(ingested)
-                _tell(ingested, pin=pin, as_json=as_json)
-
-            if is_open:
-                (watch_folders if watch else take_all)(checkpoints, take, batch, as_json=as_json)
-            else:
-                _take_each(checkpoints, tag, take)
-    finally:
-        # Also where a later checkpoint fails: what was saved before it stays saved.
-        if as_json and (batch.saved or is_open):
-            say_json(_fields(batch, one=len(checkpoints) == 1, is_open=is_open))
-    batch.raise_first()
+    saved: list[Ingested] = []
+    problems: list[tuple[Path, LayerstoreError]] | None = [] if is_open else None
+    with opened(store) as opened_store:
+        save = partial(
+            opened_store.ingest,
+            run=run,
+            pin=pin,
+            replace=replace,
+            policy=described_policy(policy, settings),
+            rollback=rollback,
+            resumed_from=resumed_from,
+            layer_pattern=layer_pattern,
+            allowed_globals=allow_global or (),
+            follow=follow,
+            trust_store=trust_store,
+        )
+        found = (_coming if watch else _found)(checkpoints, as_json) if is_open else _named(checkpoints, tag)
+        try:
+            for folder, its_tag in found:
+                _take(save, folder, its_tag, saved, problems, pin=pin, as_json=as_json)
+        except LayerstoreError as exc:
+            if problems is None and several:
+                were = "was" if len(saved) == 1 else "were"
+                exc.message += f"; {len(saved) or 'none'} of {len(checkpoints)} checkpoints {were} taken"
+            raise
+        finally:
+            # Also where a later checkpoint fails: what was saved before it stays saved.
+            if as_json and (saved or is_open):
+                say_json(_fields(saved, problems) if several else json_fields(saved[0]))
+            elif problems is not None and watch:
+                say(f"stopped watching: {counted(len(saved), 'checkpoint')} taken, {len(problems)} not saved")
+    if problems:
+        raise _first(problems, tried=len(saved) + len(problems))
 
 
 def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_attempt: bool) -> None:
@@ -158,21 +186,116 @@ def _check_number(*, several: bool, pin: str | None, tag: str | None, opens_atte
         )
 
 
-def _take_each(checkpoints: list[Path], tag: str | None, take: Take) -> None:
-    """Take *checkpoints* in step order; an error says how many came before it: those after it were not looked at."""
-    for number, checkpoint in enumerate(sorted(checkpoints, key=_in_step_order)):
-        try:
-            take_one(checkpoint, tag, take)
-        except LayerstoreError as exc:
-            if len(checkpoints) > 1:
-                taken = f"{number or 'none'} of {len(checkpoints)} checkpoints {'was' if number == 1 else 'were'} taken"
-                exc.message = f"{exc.message}; {taken}"
-            raise
+def _take(
+    save: "Callable[..., Ingested]",
+    folder: Path,
+    tag: str | None,
+    saved: "list[Ingested]",
+    problems: list[tuple[Path, LayerstoreError]] | None,
+    *,
+    pin: str | None,
+    as_json: bool,
+) -> None:
+    """Ingest one checkpoint; with *problems* note there what is wrong with it, and raise only what concerns all."""
+    path = folder if tag is None else folder / tag
+    was_there = path.exists()
+    try:
+        with shown_progress(as_json=as_json) as progress:
+            try:
+                ingested = save(folder, tag=tag, progress=progress)
+            except Overtaken:  # by a collection: what it has taken is written anew
+                ingested = save(folder, tag=tag, progress=progress)
+    except LayerstoreError as exc:
+        problem = exc
+        if isinstance(exc, SourceCheckpoint) and was_there and not path.exists():  # whatever was noticed first
+            problem = SourceCheckpoint(
+                f"{path} was removed while it was read; nothing of it was saved",
+                hint="if the job's own rotation did it, ingest sooner, or let the job keep more",
+            )
+        if problems is None or _concerns_all(problem, folder):
+            raise problem from exc.__cause__
+        say_warning(f"{path} was not saved: {problem}{f'; {problem.hint}' if problem.hint else ''}")
+        problems.append((path, problem))
+        return
+    saved.append(ingested)
+    _tell(ingested, pin=pin, as_json=as_json)
+
+
+def _first(problems: list[tuple[Path, LayerstoreError]], *, tried: int) -> LayerstoreError:
+    """Return the first problem, whose exit code becomes the command's, with the number of them."""
+    _, first = problems[0]
+    first.message = f"{len(problems)} of {counted(tried, 'checkpoint')} not saved: {first.message}"
+    return first
+
+
+def _concerns_all(problem: LayerstoreError, folder: Path) -> bool:
+    """Whether *problem* is one of the store, its disk or its lock, and not of the checkpoint in *folder*."""
+    if isinstance(problem, StorageIO):
+        return not Path(str(problem.filename)).is_relative_to(folder)
+    return isinstance(problem, IntegrityError | Internal | Locked)
+
+
+# -- where checkpoints come from -----------------------------------------------------------------------------------
+
+
+def _named(checkpoints: list[Path], tag: str | None) -> "Iterator[Checkpoint]":
+    """Yield *checkpoints* in step order."""
+    for checkpoint in sorted(checkpoints, key=_in_step_order):
+        yield checkpoint, tag
 
 
 def _in_step_order(path: Path) -> list[tuple[int, str]]:
     """Order ``checkpoint-200`` before ``checkpoint-1000``, which a shell does not."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def _found(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
+    """Yield every checkpoint below *folders*."""
+    survey = layerstore.find_checkpoints(*folders)
+    for note in survey.notes:
+        say_warning(note)
+    if not as_json:
+        say(f"found {counted(len(survey.found), 'checkpoint')}")
+    for found in survey.found:
+        yield found.folder, found.tag
+
+
+def _coming(folders: list[Path], as_json: bool) -> "Iterator[Checkpoint]":
+    """Yield every checkpoint below *folders*, and each that comes, once it rests; again when it has changed. No end."""
+    for top in folders:
+        if not top.exists():
+            say_warning(f"{shown(top)} is not there yet; it is waited for")
+    if not as_json:
+        say(f"watching {', '.join(shown(top) for top in folders)}; Ctrl-C ends it")
+    seen: dict[Path, int] = {}
+    while True:
+        for top in folders:
+            try:
+                survey = layerstore.find_checkpoints(top)
+            except SourceCheckpoint:
+                continue  # nothing there yet, or a rotation is just removing something
+            for found in survey.found:
+                newest = _newest_change(found)
+                if newest is None or seen.get(found.path) == newest or time.time_ns() - newest <= REST_SECONDS * 1e9:
+                    continue
+                seen[found.path] = newest
+                yield found.folder, found.tag
+        time.sleep(POLL_SECONDS)
+
+
+def _newest_change(checkpoint: "FoundTag") -> int | None:
+    """Return when a file of *checkpoint* was last changed, None if it is gone."""
+    newest = 0
+    try:
+        for folder in (checkpoint.folder, checkpoint.path):
+            with os.scandir(folder) as entries:
+                newest = max([newest, *(entry.stat().st_mtime_ns for entry in entries)])
+    except OSError:
+        return None
+    return newest
+
+
+# -- what is said --------------------------------------------------------------------------------------------------
 
 
 def _tell(ingested: "Ingested", *, pin: str | None, as_json: bool) -> None:
@@ -216,8 +339,12 @@ def _written_again(ingested: "Ingested") -> Iterator[str]:
         yield "its record was damaged and is written again"
 
 
-def _fields(batch: IngestBatch, *, one: bool, is_open: bool) -> dict[str, object]:
-    """Return the fields of one checkpoint as they are, those of several as a list: with ``--all`` always."""
-    if is_open:
-        return batch.fields
-    return json_fields(batch.saved[0]) if one else {"commits": batch.fields["commits"]}
+def _fields(saved: "list[Ingested]", problems: list[tuple[Path, LayerstoreError]] | None) -> dict[str, object]:
+    """Return the fields of several checkpoints, and those of their *problems*."""
+    fields: dict[str, object] = {"commits": [json_fields(each) for each in saved]}
+    if problems is not None:
+        fields["problems"] = [
+            {"path": str(path), "kind": of.kind, "code": of.exit_code, "message": of.message, "hint": of.hint}
+            for path, of in problems
+        ]
+    return fields

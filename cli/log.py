@@ -24,7 +24,7 @@ from layerstore.json_fields import json_fields
 if TYPE_CHECKING:
     from layerstore.gc import DroppedCommit
     from layerstore.inspect import LogEntry, LogLine
-    from layerstore.storage import SaveTiming
+    from layerstore.publish import SaveTiming
 
     Took = dict[tuple[str, int, int], SaveTiming]
     """By run, attempt and step."""

@@ -5,10 +5,12 @@ A ``--store`` or ``--json`` before the command is the default of the one after i
 """
 
 import contextlib
+import functools
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -32,6 +34,34 @@ Reference = Annotated[
         help="RUN@STEP, RUN, RUN~1, a pin or 12 digits of a commit's id; else the newest step of the only run.",
     ),
 ]
+
+Command: TypeAlias = Callable[..., None]
+Table: TypeAlias = Mapping[str, tuple[type, str, str]]
+"""Options by name: the type of each, its metavar and its help."""
+
+
+def with_options(place: str, table: Table) -> Callable[[Command], Command]:
+    """Give a command the options of *table* in the place of its parameter *place*, which gets those that were given."""
+
+    def extended(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**words: object) -> None:
+            given = {name: words.pop(name) for name in table}
+            command(**words, **{place: {name: value for name, value in given.items() if value is not None}})
+
+        parameters = []
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name != place:
+                parameters.append(parameter)
+                continue
+            for name, (of, metavar, text) in table.items():
+                option = typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+                annotation = Annotated[of | None, option]  # type: ignore[valid-type]  # made at run time
+                parameters.append(parameter.replace(name=name, default=None, annotation=annotation))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        return run
+
+    return extended
 
 
 @contextlib.contextmanager

@@ -1,23 +1,20 @@
 """
-The options that describe a policy, the same for every command that has one.
+The options that describe a policy, and those of retention: the same for every command that has them.
 
 An option that is not given is not passed on: each policy knows its own defaults, and which options it has.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from layerstore.cli.options import Table, with_options
 from layerstore.errors import InvalidInput
 from layerstore.units import size_in_bytes
 
 if TYPE_CHECKING:
-    from layerstore.policy import Policy
+    from layerstore.policy import Keep, Policy
 
-_OPTIONS: dict[str, tuple[type, str, str]] = {
+_SETTINGS: Table = {
     "fresh": (str, "even|odd", "parity: the half of the base; at ingest, of the run's first save."),
     "first": (int, "N", "filter: blocks always due at the start."),
     "last": (int, "N", "filter: blocks always due at the end."),
@@ -28,27 +25,26 @@ _OPTIONS: dict[str, tuple[type, str, str]] = {
     "budget": (str, "SIZE", "drift: what a save may take, like 2GB."),
     "stalest": (int, "N", "drift: no layer older than N saves."),
 }
-"""All policies' settings: the type of each, its metavar and its help."""
+"""All policies' settings."""
 
+_RULES: Table = {
+    "keep_last": (int, "N", "Keep the newest N."),
+    "keep_every": (int, "STEPS", "Keep every multiple of STEPS."),
+    "keep_within": (str, "AGE", "Keep what is younger: 14d, 36h."),
+    "keep_best": (str, "METRIC[:N][:min|max]", "Keep the N best by a metric of trainer_state.json."),
+    "drop_optimizer_older_than": (
+        int,
+        "STEPS",
+        "Kept commits so much older than the newest lose their moments, not their weights.",
+    ),
+}
+"""What gc keeps."""
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give *command* these options in the place of its parameter *settings*, which gets those that were given."""
+with_settings = with_options("settings", _SETTINGS)
+"""Gives a command the settings of policies in the place of its parameter *settings*."""
 
-    @functools.wraps(command)
-    def run(**words: object) -> None:
-        settings = {name: words.pop(name) for name in _OPTIONS}
-        command(**words, settings={name: value for name, value in settings.items() if value is not None})
-
-    parameters = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name != "settings":
-            parameters.append(parameter)
-            continue
-        for name, (of, metavar, text) in _OPTIONS.items():
-            option = Annotated[of | None, typer.Option(f"--{name}", metavar=metavar, help=text)]  # type: ignore[valid-type]  # made at run time
-            parameters.append(parameter.replace(name=name, default=None, annotation=option))
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    return run
+with_rules = with_options("rules", _RULES)
+"""Gives a command the rules of retention in the place of its parameter *rules*."""
 
 
 def described_policy(name: str, settings: Mapping[str, object]) -> "Policy":
@@ -58,6 +54,13 @@ def described_policy(name: str, settings: Mapping[str, object]) -> "Policy":
     readers = {"share": _fraction, "budget": size_in_bytes}
     given = {key: readers[key](str(value)) if key in readers else value for key, value in settings.items()}
     return policy_named(name, given)
+
+
+def keep_of(rules: Mapping[str, Any]) -> "Keep":
+    """Return what these *rules* keep."""
+    from layerstore.policy import Keep
+
+    return Keep(**{name.removeprefix("keep_"): value for name, value in rules.items()})
 
 
 def policy_from(text: str) -> "Policy":
@@ -70,7 +73,7 @@ def policy_from(text: str) -> "Policy":
     name, _, settings = text.partition(":")
     given = dict(setting.partition("=")[::2] for setting in settings.split(",") if setting)
     try:
-        return described_policy(name, {key: _OPTIONS.get(key, (str,))[0](value) for key, value in given.items()})
+        return described_policy(name, {key: _SETTINGS.get(key, (str,))[0](value) for key, value in given.items()})
     except InvalidInput:
         raise
     except ValueError as exc:

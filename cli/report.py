@@ -1,12 +1,13 @@
 """``layerstore report``: one page about a store, to look at, to print and to send."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from layerstore.cli.gc import DropOptimizer, KeepBest, KeepEvery, KeepLast, KeepWithin
 from layerstore.cli.options import AsJson, StorePath, opened
+from layerstore.cli.policy import keep_of, with_rules
 from layerstore.cli.progress import shown_progress
 from layerstore.cli.render import counted, say, say_json, say_paragraph, say_warning, shown, size
 from layerstore.errors import InvalidInput
@@ -15,15 +16,12 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="T
 RunName = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
 
 
+@with_rules
 def report(
     *,
     out: Out = None,
     run: RunName = None,
-    keep_last: KeepLast = None,
-    keep_every: KeepEvery = None,
-    keep_within: KeepWithin = None,
-    keep_best: KeepBest = None,
-    drop_optimizer_older_than: DropOptimizer = None,
+    rules: Mapping[str, object],
     store: StorePath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,15 +38,7 @@ def report(
       layerstore report -o report.html --run sft --keep-last 3 --keep-every 1000
       layerstore report --json
     """
-    from layerstore.policy import Keep
-
-    keep = Keep(
-        last=keep_last,
-        every=keep_every,
-        within=keep_within,
-        best=keep_best,
-        drop_optimizer_older_than=drop_optimizer_older_than,
-    )
+    keep = keep_of(rules)
     with opened(store) as opened_store, shown_progress(as_json=as_json) as progress:
         if out is None and not as_json:
             raise InvalidInput("a report needs a file", hint="layerstore report -o report.html")

@@ -15,7 +15,7 @@ from layerstore.errors import InvalidInput, LayerstoreError
 from layerstore.layout import layout_at
 from layerstore.model import Commit, Pin, Saving, StrPath
 from layerstore.progress import Progress, Silent
-from layerstore.storage import Files, Hook, Repository, SaveTiming, make_store, no_hook, open_repository, read_timings
+from layerstore.storage import Files, Hook, Repository, make_store, no_hook, open_repository
 
 if TYPE_CHECKING:
     from layerstore.check import Diagnosis, Repaired, RestoredIdentity, Verdict
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from layerstore.ingest import Ingested
     from layerstore.inspect import CommitView, Diff, LayerLine, LogEntry, LogPage, Stats
     from layerstore.policy import Keep, Policy
+    from layerstore.publish import SaveTiming
     from layerstore.zero3 import Survey
 
 
@@ -100,15 +101,10 @@ class Store:
             SourceCheckpoint: It is incomplete, damaged, still changing or untrusted.
             Conflict: Other content was saved for this run and step, and *replace* is False.
         """
-        from layerstore.ingest import execute_ingest, plan_ingest
+        from layerstore.ingest import IngestRequest, ingest
         from layerstore.policy import checked, policy_named
-        from layerstore.publish import check_pin_free, check_pin_name
 
-        if pin is not None:
-            check_pin_name(self._repo, pin)
-        plan = plan_ingest(
-            self._repo,
-            Path(checkpoint),
+        asked = IngestRequest(
             run=run,
             tag=tag,
             replace=replace,
@@ -118,14 +114,10 @@ class Store:
             policy=policy_named(policy) if isinstance(policy, str) else checked(policy),
             rollback=rollback,
             resumed_from=resumed_from,
+            pin=pin,
             trust_store=trust_store,
         )
-        if pin is not None:
-            check_pin_free(self._repo, pin, run=plan.run, step=plan.step)
-        ingested = execute_ingest(self._repo, plan, progress=progress or Silent())
-        if pin is not None:
-            self.pin(pin, ingested.commit)
-        return ingested
+        return ingest(self._repo, Path(checkpoint), asked, progress=progress or Silent())
 
     def compose(
         self,
@@ -186,8 +178,10 @@ class Store:
 
         return read_log(self._repo, run=run, limit=limit, before=before, graph=graph)
 
-    def timings(self, run: str) -> dict[tuple[int, int], SaveTiming]:
+    def timings(self, run: str) -> "dict[tuple[int, int], SaveTiming]":
         """Return what the saves of *run* took that were made while training, by attempt and step."""
+        from layerstore.publish import read_timings
+
         return read_timings(self._repo, run)
 
     def show(self, ref: str | None = None) -> "CommitView":
@@ -264,15 +258,11 @@ class Store:
 
     def pins(self) -> list[Pin]:
         """Return all readable pins, by name."""
-        from layerstore.publish import read_pins
-
-        return read_pins(self._repo)[0]
+        return self._repo.records.readable_pins()
 
     def damaged_pins(self) -> dict[str, LayerstoreError]:
         """Return the names of pins that cannot be read, and why."""
-        from layerstore.publish import read_pins
-
-        return read_pins(self._repo)[1]
+        return {name: pin for name, pin in self._repo.records.pins() if not isinstance(pin, Pin)}
 
     def delete_pin(self, name: str) -> bool | None:
         """

@@ -166,7 +166,7 @@ class _StepRun:
         self._step.identity(self._read(self._layout.identity))
         sizes = [len(file.data) for file in self._converted()]
         # Each file takes whole blocks, and room in a folder.
-        needed, free = sum(sizes) + 4096 * (len(sizes) + 16), self._files.free_bytes(self._root)
+        needed, free = sum(sizes) + 4096 * (len(sizes) + 16), self._files.room(self._root).free_bytes
         if free < needed:
             raise StorageIO(
                 f"the migration of {self._root} needs up to {needed} bytes, {free} are free; nothing was changed",

@@ -1,10 +1,16 @@
 """Verify, repair and doctor."""
 
-from layerstore.check.damage import Cost, Damage, Hurt
 from layerstore.check.doctor import Diagnosis, diagnose
-from layerstore.check.identity import RestoredIdentity, restore_identity
+from layerstore.check.losses import Cost, Damage, Hurt
 from layerstore.check.probes import write_speed
-from layerstore.check.repair import Repaired, execute_repair, opened_sources, plan_repair
+from layerstore.check.repair import (
+    Repaired,
+    RestoredIdentity,
+    execute_repair,
+    opened_sources,
+    plan_repair,
+    restore_identity,
+)
 from layerstore.check.verify import Verdict, parse_sample, verify_store
 
 __all__ = [

@@ -214,12 +214,10 @@ def write_speed(parent: Path) -> float:
     with scratch(files, parent, prefix="estimate") as folder:
         written, started, seconds = 0, time.perf_counter(), 0.0
         while seconds < _SPEED_SECONDS and written < _SPEED_BYTES_MAX:
-            with files.create(folder / f"written-{written}") as file:
-                with contextlib.closing(Stream(file)) as stream:
-                    for offset in range(0, _SPEED_FILE_BYTES, STREAM_BYTES):
-                        stream.write_at(offset, data)
-                    stream.finish()
-                file.sync()
+            with files.create(folder / f"written-{written}") as file, contextlib.closing(Stream(file)) as stream:
+                for offset in range(0, _SPEED_FILE_BYTES, STREAM_BYTES):
+                    stream.write_at(offset, data)
+                stream.finish()
             files.sync_directory(folder)
             written += _SPEED_FILE_BYTES
             seconds = time.perf_counter() - started

@@ -1,16 +1,20 @@
 """
 Repair: damaged files move to the trash, and another store that has them intact supplies them.
 
-Nothing is inferred. What no source has stays reported: ingesting the checkpoint again puts objects back; `drop` or
+``store.json`` is written again, with the store id that most records state.
+
+Nothing else is inferred. What no source has stays reported: ingesting the checkpoint again puts objects back; `drop` or
 `pin --delete` gives up a record or pin by name.
 """
 
 import contextlib
+import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from layerstore.check.damage import Cost, Costs, Damage, holders_of
+from layerstore.check.losses import Cost, Costs, Damage, holders_of
 from layerstore.check.verify import verify_store
 from layerstore.errors import (
     IntegrityError,
@@ -20,11 +24,23 @@ from layerstore.errors import (
     Overtaken,
     Unsupported,
 )
-from layerstore.history import objects_of_state, objects_of_version, references_to
+from layerstore.format import FORMAT, HASH, StoreIdentity, decode_identity, encode_identity, stated_flags
+from layerstore.history import named_by, references_to
+from layerstore.layout import Layout
+from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import BlobRef, Commit, CommitRecord, ObjectId, Origin
 from layerstore.progress import Progress
 from layerstore.publish import Transaction, republish
-from layerstore.storage import Files, RecordName, Repository, open_repository, read_chunks
+from layerstore.storage import (
+    Files,
+    RecordName,
+    RecordStore,
+    Repository,
+    Trash,
+    open_repository,
+    read_chunks,
+    stated_ids,
+)
 
 _OF_OBJECTS = frozenset({"version", "state", "object"})
 # A fetched blob names objects that could not be checked before, so the store is looked at again.
@@ -275,19 +291,89 @@ class _Repair:
         Raises:
             IntegrityError: It is missing or damaged in *source* too.
         """
-        for entry in record.layers:
-            self._fetch_missing(entry.version, source, objects_of_version(source.version(entry.version)))
-        for state in record.states:
-            self._fetch_missing(state, source, objects_of_state(source.state(state)))
-
-    def _fetch_missing(self, blob: BlobRef, source: Repository, named: Iterable[BlobRef]) -> None:
-        for ref in (*named, blob):
-            if self._repo.objects.find(ref) is None:
-                source.objects.verify(ref)
-                self._fetch(ref, source, kind="object")
+        for blob in (*(entry.version for entry in record.layers), *record.states):
+            for ref in (*named_by(source, blob), blob):
+                if self._repo.objects.find(ref) is None:
+                    source.objects.verify(ref)
+                    self._fetch(ref, source, kind="object")
 
     def _pins_elsewhere(self, name: str) -> Iterator[PinElsewhere]:
         for source in self._sources:
             with contextlib.suppress(LayerstoreError):  # missing or damaged there too
                 record = source.records.read_pin(name).record
                 yield PinElsewhere(name=name, reference=f"{record.run}@{record.step}", source=str(source.layout.root))
+
+
+# -- store.json -------------------------------------------------------------------------------------------------------
+
+_STORE_ID = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredIdentity:
+    """A ``store.json`` that was written again, or would be."""
+
+    flags: tuple[str, ...]
+    """Features that readers and writers of the store must know."""
+    is_assumed: bool
+    """Whether its flags were unknown, and are assumed to be none."""
+
+
+def restore_identity(layout: Layout, files: Files, store_id: str, *, dry_run: bool = False) -> RestoredIdentity | None:
+    """
+    Write ``store.json`` again for the store *store_id*; return None if the present one is intact.
+
+    More records have to state this id than any other. The old file goes to the trash; flags that can still be read in
+    it are kept, for an older layerstore must not write there.
+
+    Raises:
+        InvalidInput: *store_id* is malformed, or not the one that most records state.
+        Unsupported: ``store.json`` is of another format.
+    """
+    if not _STORE_ID.fullmatch(store_id):
+        raise InvalidInput(f"{store_id!r} is no store's id", hint="ids are 32 lower-case hex digits")
+    if files.exists(layout.migrating):
+        raise InvalidInput(
+            f"a migration of {layout.root} was interrupted, and which format it has now store.json alone knew; "
+            "nothing was changed",
+            hint="put back a copy of store.json, then layerstore migrate",
+        )
+    what, data, flags = str(layout.identity), None, None
+    with contextlib.suppress(IntegrityError):
+        data = files.read_if_there(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+    if data is not None:
+        try:
+            if decode_identity(data, what=what).store_id == store_id:
+                return None
+        except IntegrityError:
+            flags = stated_flags(data)
+    stated = stated_ids(layout, files)
+    if not stated:
+        raise InvalidInput(
+            f"no record or pin under {layout.root} can be read, so nothing says whose they are; nothing was changed",
+            hint="put back a copy of store.json",
+        )
+    most, count = stated.most_common(1)[0]
+    if most != store_id:
+        raise InvalidInput(
+            f"{count} records under {layout.root} are of store {most}, {stated[store_id]} of {store_id}; "
+            "nothing was changed",
+            hint=f"layerstore repair --store-id {most}",
+        )
+    restored = RestoredIdentity(flags=flags or (), is_assumed=flags is None)
+    if not dry_run:
+        _write_identity(layout, files, store_id, restored.flags)
+    return restored
+
+
+def _write_identity(layout: Layout, files: Files, store_id: str, flags: tuple[str, ...]) -> None:
+    for folder in (layout.tmp, layout.locks):
+        files.make_directory(folder)
+    if files.exists(layout.identity):
+        Trash(layout, files, RecordStore(layout, files, store_id=store_id)).take_damaged(layout.identity)
+    # When the store was made is unknown; this is for people only.
+    created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    identity = StoreIdentity(format=FORMAT, store_id=store_id, hash=HASH, created=created, flags=flags)
+    with files.temporary(layout.tmp, encode_identity(identity)) as source:
+        files.link_exclusive(source, layout.identity)
+    files.sync_directory(layout.root)

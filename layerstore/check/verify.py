@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from layerstore.check.damage import Cost, Costs, Damage, Holder, Standing, holders_of, standing
+from layerstore.check.losses import Cost, Costs, Damage, Holder, Standing, holders_of, standing
 from layerstore.errors import PROCESS_ERRNOS, IntegrityError, InvalidInput, LayerstoreError, StorageIO
-from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state, objects_of_version
+from layerstore.history import PARTS, Needs, NumberedRefs, Resolved, objects_of_state
 from layerstore.limits import WORKERS_MAX
 from layerstore.model import BlobRef, CommitRecord, ObjectId
 from layerstore.progress import Progress
-from layerstore.storage import Repository, missing, row_of
+from layerstore.storage import Repository, row_of
 
 _ALL = 2**32
 _PERCENT = re.compile(r"(?P<percent>[0-9]{1,3}(\.[0-9]{1,6})?)%")
@@ -168,18 +168,15 @@ def _read_records(repo: Repository, named: _Named, progress: Progress) -> None:
         indexed = repo.catalog.indexed(run)
         names = repo.records.names(run)
         progress.start(f"records of {run}", len(names))
-        for name in names:
-            path = repo.layout.record(name.run, name.step, name.id)
+        for name, commit in repo.records.each(names):
+            path = repo.layout.name(repo.layout.record(name.run, name.step, name.id))
             called = f"{name.run}@{name.step}"
-            try:
-                commit = repo.records.read(name)
-            except LayerstoreError as exc:
-                if repo.files.exists(path):  # else removed meanwhile
-                    named.note(_lost_record("record", name.id, repo.layout.name(path), exc, called))
+            if isinstance(commit, LayerstoreError):
+                named.note(_lost_record("record", name.id, path, commit, called))
                 continue
             progress.advance(1)
-            _name_all(named, "record", commit.record, called, repo.layout.name(path))
-            row = indexed.get(path.name)
+            _name_all(named, "record", commit.record, called, path)
+            row = indexed.get(name.file_name)
             if row is not None and row != row_of(commit):
                 problem = f"the index tells {called} differently than its record does"
                 named.note(Damage(kind="index", id=run, path="manifest", reason=problem))
@@ -209,15 +206,12 @@ def _name_all(named: _Named, kind: str, record: CommitRecord, called: str, path:
 
 
 def _read_pins(repo: Repository, named: _Named) -> None:
-    for name in repo.records.pin_names():
-        path = repo.layout.pin(name)
-        try:
-            pin = repo.records.read_pin(name)
-        except LayerstoreError as exc:
-            if repo.files.exists(path):  # else deleted meanwhile
-                named.note(_lost_record("pin", name, repo.layout.name(path), exc, name))
+    for name, pin in repo.records.pins():
+        path = repo.layout.name(repo.layout.pin(name))
+        if isinstance(pin, LayerstoreError):
+            named.note(_lost_record("pin", name, path, pin, name))
         else:
-            _name_all(named, "pin", pin.record, name, repo.layout.name(path))
+            _name_all(named, "pin", pin.record, name, path)
 
 
 def _read_beside(repo: Repository, named: _Named) -> None:
@@ -250,7 +244,7 @@ def _read_blobs(repo: Repository, named: _Named, progress: Progress) -> None:
                 raise IntegrityError(
                     f"version {ref.id} is of layer {version.layer!r}, a commit has it as {layers[number]!r}"
                 )
-        return objects_of_version(version)
+        return [stored.ref for stored in version.objects]
 
     def of_state(ref: BlobRef, numbers: Sequence[int]) -> list[BlobRef]:
         return objects_of_state(repo.state(ref))
@@ -299,8 +293,7 @@ def _check_objects(
     def check(refs: Sequence[tuple[BlobRef, list[int] | None]]) -> None:
         for ref, numbers in refs:
             try:
-                if repo.objects.find(ref) is None:
-                    raise missing(ref)
+                repo.objects.check_there(ref)
                 if reads(ref):
                     repo.objects.verify(ref)
                     progress.advance(ref.size_bytes)

@@ -52,12 +52,7 @@ def to_plain(value: object) -> Plain:
 
 
 def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
-    """
-    Build a *cls* from what ``to_plain`` gave.
-
-    Raises:
-        IntegrityError: *value* is not the image of a *cls*.
-    """
+    """Build a *cls* from what ``to_plain`` gave; raises IntegrityError where *value* is not the image of a *cls*."""
     try:
         return cast(Value, _reader_of(cast(Any, cls))(value))
     except _Misfit as exc:
@@ -80,9 +75,10 @@ def _reader_of(cls: Any) -> Reader:
         if value.keys() != names and (value.keys() | may_lack) != names:
             odd = ", ".join(sorted(names ^ value.keys()))
             raise _Misfit(f"a {cls.__name__} has unknown or missing fields: {odd}")
-        made: dict[str, Any] = {**defaults, **value} if defaults else value.copy()
-        if any(name in value and value[name] == default for name, default in defaults.items()):
-            raise _Misfit(f"a {cls.__name__} spells out a default")
+        made: dict[str, Any] = value.copy()
+        for name, default in defaults.items():
+            if made.setdefault(name, default) == default and name in value:
+                raise _Misfit(f"a {cls.__name__} spells out a default")
         for name, kind in plain:
             # Not isinstance: True is no int here.
             if type(made[name]) is not kind:

@@ -85,9 +85,6 @@ class GcPlan:
     outcome: GcOutcome
     runs: tuple[tuple[RunView, tuple[CommitFate, ...]], ...]
     marks: Marks
-    old_before_ns: int
-    unfinished_before_ns: int
-    trash_before_ns: int
 
     @property
     def fates(self) -> list[CommitFate]:
@@ -125,17 +122,17 @@ def plan_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> GcPl
 
 def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
     now_ns = repo.aside.now_ns()
-    old_before_ns = now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS)
     # A short grace says nothing of what is being written for hours; only 0 s does, when nobody writes.
     unfinished_seconds = request.grace_seconds and max(request.grace_seconds, GC_UNFINISHED_GRACE_SECONDS)
-    unfinished_before_ns = now_ns - _ns(unfinished_seconds, GC_UNFINISHED_GRACE_SECONDS)
-    trash_before_ns = now_ns - _ns(request.trash_seconds, TRASH_SECONDS)
     runs = _chosen(repo, request, now_ns)
     fates = [fate for _, each in runs for fate in each]
     _check_metric(request.keep, fates)
     going = {fate.name for fate in fates if fate.goes or fate.loses_moments}
     marks = Marks(
-        repo, old_before_ns=old_before_ns, dead_before_ns=unfinished_before_ns, trash_before_ns=trash_before_ns
+        repo,
+        old_before_ns=now_ns - _ns(request.grace_seconds, GC_GRACE_SECONDS),
+        dead_before_ns=now_ns - _ns(unfinished_seconds, GC_UNFINISHED_GRACE_SECONDS),
+        trash_before_ns=now_ns - _ns(request.trash_seconds, TRASH_SECONDS),
     )
     progress.start("records", sum(len(view.rows) for view, _ in runs) - len(going))
     for fate in fates:
@@ -145,27 +142,20 @@ def _plan(repo: Repository, request: GcRequest, progress: Progress) -> GcPlan:
             marks.check_whole(add_needs(marks.needs, planned), of=fate)
     # A collection that removes no commit takes nothing that could replace what is lost.
     marks.look(progress, without=going, has_to_be_whole=bool(going))
-    tally = _tally(repo, fates, marks)
-    leftovers = repo.aside.leftovers(before_ns=unfinished_before_ns)
-    old_records, old_files = _old_trash(repo, trash_before_ns)
+    old, young = _tally(repo, fates, marks)
+    leftovers = repo.aside.leftovers(before_ns=marks.dead_before_ns)
+    old_records, old_files = _old_trash(repo, marks.trash_before_ns)
     outcome = GcOutcome(
-        commits=_commit_fates(repo, fates, tally),
-        objects=_sum(tally.old) + _sum(tally.aside),
-        orphans=tally.old[None] + tally.aside[None],
-        young=_sum(tally.young),
+        commits=_commit_fates(repo, fates, old, young),
+        objects=_sum(old),
+        orphans=old[None],
+        young=_sum(young),
         unfinished=Gone(len(leftovers), sum(size_bytes for _, size_bytes in leftovers)),
         trash=Gone(len(old_records) + len(old_files), sum(map(repo.trash.size_of_damaged, old_files))),
         unserved=unserved(repo, runs, needs=marks.needs),
         pins=tuple(repo.records.pin_names()),
     )
-    return GcPlan(
-        outcome=outcome,
-        runs=runs,
-        marks=marks,
-        old_before_ns=old_before_ns,
-        unfinished_before_ns=unfinished_before_ns,
-        trash_before_ns=trash_before_ns,
-    )
+    return GcPlan(outcome=outcome, runs=runs, marks=marks)
 
 
 def _ns(given_seconds: float | None, ours_seconds: float) -> int:
@@ -178,31 +168,25 @@ def _old_trash(repo: Repository, before_ns: int) -> tuple[list[RecordName], list
     return records, files
 
 
-@dataclass(frozen=True, slots=True)
-class _Tally:
-    """What nothing needs any more, by the number of the commit that it goes with; None if no commit named it."""
-
-    old: dict[int | None, Gone]
-    young: dict[int | None, Gone]
-    aside: dict[int | None, Gone]
-    """Moved aside by an earlier collection."""
+_ByCommit = dict[int | None, Gone]
+"""What nothing needs any more, by the number of the commit that it goes with; None if no commit named it."""
 
 
-def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> _Tally:
-    """Look at every object; it goes with the first commit that names it."""
+def _tally(repo: Repository, fates: Sequence[CommitFate], marks: Marks) -> tuple[_ByCommit, _ByCommit]:
+    """Look at every object, aside too; return which are old and which young. Each goes with the first that names it."""
     taken = Needs(repo, besides=marks.needs)
     for number, fate in enumerate(fates):
         if fate.goes or fate.loses_moments:
             # The commit goes anyway; what cannot be attributed to it because of damage counts as orphans.
             with contextlib.suppress(IntegrityError, NotFound):
                 taken.add_record(repo.catalog.commit(fate.name).record, number=number)
-    tally = _Tally(*(defaultdict[int | None, Gone](Gone) for _ in range(3)))
+    old, young = (defaultdict[int | None, Gone](Gone) for _ in range(2))
     for each in marks.unneeded():
-        (tally.young if each.is_young else tally.old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
+        (young if each.is_young else old)[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
     for each in marks.aside():
         if not each.is_young:
-            tally.aside[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
-    return tally
+            old[taken.number(each.ref.id)] += Gone(1, each.ref.size_bytes)
+    return old, young
 
 
 def _sum(parts: Mapping[int | None, Gone]) -> Gone:
@@ -235,15 +219,17 @@ def _check_metric(keep: Keep, fates: Sequence[CommitFate]) -> None:
     )
 
 
-def _commit_fates(repo: Repository, fates: Sequence[CommitFate], tally: _Tally) -> tuple[CommitFate, ...]:
+def _commit_fates(
+    repo: Repository, fates: Sequence[CommitFate], old: _ByCommit, young: _ByCommit
+) -> tuple[CommitFate, ...]:
     """Return the fates with the bytes that go with each."""
     references = references_to(repo, fates)
     return tuple(
         replace(
             fate,
             reference=reference,
-            bytes_freed=tally.old[number].size_bytes + tally.aside[number].size_bytes,
-            bytes_freed_later=tally.young[number].size_bytes,
+            bytes_freed=old[number].size_bytes,
+            bytes_freed_later=young[number].size_bytes,
         )
         for number, (fate, reference) in enumerate(zip(fates, references, strict=True))
     )
@@ -279,7 +265,7 @@ def execute_gc(repo: Repository, request: GcRequest, *, progress: Progress) -> G
             listed = list_aside(repo)
             _look_again(plan)
             hold.check()  # another collection that took the lock settles what lies aside
-            gone, waiting = settle(repo, plan.marks, listed, moved_before_ns=plan.old_before_ns)
+            gone, waiting = settle(repo, plan.marks, listed)
             freed += gone
             if full is None:
                 break
@@ -330,7 +316,7 @@ def _remove_records(repo: Repository, plan: GcPlan) -> None:
         going = [fate.name for fate in fates if fate.goes]
         repo.records.remove(going)
         repo.catalog.forget(going)
-    records, files = _old_trash(repo, plan.trash_before_ns)
+    records, files = _old_trash(repo, plan.marks.trash_before_ns)
     for name in records:
         repo.trash.remove_record(name)
     for path in files:
@@ -344,6 +330,6 @@ def _look_again(plan: GcPlan) -> None:
 
 def _tidy(repo: Repository, plan: GcPlan) -> None:
     for session in plan.marks.dead_sessions:
-        repo.parts.remove_session(session, before_ns=plan.unfinished_before_ns)
-    for path, _ in repo.aside.leftovers(before_ns=plan.unfinished_before_ns):
+        repo.parts.remove_session(session, before_ns=plan.marks.dead_before_ns)
+    for path, _ in repo.aside.leftovers(before_ns=plan.marks.dead_before_ns):
         repo.files.unlink(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound, Overtaken
 from layerstore.gc.mark import bytes_of_only
-from layerstore.history import Resolved, reference_to, references_to, resolve, with_records_read
+from layerstore.history import Resolved, reference_to, references_to, resolve, view_read_again
 from layerstore.layers import parse_reference, typed
 from layerstore.model import Commit, CommitId
 from layerstore.publish import republish, retire
@@ -95,10 +95,10 @@ def execute_drop(repo: Repository, ref: str) -> Dropped:
 def damaged_records(repo: Repository, ref: str) -> list[RecordName]:
     """Return the damaged records at the step of *ref*; none if *ref* names no step of a run."""
     reference = parse_reference(ref)
-    view = repo.catalog.find(reference.name) if repo.records.names(reference.name) else None
-    if view is None or reference.step is None:
+    if reference.step is None or not repo.records.names(reference.name):
         return []
-    return sorted(name for name in with_records_read(repo, view, reference.step).damaged if name.step == reference.step)
+    view = view_read_again(repo, reference.name, reference.step)
+    return [] if view is None else sorted(name for name in view.damaged if name.step == reference.step)
 
 
 def give_up(repo: Repository, names: list[RecordName]) -> None:

@@ -16,7 +16,7 @@ from layerstore.layers import typed
 from layerstore.limits import BLOB_BYTES_MAX
 from layerstore.model import BlobRef, CommitId, CommitRecord, ObjectId, Pin, Saving
 from layerstore.progress import Progress
-from layerstore.storage import RecordName, RecordRow, Repository, missing
+from layerstore.storage import RecordName, RecordRow, Repository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class Marks:
     def __init__(self, repo: Repository, *, old_before_ns: int, dead_before_ns: int, trash_before_ns: int) -> None:
         self._repo = repo
         self._seen: set[RecordName] = set()
-        self._old_before_ns = old_before_ns
-        self._dead_before_ns = dead_before_ns
-        self._trash_before_ns = trash_before_ns
+        self.old_before_ns = old_before_ns
+        self.dead_before_ns = dead_before_ns
+        self.trash_before_ns = trash_before_ns
         self.needs = Needs(repo)
         self.dead_sessions: list[str] = []
         """Sessions idle for so long that nobody will join their parts."""
@@ -78,8 +78,7 @@ class Marks:
         """
         for ref in refs:
             try:
-                if self._repo.objects.find(ref) is None:
-                    raise missing(ref)
+                self._repo.objects.check_there(ref)
             except IntegrityError as exc:
                 if isinstance(of, Pin):
                     called, command = f"pin {of.name!r}", _deletes(of.name)
@@ -94,7 +93,7 @@ class Marks:
     def _mark_parts(self) -> None:
         self.dead_sessions.clear()  # one may have come to life again
         for session in self._repo.parts.sessions():
-            if self._repo.parts.modified_ns(session) < self._dead_before_ns:
+            if self._repo.parts.modified_ns(session) < self.dead_before_ns:
                 self.dead_sessions.append(session)
                 continue
             with named(f"session {session[:12]}", gives_up="layerstore repair"):
@@ -103,25 +102,21 @@ class Marks:
 
     def _mark_records(self, progress: Progress, without: Set[RecordName], *, has_to_be_whole: bool) -> None:
         for run in self._repo.records.runs():
-            for name in self._repo.records.names(run):
-                if name in self._seen or name in without:
-                    continue
+            names = [name for name in self._repo.records.names(run) if name not in self._seen and name not in without]
+            # One that was dropped or replaced since it was listed is marked with the trash, after this.
+            for name, commit in self._repo.records.each(names):
                 with commit_named(name):
-                    try:
-                        record = self._repo.records.read(name).record
-                    except IntegrityError:
-                        if not self._repo.records.is_there(name):
-                            continue  # dropped or replaced since it was listed; the trash is marked after this
-                        raise
-                    new = self.needs.add_record(record)
+                    if isinstance(commit, LayerstoreError):
+                        raise commit
+                    new = self.needs.add_record(commit.record)
                 if has_to_be_whole:
-                    self.check_whole(new, of=record)
+                    self.check_whole(new, of=commit.record)
                 self._seen.add(name)
                 progress.advance(1)
 
     def _mark_trash(self, without: Set[RecordName]) -> None:
         for name in self._repo.trash.records():
-            if name in self._seen or name in without or self._repo.trash.modified_ns(name) < self._trash_before_ns:
+            if name in self._seen or name in without or self._repo.trash.modified_ns(name) < self.trash_before_ns:
                 continue
             # Damage in the trash stops nothing: the commit was dropped.
             with contextlib.suppress(IntegrityError, NotFound):
@@ -158,16 +153,16 @@ class Marks:
 
     def is_needed(self, object_id: ObjectId, path: Path) -> bool:
         """Whether the object aside at *path* has to go back: it is needed, or was touched since."""
-        return object_id in self.needs or (self._repo.files.modified_ns(path) or 0) >= self._old_before_ns
+        return object_id in self.needs or (self._repo.files.modified_ns(path) or 0) >= self.old_before_ns
 
     def _look_at(self, object_id: ObjectId, path: Path) -> UnneededObject | None:
         state = self._repo.files.state(path)
         if state is None:
             return None  # gone meanwhile
         return UnneededObject(
-            ref=BlobRef(id=object_id, size_bytes=state.size_bytes),
+            ref=BlobRef(id=object_id, size_bytes=state.st_size),
             path=path,
-            is_young=state.modified_ns >= self._old_before_ns or object_id in self.needs,
+            is_young=state.st_mtime_ns >= self.old_before_ns or object_id in self.needs,
         )
 
     def spare(self, ref: BlobRef) -> None:
@@ -182,21 +177,18 @@ class Marks:
         if ref.id in self.needs:
             return
         try:
-            magic = blob_magic(self._repo, ref)
-            if magic == VERSION_MAGIC:
-                self.needs.add_version(ref, number=_SPARED)
-            elif magic == STATE_MAGIC:
-                self.needs.add_state(ref, number=_SPARED)
+            if is_blob(self._repo, ref):
+                self.needs.add_blob(ref, number=_SPARED)
         except IntegrityError:
             return  # damaged: no writer can be about to name it
 
 
-def blob_magic(repo: Repository, ref: BlobRef) -> bytes:
-    """Return the first bytes of the object *ref*, none if it is too large for a blob."""
+def is_blob(repo: Repository, ref: BlobRef) -> bool:
+    """Whether the object *ref* begins as a version or state blob does, and is small enough for one."""
     if ref.size_bytes > BLOB_BYTES_MAX:
-        return b""
+        return False
     with repo.objects.open(ref) as file:
-        return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes))
+        return file.read_at(0, min(len(VERSION_MAGIC), ref.size_bytes)) in {VERSION_MAGIC, STATE_MAGIC}
 
 
 def bytes_of_only(repo: Repository, record: CommitRecord, *, commit: str) -> int:
@@ -231,9 +223,11 @@ def pinned_commits(repo: Repository) -> dict[CommitId, str]:
 
 def readable_pins(repo: Repository) -> Iterator[Pin]:
     """Yield every pin; raise IntegrityError at a damaged one."""
-    for name in repo.records.pin_names():
-        with contextlib.suppress(NotFound), named(f"pin {name!r}", gives_up=_deletes(name)):
-            yield repo.records.read_pin(name)
+    for name, pin in repo.records.pins():
+        with named(f"pin {name!r}", gives_up=_deletes(name)):
+            if isinstance(pin, LayerstoreError):
+                raise pin
+        yield pin
 
 
 def _deletes(pin: str) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from layerstore.compose import compose_by_policy, content_of
 from layerstore.gc.mark import commit_named
 from layerstore.gc.trim import has_moments, saved_ns
-from layerstore.history import Needs, Resolved, newest_attempt, references_to, saved_now
+from layerstore.history import Needs, Resolved, references_to, saved_now
 from layerstore.model import CommitId, CommitRecord
 from layerstore.policy import Candidate, Filter, Keep, Parity, Policy
-from layerstore.storage import RecordName, RecordRow, Repository, RunView, packed_versions
+from layerstore.storage import RecordName, RecordRow, Repository, RunView
 from layerstore.zero3 import TRAINER_STATE
 
 NOT_ASKED = "not asked about"
@@ -66,7 +66,7 @@ def choose(
 def _fates(
     repo: Repository, view: RunView, keep: Keep | None, pinned: Mapping[CommitId, str], now_ns: int
 ) -> Iterable[CommitFate]:
-    goes_on = list(view.history(newest_attempt(view)))
+    goes_on = list(view.history(view.newest_attempt))
     history = {row.id for row in goes_on}
     rows = [*goes_on, *(row for row in reversed(view.visible) if row.id not in history)]
     best = None if keep is None else keep.best_of
@@ -211,7 +211,7 @@ def unserved(
     for view, fates in planned:
         going = {fate.name.id for fate in fates if fate.goes}
         trims = [view.rows[fate.name.id] for fate in fates if fate.loses_moments]
-        trimmed = {row.id: _without_moments(row) for row in trims}
+        trimmed = {row.id: row.without_moments() for row in trims}
         if not (going or trimmed):
             continue
         rows = {name: row for name, row in view.rows.items() if name not in going} | trimmed
@@ -222,11 +222,6 @@ def unserved(
         for row, reference in zip(kept, references_to(repo, kept), strict=True):
             found += _lost(repo, row, reference, before=view, after=left, needs=needs)
     return tuple(found)
-
-
-def _without_moments(row: RecordRow) -> RecordRow:
-    entries = row.entries().values()
-    return row._replace(versions=packed_versions(replace(entry, optimizer_step=None) for entry in entries))
 
 
 def _lost(

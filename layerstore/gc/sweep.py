@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, StorageIO
-from layerstore.format import STATE_MAGIC, VERSION_MAGIC
-from layerstore.gc.mark import Marks, blob_magic
+from layerstore.gc.mark import Marks, is_blob
 from layerstore.history import named_by
 from layerstore.model import BlobRef, ObjectId
 from layerstore.progress import Progress
@@ -52,14 +51,14 @@ def list_aside(repo: Repository) -> dict[ObjectId, bool]:
     return {object_id: False for object_id, _ in repo.aside.objects()}
 
 
-def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool], *, moved_before_ns: int) -> tuple[Gone, Gone]:
+def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool]) -> tuple[Gone, Gone]:
     """
     Put back what is needed of what lies aside, and unlink the rest of *listed*; return what went, and what waits.
 
     Of *listed* those that are no blobs and unneeded at the first look become True, and only they go after the blobs.
 
     What a killed collection left is settled by the same rule. On a network filesystem another node's listing may be
-    late: only what was moved before *moved_before_ns* is removed there, and the rest waits for the next collection.
+    late: only what was moved before the grace is removed there, and the rest waits for the next collection.
     """
     for each in marks.aside():
         if each.is_young:
@@ -81,7 +80,7 @@ def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool], *, move
         if marks.is_needed(ref.id, path):
             _put_back(repo, [ref])
         else:
-            sums[_remove(repo, moved_before_ns, ref.id, path)] += Gone(1, ref.size_bytes)
+            sums[_remove(repo, marks, ref.id, path)] += Gone(1, ref.size_bytes)
         if repo.files.exists(repo.layout.object(ref.id)):
             # A writer has put it back: a blob at its place says that everything it names is there.
             marks.spare(ref)
@@ -89,22 +88,22 @@ def settle(repo: Repository, marks: Marks, listed: dict[ObjectId, bool], *, move
     for object_id, path in repo.aside.objects():
         size_bytes = repo.files.size(path) or 0
         if listed.get(object_id) and not marks.is_needed(object_id, path):
-            sums[_remove(repo, moved_before_ns, object_id, path)] += Gone(1, size_bytes)
+            sums[_remove(repo, marks, object_id, path)] += Gone(1, size_bytes)
     repo.aside.sync()
     return sums[True], sums[False]
 
 
-def _remove(repo: Repository, moved_before_ns: int, object_id: ObjectId, path: Path) -> bool:
+def _remove(repo: Repository, marks: Marks, object_id: ObjectId, path: Path) -> bool:
     """Unlink an object aside, unless it has to wait for the next collection; return whether it is gone."""
-    if repo.aside.is_on_network and repo.aside.moved_ns(path) >= moved_before_ns:
+    if repo.aside.is_on_network and repo.aside.moved_ns(path) >= marks.old_before_ns:
         return False
-    repo.aside.remove([object_id])
+    repo.files.unlink(path)
     return True
 
 
 def _is_blob(repo: Repository, ref: BlobRef) -> bool:
     try:
-        return blob_magic(repo, ref) in {VERSION_MAGIC, STATE_MAGIC}
+        return is_blob(repo, ref)
     except IntegrityError:
         return False  # gone meanwhile
 

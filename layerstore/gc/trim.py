@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from layerstore.errors import Overtaken
 from layerstore.format import WITHOUT_MOMENTS, encode_version, make_commit, ref_of
-from layerstore.history import Needs, objects_of_version
+from layerstore.history import Needs
 from layerstore.model import BlobRef, Commit, CommitRecord, Kind, LayerEntry, LayerVersion
 from layerstore.publish import Transaction
 from layerstore.storage import RecordName, Repository
@@ -47,7 +47,7 @@ def plan_trim(repo: Repository, commit: Commit) -> Trim:
         bare = without_moments(repo.version_of(entry))
         data = encode_version(bare)
         versions[ref_of(data)] = data
-        objects += objects_of_version(bare)
+        objects += [stored.ref for stored in bare.objects]
         entries.append(replace(entry, version=ref_of(data), optimizer_step=None))
     trimmed = replace(
         record, layers=tuple(entries), supersedes=(commit.id,), flags=tuple(sorted({*record.flags, WITHOUT_MOMENTS}))
@@ -76,7 +76,7 @@ def add_needs(needs: Needs, trim: Trim) -> list[BlobRef]:
     needs.add(trim.versions)
     new = needs.add(trim.objects)
     for state in trim.commit.record.states:
-        new += needs.add_state(state)
+        new += needs.add_blob(state)
     return new
 
 

@@ -1,69 +1,53 @@
 """Commits as a history: references, attempts, the place of a new save, staleness, what a record needs."""
 
-from layerstore.history.graph import GraphLine, draw_graph
 from layerstore.history.needs import (
     PARTS,
     Needs,
     NumberedRefs,
     named_by,
     objects_of_state,
-    objects_of_version,
 )
-from layerstore.history.past import Past, asked_again, saved_at, saves_below, with_records_read
+from layerstore.history.past import Past, has_shrunk, saved_at, saves_below, view_read_again
 from layerstore.history.place import (
     Place,
-    entries_of,
-    newest_attempt,
-    own_numbers,
     place_after,
     place_at,
     place_begun,
-    place_beside,
     place_free,
     place_of,
     reserve,
-    rows_at,
     saved_now,
 )
 from layerstore.history.references import Resolved, is_mixture, locate, only_run, reference_to, references_to, resolve
-from layerstore.history.staleness import LayerAge, Staleness, check_staleness, staleness_of
+from layerstore.history.staleness import Staleness, check_staleness, staleness_of
 
 __all__ = [
     "PARTS",
-    "GraphLine",
-    "LayerAge",
     "Needs",
     "NumberedRefs",
     "Past",
     "Place",
     "Resolved",
     "Staleness",
-    "asked_again",
     "check_staleness",
-    "draw_graph",
-    "entries_of",
+    "has_shrunk",
     "is_mixture",
     "locate",
     "named_by",
-    "newest_attempt",
     "objects_of_state",
-    "objects_of_version",
     "only_run",
-    "own_numbers",
     "place_after",
     "place_at",
     "place_begun",
-    "place_beside",
     "place_free",
     "place_of",
     "reference_to",
     "references_to",
     "reserve",
     "resolve",
-    "rows_at",
     "saved_at",
     "saved_now",
     "saves_below",
     "staleness_of",
-    "with_records_read",
+    "view_read_again",
 ]

@@ -1,15 +1,14 @@
 """What a record needs: its version and state blobs, and every object that these name."""
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from layerstore.errors import IntegrityError
 from layerstore.format import STATE_MAGIC, decode_state, decode_version
 from layerstore.layout import OBJECT_ID
-from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
+from layerstore.model import BlobRef, CommitRecord, ObjectContent, ObjectId, Part, RankState
 from layerstore.storage import Repository
-from layerstore.tree import Tensor
-from layerstore.zero3 import replace_tensors
+from layerstore.tree import Tensor, replace_tensors
 
 PARTS = 256
 _ROW = struct.Struct(">16sQ")
@@ -55,11 +54,6 @@ class NumberedRefs:
             yield from self.part(at).items()
 
 
-def objects_of_version(version: LayerVersion) -> list[BlobRef]:
-    """Return the objects that a layer version needs."""
-    return [stored.ref for stored in version.objects]
-
-
 def objects_of_state(state: RankState) -> list[BlobRef]:
     """Return the objects that a rank's state needs."""
     contents: list[object] = [file.content for file in state.files]
@@ -84,7 +78,7 @@ def named_by(repo: Repository, blob: BlobRef) -> list[BlobRef]:
     data = repo.objects.read(blob)
     if data.startswith(STATE_MAGIC):
         return objects_of_state(decode_state(data, ref=blob))
-    return objects_of_version(decode_version(data, ref=blob))
+    return [stored.ref for stored in decode_version(data, ref=blob).objects]
 
 
 class Needs:
@@ -114,36 +108,27 @@ class Needs:
             IntegrityError: A version or state blob is damaged or missing.
         """
         new = []
-        for entry in record.layers:
-            new += self.add_version(entry.version, number=number)
-        for state in record.states:
-            new += self.add_state(state, number=number)
+        for blob in (*(entry.version for entry in record.layers), *record.states):
+            new += self.add_blob(blob, number=number)
         return new
 
     def add(self, refs: Iterable[BlobRef], *, number: int = 0) -> list[BlobRef]:
         """Add *refs* themselves; return those that are new."""
         return [ref for ref in refs if self._add(ref, number)]
 
-    def add_version(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
-        """Add the version blob *ref* and what it needs; return what is new."""
-        return self._add_blob(ref, lambda: objects_of_version(self._repo.version(ref)), number)
-
-    def add_state(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
-        """Add the state blob *ref* and what it needs; return what is new."""
-        return self._add_blob(ref, lambda: objects_of_state(self._repo.state(ref)), number)
+    def add_blob(self, ref: BlobRef, *, number: int = 0) -> list[BlobRef]:
+        """Add the version or state blob *ref* and what it needs; return what is new."""
+        if ref.id in self or self._is_left_out(ref):
+            return []
+        # The blob itself last, so that one that could not be read is tried again.
+        inner = self.add(named_by(self._repo, ref), number=number)
+        return [*inner, *self.add([ref], number=number)]
 
     def add_part(self, part: Part) -> None:
         """Add what *part* has written for a commit that is not complete yet."""
         self.add(stored.ref for layer in part.layers for stored in layer.objects)
         if part.state is not None:
-            self.add_state(part.state)
-
-    def _add_blob(self, ref: BlobRef, objects_in: Callable[[], list[BlobRef]], number: int) -> list[BlobRef]:
-        if ref.id in self or self._is_left_out(ref):
-            return []
-        # The blob itself last, so that one that could not be read is tried again.
-        inner = self.add(objects_in(), number=number)
-        return [*inner, *self.add([ref], number=number)]
+            self.add_blob(part.state)
 
     def _is_left_out(self, ref: BlobRef) -> bool:
         return self._besides is not None and ref.id in self._besides

@@ -1,16 +1,13 @@
 """A run's saves as policies see them: newest first, below a fork those of the earlier attempt."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
-from layerstore.errors import Conflict, IntegrityError, LayerstoreError, NotFound
+from layerstore.errors import Conflict, IntegrityError, LayerstoreError
 from layerstore.history.references import Resolved
 from layerstore.model import Commit, CommitId, LayerEntry, Observed, Saving
 from layerstore.policy import Policy
 from layerstore.storage import RecordName, RecordRow, Repository, RunView, row_of
-
-Answer = TypeVar("Answer")
 
 
 def saved_at(repo: Repository, save: Saving) -> RecordName | None:
@@ -20,24 +17,17 @@ def saved_at(repo: Repository, save: Saving) -> RecordName | None:
     return next((row.name for row in rows if row.step == save.step), None)
 
 
-def asked_again(repo: Repository, run: str, ask: Callable[[RunView | None], Answer]) -> Answer:
-    """
-    Return *ask* of the view of *run*, again with a new view if gc has removed a commit in between.
-
-    gc takes no lock against writers, so a commit can vanish between two reads.
-    """
-    while True:
-        view = repo.catalog.find(run)
-        try:
-            return ask(view)
-        except NotFound:
-            now = repo.catalog.find(run)
-            if view is None or (now is not None and now.rows.keys() >= view.rows.keys()):
-                raise
+def has_shrunk(repo: Repository, view: RunView) -> bool:
+    """Whether gc, which takes no lock against writers, has removed a commit of *view* since."""
+    now = repo.catalog.find(view.run)
+    return now is None or not now.rows.keys() >= view.rows.keys()
 
 
-def with_records_read(repo: Repository, view: RunView, step: int) -> RunView:
-    """Return *view* with the records at *step* read again: one damaged since it was indexed counts as damaged."""
+def view_read_again(repo: Repository, run: str, step: int) -> RunView | None:
+    """Return the view of *run*, with the records at *step* read: one damaged since it was indexed counts as damaged."""
+    view = repo.catalog.find(run)
+    if view is None:
+        return None
     damaged: dict[RecordName, LayerstoreError] = {}
     for row in view.rows.values():
         if row.step == step:
@@ -46,10 +36,8 @@ def with_records_read(repo: Repository, view: RunView, step: int) -> RunView:
             except IntegrityError as exc:
                 if repo.records.is_there(row.name):  # else it was collected meanwhile
                     damaged[row.name] = exc
-    if not damaged:
-        return view
     rows = {key: row for key, row in view.rows.items() if row.name not in damaged}
-    return replace(view, rows=rows, damaged=view.damaged | damaged)
+    return replace(view, rows=rows, damaged=view.damaged | damaged) if damaged else view
 
 
 def saves_below(view: RunView, *, attempt: int, step: int) -> Iterator[RecordRow]:

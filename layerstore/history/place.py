@@ -8,11 +8,12 @@ other save one attempt, nothing is lost, but a step that both saved is ambiguous
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Self
 
 from layerstore.errors import InvalidInput, Locked, StorageIO
 from layerstore.history.past import saves_below
 from layerstore.history.references import resolve
-from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse
+from layerstore.model import BlobRef, CommitId, CommitRecord, Fork, LayerEntry, Origin, PolicyUse, SourceLayout
 from layerstore.storage import RecordRow, Repository, RunView
 from layerstore.zero3 import LayerSource
 
@@ -35,10 +36,63 @@ class Place:
         """Where its attempt forked from an earlier one."""
         return self.lineage[0] if self.lineage else None
 
+    @classmethod
+    def of(cls, record: CommitRecord) -> Self:
+        """Return the place that *record* has: a commit that is made there anew may turn out to be the same."""
+        return cls(
+            attempt=record.attempt,
+            lineage=record.lineage,
+            save_number=record.save_number,
+            inherited={entry.layer: entry for entry in record.layers if not entry.saved_by(record)},
+            supersedes=record.supersedes,
+        )
+
+    def record(
+        self,
+        *,
+        run: str,
+        step: int,
+        layers: Iterable[LayerSource],
+        due: Collection[str],
+        versions: Mapping[str, BlobRef],
+        states: tuple[BlobRef, ...],
+        world_size: int,
+        layout: SourceLayout,
+        policy: PolicyUse,
+        flags: tuple[str, ...] = (),
+    ) -> CommitRecord:
+        """Return the record of a commit here: *versions* of the layers that are *due*, and the inherited others."""
+        origin = Origin(run=run, attempt=self.attempt, step=step, save_number=self.save_number)
+        return CommitRecord(
+            run=run,
+            attempt=self.attempt,
+            lineage=self.lineage,
+            step=step,
+            save_number=self.save_number,
+            world_size=world_size,
+            stage=3,
+            layers=tuple(
+                LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
+                if of.layer in due
+                else self.inherited[of.layer]
+                for of in layers
+            ),
+            states=states,
+            layout=layout,
+            policy=policy,
+            supersedes=self.supersedes,
+            flags=flags,
+        )
+
+    def own_numbers(self, run: str) -> dict[str, int]:
+        """Return the save number of each inherited layer that was saved in *run* before this."""
+        origins = {layer: entry.origin for layer, entry in self.inherited.items() if entry.origin.run == run}
+        return {layer: of.save_number for layer, of in origins.items() if of.save_number < self.save_number}
+
 
 def place_begun(view: RunView | None) -> Place:
     """Return the place of a training that starts from scratch, in a new attempt."""
-    return Place(attempt=1 + newest_number(view), lineage=(), save_number=0, inherited={})
+    return Place(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited={})
 
 
 def place_after(view: RunView | None, record: CommitRecord, *, of_commit: str, is_as_it_stands: bool) -> Place:
@@ -47,12 +101,12 @@ def place_after(view: RunView | None, record: CommitRecord, *, of_commit: str, i
 
     Resumed from the tip of the newest attempt as it stands, that attempt continues; otherwise a new one forks.
     """
-    newest = None if view is None else next(view.history(newest_attempt(view)), None)
+    newest = None if view is None else next(view.history(view.newest_attempt), None)
     if view is None or newest is None or newest.id != of_commit or not is_as_it_stands:
         return _fork(view, record)
     return Place(
-        attempt=newest_attempt(view),
-        lineage=view.lineage_of(newest_attempt(view)),
+        attempt=view.newest_attempt,
+        lineage=view.lineage_of(view.newest_attempt),
         save_number=record.save_number + 1,
         inherited=_by_layer(record),
         after=record.step,
@@ -63,7 +117,7 @@ def place_free(view: RunView | None, place: Place, taken: Collection[int]) -> Pl
     """Return *place*, or the same in the next free attempt if another job has *taken* its attempt."""
     if place.attempt not in taken:
         return place
-    found = place_at(view, place, 1 + max(newest_number(view), *taken))
+    found = place_at(view, place, 1 + max(_newest_number(view), *taken))
     assert found is not None, "the attempt is newer than all others"
     return found
 
@@ -72,26 +126,13 @@ def place_at(view: RunView | None, place: Place, attempt: int) -> Place | None:
     """Return *place* moved to *attempt*; None if that attempt, or a later one, has commits."""
     if place.attempt == attempt:
         return place
-    if attempt <= newest_number(view):
+    if attempt <= _newest_number(view):
         return None
     if view is None or not view.of_attempt(place.attempt):
         return replace(place, attempt=attempt)
     assert place.after is not None, "an attempt that continues has a save before this one"
     fork = Fork(attempt=place.attempt, step=place.after)
     return replace(place, attempt=attempt, lineage=(fork, *place.lineage))
-
-
-def place_beside(repo: Repository, rival: RecordRow) -> tuple[Place, PolicyUse]:
-    """Return the place and the policy of *rival*, to make a commit that may turn out to be the same."""
-    record = repo.catalog.commit(rival.name).record
-    place = Place(
-        attempt=record.attempt,
-        lineage=record.lineage,
-        save_number=record.save_number,
-        inherited={entry.layer: entry for entry in record.layers if not entry.saved_by(record)},
-        supersedes=record.supersedes,
-    )
-    return place, record.policy
 
 
 def place_of(
@@ -113,7 +154,7 @@ def place_of(
         return _resumed(repo, view, step=step, ref=resumed_from)
     if view is None or not view.rows:
         return Place(attempt=1, lineage=(), save_number=0, inherited={})
-    attempt = newest_attempt(view)
+    attempt = view.newest_attempt
     newest = next(saves_below(view, attempt=attempt, step=step), None)
     before = None if newest is None else repo.catalog.commit(newest.name).record
     if rollback:
@@ -133,14 +174,8 @@ def place_of(
     )
 
 
-def newest_attempt(view: RunView) -> int:
-    """Return the newest attempt that has visible commits, or any if none is visible."""
-    return view.attempts[-1] if view.attempts else newest_number(view)
-
-
-def newest_number(view: RunView | None) -> int:
-    """Return the highest attempt number in *view*."""
-    return 0 if view is None else max((row.attempt for row in view.rows.values()), default=0)
+def _newest_number(view: RunView | None) -> int:
+    return 0 if view is None else view.newest_number
 
 
 def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> Place:
@@ -163,11 +198,11 @@ def _resumed(repo: Repository, view: RunView | None, *, step: int, ref: str) -> 
 def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None) -> Place:
     """Open the attempt that continues from *record*, which may be of another run."""
     if view is None or record.run != view.run:
-        return Place(attempt=1 + newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
+        return Place(attempt=1 + _newest_number(view), lineage=(), save_number=0, inherited=_by_layer(record))
     attempt = record.attempt if left is None else left
     lineage = record.lineage if attempt == record.attempt else view.lineage_of(attempt)
     return Place(
-        attempt=1 + newest_number(view),
+        attempt=1 + _newest_number(view),
         lineage=(Fork(attempt=attempt, step=record.step), *lineage),
         save_number=record.save_number + 1,
         inherited=_by_layer(record),
@@ -175,39 +210,8 @@ def _fork(view: RunView | None, record: CommitRecord, *, left: int | None = None
     )
 
 
-def entries_of(
-    layers: Iterable[LayerSource],
-    *,
-    due: Collection[str],
-    versions: Mapping[str, BlobRef],
-    origin: Origin,
-    inherited: Mapping[str, LayerEntry],
-) -> tuple[LayerEntry, ...]:
-    """Return a record's entries for *layers*: the new versions of those that are *due*, the inherited of the rest."""
-    return tuple(
-        LayerEntry(layer=of.layer, version=versions[of.layer], origin=origin, optimizer_step=of.optimizer_step)
-        if of.layer in due
-        else inherited[of.layer]
-        for of in layers
-    )
-
-
 def _by_layer(record: CommitRecord) -> dict[str, LayerEntry]:
     return {entry.layer: entry for entry in record.layers}
-
-
-def own_numbers(place: Place, run: str) -> dict[str, int]:
-    """Return the save number of each inherited layer that was saved in *run* before *place*."""
-    origins = {layer: entry.origin for layer, entry in place.inherited.items() if entry.origin.run == run}
-    return {layer: of.save_number for layer, of in origins.items() if of.save_number < place.save_number}
-
-
-def rows_at(view: RunView | None, step: int) -> list[RecordRow]:
-    """Return the visible commits of *step*, newest attempt first."""
-    if view is None:
-        return []
-    rows = [row for row in view.visible if row.step == step]
-    return sorted(rows, key=lambda row: row.attempt, reverse=True)
 
 
 # -- who saves an attempt ------------------------------------------------------------------------------------------

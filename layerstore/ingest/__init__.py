@@ -1,13 +1,12 @@
 """A checkpoint on disk becomes a commit."""
 
-from layerstore.ingest.due import is_still, sampled
-from layerstore.ingest.execute import Ingested, execute_ingest
-from layerstore.ingest.plan import plan_ingest
+from layerstore.ingest.execute import Ingested, IngestRequest, ingest
+from layerstore.ingest.selection import is_still, sampled
 
 __all__ = [
+    "IngestRequest",
     "Ingested",
-    "execute_ingest",
+    "ingest",
     "is_still",
-    "plan_ingest",
     "sampled",
 ]

@@ -9,33 +9,41 @@ import contextlib
 import errno as errnos
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from pathlib import Path
 
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayerstoreError, Overtaken, StorageIO
+from layerstore.errors import (
+    Conflict,
+    IntegrityError,
+    InvalidInput,
+    LayerstoreError,
+    NotFound,
+    Overtaken,
+    SourceCheckpoint,
+    StorageIO,
+    Unsupported,
+)
 from layerstore.format import WITHOUT_MOMENTS, commit_id
 from layerstore.history import (
     Place,
-    asked_again,
-    entries_of,
-    newest_attempt,
-    place_beside,
+    has_shrunk,
     place_free,
     place_of,
     reserve,
-    rows_at,
-    with_records_read,
+    resolve,
+    view_read_again,
 )
-from layerstore.ingest.due import layers_due
-from layerstore.ingest.plan import IngestPlan
+from layerstore.ingest.selection import layers_due
 from layerstore.ingest.transfer import Content, transfer
-from layerstore.model import CommitId, CommitRecord, Origin, PolicyUse, SourceLayout
-from layerstore.policy import Latest
+from layerstore.layers import check_name, compile_pattern
+from layerstore.model import CommitId, CommitRecord, PolicyUse, SourceLayout
+from layerstore.policy import Latest, Policy
 from layerstore.progress import Progress
-from layerstore.publish import Published, Transaction, retire
+from layerstore.publish import Published, Transaction, check_pin_free, check_pin_name, make_pin, retire
 from layerstore.storage import ObjectWriter, RecordName, RecordRow, Repository, RunView
 from layerstore.tree import Tree
+from layerstore.zero3 import Checkpoint, discover, read_checkpoint, refuse_pointer, undivided
 
 _HOW_TO_SAVE_IT = (
     "--replace puts it in the place of the old commit, --rollback says that training went back to an earlier step, "
@@ -74,9 +82,36 @@ class Ingested:
     notes: tuple[str, ...]
 
 
-def execute_ingest(repo: Repository, plan: IngestPlan, *, progress: Progress) -> Ingested:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestRequest:
+    """How a checkpoint is to be read, and what it becomes."""
+
+    run: str | None = None
+    """The run's name; None for what the source calls it."""
+    tag: str | None = None
+    replace: bool = False
+    layer_pattern: str | None = None
+    allowed_globals: frozenset[str] = frozenset()
+    follow: bool = False
+    policy: Policy = field(default_factory=Latest)
+    rollback: bool = False
+    """Training went back to an earlier step."""
+    resumed_from: str | None = None
+    """The commit or composite that training resumed from, if the commit opens an attempt."""
+    pin: str | None = None
+    """The pin that the commit gets."""
+    trust_store: bool = False
+    """Reuse what the store has without reading it."""
+
+    @property
+    def opens_attempt(self) -> bool:
+        """Whether the commit opens an attempt."""
+        return self.rollback or self.resumed_from is not None
+
+
+def ingest(repo: Repository, path: Path, asked: IngestRequest, *, progress: Progress) -> Ingested:
     """
-    Store *plan*'s checkpoint.
+    Store the checkpoint at *path*.
 
     Once this returns the commit survives a power cut. If it raises, every earlier commit is as it was.
 
@@ -85,21 +120,54 @@ def execute_ingest(repo: Repository, plan: IngestPlan, *, progress: Progress) ->
         SourceCheckpoint: The source is damaged, or changed meanwhile.
         Overtaken: A collection took what was to be reused; the same command again succeeds.
     """
+    run, checkpoint = _read(repo, path, asked)
     started = time.monotonic()
+    with repo.lock_run(run), _disk_explained(repo, checkpoint):
+        while True:
+            view = view_read_again(repo, run, checkpoint.step)
+            try:
+                ingested = _Ingest(repo, asked, run, checkpoint, view, progress, started).stored()
+                break
+            except NotFound:
+                if view is None or not has_shrunk(repo, view):
+                    raise
+    if asked.pin is not None:
+        make_pin(repo, asked.pin, resolve(repo, ingested.commit))
+    return ingested
 
-    def stored(view: RunView | None) -> Ingested:
-        if view is not None:
-            view = with_records_read(repo, view, plan.step)
-        ingest = _Ingest(repo, plan, view, progress, started)
-        rival = ingest.rival()
-        return (None if rival is None else ingest.beside(rival)) or ingest.as_new(rival)
 
-    with repo.lock_run(plan.run), _disk_explained(repo, plan):
-        return asked_again(repo, plan.run, stored)
+def _read(repo: Repository, path: Path, asked: IngestRequest) -> tuple[str, Checkpoint]:
+    """Read and check the checkpoint at *path*; return it, and the run that it belongs to. Nothing is written."""
+    if asked.pin is not None:
+        check_pin_name(repo, asked.pin)
+    if asked.rollback and asked.resumed_from is not None:
+        raise InvalidInput("--rollback and --resumed-from were both given", hint="the second says it all")
+    repo.prepare_writing()
+    pattern = compile_pattern(asked.layer_pattern)
+    found = discover(path, tag=asked.tag, follow=asked.follow)
+    refuse_pointer(found.ranks[0].model)
+    run = check_name(found.run_name if asked.run is None else asked.run, what="the run's name")
+    if run in repo.records.pin_names():
+        raise Conflict(
+            f"{run!r} is the name of a pin; runs and pins share their names", hint="choose another name with --run"
+        )
+    checkpoint = read_checkpoint(found, layer_pattern=pattern, allowed_globals=asked.allowed_globals)
+    if not checkpoint.layers:
+        raise SourceCheckpoint(f"{path} holds no parameters: there is nothing to keep", hint="is it the right folder?")
+    kept = undivided(checkpoint.states[0])
+    if kept and not isinstance(asked.policy, Latest):
+        raise Unsupported(
+            f"policy {asked.policy.name} saves some layers at a time, but the optimizer of {path} keeps {kept}, "
+            "which cannot be cut into layers",
+            hint="ingest it with policy full",
+        )
+    if asked.pin is not None:
+        check_pin_free(repo, asked.pin, run=run, step=checkpoint.step)
+    return run, checkpoint
 
 
 def _notes(
-    plan: IngestPlan, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
+    asked: IngestRequest, record: CommitRecord, view: RunView | None, writer: ObjectWriter, *, is_new: bool
 ) -> Iterator[str]:
     """Say what is stored otherwise than the command suggests, and that the store had rotted."""
     called, saved = f"{record.run}@{record.step}", sum(entry.saved_by(record) for entry in record.layers)
@@ -107,12 +175,12 @@ def _notes(
     is_whole = saved == len(record.layers)
     if not is_new and WITHOUT_MOMENTS in record.flags:
         yield f"{called} is stored without its moments, which a collection has dropped; --replace stores them again"
-    elif not is_new and not is_whole and record.policy.name != plan.policy.name:
+    elif not is_new and not is_whole and record.policy.name != asked.policy.name:
         yield (
             f"{called} was saved under policy {record.policy.name}: {saved} of its {len(record.layers)} layers are "
-            f"stored, the others are older; --replace stores what policy {plan.policy.name} asks for"
+            f"stored, the others are older; --replace stores what policy {asked.policy.name} asks for"
         )
-    elif is_new and not is_whole and not plan.replace and tip is not None and tip.step > record.step:
+    elif is_new and not is_whole and not asked.replace and tip is not None and tip.step > record.step:
         yield (
             f"{called} was filled in below {record.run}@{tip.step}: policy {record.policy.name} "
             "counted it as the newest save, and steps above it inherit nothing from it"
@@ -126,7 +194,7 @@ def _notes(
 
 
 @contextlib.contextmanager
-def _disk_explained(repo: Repository, plan: IngestPlan) -> Iterator[None]:
+def _disk_explained(repo: Repository, checkpoint: Checkpoint) -> Iterator[None]:
     """Explain removed files, and how much a full disk lacks."""
     try:
         yield
@@ -141,8 +209,8 @@ def _disk_explained(repo: Repository, plan: IngestPlan) -> Iterator[None]:
             ) from exc
         if exc.kind == "no_space":
             exc.message += (
-                f"; this checkpoint needs up to {plan.checkpoint.size_bytes} bytes, "
-                f"{repo.files.free_bytes(repo.layout.root)} are free; earlier commits are not affected"
+                f"; this checkpoint needs up to {checkpoint.size_bytes} bytes, "
+                f"{repo.files.room(repo.layout.root).free_bytes} are free; earlier commits are not affected"
             )
         raise
 
@@ -155,77 +223,87 @@ class _Ingest:
     """A checkpoint on its way into a run."""
 
     repo: Repository
-    plan: IngestPlan
+    asked: IngestRequest
+    run: str
+    checkpoint: Checkpoint
     view: RunView | None
     """The run before."""
     progress: Progress
     started: float
 
-    def rival(self) -> RecordRow | None:
+    def stored(self) -> Ingested:
+        """Find out whether this was saved before, and store it."""
+        rival = self._rival()
+        done = None if rival is None else self._beside(rival)
+        return done or self._as_new(rival)
+
+    def _rival(self) -> RecordRow | None:
         """Return the commit at the checkpoint's step: in the newest attempt's history, else in another one."""
-        rows = rows_at(self.view, self.plan.step)
-        if self.view is None or not rows:
+        if self.view is None:
             return None
-        if self.plan.opens_attempt:
+        rows = [row for row in self.view.visible if row.step == self.checkpoint.step]
+        rows.sort(key=lambda row: row.attempt, reverse=True)
+        if self.asked.opens_attempt:
             return next((row for row in rows if self.view.of_attempt(row.attempt)[0].id == row.id), None)
-        return next((row for row in rows if self._is_meant(row)), rows[0])
+        return next((row for row in rows if self._is_meant(row)), next(iter(rows), None))
 
     def _is_meant(self, row: RecordRow) -> bool:
         """Whether *row* is in the newest attempt's history."""
         view = self.view
         return view is not None and any(
-            each.id == row.id for each in view.history(newest_attempt(view), step=self.plan.step)
+            each.id == row.id for each in view.history(view.newest_attempt, step=self.checkpoint.step)
         )
 
-    def beside(self, rival: RecordRow) -> Ingested | None:
+    def _beside(self, rival: RecordRow) -> Ingested | None:
         """Put back what the store has lost of *rival*, if that has the same content; return None if it has not."""
-        plan = self.plan
-        place, use = place_beside(self.repo, rival)
-        trimmed = WITHOUT_MOMENTS in self.repo.catalog.commit(rival.name).record.flags
-        if plan.replace and (trimmed or use.name != plan.policy.name):
+        asked = self.asked
+        old = self.repo.catalog.commit(rival.name)
+        place, trimmed = Place.of(old.record), WITHOUT_MOMENTS in old.record.flags
+        if asked.replace and (trimmed or old.record.policy.name != asked.policy.name):
             return None  # that is how its moments are asked for, or more of its layers
-        if plan.opens_attempt and not self._opens_the_same(rival):
+        if asked.opens_attempt and not self._opens_the_same(rival):
             return None
         due = frozenset(rival.layer_names) - place.inherited.keys()
-        with Transaction(self.repo, reads_reused=not plan.trust_store) as tx:
-            content = self._transfer(tx, due=due, known_before=True, moments=not trimmed)
-            record = _record(plan, content, place, use, due)
+        with Transaction(self.repo, reads_reused=not asked.trust_store) as tx:
+            content = transfer(
+                self.checkpoint, tx.objects, self.progress, due=due, known_before=True, moments=not trimmed
+            )
+            record = self._record(place, old.record.policy, content, due)
             if commit_id(record) == rival.id:
                 for entry in place.inherited.values():
                     tx.inherit(entry)
-                observed = self.repo.catalog.commit(rival.name).observed
-                return self._outcome(tx, tx.commit(record, observed=observed), content)
-        if not plan.replace and not plan.opens_attempt and self._is_meant(rival):
+                return self._outcome(tx, tx.commit(record, observed=old.observed), content)
+        if not asked.replace and not asked.opens_attempt and self._is_meant(rival):
             raise Conflict(
-                f"{plan.run}@{plan.step} is saved already, with other content (commit {rival.id[:12]}); "
+                f"{self.run}@{self.checkpoint.step} is saved already, with other content (commit {rival.id[:12]}); "
                 "nothing was changed",
                 hint=_HOW_TO_SAVE_IT,
             )
         return None
 
-    def as_new(self, rival: RecordRow | None) -> Ingested:
+    def _as_new(self, rival: RecordRow | None) -> Ingested:
         """Store a commit of its own, which replaces *rival* if that was asked for."""
-        plan, view = self.plan, self.view
-        replaced_row = rival if plan.replace and not plan.opens_attempt else None
+        asked, view = self.asked, self.view
+        replaced_row = rival if asked.replace and not asked.opens_attempt else None
         if replaced_row is not None:
             retire(self.repo, self.repo.catalog.commit(replaced_row.name))  # else what it replaced would reappear
         with contextlib.ExitStack() as opened:
             place = self._place(view, [] if replaced_row is None else [replaced_row])
-            if plan.opens_attempt:
-                found = reserve(self.repo, plan.run, lambda taken: place_free(view, place, taken))
+            if asked.opens_attempt:
+                found = reserve(self.repo, self.run, lambda taken: place_free(view, place, taken))
                 opened.enter_context(found.lock)
                 place = found.place
-            due = frozenset(layer.layer for layer in plan.checkpoint.layers)
+            due = frozenset(layer.layer for layer in self.checkpoint.layers)
             decisions: dict[Tree, Tree] = {}
-            if not isinstance(plan.policy, Latest):
-                due, decisions = layers_due(self.repo, plan.checkpoint, place, plan.policy, run=plan.run)
-            use = PolicyUse(name=plan.policy.name, parameters=plan.policy.parameters, decisions=decisions)
-            tx = opened.enter_context(Transaction(self.repo, reads_reused=not plan.trust_store))
-            content = self._transfer(tx, due=due, known_before=rival is not None)
-            record = _record(plan, content, place, use, due)
-            for name, problem in self._damaged():
+            if not isinstance(asked.policy, Latest):
+                due, decisions = layers_due(self.repo, self.checkpoint, place, asked.policy, run=self.run)
+            use = PolicyUse(name=asked.policy.name, parameters=asked.policy.parameters, decisions=decisions)
+            tx = opened.enter_context(Transaction(self.repo, reads_reused=not asked.trust_store))
+            content = transfer(self.checkpoint, tx.objects, self.progress, due=due, known_before=rival is not None)
+            record = self._record(place, use, content, due)
+            for name, problem in self._damaged().items():
                 if name.id != commit_id(record):
-                    drop = f"layerstore drop {plan.run}@{plan.step}"
+                    drop = f"layerstore drop {self.run}@{self.checkpoint.step}"
                     raise IntegrityError(
                         f"{problem}; it may be this very save, so nothing was changed",
                         hint=f"layerstore repair --from COPY may heal it; {drop} gives it up",
@@ -235,14 +313,14 @@ class _Ingest:
                     tx.inherit(entry)
             return self._outcome(tx, tx.commit(record), content)
 
-    def _transfer(self, tx: Transaction, *, due: frozenset[str], known_before: bool, moments: bool = True) -> Content:
-        checkpoint = self.plan.checkpoint
-        return transfer(checkpoint, tx.objects, self.progress, due=due, known_before=known_before, moments=moments)
-
     def _place(self, view: RunView | None, rivals: list[RecordRow]) -> Place:
-        plan = self.plan
         return place_of(
-            self.repo, view, step=plan.step, rivals=rivals, rollback=plan.rollback, resumed_from=plan.resumed_from
+            self.repo,
+            view,
+            step=self.checkpoint.step,
+            rivals=rivals,
+            rollback=self.asked.rollback,
+            resumed_from=self.asked.resumed_from,
         )
 
     def _opens_the_same(self, rival: RecordRow) -> bool:
@@ -254,15 +332,32 @@ class _Ingest:
         except InvalidInput:
             return False
 
-    def _damaged(self) -> list[tuple[RecordName, LayerstoreError]]:
+    def _damaged(self) -> dict[RecordName, LayerstoreError]:
         damaged = {} if self.view is None else self.view.damaged
-        return [each for each in damaged.items() if each[0].step == self.plan.step]
+        return {name: problem for name, problem in damaged.items() if name.step == self.checkpoint.step}
+
+    def _record(self, place: Place, policy: PolicyUse, content: Content, due: frozenset[str]) -> CommitRecord:
+        layers, found = self.checkpoint.layers, self.checkpoint.found
+        if not content.has_moments:
+            layers = tuple(replaced(layer, optimizer_step=None) for layer in layers)
+        return place.record(
+            run=self.run,
+            step=self.checkpoint.step,
+            layers=layers,
+            due=due,
+            versions=content.versions,
+            states=content.states,
+            world_size=self.checkpoint.world_size,
+            layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=self.asked.layer_pattern),
+            policy=policy,
+            flags=() if content.has_moments else (WITHOUT_MOMENTS,),
+        )
 
     def _outcome(self, tx: Transaction, published: Published, content: Content) -> Ingested:
-        plan, writer, commit, is_new = self.plan, tx.objects, published.commit, published.is_new
-        record, source = commit.record, plan.checkpoint.found
+        writer, commit, is_new = tx.objects, published.commit, published.is_new
+        record, source = commit.record, self.checkpoint.found
         return Ingested(
-            run=plan.run,
+            run=self.run,
             step=record.step,
             attempt=record.attempt,
             commit=commit.id,
@@ -275,32 +370,9 @@ class _Ingest:
             bytes_new=writer.bytes_new,
             bytes_reused=writer.bytes_reused,
             objects_healed=len(writer.damaged),
-            reused_read=not plan.trust_store,
+            reused_read=not self.asked.trust_store,
             bytes_derived=content.bytes_derived,
             seconds=time.monotonic() - self.started,
             source=source.folder / source.tag,
-            notes=(*plan.checkpoint.notes, *_notes(plan, record, self.view, writer, is_new=is_new)),
+            notes=(*self.checkpoint.notes, *_notes(self.asked, record, self.view, writer, is_new=is_new)),
         )
-
-
-def _record(plan: IngestPlan, content: Content, place: Place, policy: PolicyUse, due: frozenset[str]) -> CommitRecord:
-    found = plan.checkpoint.found
-    layers = plan.checkpoint.layers
-    if not content.has_moments:
-        layers = tuple(replaced(layer, optimizer_step=None) for layer in layers)
-    origin = Origin(run=plan.run, attempt=place.attempt, step=plan.step, save_number=place.save_number)
-    return CommitRecord(
-        run=plan.run,
-        attempt=place.attempt,
-        lineage=place.lineage,
-        step=plan.step,
-        save_number=place.save_number,
-        world_size=plan.checkpoint.world_size,
-        stage=3,
-        layers=entries_of(layers, due=due, versions=content.versions, origin=origin, inherited=place.inherited),
-        states=content.states,
-        layout=SourceLayout(flavour=found.flavour, tag=found.tag, layer_pattern=plan.layer_pattern),
-        policy=policy,
-        supersedes=place.supersedes,
-        flags=() if content.has_moments else (WITHOUT_MOMENTS,),
-    )

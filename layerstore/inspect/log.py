@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, NotFound
 from layerstore.format import WITHOUT_MOMENTS
-from layerstore.history import GraphLine
-from layerstore.history import draw_graph as draw
+from layerstore.inspect.graph import GraphLine, draw_graph
 from layerstore.model import Commit
 from layerstore.storage import RecordName, RecordRow, Repository, RunView
 
@@ -16,19 +15,19 @@ class LogEntry:
     """One commit in a log."""
 
     run: str
-    attempt: int
+    attempt: int = 0
     step: int
     commit: str
-    time_ns: int
-    layers_saved: int
+    time_ns: int = 0
+    layers_saved: int = 0
     """Layers that were saved at this step; the commit inherits the others."""
-    layers: int
-    bytes_new: int
+    layers: int = 0
+    bytes_new: int = 0
     """Bytes that its writer put into the store."""
-    pins: tuple[str, ...]
-    has_moments: bool
+    pins: tuple[str, ...] = ()
+    has_moments: bool = True
     """Whether training can resume from it: gc may have dropped its moments."""
-    damage: str | None
+    damage: str | None = None
     """Why its record cannot be read; None for a sound one. A damaged one has only run, step and commit."""
 
 
@@ -95,7 +94,7 @@ def read_log(
     lines: list[LogLine] = []
     more = []
     for view in views:
-        drawn = list(draw(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
+        drawn = list(draw_graph(view)) if graph else [GraphLine("", row) for row in reversed(view.visible)]
         page, left = _page(drawn, start, limit)
         lines += [_line(repo, line, pins) for line in page]
         if left:
@@ -138,19 +137,7 @@ def _line(repo: Repository, line: GraphLine, pins: dict[str, list[str]]) -> LogL
 
 
 def _damaged_entry(name: RecordName, problem: LayerstoreError) -> LogEntry:
-    return LogEntry(
-        run=name.run,
-        attempt=0,
-        step=name.step,
-        commit=name.id,
-        time_ns=0,
-        layers_saved=0,
-        layers=0,
-        bytes_new=0,
-        pins=(),
-        has_moments=True,
-        damage=str(problem),
-    )
+    return LogEntry(run=name.run, step=name.step, commit=name.id, damage=str(problem))
 
 
 def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
@@ -167,7 +154,6 @@ def log_entry(commit: Commit, pins: Iterable[str]) -> LogEntry:
         bytes_new=commit.observed.bytes_new,
         pins=tuple(pins),
         has_moments=WITHOUT_MOMENTS not in record.flags,
-        damage=None,
     )
 
 

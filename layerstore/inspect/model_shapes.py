@@ -124,18 +124,14 @@ def _model_of_checkpoint(folder: Path) -> Model:
             hint=f"layerstore estimate {shlex.quote(pointer.name)} --store {shlex.quote(pointer.store)}",
         )
     checkpoint = read_checkpoint(found)
-    return _model_seen(
-        found.folder.name,
-        "checkpoint",
-        [(layer.layer, layer.parameters) for layer in checkpoint.layers],
-        [
-            (source.kind, part.name, part.state)
-            for layer in checkpoint.layers
-            for source in layer.objects
-            for part in source.slices
-        ],
-        world_size=checkpoint.world_size,
+    tensors = (
+        (source.kind, part.name, part.state)
+        for layer in checkpoint.layers
+        for source in layer.objects
+        for part in source.slices
     )
+    layers = {layer.layer: layer.parameters for layer in checkpoint.layers}
+    return _model_seen(found.folder.name, "checkpoint", layers, set(tensors), world_size=checkpoint.world_size)
 
 
 def model_of_commit(repo: Repository, reference: str) -> Model:
@@ -148,31 +144,27 @@ def model_of_commit(repo: Repository, reference: str) -> Model:
     """
     record = resolve(repo, reference).record
     versions = [repo.version_of(entry) for entry in record.layers]
-    return _model_seen(
-        reference,
-        "commit",
-        [(version.layer, version.parameters) for version in versions],
-        [
-            (stored.kind, tensor.name, tensor.state)
-            for version in versions
-            for stored in version.objects
-            for tensor in stored.tensors
-        ],
-        world_size=record.world_size,
+    tensors = (
+        (stored.kind, tensor.name, tensor.state)
+        for version in versions
+        for stored in version.objects
+        for tensor in stored.tensors
     )
+    layers = {version.layer: version.parameters for version in versions}
+    return _model_seen(reference, "commit", layers, set(tensors), world_size=record.world_size)
 
 
 def _model_seen(
     name: str,
     source: Source,
-    layers: Iterable[tuple[str, Iterable[Parameter]]],
-    tensors: Sequence[tuple[Kind, str, str]],
+    layers: Mapping[str, Iterable[Parameter]],
+    tensors: set[tuple[Kind, str, str]],
     *,
     world_size: int,
 ) -> Model:
     """Return the model of *layers*, without frozen parameters whose weights are in none of *tensors*."""
     held = {name for kind, name, _ in tensors if kind in {Kind.MASTER, Kind.WEIGHTS}}
-    there = {layer: [each for each in parameters if each.name in held] for layer, parameters in layers}
+    there = {layer: [each for each in parameters if each.name in held] for layer, parameters in layers.items()}
     parameters = [each for of_layer in there.values() for each in of_layer]
     types = Counter[str]()
     for each in parameters:

@@ -26,7 +26,8 @@ from layerstore.json_fields import iso_time
 from layerstore.model import Commit, CommitId, LayerEntry, Origin
 from layerstore.policy import Filter, Keep, Parity, Policy
 from layerstore.progress import Progress
-from layerstore.storage import RecordRow, Repository, RunView, SaveTiming, read_timings
+from layerstore.publish import SaveTiming, read_timings
+from layerstore.storage import RecordRow, Repository, RunView
 
 # What a page of 1 MB has room for, its own text aside; and about what a save, and a layer of it, take of that.
 _FACTS_BYTES = 640_000

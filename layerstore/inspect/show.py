@@ -7,7 +7,7 @@ from math import prod
 from layerstore.errors import NotFound
 from layerstore.format import WITHOUT_MOMENTS
 from layerstore.history import Resolved, objects_of_state
-from layerstore.model import Kind, LayerEntry, RankState
+from layerstore.model import Kind, LayerEntry
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage import Repository
 
@@ -102,14 +102,10 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         supersedes=record.supersedes,
         pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.record == record),
         layers=tuple(layer_lines(repo, record.layers)),
-        files=tuple(sorted(path for state in states for path in _paths(state))),
+        files=tuple(sorted(file.path for state in states for file in (*state.files, *state.gathered))),
         beside_bytes=sum(ref.size_bytes for ref in beside),
         has_moments=WITHOUT_MOMENTS not in record.flags,
     )
-
-
-def _paths(state: RankState) -> list[str]:
-    return [*(file.path for file in state.files), *(file.path for file in state.gathered)]
 
 
 def layer_lines(repo: Repository, entries: Sequence[LayerEntry], *, layer: str | None = None) -> list[LayerLine]:

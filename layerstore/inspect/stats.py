@@ -24,11 +24,11 @@ from layerstore.model import (
     Kind,
     LayerEntry,
     ObjectId,
+    Pin,
     RankState,
     TensorSource,
 )
 from layerstore.progress import Progress
-from layerstore.publish import read_pins
 from layerstore.storage import Repository, RunView
 
 VERSION, STATE, RECORD = "version", "state", "record"
@@ -211,10 +211,10 @@ def _holders(repo: Repository, tally: _Tally) -> Iterator[tuple[int, CommitRecor
             stats.runs[index].commits += 1
             tally.add_record(index, repo, repo.layout.record(view.run, commit.record.step, commit.id))
             yield index, commit.record
-    pins, damaged = read_pins(repo)
-    stats.left_out += [f"pin {name}: {problem}" for name, problem in damaged.items()]
-    for pin in pins:
-        if stats.run in {None, pin.record.run}:
+    for name, pin in repo.records.pins():
+        if not isinstance(pin, Pin):
+            stats.left_out.append(f"pin {name}: {pin}")
+        elif stats.run in {None, pin.record.run}:
             index = index_of(pin.record.run)
             tally.add_record(index, repo, repo.layout.pin(pin.name))
             if commit_id(pin.record) not in visible:

@@ -1,6 +1,6 @@
 """The one transaction that makes a record visible, pins, and a commit that many ranks make together."""
 
-from layerstore.publish.pins import check_pin_free, check_pin_name, delete_pin, make_pin, read_pins
+from layerstore.publish.pins import check_pin_free, check_pin_name, delete_pin, make_pin
 from layerstore.publish.rank_parts import (
     Frozen,
     GivenUp,
@@ -13,6 +13,7 @@ from layerstore.publish.rank_parts import (
     write_share,
 )
 from layerstore.publish.staging import Checksums, KeptFile, SourceReader, Staging, Witness, crc32_of, stage_version
+from layerstore.publish.timings import SaveTiming, note_timing, read_timings
 from layerstore.publish.transaction import Published, Transaction, republish, retire
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "JointCommit",
     "KeptFile",
     "Published",
+    "SaveTiming",
     "SourceReader",
     "Staging",
     "Transaction",
@@ -34,9 +36,10 @@ __all__ = [
     "fail_share",
     "join",
     "make_pin",
+    "note_timing",
     "objects_due",
     "parts_of",
-    "read_pins",
+    "read_timings",
     "republish",
     "retire",
     "stage_version",

@@ -1,6 +1,6 @@
 """Pins: a user's names for commits. Each holds the whole record, so it outlives the commit."""
 
-from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, LayerstoreError, NotFound
+from layerstore.errors import AlreadyExists, Conflict, IntegrityError, InvalidInput, LayerstoreError
 from layerstore.history import Resolved, reference_to
 from layerstore.layers import check_name, typed
 from layerstore.model import CommitId, CommitRecord, Observed, Pin
@@ -77,17 +77,3 @@ def delete_pin(repo: Repository, name: str) -> bool | None:
         shows = None  # it can be deleted all the same
     repo.records.delete_pin(name)
     return shows
-
-
-def read_pins(repo: Repository) -> tuple[list[Pin], dict[str, LayerstoreError]]:
-    """Return the pins by name, and what is wrong with those that cannot be read."""
-    found: list[Pin] = []
-    damaged: dict[str, LayerstoreError] = {}
-    for name in repo.records.pin_names():
-        try:
-            found.append(repo.records.read_pin(name))
-        except NotFound:
-            continue  # deleted meanwhile
-        except LayerstoreError as exc:
-            damaged[name] = exc
-    return found, damaged

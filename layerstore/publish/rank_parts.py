@@ -5,16 +5,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Mut
 from dataclasses import dataclass, replace
 
 from layerstore.errors import LayerstoreError, LayoutMismatch, Overtaken
-from layerstore.history import Place, entries_of
+from layerstore.history import Place
 from layerstore.model import (
     BlobRef,
     Commit,
-    CommitRecord,
     Kind,
     LayerEntry,
     LayerPart,
     Observed,
-    Origin,
     Part,
     PolicyUse,
     SourceLayout,
@@ -22,7 +20,7 @@ from layerstore.model import (
 )
 from layerstore.publish.staging import Checksums, KeptFile, Reader, Staging, stage_version
 from layerstore.publish.transaction import Transaction
-from layerstore.storage import ObjectWriter, PartName, Repository
+from layerstore.storage import ObjectWriter, Repository
 from layerstore.zero3 import LayerSource, ObjectSource, Share
 
 
@@ -79,20 +77,24 @@ def write_share(repo: Repository, joint: JointCommit, reader: Reader, *, frozen:
             if layer.layer in joint.due
         )
         state = staging.state(share.state, joint.files())
-        tx.leave(
-            Part(
-                session=joint.session,
-                save=joint.save,
-                rank=share.rank,
-                agreement=share.agreement,
-                layers=layers,
-                state=state,
-                bytes_new=tx.objects.bytes_new,
-                bytes_reused=tx.objects.bytes_reused,
-                failure="",
-            )
-        )
-        return tx.objects.bytes_new
+        new, reused = tx.objects.bytes_new, tx.objects.bytes_reused
+        part = replace(_empty_part(joint), agreement=share.agreement, layers=layers, state=state)
+        tx.leave(replace(part, bytes_new=new, bytes_reused=reused))
+        return new
+
+
+def _empty_part(joint: JointCommit) -> Part:
+    return Part(
+        session=joint.session,
+        save=joint.save,
+        rank=joint.share.rank,
+        agreement="",
+        layers=(),
+        state=None,
+        bytes_new=0,
+        bytes_reused=0,
+        failure="",
+    )
 
 
 def _share_objects(
@@ -112,9 +114,8 @@ def _share_objects(
 
 def fail_share(repo: Repository, joint: JointCommit, why: str) -> None:
     """Leave a part that says that this rank has failed, in place of its share."""
-    name = PartName(joint.session, joint.save, joint.share.rank)
-    repo.parts.withdraw(*name)
-    repo.parts.publish_failure(name, why)
+    repo.parts.withdraw(joint.session, joint.save, joint.share.rank)
+    repo.parts.publish(replace(_empty_part(joint), failure=why or "it failed"))
 
 
 _STORED_AGAIN = "the next save stores every layer that is missing"
@@ -167,7 +168,17 @@ def join(repo: Repository, joint: JointCommit, parts: Sequence[Part], *, inherit
             hint=_STORED_AGAIN,
         )
     with Transaction(repo) as tx:
-        record = _record(joint, parts, dict(_versions(tx.objects, joint, parts)), inherited)
+        record = replace(joint.place, save_number=joint.save_number, inherited=inherited).record(
+            run=joint.run,
+            step=joint.step,
+            layers=joint.share.layers,
+            due=joint.due,
+            versions=dict(_versions(tx.objects, joint, parts)),
+            states=tuple(part.state for part in parts if part.state is not None),
+            world_size=joint.share.world_size,
+            layout=joint.layout(),
+            policy=joint.policy,
+        )
         try:
             for entry in record.layers:
                 if entry.layer not in joint.due:
@@ -222,24 +233,3 @@ def _objects(by_rank: Sequence[Iterable[StoredObject]]) -> Iterator[StoredObject
         yield buffers[0]
     else:
         yield from (replace(of, shard=rank, shards=len(by_rank)) for rank, of in enumerate(buffers))
-
-
-def _record(
-    joint: JointCommit, parts: Sequence[Part], versions: Mapping[str, BlobRef], inherited: Mapping[str, LayerEntry]
-) -> CommitRecord:
-    place, share = joint.place, joint.share
-    origin = Origin(run=joint.run, attempt=place.attempt, step=joint.step, save_number=joint.save_number)
-    return CommitRecord(
-        run=joint.run,
-        attempt=place.attempt,
-        lineage=place.lineage,
-        step=joint.step,
-        save_number=joint.save_number,
-        world_size=share.world_size,
-        stage=3,
-        layers=entries_of(share.layers, due=joint.due, versions=versions, origin=origin, inherited=inherited),
-        states=tuple(part.state for part in parts if part.state is not None),
-        layout=joint.layout(),
-        policy=joint.policy,
-        supersedes=(),
-    )

@@ -1,17 +1,14 @@
 """The disk: files, objects, records, the index, locks and trash of one store."""
 
 from layerstore.storage.catalog import IndexNotice, RunView
-from layerstore.storage.commits import RecordName, RecordStore
-from layerstore.storage.environment import MANIFEST_DIR_VARIABLE, engine_version, index_problem, manifest_directory
+from layerstore.storage.commits import RecordName, RecordStore, hinted, read_identity, stated_ids
+from layerstore.storage.environment import engine_version, index_problem
 from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
 from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook
-from layerstore.storage.identity import hinted, read_identity, stated_ids
 from layerstore.storage.locks import lock, open_lock_file, try_flock
-from layerstore.storage.manifest import RecordRow, packed_versions, row_of
-from layerstore.storage.objects import ObjectStore, ObjectWriter, missing, read_chunks
-from layerstore.storage.parts import PartName
+from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
+from layerstore.storage.objects import ObjectStore, ObjectWriter, read_chunks
 from layerstore.storage.repository import Repository, make_store, open_repository
-from layerstore.storage.timings import SaveTiming, note_timing, read_timings
 from layerstore.storage.trash import Trash
 
 __all__ = [
@@ -24,13 +21,11 @@ __all__ = [
     "ObjectStore",
     "ObjectWriter",
     "OpenFile",
-    "PartName",
     "RecordName",
     "RecordRow",
     "RecordStore",
     "Repository",
     "RunView",
-    "SaveTiming",
     "Stream",
     "Trash",
     "WeakDurability",
@@ -41,16 +36,12 @@ __all__ = [
     "make_store",
     "manifest_directory",
     "mapped_errors",
-    "missing",
     "mount_of",
     "no_hook",
-    "note_timing",
     "open_lock_file",
     "open_repository",
-    "packed_versions",
     "read_chunks",
     "read_identity",
-    "read_timings",
     "row_of",
     "stated_ids",
     "try_flock",

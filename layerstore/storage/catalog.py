@@ -73,6 +73,16 @@ class RunView:
         """The attempts that have visible commits, oldest first."""
         return list(self._by_attempt)
 
+    @cached_property
+    def newest_number(self) -> int:
+        """The highest number of an attempt, with visible commits or not."""
+        return max((row.attempt for row in self.rows.values()), default=0)
+
+    @property
+    def newest_attempt(self) -> int:
+        """The newest attempt that has visible commits, or any if none is visible."""
+        return self.attempts[-1] if self.attempts else self.newest_number
+
     def of_attempt(self, attempt: int) -> list[RecordRow]:
         """Return the visible commits of *attempt* itself, by step."""
         return self._by_attempt.get(attempt, [])
@@ -102,7 +112,8 @@ class RunView:
         With *step* the history begins at that step or below. Two commits of one step are both yielded.
         Nothing is looked at before it is asked for, so a caller may stop where it likes.
         """
-        segments = [rows[::-1] for rows in self._segments(attempt, step)]
+        # Not reversed copies: most callers take one of 10,000.
+        segments = [map(rows.__getitem__, range(end - 1, -1, -1)) for rows, end in self._segments(attempt, step)]
         # As a rule one segment ends before the next begins; an attempt may also have saved below its own fork.
         return heapq.merge(*segments, key=_IN_HISTORY, reverse=True)
 
@@ -115,11 +126,15 @@ class RunView:
         segments = self._segments(attempt, step)
         if not segments:
             return default.save_number
-        oldest = min((rows[0] for rows in segments), key=_IN_HISTORY)
-        return oldest.save_number + sum(map(len, segments)) - 1
+        oldest = min((rows[0] for rows, _ in segments), key=_IN_HISTORY)
+        return oldest.save_number + sum(end for _, end in segments) - 1
 
-    def _segments(self, attempt: int, step: int | None) -> list[list[RecordRow]]:
-        """Return the visible commits of *attempt* up to *step*, and those of each attempt that it descends from."""
+    def _segments(self, attempt: int, step: int | None) -> list[tuple[list[RecordRow], int]]:
+        """
+        Return the visible commits of *attempt*, and those of each attempt that it descends from.
+
+        With each list goes how many of it are up to *step*, and below the fork.
+        """
         segments = []
         below: int | None = step
         at: int | None = attempt
@@ -127,7 +142,7 @@ class RunView:
             rows = self.of_attempt(at)
             end = len(rows) if below is None else bisect_right(rows, below, key=_BY_STEP)
             if end:
-                segments.append(rows[:end])
+                segments.append((rows, end))
             fork = self.fork_of(at)
             if fork is not None:
                 below = fork.step if below is None else min(below, fork.step)

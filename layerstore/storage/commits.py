@@ -1,27 +1,119 @@
 """
-Commit records and pins on disk: the truth of the store.
+The truth of a store on disk: ``store.json``, commit records and pins.
 
 A commit is visible exactly when its record is linked into its run's folder,
 and durable once that folder is fsynced: *the* commit point.
+
+A store may be migrated while somebody has it open. So a writer looks at ``store.json`` again after it has published
+something, and fails if the format is another one by then.
 """
 
-from collections.abc import Collection, Iterator
+import errno as errnos
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NotFound, StorageIO, Unsupported
-from layerstore.format import seal_commit, seal_pin, unseal_commit, unseal_entries, unseal_pin
+from layerstore.errors import AlreadyExists, IntegrityError, LayerstoreError, NoStore, NotFound, StorageIO, Unsupported
+from layerstore.format import (
+    StoreIdentity,
+    decode_identity,
+    seal_commit,
+    seal_pin,
+    stated_store,
+    unseal_commit,
+    unseal_entries,
+    unseal_pin,
+)
 from layerstore.layers import is_name, typed
 from layerstore.layout import RECORD_NAME, Layout
 from layerstore.limits import RECORD_BYTES_MAX
 from layerstore.model import Commit, CommitId, LayerEntry, Pin
 from layerstore.nearest import did_you_mean, nearest
 from layerstore.storage.files import Files, network_filesystem
-from layerstore.storage.identity import check_still_writable, check_unchanged
+
+# Enough records to tell whose they are.
+_ASKED = 16
 
 # What NFS calls a removed file that is still open somewhere.
 _REMOVED_WHILE_OPEN = ".nfs"
+
+
+def read_identity(layout: Layout, files: Files, *, path: Path) -> bytes:
+    """
+    Return the unchecked text of ``store.json``; *path* is how the user called the store.
+
+    Raises:
+        NoStore: There is none.
+        IntegrityError: There was one, which has lost its ``store.json``.
+    """
+    try:
+        present = files.exists(layout.identity)
+    except StorageIO as exc:
+        if exc.errno in {errnos.ENOTDIR, errnos.ENAMETOOLONG, errnos.ELOOP}:
+            raise NoStore(f"there is no store at {path}: {os.strerror(exc.errno)}", hint="name a folder") from exc
+        present = True  # reading it raises what is really wrong
+    if not present:
+        sign = sign_of_a_store(layout, files)
+        if sign is not None:
+            raise lost_identity(path, sign)
+        raise NoStore(
+            f"there is no store at {path}", hint=f"layerstore init {typed(str(path))}, or name yours with --store"
+        )
+    return files.read(layout.identity, size_bytes_max=RECORD_BYTES_MAX)
+
+
+def sign_of_a_store(layout: Layout, files: Files) -> str | None:
+    """Return what shows that there was a store although ``store.json`` is missing; None if nothing does."""
+    signs = (
+        (layout.commits, "", "commits"),
+        (layout.objects, "[0-9a-f]{2}$", "objects"),
+        (layout.pins, "", "pins"),
+        (layout.migrating, "", "a migration under way"),
+        (layout.backups, "format-", "backups of a migration"),
+    )
+    for folder, pattern, what in signs:
+        if any(re.match(pattern, name) for name in files.names_in_folder(folder)):
+            return what
+    return None
+
+
+def lost_identity(path: Path, sign: str) -> IntegrityError:
+    """Return the error for a store at *path* without ``store.json``; *sign* shows that there was one."""
+    return IntegrityError(
+        f"{path} holds {sign}, but its store.json is missing; nothing was changed",
+        hint="put back a copy of store.json; it never changes after init, but by a migration",
+    )
+
+
+def stated_ids(layout: Layout, files: Files, *, limit: int | None = None) -> Counter[str]:
+    """Return the stores that the readable records and pins say they belong to, each with how many say so."""
+    folders = [*(layout.commits / run for run in files.names_in_folder(layout.commits)), layout.pins]
+    paths = (folder / name for folder in folders for name in files.names_in_folder(folder))
+    stated = (found for path in paths if (found := _stated(files, path)) is not None)
+    return Counter(itertools.islice(stated, limit))
+
+
+def _stated(files: Files, path: Path) -> str | None:
+    try:
+        return stated_store(files.read(path, size_bytes_max=RECORD_BYTES_MAX))
+    except LayerstoreError:
+        return None
+
+
+def hinted(problem: IntegrityError, layout: Layout, files: Files) -> IntegrityError:
+    """Return *problem* with a damaged or missing ``store.json``, and the command that writes it again, if one can."""
+    if files.exists(layout.migrating):
+        return problem  # in the middle of a migration nothing but a copy will do
+    stated = stated_ids(layout, files, limit=_ASKED)
+    if not stated:
+        return problem
+    command = f"layerstore repair --store-id {stated.most_common(1)[0][0]}"
+    return IntegrityError(str(problem), hint=f"{command}, or put back a copy of store.json")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,7 +157,7 @@ class RecordStore:
     def _check_folder(self) -> None:
         if self._files.is_directory(self._layout.commits):
             return
-        check_unchanged(self._layout, self._files, store_id=self._store_id)  # a migration may have moved it
+        self._identity()  # a migration may have moved it
         raise IntegrityError(
             f"{self._layout.commits} is missing although this is a store",
             hint="put the folder back from a copy of the store; 'no commits' would be a wrong answer",
@@ -121,6 +213,18 @@ class RecordStore:
             IntegrityError: It is damaged or gone.
         """
         return self.decode(self.read_bytes(name), name)
+
+    def each(self, names: Iterable[RecordName]) -> Iterator[tuple[RecordName, Commit | LayerstoreError]]:
+        """Yield each of *names* with its commit, or what is wrong with it; one removed meanwhile is passed over."""
+        for name in names:
+            found: Commit | LayerstoreError
+            try:
+                found = self.read(name)
+            except LayerstoreError as exc:
+                if not self.is_there(name):
+                    continue
+                found = exc
+            yield name, found
 
     def read_entries(self, name: RecordName, layers: Collection[str]) -> dict[str, LayerEntry]:
         """
@@ -216,8 +320,31 @@ class RecordStore:
             self._files.sync_directory(path.parent)
 
     def check_store(self) -> None:
-        """Raise Unsupported if the store was migrated since it was opened."""
-        check_still_writable(self._layout, self._files, store_id=self._store_id)
+        """
+        Make sure that the store still is what it was when it was opened, and that this layerstore may write to it.
+
+        Raises:
+            Unsupported: It has been migrated since, or uses something that this layerstore might destroy unknowingly.
+            IntegrityError: It is damaged or gone, or another store is in its place.
+        """
+        unknown = self._identity().unknown_flags
+        if unknown:
+            raise Unsupported(
+                f"the store uses {', '.join(unknown)}, which this layerstore does not know; "
+                "it can be read, not written",
+                hint="use a newer layerstore",
+            )
+
+    def _identity(self) -> StoreIdentity:
+        """Return the store's identity as it is now, that of the very store that was opened."""
+        layout = self._layout
+        identity = decode_identity(read_identity(layout, self._files, path=layout.root), what=str(layout.identity))
+        if identity.store_id != self._store_id:
+            raise IntegrityError(
+                f"{layout.root} was store {self._store_id} when it was opened and is store {identity.store_id} now",
+                hint="open it again",
+            )
+        return identity
 
     def _look_again(self, name: str) -> None:
         """Raise Unsupported if the store was migrated by now: the migration may have missed *name*."""
@@ -244,7 +371,7 @@ class RecordStore:
         names = self._files.names(self._layout.pins)
         if not names:
             # A copy of the store may have lost the empty folder; a migration may have moved a full one.
-            check_unchanged(self._layout, self._files, store_id=self._store_id)
+            self._identity()
         return [name for name in names if is_name(name)]
 
     def read_pin(self, name: str) -> Pin:
@@ -268,16 +395,21 @@ class RecordStore:
         meant = nearest(name, self.pin_names())
         return NotFound(f"there is no pin {name!r}", hint=did_you_mean(meant, else_="layerstore pin --list"))
 
-    def readable_pins(self) -> list[Pin]:
-        """Return the pins that can be read; ``verify`` reports the others."""
-        found = []
+    def pins(self) -> Iterator[tuple[str, Pin | LayerstoreError]]:
+        """Yield every pin by name, or what is wrong with it; one that was deleted meanwhile is passed over."""
         for name in self.pin_names():
+            found: Pin | LayerstoreError
             try:
-                found.append(self.read_pin(name))
-            except LayerstoreError:
-                # A damaged pin must not hide the log; verify reports it.
+                found = self.read_pin(name)
+            except NotFound:
                 continue
-        return found
+            except LayerstoreError as exc:
+                found = exc
+            yield name, found
+
+    def readable_pins(self) -> list[Pin]:
+        """Return the pins that can be read; ``verify`` reports the others, and a damaged one must not hide the log."""
+        return [pin for _, pin in self.pins() if isinstance(pin, Pin)]
 
     def link_pin(self, pin: Pin) -> None:
         """

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from layerstore.errors import IntegrityError, StorageIO
 from layerstore.storage.handles import Hook, NewFile, OpenFile, mapped_errors, no_hook, rename_exclusive
@@ -41,13 +40,6 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK_FILESYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "smb3"}
 )
-
-
-class FileState(NamedTuple):
-    """Size and time of a file."""
-
-    size_bytes: int
-    modified_ns: int
 
 
 class WeakDurability(UserWarning):
@@ -120,19 +112,19 @@ class Files:
     def size(self, path: Path) -> int | None:
         """Return the size of the regular file *path*, None where nothing is there."""
         state = self.state(path)
-        return None if state is None else state.size_bytes
+        return None if state is None else state.st_size
 
     def modified_ns(self, path: Path) -> int | None:
         """Return when *path* was last written or touched, by the filesystem's clock; None where nothing is there."""
         state = self.look(path)
         return None if state is None else state.st_mtime_ns
 
-    def state(self, path: Path) -> FileState | None:
-        """Return size and time of the regular file *path*, None where nothing is there."""
+    def state(self, path: Path) -> os.stat_result | None:
+        """Return what the system says of the regular file *path*, None where nothing is there."""
         state = self.look(path)
         if state is not None and not stat.S_ISREG(state.st_mode):
             raise _not_regular(path)
-        return None if state is None else FileState(state.st_size, state.st_mtime_ns)
+        return state
 
     def identity(self, path: Path) -> tuple[int, ...] | None:
         """
@@ -188,10 +180,6 @@ class Files:
         """Return the number of the filesystem that *path* is on."""
         with mapped_errors(path, doing="look at"):
             return path.stat().st_dev
-
-    def free_bytes(self, path: Path) -> int:
-        """Return what an ordinary user may still write to the filesystem of *path*."""
-        return self.room(path).free_bytes
 
     def room(self, path: Path) -> Room:
         """Return what the filesystem of *path* has left."""

@@ -277,16 +277,15 @@ _spare: list[mmap.mmap] = []
 """Buffers to use again: touched memory is cheaper than new."""
 
 
-def is_wanted() -> bool:
-    """Whether files may go past the cache: LAYERSTORE_PAGE_CACHE=1 forbids it."""
-    return os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
-
-
 class Stream:
-    """Writes a file from front to back, a buffer at a time."""
+    """Writes a file from front to back: *past_cache* a buffer at a time, else as it comes."""
 
-    def __init__(self, file: NewFile) -> None:
+    def __init__(self, file: NewFile, *, past_cache: bool = True) -> None:
+        self.path = file.path
+        self.is_kept = False
+        """Whether it has become an object, and is not to be removed."""
         self._file = file
+        self._past_cache = past_cache and os.environ.get("LAYERSTORE_PAGE_CACHE", "0") in {"", "0"}
         self._buffer: mmap.mmap | None = None
         self._filled = 0
         self._written = 0
@@ -294,6 +293,9 @@ class Stream:
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write *data* at *offset*, where the last write ended."""
+        if not self._past_cache:
+            self._file.write_at(offset, data)
+            return
         assert offset == self._written + self._filled, "a stream has no gaps"
         view = memoryview(data).cast("B")
         while view:
@@ -308,12 +310,13 @@ class Stream:
                 self._flush(STREAM_BYTES)
 
     def finish(self) -> None:
-        """Write what is left; a small file went through the cache all along."""
+        """Write what is left, and sync the file; a small one went through the cache all along."""
         if self._is_direct:
             self._flush(self._filled - self._filled % PAGE_BYTES)
             self._is_direct = not bypass_cache(self._file.fd, False)
         self._flush(self._filled)
         self.close()
+        self._file.sync()
 
     def close(self) -> None:
         """Give the buffer back; twice is harmless."""

@@ -19,7 +19,7 @@ from layerstore.layout import OBJECT_ID, Layout
 from layerstore.limits import BLOB_BYTES_MAX, IO_CHUNK_BYTES
 from layerstore.model import BlobRef, ObjectId
 from layerstore.storage.files import Files
-from layerstore.storage.handles import NewFile, OpenFile, Stream, is_wanted
+from layerstore.storage.handles import OpenFile, Stream
 
 
 def read_chunks(file: OpenFile) -> Iterator[memoryview]:
@@ -29,11 +29,6 @@ def read_chunks(file: OpenFile) -> Iterator[memoryview]:
         chunk = buffer[: min(len(buffer), file.size_bytes - offset)]
         file.read_into(chunk, offset)
         yield chunk
-
-
-def check_bytes(ref: BlobRef, file: OpenFile) -> None:
-    """Read all of *file*; raise IntegrityError unless it is *ref*."""
-    check_hash(ref, hashed(file))
 
 
 def hashed(file: OpenFile) -> NameHasher:
@@ -64,7 +59,7 @@ def check_size(ref: BlobRef, size_bytes: int, path: Path) -> None:
         )
 
 
-def missing(ref: BlobRef) -> IntegrityError:
+def _missing(ref: BlobRef) -> IntegrityError:
     """Return the error for an object that is nowhere."""
     return IntegrityError(
         f"object {ref.id} ({ref.size_bytes} bytes) is missing",
@@ -98,6 +93,11 @@ class ObjectStore:
                 return path
         return None
 
+    def check_there(self, ref: BlobRef) -> None:
+        """Raise IntegrityError unless *ref* is at its place or aside, in full size."""
+        if self.find(ref) is None:
+            raise _missing(ref)
+
     def places(self, object_id: ObjectId) -> Iterator[Path]:
         """Yield where an object may be: at home, aside, and at home again."""
         home = self._layout.object(object_id)
@@ -124,7 +124,7 @@ class ObjectStore:
                 file.close()
                 check_size(ref, file.size_bytes, path)
             return file
-        raise missing(ref)
+        raise _missing(ref)
 
     def read(self, ref: BlobRef) -> bytes:
         """Return the bytes of the small object *ref*, not yet verified: decoding a blob does that."""
@@ -141,28 +141,23 @@ class ObjectStore:
             IntegrityError: A byte differs, or the object is missing or cut short.
         """
         with self.open(ref) as file:
-            check_bytes(ref, file)
+            check_hash(ref, hashed(file))
 
     def is_sound(self, path: Path, ref: BlobRef) -> bool:
         """Whether *path* is a file with the very bytes of *ref*; it is read."""
-        found = self._hashed(path)
-        return found is not None and (found.id(), found.size_bytes) == (ref.id, ref.size_bytes)
+        return self.is_whole(path, ref.id) and self._files.size(path) == ref.size_bytes
 
     def is_whole(self, path: Path, object_id: ObjectId) -> bool:
         """Whether *path* is a file whose bytes are what the name *object_id* says, however many; it is read."""
-        found = self._hashed(path)
-        return found is not None and found.id() == object_id
-
-    def _hashed(self, path: Path) -> NameHasher | None:
         try:
             with self._files.open(path) as file:
-                return hashed(file)
+                return hashed(file).id() == object_id
         except IntegrityError:
-            return None
+            return False
         except StorageIO as exc:
             if exc.errno not in {errnos.ENOENT, errnos.EIO}:
                 raise  # too few descriptors, no permission: that proves nothing about the bytes
-            return None
+            return False
 
     def map(self, ref: BlobRef, *, verify: bool) -> mmap.mmap:
         """
@@ -175,7 +170,7 @@ class ObjectStore:
         """
         with self.open(ref) as file:
             if verify:
-                check_bytes(ref, file)
+                check_hash(ref, hashed(file))
             return file.map()
 
     def ids(self) -> Iterator[tuple[ObjectId, Path]]:
@@ -319,14 +314,14 @@ class ObjectWriter:
                 draft.write_at(hasher.size_bytes, data)
                 hasher.update(data)
             check_hash(ref, hasher)
-            draft.keep_as(ref)
+            self.keep(draft, ref)
 
     @contextlib.contextmanager
-    def draft(self) -> Iterator["Draft"]:
-        """Yield a draft for bytes whose name is known only afterwards; it is removed unless it is kept."""
+    def draft(self) -> Iterator[Stream]:
+        """Yield a new file for bytes whose name is known only afterwards; it is removed unless it is kept."""
         path = self._layout.tmp / secrets.token_hex(16)
         with self._files.create(path, sync_ahead=True) as file:
-            draft = Draft(self, file, past_cache=self._past_cache)
+            draft = Stream(file, past_cache=self._past_cache)
             try:
                 yield draft
             finally:
@@ -334,14 +329,18 @@ class ObjectWriter:
                 if not draft.is_kept:
                     self._files.discard(path)
 
-    def keep(self, ref: BlobRef, path: Path) -> bool:
-        """Remember that *path*, written and synced, becomes *ref*; False if another draft has the same bytes."""
+    def keep(self, draft: Stream, ref: BlobRef) -> bool:
+        """Sync *draft* and stage it as *ref*, unless the store or another draft has that; return whether it was new."""
+        if self.spares_writing(ref):
+            return False
+        draft.finish()
         with self._guard:
             if ref.id in self._staged:
                 return False
-            self._staged[ref.id] = ref, path
+            self._staged[ref.id] = ref, draft.path
             self.bytes_new += ref.size_bytes
-            return True
+            draft.is_kept = True
+        return True
 
     def put(self, data: bytes, ref: BlobRef) -> None:
         """Stage the small object *data*, unless it is there already."""
@@ -419,35 +418,3 @@ class ObjectWriter:
         for _, path in self._staged.values():
             if self._files.exists(path):
                 self._files.discard(path)
-
-
-class Draft:
-    """Bytes on their way into the store, under no name yet."""
-
-    def __init__(self, writer: ObjectWriter, file: NewFile, *, past_cache: bool) -> None:
-        self._writer = writer
-        self._file = file
-        self._stream = Stream(file) if past_cache and is_wanted() else None
-        self.is_kept = False
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Write *data* at *offset*, where the last write ended."""
-        if self._stream is None:
-            self._file.write_at(offset, data)
-        else:
-            self._stream.write_at(offset, data)
-
-    def keep_as(self, ref: BlobRef) -> bool:
-        """Sync what was written and stage it as *ref*, unless the store has that; return whether it was new."""
-        if self._writer.spares_writing(ref):
-            return False
-        if self._stream is not None:
-            self._stream.finish()
-        self._file.sync()
-        self.is_kept = self._writer.keep(ref, self._file.path)
-        return self.is_kept
-
-    def close(self) -> None:
-        """Release the buffer."""
-        if self._stream is not None:
-            self._stream.close()

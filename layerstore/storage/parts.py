@@ -7,7 +7,6 @@ A part is visible exactly when it is linked into its session's folder; all that 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from layerstore.errors import LayerstoreError, StorageIO
 from layerstore.format import part_name, seal_part, unseal_part
@@ -17,14 +16,6 @@ from layerstore.model import Part
 from layerstore.storage.files import Files
 
 _NAME = re.compile(r"(?P<save>[0-9]{1,18})\.(?P<rank>[0-9]{1,9})")
-
-
-class PartName(NamedTuple):
-    """Which part a file is."""
-
-    session: str
-    save: int
-    rank: int
 
 
 class PartStore:
@@ -66,21 +57,22 @@ class PartStore:
 
     def of_session(self, session: str) -> list[Part]:
         """Return the parts of *session*; raises IntegrityError if one is damaged."""
-        found = (self.find(*name) for _, name in self._named(session))
+        found = (self.find(session, save, rank) for _, save, rank in self._named(session))
         return [part for part in found if part is not None]
 
-    def _named(self, session: str) -> Iterator[tuple[Path, PartName]]:
+    def _named(self, session: str) -> Iterator[tuple[Path, int, int]]:
+        """Yield each part of *session*: where it is, and of which save and rank."""
         folder = self._layout.parts / session
         for path in (folder / name for name in self._files.names(folder)):
             if (match := _NAME.fullmatch(path.name)) is not None:
-                yield path, PartName(session, int(match["save"]), int(match["rank"]))
+                yield path, int(match["save"]), int(match["rank"])
 
     def all(self) -> Iterator[tuple[Path, Part | LayerstoreError]]:
         """Yield every part of every session with its path, or what is wrong with it."""
         for session in self.sessions():
-            for path, name in self._named(session):
+            for path, save, rank in self._named(session):
                 try:
-                    found = self.find(*name)
+                    found = self.find(session, save, rank)
                 except LayerstoreError as exc:
                     yield path, exc
                 else:
@@ -101,22 +93,6 @@ class PartStore:
             if modified_ns is not None and modified_ns < before_ns and self._files.is_file(folder / name):
                 self._files.unlink(folder / name)
         self._files.remove_empty(folder)
-
-    def publish_failure(self, name: PartName, why: str) -> None:
-        """Publish a part which says that its rank has failed."""
-        self.publish(
-            Part(
-                session=name.session,
-                save=name.save,
-                rank=name.rank,
-                agreement="",
-                layers=(),
-                state=None,
-                bytes_new=0,
-                bytes_reused=0,
-                failure=why or "it failed",
-            )
-        )
 
     def withdraw(self, session: str, save: int, rank: int) -> None:
         """Remove a part, if it is there: something that it names is gone."""

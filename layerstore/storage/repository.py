@@ -20,17 +20,10 @@ from layerstore.layout import Layout, layout_at
 from layerstore.limits import LEASE_RENEWED_SECONDS, LEASE_SECONDS
 from layerstore.model import BlobRef, LayerEntry, LayerVersion, RankState
 from layerstore.storage.catalog import Catalog
-from layerstore.storage.commits import RecordStore
-from layerstore.storage.environment import manifest_directory
+from layerstore.storage.commits import RecordStore, hinted, lost_identity, read_identity, sign_of_a_store
 from layerstore.storage.files import Files
-from layerstore.storage.identity import (
-    check_still_writable,
-    hinted,
-    lost_identity,
-    read_identity,
-    sign_of_a_store,
-)
 from layerstore.storage.locks import HeldLock, lock, open_lock_file
+from layerstore.storage.manifest import manifest_directory
 from layerstore.storage.objects import ObjectStore
 from layerstore.storage.parts import PartStore
 from layerstore.storage.trash import Aside, Trash
@@ -112,7 +105,7 @@ class Repository:
             Unsupported: The store uses something that this layerstore might destroy unknowingly, or was migrated
                 since it was opened.
         """
-        check_still_writable(self.layout, self.files, store_id=self.identity.store_id)
+        self.records.check_store()
         for folder in self.layout.folders:
             if folder != self.layout.commits and not self.files.exists(folder):
                 self.files.make_directory(folder)

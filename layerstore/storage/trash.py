@@ -13,7 +13,7 @@ readers find it there and writers link it back, so a collection needs no lock ag
 import contextlib
 import errno as errnos
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from layerstore.errors import IntegrityError, NotFound, StorageIO
@@ -176,11 +176,6 @@ class Aside:
         """Return when *path* came here, by the filesystem's clock: a rename sets the time of change."""
         state = self._files.look(path)
         return 0 if state is None else state.st_ctime_ns
-
-    def remove(self, objects: Iterable[ObjectId]) -> None:
-        """Unlink what lies here of *objects*."""
-        for object_id in objects:
-            self._files.unlink(self._layout.aside / object_id)
 
     def sync(self) -> None:
         """Make durable what was unlinked."""

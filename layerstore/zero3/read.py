@@ -26,7 +26,7 @@ from layerstore.model import (
     RankState,
     TreeFile,
 )
-from layerstore.tree import Located, Tensor
+from layerstore.tree import Located, Tensor, replace_tensors, with_content
 from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer
 from layerstore.zero3.filenames import TRAINER_STATE
 from layerstore.zero3.gathered import GatheredFileSource, read_gathered
@@ -44,7 +44,6 @@ from layerstore.zero3.rank_files import (
 )
 from layerstore.zero3.slices import slice_length, valid_elements
 from layerstore.zero3.sourcefile import open_source
-from layerstore.zero3.trees import replace_tensors, with_content
 
 _KINDS = tuple(Kind)
 
@@ -209,9 +208,8 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
     }
-    fragments = rank.model.get("frozen_param_fragments")
-    for name, fragment in fragments.children() if fragments is not None else ():
-        contents[id(fragment.value)] = FragmentContent(parameter=str(name))
+    for name, fragment in rank.fragments.items():
+        contents[id(fragment.value)] = FragmentContent(parameter=name)
     for name in buffers:
         contents[id(rank.model["module"][name].value)] = BufferContent(buffer=name)
 
@@ -306,16 +304,15 @@ def _flat_slices(rank: RankSource, groups: Groups, world_size: int) -> Iterator[
 def _frozen_slices(
     rank: RankSource, parameters: Mapping[str, Parameter], world_size: int
 ) -> Iterator[tuple[Kind, SliceSource]]:
-    fragments = rank.model.get("frozen_param_fragments")
-    for name, fragment in fragments.children() if fragments is not None else ():
-        elements = prod(parameters[str(name)].shape)
+    for name, fragment in rank.fragments.items():
+        elements = prod(parameters[name].shape)
         tensor, expected = fragment.tensor(), slice_length(elements, world_size)
         if tensor.elements != expected or not tensor.is_contiguous:
             raise LayoutMismatch(
                 f"{rank.model.path}: the fragment of frozen parameter {name!r} has {tensor.elements} elements, "
                 f"expected {expected}"
             )
-        yield from _slice(Kind.WEIGHTS, tensor, 0, valid_elements(elements, world_size, rank.rank), name=str(name))
+        yield from _slice(Kind.WEIGHTS, tensor, 0, valid_elements(elements, world_size, rank.rank), name=name)
 
 
 def _slice(

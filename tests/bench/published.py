@@ -6,6 +6,7 @@ from functools import cache
 from layerstore.inspect import Model
 from layerstore.inspect.model_shapes import model_of_shapes
 from layerstore.live.meta_model import parameter_shapes
+from tests.docs.scene import LLAMA_8B
 
 DEEPSPEED_BYTES = 12
 """Of a parameter in ``engine.save_checkpoint``: a master and two moments."""
@@ -13,16 +14,7 @@ TRAINER_BYTES = DEEPSPEED_BYTES + 2
 """Of a parameter in HF Trainer's checkpoints: the same, and the gathered half-precision weights."""
 
 _CONFIGS: Mapping[str, Mapping[str, object]] = {
-    "Llama-3.1-8B": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    "Llama-3.1-8B": LLAMA_8B,
     "Qwen2.5-7B": {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],

@@ -345,18 +345,6 @@ def test_a_problem_has_its_exit_code(run: Run, tmp_path: Path, monkeypatch: pyte
     assert programs.fields["path"] == str(tmp_path)
 
 
-def test_a_folder_of_checkpoints_may_get_a_store(run: Run, tmp_path: Path) -> None:
-    """Beside them, where ``init`` makes one; in a pipe the report is folded too, for it is pasted."""
-    (tmp_path / "out").mkdir()
-
-    beside, instead = run("doctor"), run("doctor", ".")
-
-    assert "ok       store             none yet; layerstore init .layerstore makes one" in beside.out.splitlines()
-    assert "note     store             none, and this is not empty" in instead.out.splitlines()
-    assert "hint: a store wants a folder of its own: layerstore" in " ".join(instead.out.split())
-    assert max(map(len, (beside.out + instead.out).splitlines())) <= 80
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
 )

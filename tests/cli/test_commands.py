@@ -14,15 +14,6 @@ from tests.generated import generate
 LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
 
 
-def test_init_makes_the_default_store(run: Run, tmp_path: Path) -> None:
-    """Without a path, init makes ./.layerstore, and says what to do next."""
-    outcome = run("init")
-
-    assert outcome.code == 0
-    assert (tmp_path / ".layerstore" / "store.json").is_file()
-    assert "layerstore ingest" in outcome.out
-
-
 def test_ingest_says_what_it_saved_and_that_it_was_saved_already(run: Run, checkpoints: Path) -> None:
     """The second time nothing is written, which is no error."""
     run("init")
@@ -282,16 +273,6 @@ def test_compose_refuses_sizes_and_steps_that_are_none(run: Run, store: Path, wo
     assert run("compose", "--dry-run", *words, "--store", store).code == 2
 
 
-@pytest.mark.known_fault("llmtailor 8")
-def test_compose_takes_each_layers_own_step(run: Run, store: Path) -> None:
-    """Where all layers are of one step, both ways are the same."""
-    outcomes = [
-        run("compose", "sft@2", "--adam-step", way, "-o", way, "--store", store) for way in ("unify", "per-layer")
-    ]
-
-    assert [outcome.code for outcome in outcomes] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("words", "step"),
     [((), 4), (("sft",), 4), (("best",), 2), (("--run", "sft"), 4), (("--run", "sft", "--step", "2"), 2)],
@@ -410,23 +391,6 @@ def _largest_object(store: Path) -> Path:
     return max(
         (path for path in (store / "objects").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
     )
-
-
-def test_ingest_says_that_it_wrote_a_damaged_record_again(run: Run, checkpoints: Path) -> None:
-    """It is the same commit, saved at another time."""
-    run("init")
-    run("ingest", checkpoints, "--tag", "global_step2")
-    (path,) = Path(".layerstore/commits/sft").iterdir()
-    sound = path.read_bytes()
-    path.chmod(0o644)
-    path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
-
-    again = run("ingest", checkpoints, "--tag", "global_step2")
-
-    assert again.code == 0
-    assert again.out.endswith("; its record was damaged and is written again\n")
-    assert run("verify").code == 0
-    assert run("ingest", checkpoints, "--tag", "global_step2", "--json").fields["record_healed"] is False
 
 
 def test_a_save_that_nobody_timed_is_said_to_be(run: Run, store: Path) -> None:

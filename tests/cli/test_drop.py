@@ -62,13 +62,3 @@ def test_undrop_brings_it_back(run: Run, store: Path) -> None:
     assert run(*command[1:]).code == 0
     assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4, 2]
     assert run("undrop", "sft@4", "--store", store).code == 13
-
-
-def test_what_was_dropped_comes_back_with_its_checkpoint(run: Run, store: Path, checkpoints: Path) -> None:
-    """Saved again, nothing but a record written."""
-    run("drop", "sft@2", "--store", store)
-
-    again = run("ingest", checkpoints / "global_step2", "--store", store, "--json").fields
-
-    assert (again["is_new"], again["objects_new"], again["bytes_new"]) == (True, 0, 0)
-    assert [commit["step"] for commit in run("log", "--json", "--store", store).fields["commits"]] == [4, 2]

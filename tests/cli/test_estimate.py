@@ -8,18 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.docs.scene import LLAMA_8B
 
 MODEL = ("--params", "8B", "--layers", "32")
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 
 
 @pytest.fixture
@@ -27,7 +18,7 @@ def llama(tmp_path: Path) -> Path:
     """Return a folder with Llama-3.1-8B's config."""
     folder = tmp_path / "Llama-3.1-8B"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     return folder
 
 
@@ -174,7 +165,7 @@ def test_what_cannot_be_estimated_is_refused(run: Run, tmp_path: Path, words: li
 
 def test_a_config_that_nobody_knows_is_refused(run: Run, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Transformers, or for want of it; with the way that needs no config."""
-    (llama / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["BrandNew"]}))
+    (llama / "config.json").write_text(json.dumps(LLAMA_8B | {"architectures": ["BrandNew"]}))
 
     unknown = run("estimate", llama, "--json")
     monkeypatch.setitem(sys.modules, "transformers", None)

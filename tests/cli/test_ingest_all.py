@@ -1,11 +1,18 @@
-"""``layerstore ingest --all``: every checkpoint below a folder, and one that is not whole hurts no other."""
+"""``ingest --all`` and ``--watch``: every checkpoint below a folder, and one that is not whole hurts no other."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import layerstore
 from tests.cli.conftest import Run
 from tests.generated import generate
 
@@ -126,29 +133,6 @@ def test_who_is_overtaken_by_a_collection_tries_once_more(
     assert steps(run) == ([9, 10, 100] if times == 1 else [9, 100])
 
 
-def test_a_checkpoint_that_vanishes_meanwhile_is_said_to_have(
-    run: Run, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job's rotation runs beside us: the first save takes so long that the second checkpoint is gone."""
-    from layerstore import Store
-
-    ingest = Store.ingest
-
-    def slow(store: Store, checkpoint: Path, **options: object) -> object:
-        saved = ingest(store, checkpoint, **options)  # type: ignore[arg-type]  # passed on as they are
-        shutil.rmtree(job / "checkpoint-10", ignore_errors=True)
-        return saved
-
-    monkeypatch.setattr(Store, "ingest", slow)
-    run("init")
-
-    outcome = run("ingest", "--all", job)
-
-    assert outcome.code == 21
-    assert f"{job / 'checkpoint-10'}" in outcome.err
-    assert steps(run) == [9, 100]
-
-
 def test_one_that_is_removed_while_it_is_read(run: Run, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was noticed first, the message says that it was removed."""
     from layerstore.ingest.transfer import transfer
@@ -193,18 +177,8 @@ def test_without_all_it_is_said_that_there_are_more(run: Run, checkpoints: Path)
     assert by_tag.err == by_path.err == ""
 
 
-def test_a_folder_of_several_names_the_option(run: Run, job: Path) -> None:
-    """A Trainer's output folder is no checkpoint, and the hint is what takes all of it."""
-    run("init")
-
-    outcome = run("ingest", job)
-
-    assert outcome.code == 2
-    assert f"layerstore ingest --all {job}" in outcome.err
-
-
 def test_a_folder_of_many_names_ten_and_counts_the_rest(run: Run, tmp_path: Path) -> None:
-    """So that the number at the front and the names agree."""
+    """The hint is what takes all of it."""
     for step in range(1, 13):
         shards = tmp_path / "job" / f"checkpoint-{step}" / f"global_step{step}"
         shards.mkdir(parents=True)
@@ -215,6 +189,8 @@ def test_a_folder_of_many_names_ten_and_counts_the_rest(run: Run, tmp_path: Path
 
     assert "holds 12 checkpoints: checkpoint-1, checkpoint-2, " in outcome.err
     assert "checkpoint-10 and 2 more\n" in outcome.err
+    assert f"layerstore ingest --all {tmp_path / 'job'}" in outcome.err
+    assert outcome.code == 2
 
 
 @pytest.mark.parametrize(
@@ -246,3 +222,75 @@ def test_trainings_beside_each_other_are_runs_of_their_own(run: Run, tmp_path: P
 
     assert run("ingest", "--all", "sweep", "two").code == 0
     assert {commit["run"] for commit in run("log", "--json").fields["commits"]} == {"run1", "run2", "job1", "job2"}
+
+
+# -- following a job -----------------------------------------------------------------------------------------------
+
+
+PATIENCE_SECONDS = 60
+
+
+@pytest.fixture
+def watcher(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Start the command on the folder of a job that has not begun."""
+    layerstore.init(tmp_path / "store").close()
+    words = ["ingest", "--watch", str(tmp_path / "watched"), "--store", str(tmp_path / "store"), "--json"]
+    command = [sys.executable, "-m", "layerstore.cli", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def generate_step(job: Path, step: int) -> Path:
+    """Let the job save *step*; return the folder."""
+    folder = job / f"checkpoint-{step}"
+    generate(folder, layout="hf", step=step, **SMALL)
+    return folder
+
+
+def at_rest(folder: Path) -> None:
+    """Let all of *folder* look as if it had been written a minute ago."""
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - 60,) * 2)
+
+
+def steps_in(store: Path) -> list[int]:
+    """Return the steps that *store* has."""
+    with layerstore.open(store) as opened:
+        return sorted(entry.step for entry in opened.log())
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    """Wait until *done* is true."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.2)
+
+
+@pytest.mark.full
+def test_what_comes_is_saved_once_it_rests(tmp_path: Path, watcher: "subprocess.Popen[str]") -> None:
+    """The folder is waited for, what is still being written is left alone; at the end all that was saved is told."""
+    store, watched = tmp_path / "store", tmp_path / "watched"
+    time.sleep(2)
+    assert watcher.poll() is None
+    at_rest(generate_step(watched, 10))
+    wait_for(lambda: steps_in(store) == [10])
+    fresh = generate_step(watched, 20)
+    torn = generate_step(watched, 30)
+    next(torn.rglob("*rank_1*optim_states.pt")).unlink()
+    at_rest(torn)
+    time.sleep(3)
+    assert steps_in(store) == [10], "step 20 has only just been written, and step 30 lacks a file"
+
+    at_rest(fresh)
+    wait_for(lambda: steps_in(store) == [10, 20])
+    shutil.copytree(watched / "checkpoint-20", tmp_path / "unrelated")
+    watcher.terminate()
+    out, err = watcher.communicate(timeout=PATIENCE_SECONDS)
+
+    fields = json.loads(out)
+    assert [commit["step"] for commit in fields["commits"]] == [10, 20]
+    assert [Path(problem["path"]).parent.name for problem in fields["problems"]] == ["checkpoint-30"]
+    assert "checkpoint-30" in err

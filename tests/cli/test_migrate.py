@@ -1,6 +1,5 @@
 """``layerstore migrate`` says what it would do, does it, and knows when there is nothing to do."""
 
-import re
 import shutil
 from pathlib import Path
 
@@ -28,23 +27,6 @@ def test_a_store_of_today_has_nothing_to_do(run: Run, store: Path) -> None:
         assert outcome.code == 0
         assert outcome.out == f"nothing to do: {store} is of format 2, which this layerstore writes\n"
     assert snapshot(store) == before
-
-
-@pytest.mark.parametrize("words", [["migrate"], ["migrate", "--dry-run"], ["log"]])
-@pytest.mark.parametrize("content", [None, "{"], ids=["missing", "torn"])
-def test_a_damaged_identity_is_refused_with_the_way_out(
-    run: Run, store: Path, words: list[str], content: str | None
-) -> None:
-    """As by every other command: the line that writes store.json again can be typed as it stands."""
-    (store / "store.json").unlink()
-    if content is not None:
-        (store / "store.json").write_text(content)
-
-    outcome = run(*words, "--store", store)
-
-    assert outcome.code == 20
-    command = re.escape(f"layerstore --store {store} repair --store-id ")
-    assert re.search(rf"^hint: {command}[0-9a-f]{{32}}", outcome.err, re.MULTILINE)
 
 
 def test_the_list_needs_no_store(run: Run) -> None:

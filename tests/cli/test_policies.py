@@ -149,17 +149,3 @@ def test_a_recipe_that_leaves_its_run_open_is_told_where_to_write_it(
         assert run("compose", "--recipe", f"{name}.yaml", "--dry-run", "--json").fields["run"] == "other"
     for name in ("ours", "theirs", "bare"):
         assert run("compose", "--recipe", f"{name}.yaml", "--run", "sft", "--dry-run").code == 0
-
-
-def test_a_recipe_of_llmtailors_is_taken_as_it_stands(run: Run, saves: list[Path], tmp_path: Path) -> None:
-    """Its checkpoints are steps of the run."""
-    run("ingest", *saves)
-    ranges = [(3, 0, 0), (3, 0, 1), (2, 1, 2), (3, 2, 3), (2, 3, 4), (3, 5, 5), (2, 6, 6)]
-    lines = [f"  - {{sources: [{{model: sft/checkpoint-{step}, layer_range: [{a}, {b}]}}]}}" for step, a, b in ranges]
-    weights = "pre_weights: [{name: model.embed_tokens.weight, model: sft/checkpoint-2}]"
-    (tmp_path / "theirs.yaml").write_text("\n".join(["slices:", *lines, weights, "merge_method: passthrough", ""]))
-    planned = run("compose", "--recipe", "theirs.yaml", "--dry-run", "--json").fields
-    parity = run("compose", "--policy", "parity", "--dry-run", "--json").fields
-
-    assert planned["layers"] == parity["layers"]
-    assert planned["policy"] == "recipe"

@@ -20,13 +20,12 @@ from layerstore.model import BlobRef
 from layerstore.storage import NewFile, ObjectStore, OpenFile, RunView
 from layerstore.storage.catalog import Catalog
 from layerstore.tree import Tree
-from layerstore.zero3.pt import read_pt
 from tests.bench.shapes import GROUPINGS, ModelShape
 from tests.deepspeed.compare import full_tensors, load, raw_bytes
 from tests.faults.harness import Recorder, snapshot
 from tests.generated import generate
 from tests.unit.checkpoints import tensors_of
-from tests.zero3.ptfiles import write_pt
+from tests.zero3.ptfiles import change_tree
 
 MIB = 1 << 20
 OLD, NEW = 100, 200
@@ -61,17 +60,6 @@ def tensors(folder: Path) -> dict[str, dict[str, bytes]]:
         name: {kind: raw_bytes(tensor).tobytes() for kind, tensor in kinds.items()}
         for name, kinds in full_tensors(folder / (folder / "latest").read_text()).items()
     }
-
-
-def change_tree(path: Path, change: Callable[[dict[Tree, Tree]], object]) -> None:
-    """Let *change* alter the tree of a ``.pt`` file."""
-    tree = cast("dict[Tree, Tree]", read_pt(path).tree)
-    change(tree)
-    aside = path.parent / "aside" / path.name
-    aside.parent.mkdir()
-    write_pt(aside, tree)
-    aside.replace(path)
-    aside.parent.rmdir()
 
 
 # -- which tensors -------------------------------------------------------------------------------------------------
@@ -121,25 +109,6 @@ def test_layers_are_told_by_whole_names_in_any_model(
     assert len(is_old) == 6
     assert found == {name: old[name] if name in is_old else new[name] for name in STRANGE}
     assert all(old[name] != new[name] for name in STRANGE)
-
-
-@pytest.mark.known_fault("llmtailor 18")
-@pytest.mark.usefixtures("strange_model")
-@pytest.mark.parametrize("groups", GROUPINGS)
-def test_partial_saves_of_any_model_make_up_a_whole_one(store: Store, tmp_path: Path, groups: str) -> None:
-    """Whatever the order of groups: tensors and gathered weights are of the save that last held their layer."""
-    folders = {step: checkpoint(tmp_path, step, layout="hf", groups=groups, sub_group_size=20) for step in (1, 2, 3)}
-    saved = {step: store.ingest(folder, run="r", policy="parity").layers_saved for step, folder in folders.items()}
-
-    out = store.compose("r").write(tmp_path / "out").out
-
-    assert {*saved[2], *saved[3]} == {*saved[1]} != {*saved[3]}
-    newest = {layer: step for step in (1, 2, 3) for layer in saved[step]}
-    step_of = {name: next(step for layer, step in newest.items() if name.startswith(f"{layer}.")) for name in STRANGE}
-    sources = {step: tensors(folder) for step, folder in folders.items()}
-    weights = {step: tensors_of(folder / "model.safetensors") for step, folder in folders.items()}
-    assert tensors(out) == {name: sources[step][name] for name, step in step_of.items()}
-    assert tensors_of(out / "model.safetensors") == {name: weights[step][name] for name, step in step_of.items()}
 
 
 @pytest.mark.known_fault("llmtailor 3", "llmtailor 4", "llmtailor 5")

@@ -12,6 +12,8 @@ from typer.core import TyperOption
 
 from layerstore.errors import LayerstoreError
 from layerstore.layers import parse_reference
+from layerstore.live.engine.resume import Resumed
+from layerstore.live.saver.attach import attach
 from layerstore.policy import policy_named
 from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, inline_code, name
 from tests.docs.python_api import exported, methods, parameters
@@ -205,3 +207,21 @@ def test_a_wrong_call_is_noticed() -> None:
         call = ast.parse(code, mode="eval").body
         assert isinstance(call, ast.Call)
         assert refused(CALLS[ast.unparse(call.func)], call, takes_reference=True), code
+
+
+def test_every_setting_is_shown_or_told() -> None:
+    """The settings of attach that the guide's code leaves out are those for special needs, and are named here."""
+    guide = DOCS / "guides" / "training.md"
+    calls = [
+        node
+        for block in blocks(guide, "python")
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "attach"
+    ]
+    shown = {str(each.arg) for call in calls for each in call.keywords}
+
+    assert set(inspect.signature(attach).parameters) - shown == {"engine", "store", "layer_pattern", "on_saved"}
+    text = guide.read_text()
+    for choice in ("sync", "skip", "degrade", "exclude", "resumed.client_state", "saver.status()", "saver.wait()"):
+        assert f"`{choice}" in text, choice
+    assert "client_state" in Resumed.__dataclass_fields__

@@ -18,16 +18,6 @@ def test_the_page_is_the_generated_one(page: Path) -> None:
     assert page.read_text() == PAGES[page]()
 
 
-def test_every_command_is_on_its_page() -> None:
-    """With a heading of its own, its options and its examples."""
-    text = next(page for page in PAGES if page.name == "commands.md").read_text()
-
-    for name, command in commands().items():
-        part = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-        assert f"layerstore {name}" in part
-        assert all(option in part for parameter in command.params for option in parameter.opts if option[0] == "-")
-
-
 def test_options_are_listed_once() -> None:
     """On the generated page; the one that is written by hand says what a line is too short for, of what there is."""
     text = (DOCS / "reference" / "cli.md").read_text()

@@ -19,7 +19,7 @@ import pytest
 from layerstore import Keep
 from layerstore.errors import IntegrityError, InvalidInput, LayerstoreError, Unsupported
 from layerstore.model import BlobRef, ObjectId, Part
-from layerstore.storage.timings import SaveTiming, note_timing
+from layerstore.publish.timings import SaveTiming, note_timing
 from layerstore.store import Store, init
 from layerstore.zero3 import Pointer, pointer_bytes, read_pointer
 from tests.faults.harness import composed, copied, in_child, seeded, snapshot, tiny_checkpoint

@@ -14,8 +14,7 @@ from tests.unit.checkpoints import Checkpoints, snapshot
 @pytest.fixture
 def three(store: Store, saved: Checkpoints) -> Store:
     """Return a store with r@2, r@4 and r@6."""
-    for step in (2, 4, 6):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 2, 4, 6)
     return store
 
 
@@ -128,8 +127,7 @@ def test_its_place_may_be_taken_and_then_it_stays_in_the_trash(three: Store, sav
 
 def test_it_does_not_come_back_into_another_attempt(store: Store, saved: Checkpoints) -> None:
     """Once all of an attempt was dropped its number may be given again, to one that forked elsewhere."""
-    for step in (2, 4):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 2, 4)
     store.ingest(saved(3), run="r", rollback=True)
     store.drop("r@3")
     assert store.ingest(saved(1, seed=9), run="r", rollback=True).attempt == 2
@@ -172,8 +170,7 @@ def test_pins_are_not_dropped_but_keep_what_is(three: Store) -> None:
 
 def test_later_commits_keep_the_layers_that_came_from_it(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """They are named, and still compose to the same versions when the trash is empty."""
-    for step in (2, 4, 6):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 2, 4, 6, policy="parity")
     kept = masters(store, "r@6")
 
     dropped = store.drop("r@4")

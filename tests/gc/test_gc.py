@@ -12,7 +12,7 @@ import pytest
 
 import layerstore
 from layerstore import Keep, Store
-from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, Locked, NotFound
+from layerstore.errors import Conflict, IntegrityError, InvalidInput, LayoutMismatch, NotFound
 from layerstore.format import decode_version, ref_of
 from layerstore.gc.collect import GcOutcome
 from layerstore.model import Kind
@@ -72,8 +72,7 @@ def masters(store: Store, ref: str) -> dict[str, bytes]:
 @pytest.fixture
 def three(store: Store, saved: Checkpoints) -> Store:
     """Return a store with steps 10, 20 and 30 of one run."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     return store
 
 
@@ -82,8 +81,7 @@ def three(store: Store, saved: Checkpoints) -> Store:
 
 def test_what_is_kept_is_whole_and_the_rest_is_freed_to_the_byte(store: Store, saved: Checkpoints) -> None:
     """The plan says what each commit frees, the deed frees that, and what stays is as it was."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     before, kept = objects(store), masters(store, "r@30")
 
     planned = collect(store, Keep(last=1), dry_run=True)
@@ -105,8 +103,7 @@ def test_what_is_kept_is_whole_and_the_rest_is_freed_to_the_byte(store: Store, s
 
 def test_a_commit_keeps_what_it_has_inherited(store: Store, saved: Checkpoints) -> None:
     """Also from commits that are gone, and from the very first, full one."""
-    for step in (10, 20, 30, 40):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 10, 20, 30, 40, policy="parity")
     kept, sources = masters(store, "r@40"), {choice.step for choice in store.compose("r@40").layers.values()}
 
     collect(store, Keep(last=1))
@@ -119,8 +116,7 @@ def test_a_commit_keeps_what_it_has_inherited(store: Store, saved: Checkpoints) 
 
 def test_without_rules_only_what_is_in_the_trash_goes(store: Store, saved: Checkpoints) -> None:
     """Dropped and replaced commits leave the trash with all that only they needed; nothing that is visible goes."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     store.drop("r@20")
     store.ingest(saved(10, seed=5), run="r", replace=True)
 
@@ -136,8 +132,7 @@ def test_without_rules_only_what_is_in_the_trash_goes(store: Store, saved: Check
 
 def test_the_trash_is_emptied_by_age(store: Store, saved: Checkpoints) -> None:
     """What was dropped a week ago goes, what was dropped since stays whole, also where the commits beside it go."""
-    for step in (10, 20, 30, 40):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30, 40)
     store.drop("r@10")
     store.drop("r@20")
     [old] = (store.path / "trash" / "commits" / "r").glob("10.*")
@@ -154,8 +149,7 @@ def test_the_trash_is_emptied_by_age(store: Store, saved: Checkpoints) -> None:
 
 def test_what_a_killed_replace_left_hidden_goes_to_the_trash(store: Store, saved: Checkpoints) -> None:
     """Its record stands beside the one that hides it until a collection takes it; it never shows again."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     replaced = store.show("r@10").commit
 
     with Store(store.path, hook=once("rename", "trash", stop)) as stopped, pytest.raises(Stopped):
@@ -189,8 +183,7 @@ def test_what_a_killed_replace_left_hidden_stays_hidden_from_the_next_replace(st
 
 def test_pins_stay_with_all_that_they_need(store: Store, saved: Checkpoints) -> None:
     """A pinned commit stays in the log; a pinned composite stays, without the commits that it was mixed from."""
-    for step in (10, 20, 30, 40):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30, 40)
     store.pin("release", "r@10")
     store.compose("r@30", policy="parity").pin("mix")
     mixed = masters(store, "mix")
@@ -246,17 +239,6 @@ def test_the_best_by_what_the_trainer_logged(store: Store, saved: Checkpoints) -
     assert steps(store) == [40, 30, 20]
 
 
-def test_which_composites_a_kept_step_loses(store: Store, saved: Checkpoints) -> None:
-    """Full checkpoints that are thinned out cannot be mixed as before; a selective history loses nothing."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="full")
-        store.ingest(saved(step), run="part", policy="parity")
-
-    done = collect(store, Keep(last=1), dry_run=True)
-
-    assert {(each.reference, each.policy) for each in done.unserved} == {("full@30", "parity"), ("full@30", "filter")}
-
-
 # -- moments -------------------------------------------------------------------------------------------------------
 
 
@@ -264,8 +246,7 @@ def test_old_commits_lose_their_moments_and_keep_their_weights(
     store: Store, saved: Checkpoints, tmp_path: Path
 ) -> None:
     """Masters and exports are the same bytes; a resume is refused; a pinned commit keeps its moments."""
-    for step in (5, 10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 5, 10, 20, 30)
     store.pin("release", "r@5")
     before, weights = objects(store), masters(store, "r@10")
     listed = [(entry.step, entry.time_ns, entry.layers) for entry in store.log("r")]
@@ -299,8 +280,7 @@ def test_old_commits_lose_their_moments_and_keep_their_weights(
 
 def test_composites_take_no_layer_without_moments(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """A policy falls to newer saves, as it does where the optimizer had not begun; the plan says so."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     assert {choice.step for choice in store.compose("r", policy="parity").layers.values()} == {10, 20}
 
     done = collect(store, Keep(drop_optimizer_older_than=5))
@@ -315,8 +295,7 @@ def test_composites_take_no_layer_without_moments(store: Store, saved: Checkpoin
 
 def test_the_checkpoint_of_a_trimmed_commit_is_known(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """Whoever ingests all there is once more meets no conflict; moments come back where they are asked for."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 10, 20, 30, policy="parity")
     collect(store, Keep(drop_optimizer_older_than=5))
     before, there = objects(store), store.show("r@20").commit
 
@@ -335,8 +314,7 @@ def test_the_checkpoint_of_a_trimmed_commit_is_known(store: Store, saved: Checkp
 @pytest.mark.parametrize(("lost", "attempt"), [("version", "newest"), ("master", "abandoned")])
 def test_the_checkpoint_of_a_trimmed_commit_heals_it(store: Store, saved: Checkpoints, lost: str, attempt: str) -> None:
     """What is left of it is written again; what a collection took is not."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     if attempt == "abandoned":
         store.ingest(saved(15), run="r", rollback=True)
     collect(store, Keep(drop_optimizer_older_than=1))
@@ -360,8 +338,7 @@ def test_the_checkpoint_of_a_trimmed_commit_heals_it(store: Store, saved: Checkp
 
 def test_a_history_goes_on_below_an_attempt_of_which_nothing_is_left(store: Store, saved: Checkpoints) -> None:
     """Its fork is kept by a record without layers, and so is its number."""
-    for step in (100, 120):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 100, 120)
     store.ingest(saved(110), run="r", rollback=True)
     store.ingest(saved(130), run="r")
     store.ingest(saved(125), run="r", rollback=True)
@@ -380,8 +357,7 @@ def test_a_history_goes_on_below_an_attempt_of_which_nothing_is_left(store: Stor
 
 def test_abandoned_attempts_go_once_they_are_overtaken(store: Store, saved: Checkpoints) -> None:
     """Counting is along the history that goes on; but who forgot to resume has not lost what came further."""
-    for step in (100, 200, 300):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 100, 200, 300)
     store.ingest(saved(150), run="r", rollback=True)
 
     young = collect(store, Keep(within="1h"), dry_run=True)
@@ -470,8 +446,7 @@ def test_a_commit_that_lost_its_moments_is_as_old_as_before(
 @pytest.mark.parametrize(("operation", "policy"), [("rename", "full"), ("unlink", "parity")])
 def test_what_is_saved_meanwhile_is_put_back(store: Store, saved: Checkpoints, operation: str, policy: str) -> None:
     """A commit that is published while its objects are being taken has them all, saved or inherited."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r", policy=policy)
+    saved.into(store, 10, 20, 30, policy=policy)
     saved_too: list[int] = []
 
     def interfere(doing: str, path: Path) -> None:
@@ -540,8 +515,7 @@ def test_what_was_written_again_stays_and_what_lay_aside_goes(store: Store, save
 @pytest.mark.fault(11, 12)
 def test_an_interrupted_collection_is_settled_by_the_next(store: Store, saved: Checkpoints) -> None:
     """What it left aside is found there by readers, counted by the next, and goes with that."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     kept = masters(store, "r@20")
 
     with Store(store.path, hook=once("unlink", "aside", stop)) as collecting, pytest.raises(Stopped):
@@ -555,15 +529,6 @@ def test_an_interrupted_collection_is_settled_by_the_next(store: Store, saved: C
     assert store.verify(read_data=True).orphans == 0
 
 
-def test_one_collection_at_a_time(store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second says who is at it."""
-    monkeypatch.setenv("LAYERSTORE_LOCK_TIMEOUT", "0.1")
-    store.ingest(saved(10), run="r")
-    repo = open_repository(store.path, Files())
-    with repo.lock_gc(), pytest.raises(Locked, match="the collection is locked by pid"):
-        collect(store)
-
-
 # -- what stops it -------------------------------------------------------------------------------------------------
 
 
@@ -571,8 +536,7 @@ def test_one_collection_at_a_time(store: Store, saved: Checkpoints, monkeypatch:
 @pytest.mark.parametrize("what", ["record", "version", "state", "pin"])
 def test_nothing_is_removed_where_something_cannot_be_read(store: Store, saved: Checkpoints, what: str) -> None:
     """What it needs is not known; the error says whose it is."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     store.pin("kept", "r@20")
     record = next(pin.record for pin in store.pins())
     victim = {
@@ -611,8 +575,7 @@ def test_the_whole_do_not_go_while_what_stays_is_hurt(
     store: Store, saved: Checkpoints, how: str, dry_run: bool
 ) -> None:
     """The newest lacks bytes: those before, which are whole, stay with it; once it is given up all goes on."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     lost = lose(store, "r@30", how)
     before = objects(store)
 
@@ -633,8 +596,7 @@ def test_the_whole_do_not_go_while_what_stays_is_hurt(
 @pytest.mark.parametrize("how", ["missing", "cut short", "version"])
 def test_what_goes_may_be_hurt(store: Store, saved: Checkpoints, how: str) -> None:
     """Only what stays has to be whole."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     if how == "version":
         version = store.compose("r@10")._composition.layers[0].version
         (store.path / "objects" / version.id[:2] / version.id).write_bytes(b"rot")
@@ -650,8 +612,7 @@ def test_what_goes_may_be_hurt(store: Store, saved: Checkpoints, how: str) -> No
 @pytest.mark.fault(103)
 def test_the_whole_do_not_go_while_a_pin_is_hurt(store: Store, saved: Checkpoints) -> None:
     """Also where only the pin needs it; the hint says how to give it up."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     store.pin("best", "r@10")
     store.drop("r@10")
     lose(store, "best", "missing")
@@ -669,8 +630,7 @@ def test_the_whole_do_not_go_while_a_pin_is_hurt(store: Store, saved: Checkpoint
 
 def test_a_sweep_goes_on_beside_a_hurt_commit(store: Store, saved: Checkpoints) -> None:
     """No commit goes, and what nothing names can stand in for nothing."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     lose(store, "r@30", "missing")
     orphan = store.path / "objects" / "00" / ("0" * 32)
     orphan.parent.mkdir(exist_ok=True)
@@ -686,8 +646,7 @@ def test_a_sweep_goes_on_beside_a_hurt_commit(store: Store, saved: Checkpoints) 
 
 def test_moments_that_are_to_go_may_be_lost(store: Store, saved: Checkpoints) -> None:
     """Weights that stay may not: the commit without moments will need them."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     lose(store, "r@10", "missing", kind=Kind.OPTIMIZER)
     lost = lose(store, "r@20", "missing")
 
@@ -708,8 +667,7 @@ def test_another_nodes_index_learns_what_was_collected(
     store: Store, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drops the rows, and says so once."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     monkeypatch.setenv("LAYERSTORE_MANIFEST_DIR", str(tmp_path / "node"))
     with layerstore.open(store.path) as node:
         assert steps(node) == [20, 10]
@@ -748,8 +706,7 @@ def test_a_store_and_its_copy_share_no_index(
 @pytest.mark.fault(107)
 def test_a_migration_that_was_begun_holds_collections_back(store: Store, saved: Checkpoints) -> None:
     """Nothing is touched until it is finished; what a dry run finds may be looked at."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     (store.path / "migrating").mkdir()
 
     with pytest.raises(Conflict, match="a migration of this store was begun"):

@@ -15,11 +15,11 @@ from layerstore import Keep, Store
 from layerstore.errors import Conflict, IntegrityError, NotFound, Overtaken, StorageIO
 from layerstore.gc.mark import Marks
 from layerstore.history import Resolved, resolve
-from layerstore.model import BlobRef, Commit, CommitRecord, LayerVersion
+from layerstore.model import BlobRef, Commit, CommitRecord
 from layerstore.progress import Progress
 from layerstore.publish.pins import make_pin
 from layerstore.publish.transaction import Transaction
-from layerstore.storage import Files, RecordName, RecordStore, Repository, open_repository, trash
+from layerstore.storage import Files, ObjectStore, RecordName, RecordStore, Repository, open_repository, trash
 from layerstore.storage.trash import Aside
 from tests.gc.test_gc import Stopped, collect, grow_old, objects, once, steps, stop
 from tests.unit.checkpoints import Checkpoints
@@ -81,8 +81,7 @@ def test_a_commit_whose_times_are_old_is_seen_at_the_second_look(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not its youth saves it: the record that names it does, a pin does, and they came after the plan."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     old = looked_up(store, "r@20")
 
     looks: list[Marks] = []
@@ -112,8 +111,7 @@ def test_a_commit_whose_times_are_old_is_seen_at_the_second_look(
 @pytest.mark.fault(49, 51)
 def test_the_same_ingest_again_while_its_commit_is_collected(store: Store, saved: Checkpoints) -> None:
     """It inherits, and claims what it does: it is whole and new, or refused."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 10, 20, 30, policy="parity")
     grow_old(store)
 
     def collect_it() -> None:
@@ -149,8 +147,7 @@ def test_an_ingest_decides_again_when_what_it_looked_at_is_collected(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, policy: str, number: int
 ) -> None:
     """Whichever of its looks at a record that is: the step is saved, as if the collection had come first or last."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r", policy=policy)
+    saved.into(store, 10, 20, 30, policy=policy)
     grow_old(store)
     monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, number))
 
@@ -174,8 +171,7 @@ def test_what_is_collected_while_many_are_looked_at_is_left_out_in_silence(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, left_out: Callable[[Store], Sequence[object]]
 ) -> None:
     """It is no damage, and nobody asked for it by name."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     grow_old(store)
     monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, 1))
 
@@ -187,8 +183,7 @@ def test_who_asks_for_what_is_collected_meanwhile_is_told_so(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By name it is not there any more; the log shows what became of the line that it had begun."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     grow_old(store)
     monkeypatch.setattr(RecordStore, "read_bytes", collected_before_read(store, 1))
 
@@ -208,8 +203,7 @@ def test_who_asks_for_what_is_collected_meanwhile_is_told_so(
 @pytest.mark.fault(51)
 def test_who_is_refused_leaves_no_trap(store: Store, saved: Checkpoints) -> None:
     """One object is gone: neither the first who inherits, nor the second, may believe the blob that names it."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     grow_old(store)
     old = looked_up(store, "r@10")
     repo = open_repository(store.path, Files())
@@ -230,8 +224,7 @@ def test_who_is_refused_leaves_no_trap(store: Store, saved: Checkpoints) -> None
 @pytest.mark.fault(12, 51)
 def test_a_blob_at_its_place_says_that_its_objects_are_not_going(store: Store, saved: Checkpoints) -> None:
     """Also where an earlier collection was stopped between the two: somebody claims the blob, and looks no further."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     grow_old(store)
     old = looked_up(store, "r@10")
     moved: list[str] = []
@@ -257,21 +250,20 @@ def test_what_cannot_be_read_just_now_is_not_taken_for_unneeded(
     store: Store, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A blob that was claimed meanwhile and fails to be read once: nothing that it names goes."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     grow_old(store)
     old = looked_up(store, "r@10")
     failed: list[str] = []
-    read = Repository.version
+    read = ObjectStore.read
 
-    def once_not(repo: Repository, ref: BlobRef) -> LayerVersion:
+    def once_not(objects: ObjectStore, ref: BlobRef) -> bytes:
         if told and not failed and ref.id in blobs_of(old.record):
             failed.append(ref.id)
             raise StorageIO("cannot read it", errno=errno.EIO, filename="blob")
-        return read(repo, ref)
+        return read(objects, ref)
 
     told: list[bool] = []
-    monkeypatch.setattr(Repository, "version", once_not)
+    monkeypatch.setattr(ObjectStore, "read", once_not)
     claim = once("unlink", "commits", lambda: told.append(pinned(store, "kept", old)))
     with Store(store.path, hook=claim) as collecting, contextlib.suppress(StorageIO):
         collect(collecting, FIRST, grace_seconds=None)
@@ -286,8 +278,7 @@ def test_what_cannot_be_read_just_now_is_not_taken_for_unneeded(
 @pytest.mark.fault(12, 51)
 def test_what_is_linked_back_is_young_again(store: Store, saved: Checkpoints) -> None:
     """An ingest reuses what a stopped collection had moved aside; the next one lets it be."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     grow_old(store)
     with Store(store.path, hook=once("unlink", "aside", stop)) as stopped, pytest.raises(Stopped):
         collect(stopped, FIRST, grace_seconds=None)
@@ -327,8 +318,7 @@ def test_on_a_network_filesystem_objects_wait_aside(
 ) -> None:
     """For a collection that comes a grace age later: another node's listing may be late."""
     monkeypatch.setattr(trash, "network_filesystem", lambda path: "nfs")
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     before = sum(objects(store).values())
     grow_old(store)
 
@@ -367,8 +357,7 @@ def test_composites_do_without_what_is_collected(store: Store, saved: Checkpoint
 @pytest.mark.parametrize("kind", ["record", "pin"])
 def test_damage_that_the_second_look_finds_is_told_as_it_is(store: Store, saved: Checkpoints, kind: str) -> None:
     """By then records are gone, and objects lie aside: nobody is told that nothing was removed."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     new: dict[Path, bytes] = {}
 
     def save_and_damage() -> None:
@@ -396,8 +385,7 @@ def test_a_composite_that_is_collected_while_it_is_read_is_no_damage(
     store: Store, saved: Checkpoints, tmp_path: Path, is_export: bool, policy: str
 ) -> None:
     """The error says what happened, and nothing is left at the target; a lost object is damage as before."""
-    for step in (10, 20, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20, 30)
     going = store.compose("r@20" if policy == "latest" else "r@30", policy=policy)
     write = going.export if is_export else going.write
 
@@ -414,8 +402,7 @@ def test_a_composite_that_is_collected_while_it_is_read_is_no_damage(
 
 def test_a_commit_that_is_collected_as_soon_as_it_is_saved_was_saved(store: Store, saved: Checkpoints) -> None:
     """No rule keeps what is filled in below the newest: whoever saved it is not told of damage."""
-    for step in (10, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 30)
 
     def collect_it() -> None:
         with layerstore.open(store.path) as other:
@@ -434,8 +421,7 @@ def test_a_commit_that_is_dropped_while_a_collection_marks_is_no_damage(
     store: Store, saved: Checkpoints, verb: str
 ) -> None:
     """It was listed and is gone when it is read: the trash has it, which is marked afterwards."""
-    for step in (10, 20):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 20)
     read, mark_records = RecordStore.read, Marks._mark_records
     met: list[object] = []
 
@@ -490,8 +476,7 @@ def test_who_is_overtaken_leaves_what_another_has_saved_meanwhile(store: Store, 
 @pytest.mark.parametrize("slept", [False, True], ids=["as usual", "longer than the grace"])
 def test_a_record_that_is_collected_while_it_is_confirmed(store: Store, saved: Checkpoints, slept: bool) -> None:
     """Its bytes come back by the rename that confirms it: whole as a rule, else the ingest says: repeat it."""
-    for step in (10, 30):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 10, 30)
     grow_old(store)
     met: list[bool] = []
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 import layerstore
 from layerstore import Store
 from layerstore.errors import InvalidInput, LayerstoreError, NotFound
-from layerstore.history import draw_graph, resolve
+from layerstore.history import resolve
 from layerstore.history.references import find_row
 from layerstore.inspect import LogPage
+from layerstore.inspect.graph import draw_graph
 from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, CommitRecord, Fork
 from layerstore.storage import (
@@ -28,9 +29,9 @@ from layerstore.storage import (
     Repository,
     RunView,
     open_repository,
-    packed_versions,
     row_of,
 )
+from layerstore.storage.manifest import packed_versions
 from tests.faults.harness import flip
 from tests.unit import samples
 
@@ -219,27 +220,6 @@ def _meant(view: RunView, back: int, step: int | None) -> str:
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_row_says_what_was_saved_and_what_is_counted(repo: Repository) -> None:
-    """Inherited from an earlier step, another run or another attempt: only what was saved here counts as saved."""
-    entries = [
-        samples.entry("here", step=8, attempt=2),
-        samples.entry("earlier", step=4, attempt=2),
-        samples.entry("elsewhere", step=8, attempt=2, run="other"),
-        samples.entry("another attempt", step=8, attempt=1),
-        dataclasses.replace(samples.entry("uncounted", step=8, attempt=2), optimizer_step=None),
-    ]
-    repo.records.link(samples.commit(samples.record(run=RUN, step=8, attempt=2, layers=entries)))
-    for _ in range(2):
-        (row,) = repo.catalog.view(RUN).visible
-
-        assert row.saved == (True, False, False, False, True)
-        assert row.counted == (True, True, True, True, False)
-        assert row.layer_names == tuple(entry.layer for entry in entries)
-        repo.catalog.close()
-        repo = open_repository(repo.layout.root, Files())
-    repo.catalog.close()
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.history import reference_to, resolve
-from layerstore.layers import Reference, parse_reference
+from layerstore.layers import parse_reference
 from layerstore.model import Commit, CommitId, Fork
 from layerstore.storage import Repository
 from tests.faults.harness import flip
@@ -56,23 +56,6 @@ def meant(repo: Repository, ref: str | None) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("sft", Reference(name="sft", back=0, step=None)),
-        ("sft@200", Reference(name="sft", back=0, step=200)),
-        ("sft@0", Reference(name="sft", back=0, step=0)),
-        ("sft~1", Reference(name="sft", back=1, step=None)),
-        ("sft~2@200", Reference(name="sft", back=2, step=200)),
-        ("my run 1.5", Reference(name="my run 1.5", back=0, step=None)),
-        ("日本@7", Reference(name="日本", back=0, step=7)),
-    ],
-)
-def test_references_are_taken_apart(text: str, expected: Reference) -> None:
-    """Name, attempts back and step are each optional but the name."""
-    assert expected == parse_reference(text)
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "",
@@ -109,16 +92,6 @@ def test_any_text_is_a_reference_or_refused(text: str) -> None:
 
 
 # -- one attempt ---------------------------------------------------------------------------------------------------
-
-
-def test_steps_and_the_tip(repo: Repository) -> None:
-    """RUN means its newest step, RUN@STEP that step, and nothing the only run's tip."""
-    for step in (2, 10, 4):
-        publish(repo, step)
-
-    assert (1, 10) == meant(repo, "sft") == meant(repo, None)
-    assert meant(repo, "sft@2") == (1, 2)
-    assert meant(repo, "sft~0@4") == (1, 4)
 
 
 def test_a_step_that_is_not_there_lists_those_that_are(repo: Repository) -> None:

@@ -89,18 +89,6 @@ def test_a_second_ingest_writes_nothing(store: Store, tmp_path: Path) -> None:
     assert before == snapshot(store)
 
 
-def test_ids_do_not_depend_on_store_time_or_place(store: Store, tmp_path: Path) -> None:
-    """Two stores that ingest copies of one checkpoint have the same commit, under the same name."""
-    source = checkpoint(tmp_path, layout="hf")
-    copy = tmp_path / "elsewhere" / "sft" / "checkpoint-2"
-    shutil.copytree(source, copy)
-    with layerstore.init(tmp_path / "other") as other:
-        assert store.ingest(source).commit == other.ingest(copy).commit
-    assert {name for name in digests(store.path) if name.startswith("objects")} == {
-        name for name in digests(tmp_path / "other") if name.startswith("objects")
-    }
-
-
 # -- derived weights -----------------------------------------------------------------------------------------------
 
 
@@ -262,16 +250,6 @@ def test_a_missing_object_stops_every_compose(store: Store, tmp_path: Path) -> N
     store.ingest(source)
 
     assert store.verify(read_data=True).ok
-
-
-def test_policies_that_are_not_there_are_named(store: Store, tmp_path: Path) -> None:
-    """A wrong policy is refused with those there are; exact and latest agree on a full save."""
-    store.ingest(checkpoint(tmp_path))
-    with pytest.raises(InvalidInput, match="no policy 'newest'") as caught:
-        store.compose("sft", policy="newest")
-    assert caught.value.hint == "policies: drift, exact, filter, full, latest, parity"
-
-    assert store.compose("sft", policy="exact").layers == store.compose("sft").layers
 
 
 # -- checking ------------------------------------------------------------------------------------------------------

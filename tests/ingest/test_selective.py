@@ -1,47 +1,20 @@
 """Saving only the layers that are due, and going back: what a run's history is afterwards."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import layerstore
 from layerstore import Drift, Filter, Parity, Store
 from layerstore.errors import Conflict, InvalidInput, LayoutMismatch
 from layerstore.model import LayerEntry
-from tests.generated import generate
-
-SMALL: dict[str, Any] = {"layers": 4, "hidden": 8, "vocab": 8, "layout": "hf"}
-BLOCKS = [f"model.layers.{index}" for index in range(4)]
+from tests.unit.checkpoints import Checkpoints
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return a new store."""
-    with layerstore.init(tmp_path / "store") as made:
-        yield made
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> "Checkpoints":
+def saved(tmp_path: Path) -> Checkpoints:
     """Return where checkpoints come from."""
-    return Checkpoints(tmp_path / "source")
-
-
-class Checkpoints:
-    """Checkpoints by step; the same step and seed again is the same checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, step: int, *, seed: int | None = None, **options: Any) -> Path:
-        """Return the checkpoint of *step*."""
-        name = "-".join(map(str, (seed, *options.values())))
-        folder = self.folder / name / f"checkpoint-{step}"
-        if not folder.exists():
-            generate(folder, step=step, seed=step if seed is None else seed, **SMALL | options)
-        return folder
+    return Checkpoints(tmp_path / "source", layers=4, layout="hf")
 
 
 def steps(store: Store, ref: str, **options: Any) -> dict[str, int]:
@@ -94,8 +67,7 @@ def test_a_selective_history_needs_no_policy_to_compose(store: Store, saved: Che
 
 def test_the_same_again_writes_nothing(store: Store, saved: Checkpoints) -> None:
     """A step is saved once; what another policy would have stored is said, and is stored with replace."""
-    for step in (1, 2, 3):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 1, 2, 3, policy="parity")
     again = [store.ingest(saved(2), run="r", policy=policy) for policy in ("parity", "full", "filter")]
 
     assert not any(ingested.is_new for ingested in again)
@@ -134,8 +106,7 @@ def test_a_layer_that_changed_its_shape_is_due(store: Store, saved: Checkpoints,
 
 def test_an_old_layer_can_be_refused(store: Store, saved: Checkpoints) -> None:
     """With its age."""
-    for step in (1, 2, 3, 4):
-        store.ingest(saved(step), run="r", policy=Filter(first=0, last=0, every=100))
+    saved.into(store, 1, 2, 3, 4, policy=Filter(first=0, last=0, every=100))
     plan = store.compose("r")
 
     assert plan.staleness.oldest.steps == 3
@@ -146,8 +117,7 @@ def test_an_old_layer_can_be_refused(store: Store, saved: Checkpoints) -> None:
 
 def test_a_layer_that_was_due_but_not_written_is_reported(store: Store, saved: Checkpoints) -> None:
     """Over a history that was saved under another policy."""
-    for step in (1, 2, 3):
-        store.ingest(saved(step), run="r", policy=Filter(first=0, last=0, every=100))
+    saved.into(store, 1, 2, 3, policy=Filter(first=0, last=0, every=100))
     plan = store.compose("r", policy="parity")
 
     assert "lm_head" in plan.older_than_due
@@ -160,8 +130,7 @@ def test_a_layer_that_was_due_but_not_written_is_reported(store: Store, saved: C
 @pytest.mark.known_fault("llmtailor 15")
 def test_after_going_back_the_run_means_the_new_attempt_from_its_first_save(store: Store, saved: Checkpoints) -> None:
     """No layer of the abandoned one enters its composites."""
-    for step in (100, 200, 300):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 100, 200, 300, policy="parity")
     store.ingest(saved(250, seed=7), run="r", policy="parity", rollback=True)
 
     assert store.compose("r").step == 250
@@ -173,8 +142,7 @@ def test_after_going_back_the_run_means_the_new_attempt_from_its_first_save(stor
 
 def test_a_step_of_both_attempts_is_the_new_ones(store: Store, saved: Checkpoints) -> None:
     """The old one keeps its name with a tilde."""
-    for step in (100, 200, 300):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 100, 200, 300)
     store.ingest(saved(200, seed=7), run="r", rollback=True)
     store.ingest(saved(300, seed=7), run="r")
 
@@ -205,8 +173,7 @@ def test_a_step_after_the_tip_is_no_rollback(store: Store, saved: Checkpoints) -
 
 def test_what_follows_a_composite_inherits_its_layers(store: Store, saved: Checkpoints) -> None:
     """Not its base's: training went on from what was composed."""
-    for step in (100, 200):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 100, 200)
     composite = store.compose("r@200", policy="parity")
     composite.pin("mix")
     after = store.ingest(saved(250, seed=7), run="r", policy=Filter(first=0, last=0, every=100), resumed_from="mix")
@@ -246,8 +213,7 @@ def test_going_on_from_what_cannot_be_is_refused(store: Store, saved: Checkpoint
 
 def test_a_pinned_composite_is_written_again(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """Byte for byte, whatever becomes of what it was made from."""
-    for step in (1, 2):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 1, 2)
     plan = store.compose("r", policy="parity")
     plan.pin("mix")
     plan.write(tmp_path / "first")
@@ -351,8 +317,7 @@ def test_a_lost_object_of_an_inherited_layer_is_stored_again(store: Store, saved
 
 def test_checkpoints_that_training_has_left_do_not_come_back(store: Store, saved: Checkpoints) -> None:
     """Ingesting a whole folder again after going back: all of it is known, and nothing enters the new attempt."""
-    for step in (100, 200, 300):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 100, 200, 300)
     store.ingest(saved(250, seed=7), run="r", rollback=True)
 
     again = [store.ingest(saved(step), run="r") for step in (100, 200, 300)]
@@ -363,8 +328,7 @@ def test_checkpoints_that_training_has_left_do_not_come_back(store: Store, saved
 
 def test_a_left_checkpoint_is_known_by_layers_that_are_not_due_now(store: Store, saved: Checkpoints) -> None:
     """Where its own attempt saved one half and this one would save the other: told by the half that was saved."""
-    for step in (100, 200, 300):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 100, 200, 300, policy="parity")
     store.ingest(saved(250, seed=7), run="r", policy="parity", rollback=True)
     before = store.stats()
 
@@ -393,8 +357,7 @@ def test_a_new_checkpoint_is_not_taken_for_a_left_one(store: Store, saved: Check
 
 def test_the_same_bits_again_are_another_attempt_all_the_same(store: Store, saved: Checkpoints) -> None:
     """Training that goes back may well come to the same checkpoint: what came after it is abandoned."""
-    for step in (100, 200, 300, 400):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 100, 200, 300, 400)
     again = store.ingest(saved(300), run="r", rollback=True)
 
     assert (again.is_new, again.attempt) == (True, 2)
@@ -404,8 +367,7 @@ def test_the_same_bits_again_are_another_attempt_all_the_same(store: Store, save
 
 def test_an_abandoned_layer_of_the_same_step_is_not_exact(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """A step alone does not say which attempt saved it."""
-    for step in (100, 200):
-        store.ingest(saved(step), run="r")
+    saved.into(store, 100, 200)
     store.ingest(saved(200, seed=7), run="r", rollback=True)
     (tmp_path / "mix.yaml").write_text("base: r@200\nlayers:\n  lm_head: r~1@200\nrest: base\n")
     plan = store.compose(recipe=tmp_path / "mix.yaml")
@@ -418,8 +380,7 @@ def test_an_abandoned_layer_of_the_same_step_is_not_exact(store: Store, saved: C
 
 def test_a_recipe_says_when_it_gets_an_older_layer(store: Store, saved: Checkpoints, tmp_path: Path) -> None:
     """A selective save has not every layer."""
-    for step in (1, 2):
-        store.ingest(saved(step), run="r", policy="parity")
+    saved.into(store, 1, 2, policy="parity")
     (tmp_path / "mix.yaml").write_text("base: 2\nlayers:\n  lm_head: 2\nrest: base\n")
 
     (note,) = store.compose(recipe=tmp_path / "mix.yaml").recipe_notes

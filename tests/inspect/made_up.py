@@ -1,46 +1,37 @@
 """
-Stores with histories worth looking at: records, version blobs and states through the library's own encoders.
+Stores with histories worth looking at, of runs that go back, save by parts and note what a save took.
 
 Objects have sizes and no bytes: a report reads none.
 """
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import layerstore
-from layerstore.format import encode_state, encode_version, make_commit, ref_of
+from layerstore.format import encode_state, make_commit
 from layerstore.model import (
     BlobRef,
     CommitRecord,
     Fork,
-    GatheredFile,
-    GatheredTensor,
-    Kind,
     LayerEntry,
-    LayerVersion,
     ObjectId,
     Observed,
     Origin,
-    Parameter,
     PolicyUse,
     RankState,
     SourceLayout,
-    StoredObject,
-    StoredTensor,
-    TensorSource,
     TreeFile,
 )
-from layerstore.storage import Files, Repository, SaveTiming, note_timing, open_repository
+from layerstore.publish import SaveTiming, note_timing
+from layerstore.storage import Files, Repository, open_repository
 from layerstore.tree import Tree
-from tests.bench.histories import layer_names
+from tests.bench.histories import OBJECT_BYTES, layer_names, write_blob, write_version
 
 STARTED_NS = 1_750_000_000_000_000_000
 STEP_SIZE = 50
-LAYER_BYTES = 48_000_000
 # Different versions of a layer: more would only fill the disk.
 VERSIONS = 16
 
@@ -69,6 +60,8 @@ def build(path: Path, *histories: History) -> None:
     """Make a store at *path* with these runs."""
     layerstore.init(path).close()
     repo = open_repository(path, Files())
+    for prefix in range(256):
+        (repo.layout.objects / f"{prefix:02x}").mkdir(exist_ok=True)
     for history in histories:
         _Writing(repo, history).write()
     repo.catalog.close()
@@ -82,7 +75,14 @@ class _Writing:
         self._history = history
         self._names = list(history.names) or layer_names(history.layers)
         self._versions: dict[tuple[int, int], BlobRef] = {}
-        self._blobs: dict[str, BlobRef] = {}
+        state = RankState(
+            rank=0,
+            model=TreeFile(path="model_states.pt", tree={}),
+            optimizer=TreeFile(path="optim_states.pt", tree={}),
+            files=(),
+            gathered=(),
+        )
+        self._state = write_blob(repo, encode_state(state))
 
     def write(self) -> None:
         """Write every save."""
@@ -149,81 +149,23 @@ class _Writing:
             world_size=2,
             stage=3,
             layers=tuple(entries[name] for name in self._names),
-            states=(self._state(),),
+            states=(self._state,),
             layout=SourceLayout(flavour="hf", tag=f"global_step{origin.step}", layer_pattern=None),
             policy=policy,
             supersedes=(),
         )
         time_ns = self._history.started_ns + number * 1_800 * 10**9
-        commit = make_commit(record, Observed(time_ns=time_ns, bytes_new=own * LAYER_BYTES, bytes_reused=0))
+        commit = make_commit(record, Observed(time_ns=time_ns, bytes_new=own * OBJECT_BYTES, bytes_reused=0))
         path = self._repo.layout.record(origin.run, origin.step, commit.id)
         path.write_bytes(self._repo.records.encode(commit))
 
     def _version(self, layer: int, number: int) -> BlobRef:
         if (layer, number) not in self._versions:
-            self._versions[layer, number] = self._write(encode_version(self._made_version(layer, number)))
+            run = int.from_bytes(hashlib.sha256(self._history.run.encode()).digest()[:4])
+            ids = [ObjectId(f"{run:08x}{layer:012x}{number:012x}")]
+            made = write_version(self._repo, self._names[layer], ids, with_objects=self._history.has_objects)
+            self._versions[layer, number] = made
         return self._versions[layer, number]
-
-    def _made_version(self, layer: int, number: int) -> LayerVersion:
-        name = f"{self._names[layer]}.weight"
-        run = int.from_bytes(hashlib.sha256(self._history.run.encode()).digest()[:4])
-        objects = tuple(
-            StoredObject(
-                id=ObjectId(f"{run:08x}{layer:012x}{number:08x}{place:04x}"),
-                size_bytes=LAYER_BYTES // 3,
-                kind=kind,
-                shard=0,
-                shards=1,
-                tensors=(StoredTensor(name=name, state=state, dtype="F32", elements=4, crc32=0),),
-                chunks=bytes(8),
-            )
-            for place, (kind, state) in enumerate(
-                [(Kind.MASTER, ""), (Kind.OPTIMIZER, "exp_avg"), (Kind.OPTIMIZER, "exp_avg_sq")]
-            )
-        )
-        for stored in objects if self._history.has_objects else ():
-            path = self._repo.layout.object(stored.id)
-            path.parent.mkdir(exist_ok=True)
-            path.touch()
-            os.truncate(path, stored.size_bytes)
-        return LayerVersion(
-            layer=self._names[layer],
-            parameters=(Parameter(name=name, dtype="BF16", shape=(4,), frozen=False, aliases=()),),
-            buffers=(),
-            world_size=1,
-            objects=objects,
-        )
-
-    def _state(self) -> BlobRef:
-        if "state" not in self._blobs:
-            tensors = tuple(
-                GatheredTensor(
-                    name=f"{name}.weight",
-                    dtype="BF16",
-                    elements=LAYER_BYTES // 12,
-                    crc32=0,
-                    source=TensorSource.PARAMETER,
-                    layer_name=f"{name}.weight",
-                    stored=None,
-                )
-                for name in self._names
-            )
-            state = RankState(
-                rank=0,
-                model=TreeFile(path="model_states.pt", tree={}),
-                optimizer=TreeFile(path="optim_states.pt", tree={}),
-                files=(),
-                gathered=(GatheredFile(path="model.safetensors", header=b"", tensors=tensors),),
-            )
-            self._blobs["state"] = self._write(encode_state(state))
-        return self._blobs["state"]
-
-    def _write(self, data: bytes) -> BlobRef:
-        ref = ref_of(data)
-        path = self._repo.layout.object(ref.id)
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-        return ref
 
     def _note(self, number: int, origin: Origin, due: int) -> None:
         note_timing(
@@ -237,8 +179,8 @@ class _Writing:
                 blocked_seconds=0.02 + 0.01 * math.sin(number) ** 2 + 0.4 * (number % 13 == 6),
                 durable_seconds=1.5 + 0.1 * due + 0.3 * math.cos(number),
                 visible_seconds=None if number % 17 == 9 else 1.8 + 0.1 * due + 0.3 * math.cos(number),
-                copied_bytes=due * LAYER_BYTES,
-                written_bytes=due * LAYER_BYTES,
+                copied_bytes=due * OBJECT_BYTES,
+                written_bytes=due * OBJECT_BYTES,
                 layers_saved=due,
                 layers=len(self._names),
                 queued=0,

@@ -12,7 +12,8 @@ import pytest
 import layerstore
 from layerstore import Keep, Store
 from layerstore.errors import NotFound
-from tests.inspect.made_up import LAYER_BYTES, History, build
+from tests.bench.histories import OBJECT_BYTES
+from tests.inspect.made_up import History, build
 from tests.unit.checkpoints import checkpoint
 
 
@@ -257,4 +258,4 @@ def test_a_long_run_is_sampled_and_counted_whole(tmp_path: Path) -> None:
     assert max(b - a for a, b in pairwise(first)) <= 3 * 50
     assert run["total"]["written_bytes"] == sum(entry.bytes_new for entry in log)
     assert saves["total_bytes"][-1] == list(run["total"].values())
-    assert run["total"]["logical_bytes"] > 400 * 4 * LAYER_BYTES
+    assert run["total"]["logical_bytes"] > 400 * 4 * OBJECT_BYTES

@@ -12,7 +12,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from layerstore.errors import IntegrityError, Internal, InvalidInput, NotFound, StorageIO
+from layerstore.errors import IntegrityError, InvalidInput, StorageIO
 from layerstore.layout import Layout
 from layerstore.limits import PAGE_BYTES
 from layerstore.model import Commit, CommitId, ObjectId
@@ -184,43 +184,6 @@ def test_a_record_that_names_no_id_is_damaged(repo: Repository, name: str) -> No
         assert all("which is no id" in str(problem) for problem in view.damaged.values())
 
 
-def test_superseded_commits_are_hidden(repo: Repository) -> None:
-    """A commit that another one supersedes is there and not visible."""
-    old = repo.catalog.view("sft").visible[1]
-    publish(repo, samples.commit(samples.record(step=4, tag="again", supersedes=[old.name.id])))
-
-    view = repo.catalog.view("sft")
-
-    assert steps(view) == [2, 4, 6]
-    assert old.id not in {row.id for row in view.visible}
-    assert len(view.rows) == 4
-
-
-@pytest.mark.fault(91)
-def test_a_damaged_record_is_told_beside_the_others(repo: Repository) -> None:
-    """One record that cannot be read hides no other, whether or not the index knew it."""
-    with reopened(repo) as again:
-        commit = samples.commit(samples.record(step=8))
-        again.records.link(commit)
-        path = again.layout.record("sft", 8, commit.id)
-        path.write_bytes(path.read_bytes()[:-1])
-
-        view = again.catalog.view("sft")
-
-        assert steps(view) == [2, 4, 6]
-        ((name, problem),) = view.damaged.items()
-        assert name.step == 8
-        assert isinstance(problem, IntegrityError)
-
-
-def test_an_unknown_run_says_which_there_are(repo: Repository) -> None:
-    """A run that is not there is not found, and the hint lists what is."""
-    with pytest.raises(NotFound, match="no run 'other'") as caught:
-        repo.catalog.view("other")
-
-    assert caught.value.hint == "runs here: sft"
-
-
 def test_runs_without_commits_are_none(repo: Repository) -> None:
     """An empty folder, left by a crash before the link, is no run."""
     repo.layout.run("empty").mkdir()
@@ -359,14 +322,6 @@ def test_a_rebuild_equals_the_original(repo: Repository) -> None:
 # -- LMDB's own traps ----------------------------------------------------------------------------------------------
 
 
-def test_a_closed_index_is_not_used(repo: Repository) -> None:
-    """Use after close is our own fault and says so."""
-    manifest = Manifest(repo.layout.manifest, store_id=repo.identity.store_id)
-    manifest.close()
-    with pytest.raises(Internal, match="used after it was closed"):
-        manifest.rows("sft")
-
-
 @pytest.mark.fault(32)
 def test_the_index_grows_when_it_is_full(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full map is doubled and the write repeated, unseen by whoever asked."""
@@ -380,20 +335,6 @@ def test_the_index_grows_when_it_is_full(repo: Repository, monkeypatch: pytest.M
             manifest.add([row_of(commit)])
 
         assert list(manifest.rows("sft").values()) == [row_of(commit) for commit in commits]
-
-
-def test_rows_are_added_and_dropped_by_name(repo: Repository) -> None:
-    """What is there already stays as it is, and who drops is told what there was."""
-    commits = [samples.commit(samples.record(step=step, run="long")) for step in range(30)]
-    rows = [row_of(commit) for commit in commits]
-    with contextlib.closing(Manifest(repo.layout.manifest, store_id=repo.identity.store_id)) as manifest:
-        manifest.add(rows[10:])
-        manifest.add(rows[:20])
-        assert list(manifest.rows("long").values()) == rows
-        assert manifest.runs() == {"long", "sft"}
-        assert manifest.drop(row.name for row in rows[1:]) == [row.name for row in rows[1:]]
-        assert manifest.drop(row.name for row in rows) == [rows[0].name]
-        assert manifest.runs() == {"sft"}
 
 
 # -- where the index lives -----------------------------------------------------------------------------------------

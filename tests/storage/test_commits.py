@@ -23,17 +23,6 @@ def path_of(repo: Repository, commit: Commit) -> Path:
     return repo.layout.record(commit.record.run, commit.record.step, commit.id)
 
 
-def test_a_published_commit_is_read_back(repo: Repository) -> None:
-    """Once published, records are listed by run and by step as a number, and read as they were."""
-    commits = {step: samples.commit(samples.record(step=step, run="50% 日本")) for step in (100, 20, 3)}
-
-    assert all(repo.records.link(commit) for commit in commits.values())
-    assert repo.records.runs() == ["50% 日本"]
-    names = repo.records.names("50% 日本")
-    assert [repo.records.read(name) for name in names] == [commits[step] for step in (3, 20, 100)]
-    assert repo.files.names(repo.layout.tmp) == []
-
-
 def test_publishing_twice_is_one_commit(repo: Repository) -> None:
     """The same content again is told to be there, and its record is written afresh: the first may have rotted."""
     first, again = samples.commit(time_ns=1), samples.commit(time_ns=2)
@@ -114,12 +103,6 @@ def test_a_record_of_another_store_is_found(repo: Repository, tmp_path: Path) ->
 
     with pytest.raises(IntegrityError, match="belongs to another store"):
         repo.records.read(repo.records.name_of(commit))
-
-
-def test_a_record_that_vanished_is_damage(repo: Repository) -> None:
-    """A record that was listed and is gone is reported by its place."""
-    with pytest.raises(IntegrityError, match=r"commits/sft/4\.[0-9a-f]{32} is gone"):
-        repo.records.read(repo.records.name_of(samples.commit()))
 
 
 @pytest.mark.fault(95)

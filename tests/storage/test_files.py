@@ -53,20 +53,6 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Bytes of any buffer type land where they were sent, in any order."""
-    files = Files()
-    with files.create(tmp_path / "f") as file:
-        file.write_at(6, memoryview(b"store"))
-        file.write_at(12, memoryview(b"wide").cast("I"))
-        file.write_at(11, b" ")
-        file.write_at(0, bytearray(b"layer"))
-        file.write_at(5, b" ")
-        file.sync()
-
-    assert files.read(tmp_path / "f", size_bytes_max=100) == b"layer store wide"
-
-
 @pytest.mark.fault(24)
 def test_a_short_write_is_continued_until_the_disk_refuses(tmp_path: Path) -> None:
     """The kernel takes a part first and refuses the rest then: the error names the file, and what fitted is there."""
@@ -105,16 +91,6 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 
     assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o640
     assert stat.S_IMODE((tmp_path / "script").stat().st_mode) == 0o750
-
-
-def test_what_is_not_written_reads_as_zeros(tmp_path: Path) -> None:
-    """A file has its length at once; holes are zeros."""
-    files = Files()
-    with files.create(tmp_path / "f") as file:
-        file.set_size(10)
-        file.write_at(4, b"xy")
-
-    assert files.read(tmp_path / "f", size_bytes_max=10) == b"\0\0\0\0xy\0\0\0\0"
 
 
 @pytest.mark.parametrize("size_bytes", [0, IO_CHUNK_BYTES + 13])
@@ -159,30 +135,7 @@ def test_a_source_that_is_cut_short_is_noticed_while_copying(tmp_path: Path) -> 
         target.copy_from(source, 0, 0, 10)
 
 
-def test_a_temporary_file_is_gone_afterwards(tmp_path: Path) -> None:
-    """Success and failure alike leave nothing behind, unless it was linked."""
-    files = Files()
-    with files.temporary(tmp_path, b"x") as source:
-        files.link_exclusive(source, tmp_path / "kept")
-
-    with pytest.raises(RuntimeError, match="planted"), files.temporary(tmp_path, b"y"):
-        raise RuntimeError("planted")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert ((tmp_path / "kept").read_bytes(), (tmp_path / "kept").stat().st_nlink) == (b"x", 1)
-
-
 # -- names ---------------------------------------------------------------------------------------------------------
-
-
-def test_links_are_exclusive(tmp_path: Path) -> None:
-    """A name that is taken is not replaced, and that it was taken is told."""
-    files = Files()
-    (tmp_path / "one").write_bytes(b"1")
-    (tmp_path / "two").write_bytes(b"2")
-
-    assert files.link_exclusive(tmp_path / "one", tmp_path / "name")
-    assert not files.link_exclusive(tmp_path / "two", tmp_path / "name")
-    assert (tmp_path / "name").read_bytes() == b"1"
 
 
 @pytest.mark.fault(97)
@@ -309,19 +262,6 @@ def test_only_one_of_many_links_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(tmp_path / "name").read_text()] == won
 
 
-def test_folders_are_made_once(tmp_path: Path) -> None:
-    """A folder that is there is fine; anything else under its name is not."""
-    files = Files()
-    (tmp_path / "file").write_bytes(b"")
-    (tmp_path / "link").symlink_to(tmp_path)
-
-    assert files.make_directory(tmp_path / "folder")
-    assert not files.make_directory(tmp_path / "folder")
-    for name in ("file", "link"):
-        with pytest.raises(IntegrityError, match="is not a folder"):
-            files.make_directory(tmp_path / name)
-
-
 def test_a_folder_that_was_there_is_made_durable_too(tmp_path: Path) -> None:
     """Whoever made the folder may have died before its own fsync: the parent is synced in any case."""
     recorder = Recorder()
@@ -373,35 +313,6 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         files.open(path)
     with pytest.raises(IntegrityError, match="is not a regular file"):
         files.size(path)
-
-
-def test_reading_tells_too_large_and_cut_short(tmp_path: Path) -> None:
-    """A small file has a limit, and a file that ends early says how much there is."""
-    files = Files()
-    path = tmp_path / "f"
-    path.write_bytes(b"12345")
-
-    with pytest.raises(IntegrityError, match="has 5 bytes, at most 4"):
-        files.read(path, size_bytes_max=4)
-    with files.open(path) as file, pytest.raises(IntegrityError, match="expected at least 7 bytes, found 5"):
-        file.read_at(2, 5)
-    with files.open(path) as file:
-        assert (file.size_bytes, file.read_at(1, 3), file.read_at(5, 0)) == (5, b"234", b"")
-
-
-def test_what_is_not_there_is_told_plainly(tmp_path: Path) -> None:
-    """Questions about nothing are answered; opening it keeps errno and path."""
-    files = Files()
-    path = tmp_path / "gone"
-
-    assert files.size(path) is None
-    assert files.names(path) == []
-    assert not files.exists(path)
-    assert not files.is_directory(path)
-    with pytest.raises(StorageIO) as caught:
-        files.open(path)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(path))
-    assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
 # -- the hook ------------------------------------------------------------------------------------------------------

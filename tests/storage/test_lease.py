@@ -118,20 +118,6 @@ def test_a_lease_is_free_again_at_once(path: Path) -> None:
     assert leases(path) == ["gc.lock.20"]
 
 
-def test_whoever_waits_is_told_who_holds_it(path: Path) -> None:
-    """At the deadline, with process, host, time and command; and that nothing has to be cleaned up."""
-    with taken(path):
-        started = time.monotonic()
-        error = refused(path, 0.2)
-
-        assert 0.2 <= time.monotonic() - started < GOOD_FOR
-    assert error.exit_code == 11
-    assert f"it is locked by pid {os.getpid()} on " in str(error)
-    assert "since 20" in str(error)
-    assert "waited 0.2 s" in str(error)
-    assert "runs out by itself" in (error.hint or "")
-
-
 def test_a_lease_that_is_kept_lives_on(path: Path) -> None:
     """A holder that is busy for twice as long as a lease lasts keeps it."""
     with elsewhere(path) as (_, check):

@@ -43,15 +43,6 @@ def leftovers(repo: Repository) -> list[str]:
     return repo.files.names(repo.layout.tmp)
 
 
-def test_what_was_published_is_read(repo: Repository) -> None:
-    """Once published, the bytes are found under their name, whole and verified, and nothing is left in tmp/."""
-    assert publish(repo) == REF
-    assert repo.objects.read(REF) == DATA
-    repo.objects.verify(REF)
-    assert [object_id for object_id, _ in repo.objects.ids()] == [REF.id]
-    assert leftovers(repo) == []
-
-
 def test_what_was_staged_is_not_visible(repo: Repository) -> None:
     """Before publication nothing is found, and a writer that gives up leaves nothing behind."""
     with writer(repo) as objects:
@@ -61,18 +52,6 @@ def test_what_was_staged_is_not_visible(repo: Repository) -> None:
         assert len(leftovers(repo)) == 1
     assert leftovers(repo) == []
     assert list(repo.objects.ids()) == []
-
-
-def test_counts_tell_new_from_reused(repo: Repository) -> None:
-    """An object is counted once, as new or as reused, however often it is put."""
-    publish(repo)
-    with writer(repo) as objects:
-        for _ in range(3):
-            objects.put(DATA, REF)
-            objects.put(b"other", ref_of(b"other"))
-
-        assert (objects.count_new, objects.bytes_new) == (1, 5)
-        assert (objects.count_reused, objects.bytes_reused) == (1, len(DATA))
 
 
 def test_one_content_from_many_threads_is_staged_once(repo: Repository) -> None:
@@ -166,30 +145,6 @@ def test_an_object_of_another_size_is_damage(repo: Repository, size_bytes: int) 
         with pytest.raises(IntegrityError, match=f"has {size_bytes} bytes, expected {len(DATA)}") as caught:
             attempt()
         assert caught.value.facts["object_id"] == REF.id
-
-
-@pytest.mark.fault(35)
-def test_every_flipped_byte_is_found_by_verify(repo: Repository) -> None:
-    """An object whose size is right and whose bytes are not is found by its hash, first and last byte included."""
-    publish(repo)
-    path = repo.layout.object(REF.id)
-    for position in [0, 1, len(DATA) // 2, len(DATA) - 1]:
-        hurt = bytearray(DATA)
-        hurt[position] ^= 0x10
-        path.write_bytes(hurt)
-        with pytest.raises(IntegrityError, match="its bytes hash to"):
-            repo.objects.verify(REF)
-
-
-@pytest.mark.fault(36)
-def test_a_missing_object_says_what_to_do(repo: Repository) -> None:
-    """An object that is nowhere is damage, with its size and the way to heal it."""
-    assert repo.objects.find(REF) is None
-    assert not writer(repo).reuse(REF)
-    with pytest.raises(IntegrityError, match=r"\(5000 bytes\) is missing") as caught:
-        repo.objects.open(REF)
-
-    assert "ingest the same checkpoint again" in (caught.value.hint or "")
 
 
 def move_aside(repo: Repository) -> Path:

@@ -118,7 +118,7 @@ def test_drafts_that_nobody_reads_soon_go_past_the_cache(
                 made.write_at(offset, piece)
             if fails:
                 raise ValueError("made up")
-            return made.keep_as(ref)
+            return objects.keep(made, ref)
 
     with patch.object(handles, "bypass_cache", side_effect=handles.bypass_cache) as bypass:
         with ObjectWriter(repo.layout, repo.files, repo.objects, past_cache=True) as objects:

@@ -14,13 +14,20 @@ SMALL: dict[str, Any] = {"layers": 2, "hidden": 16, "vocab": 16}
 class Checkpoints:
     """Small checkpoints, each another one unless it is asked for again."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, **shape: Any) -> None:
+        self.folder = folder
+        self._shape = {"layers": 2, "hidden": 8, "vocab": 8} | shape
 
     def __call__(self, step: int, *, seed: int | None = None, **options: Any) -> Path:
         """Return the checkpoint of *step*."""
         seed = step if seed is None else seed
-        return generate(self._folder / f"{step}-{seed}", layers=2, hidden=8, vocab=8, step=step, seed=seed, **options)
+        name = "-".join(map(str, (step, seed, *options.values())))
+        return generate(self.folder / name, step=step, seed=seed, **self._shape | options)
+
+    def into(self, store: Store, *steps: int, run: str = "r", **options: Any) -> None:
+        """Ingest the checkpoints of *steps* into *store*."""
+        for step in steps:
+            store.ingest(self(step), run=run, **options)
 
 
 def checkpoint(folder: Path, **options: Any) -> Path:

@@ -1,6 +1,5 @@
 """Promises of the pickle reader and writer, checked against Python's pickle in both directions."""
 
-import math
 import pickle
 import subprocess
 import sys
@@ -9,122 +8,34 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from layerstore.dtypes import DTYPES, by_code
+from layerstore.dtypes import by_code
 from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
-from layerstore.tree import Global, Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.tree import Global, Inert, Located, Size, Storage, Tensor, Tree
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
 from tests.zero3.ptfiles import fingerprint
+from tests.zero3.trees import plain_trees, trees
 
 SOMEWHERE = Path("somewhere.pt")
-
-integers = st.one_of(
-    st.integers(),
-    st.sampled_from([0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63, -128, -32768]),
-    st.integers(min_value=-(2**3000), max_value=2**3000),
-)
-texts = st.text(st.characters(), max_size=20)
-scalars = st.one_of(st.none(), st.booleans(), integers, st.floats(), texts, st.binary(max_size=20))
-keys = st.one_of(st.booleans(), integers, texts, st.tuples(texts, integers), st.binary(max_size=5))
-
-
-def _plain_containers(parts: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-    return st.one_of(
-        st.lists(parts, max_size=5),
-        st.lists(parts, max_size=5).map(tuple),
-        st.dictionaries(keys, parts, max_size=5),
-        st.sets(keys, max_size=5),
-    )
-
-
-plain_trees = st.recursive(scalars, _plain_containers, max_leaves=30)
-
-
-attributes: st.SearchStrategy[dict[Tree, Tree] | None] = st.none() | st.dictionaries(texts, scalars, max_size=2)
-
-
-@st.composite
-def tensors(draw: st.DrawFn, storages: list[Storage]) -> Tensor:
-    """Make a view of one of *storages*, or of a new one."""
-    extents = draw(st.lists(st.integers(0, 3), max_size=3))
-    if draw(st.booleans()) or not storages:
-        dtype = draw(st.sampled_from(DTYPES))
-        elements = math.prod(extents) + draw(st.integers(0, 3))
-        storages.append(
-            Storage(
-                dtype=dtype.code,
-                elements=elements,
-                device=draw(st.sampled_from(["cpu", "cuda:3"])),
-                content=draw(st.binary(min_size=elements * dtype.bytes, max_size=elements * dtype.bytes)),
-            )
-        )
-    storage = draw(st.sampled_from(storages))
-    if math.prod(extents) > storage.elements:
-        extents = [0]
-    stride = [math.prod(extents[place + 1 :]) for place in range(len(extents))]
-    return Tensor(
-        storage=storage,
-        offset=draw(st.integers(0, storage.elements - math.prod(extents))),
-        shape=Size(extents),
-        stride=tuple(stride),
-        requires_grad=draw(st.booleans()),
-        attributes=draw(attributes),
-        is_parameter=draw(st.booleans()),
-    )
-
-
-@st.composite
-def inerts(draw: st.DrawFn, parts: st.SearchStrategy[Tree]) -> Inert:
-    """Make an inert object that uses every field."""
-    state = draw(st.none() | parts)
-    return Inert(
-        name=draw(st.sampled_from(["torch.device", "collections.Counter", "acme.Thing"])),
-        arguments=tuple(draw(st.lists(parts, max_size=3))),
-        made_by_new=draw(st.booleans()),
-        state=state,
-        has_state=state is not None or draw(st.booleans()),
-        appended=draw(st.lists(parts, max_size=3)),
-        items=draw(st.dictionaries(keys, parts, max_size=3)),
-    )
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> Tree:
-    """Make a tree with every type of node, whose tensors share storages."""
-    storages: list[Storage] = []
-    leaves = st.one_of(
-        scalars,
-        st.sampled_from([Global("torch.bfloat16"), Global("numpy.ndarray"), Global("acme.Thing")]),
-        st.lists(st.integers(0, 2**40), max_size=4).map(Size),
-        tensors(storages),
-    )
-
-    def containers(parts: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-        entries = st.dictionaries(keys, parts, max_size=3)
-        maps = st.builds(OrderedMap, entries, st.none() | entries)
-        return st.one_of(_plain_containers(parts), maps, inerts(parts))
-
-    return draw(st.recursive(leaves, containers, max_leaves=20))
 
 
 def read_back(tree: Tree) -> Tree:
     """Write *tree*, read it, and give its storages their bytes back."""
-    written = write_pickle(tree)
-    read = read_pickle(
-        written.payload,
+    payload, written = write_pickle(tree)
+    again, storages = read_pickle(
+        payload,
         path=SOMEWHERE,
         records={
             str(key): Located(path=SOMEWHERE, offset_bytes=0, size_bytes=_size_bytes(storage), crc32=0)
-            for key, storage in enumerate(written.storages)
+            for key, storage in enumerate(written)
         },
         allowed_globals=frozenset({"acme.Thing"}),
     )
-    for source, target in zip(written.storages, read.storages, strict=True):
+    for source, target in zip(written, storages, strict=True):
         target.content = source.content
-    return read.tree
+    return again
 
 
 def _size_bytes(storage: Storage) -> int:
@@ -133,7 +44,7 @@ def _size_bytes(storage: Storage) -> int:
 
 def read_plain(payload: bytes) -> Tree:
     """Read a pickle that has no tensors."""
-    return read_pickle(payload, path=SOMEWHERE, records={}).tree
+    return read_pickle(payload, path=SOMEWHERE, records={})[0]
 
 
 def refusal(payload: bytes, **options: frozenset[str]) -> LayerstoreError:
@@ -149,13 +60,13 @@ def test_every_tree_survives_the_round_trip(tree: Tree) -> None:
     again = read_back(tree)
 
     assert fingerprint(tree) == fingerprint(again)
-    assert write_pickle(tree).payload == write_pickle(again).payload
+    assert write_pickle(tree)[0] == write_pickle(again)[0]
 
 
 @given(tree=plain_trees)
 def test_python_reads_what_we_write(tree: Tree) -> None:
     """Python's own unpickler makes the same objects of our pickle."""
-    assert fingerprint(tree) == fingerprint(pickle.loads(write_pickle(tree).payload))
+    assert fingerprint(tree) == fingerprint(pickle.loads(write_pickle(tree)[0]))
 
 
 @given(tree=plain_trees)
@@ -168,7 +79,7 @@ def test_the_order_of_a_set_does_not_show() -> None:
     """A set has the same bytes in every process, whatever the hash seed."""
     code = (
         "from layerstore.zero3.pt.picklewrite import write_pickle;"
-        "print(write_pickle({'a', 'b', 'c', 1, ('d', 2), None}).payload.hex())"
+        "print(write_pickle({'a', 'b', 'c', 1, ('d', 2), None})[0].hex())"
     )
     outputs = {
         subprocess.run(
@@ -192,7 +103,7 @@ def test_containers_of_the_standard_library_come_back_live() -> None:
 
     tree = read_plain(pickle.dumps(source, protocol=2))
     assert isinstance(tree, dict)
-    read = pickle.loads(write_pickle(tree).payload)
+    read = pickle.loads(write_pickle(tree)[0])
 
     assert tree["milestones"] == Inert(name="collections.Counter", arguments=({30: 1, 80: 1},))
     assert source == read
@@ -217,7 +128,7 @@ def test_numpy_arrays_stay_inert() -> None:
 
     tree = read_plain(source)
     old = read_plain(source.replace(b"numpy._core", b"numpy.core"))
-    read = pickle.loads(write_pickle(tree).payload)
+    read = pickle.loads(write_pickle(tree)[0])
 
     assert isinstance(tree, dict)
     assert isinstance(old, dict)
@@ -239,8 +150,8 @@ def test_an_unknown_global_is_kept_only_by_name() -> None:
     name = f"{__name__}.Harmless"
 
     error = refusal(payload)
-    tree = read_pickle(payload, path=SOMEWHERE, records={}, allowed_globals=frozenset({name})).tree
-    read = pickle.loads(write_pickle(tree).payload)
+    tree = read_pickle(payload, path=SOMEWHERE, records={}, allowed_globals=frozenset({name}))[0]
+    read = pickle.loads(write_pickle(tree)[0])
 
     assert isinstance(error, SourceCheckpoint)
     assert error.hint is not None
@@ -318,7 +229,7 @@ def test_a_tree_that_contains_itself_is_not_written() -> None:
 def _tensor_payload(*, key: str = "0", numel: int = 4, view: tuple[object, ...] = (0, (2, 2), (2, 1))) -> bytes:
     """Return the pickle of one float32 tensor, with what a hand could change in it."""
     storage = Storage(dtype="F32", elements=4, device="cpu")
-    payload = write_pickle(Tensor(storage=storage, offset=0, shape=Size((2, 2)), stride=(2, 1))).payload
+    payload = write_pickle(Tensor(storage=storage, offset=0, shape=Size((2, 2)), stride=(2, 1)))[0]
     payload = payload.replace(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x00" + key.encode())
     arguments = pickle.dumps(view, protocol=2)[2:-1]  # a tuple of three: its parts are wanted on their own
     assert arguments.endswith(b"\x87q" + arguments[-1:])
@@ -331,7 +242,7 @@ def _tensor_payload(*, key: str = "0", numel: int = 4, view: tuple[object, ...] 
 
 def _read_tensor(payload: bytes, *, size_bytes: int = 16) -> Tree:
     record = Located(path=SOMEWHERE, offset_bytes=0, size_bytes=size_bytes, crc32=0)
-    return read_pickle(payload, path=SOMEWHERE, records={"0": record}).tree
+    return read_pickle(payload, path=SOMEWHERE, records={"0": record})[0]
 
 
 @pytest.mark.parametrize(

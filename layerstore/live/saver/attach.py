@@ -14,7 +14,7 @@ from layerstore.live.ranks import AttemptLock, Exchange
 from layerstore.live.saver.saver import Saver
 from layerstore.live.saver.settings import Frozen, Mode, Pressure, Settings
 from layerstore.policy import Keep, Policy, checked, policy_named
-from layerstore.storage import SaveTiming
+from layerstore.publish import SaveTiming
 from layerstore.store import Store, StrPath, as_store
 
 

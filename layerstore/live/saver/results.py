@@ -11,8 +11,8 @@ from layerstore.live.log import LOG
 from layerstore.live.saver.request import SaveFiles
 from layerstore.live.saver.snapshot import Snapshot
 from layerstore.model import Commit
-from layerstore.publish import JointCommit
-from layerstore.storage import Repository, SaveTiming, note_timing
+from layerstore.publish import JointCommit, SaveTiming, note_timing
+from layerstore.storage import Repository
 
 if TYPE_CHECKING:
     import torch

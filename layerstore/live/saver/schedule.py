@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from layerstore.history import Place, own_numbers
+from layerstore.history import Place
 from layerstore.model import PolicyUse
 from layerstore.policy import Latest, Policy, Save, anchored, due_layers
 from layerstore.tree import Tree
@@ -36,7 +36,7 @@ class Schedule:
     @classmethod
     def after(cls, place: Place, policy: Policy, *, run: str) -> Self:
         """Return the schedule of saves of *run* that begin at *place*."""
-        own = own_numbers(place, run)
+        own = place.own_numbers(run)
         return cls(
             policy=policy,
             number=place.save_number,

@@ -10,7 +10,7 @@ from layerstore.errors import InvalidInput
 from layerstore.limits import MIB
 from layerstore.live.engine import Engine
 from layerstore.policy import Keep
-from layerstore.storage import SaveTiming
+from layerstore.publish import SaveTiming
 from layerstore.units import size_in_bytes
 
 Mode = Literal["async", "sync"]

@@ -55,7 +55,10 @@ class Pattern:
             InvalidInput: It fits none, or none that has one of the numbers in brackets.
         """
         known = list(names)
-        found = [name for name in known if _fits(self.tokens, name)]
+        if self.tokens == (self.text,) and self.text not in {_ANY, _ONE}:
+            found = [self.text] if self.text in known else []  # most recipes name each layer
+        else:
+            found = [name for name in known if _fits(self.tokens, name)]
         if not found:
             hint = near(self.text, known, what="layers of this model")
             raise self.spot.error(f"no layer of the model is called {self.text!r}", hint=hint)

@@ -13,7 +13,7 @@ import torch
 
 import layerstore
 from layerstore import Drift
-from layerstore.ingest.due import RUN_ELEMENTS, RUNS
+from layerstore.ingest.selection import RUN_ELEMENTS, RUNS
 from layerstore.live.engine.capture import Captured, capture
 from layerstore.live.engine.deepspeed import SavedStates
 from layerstore.live.ranks.exchange import Exchange

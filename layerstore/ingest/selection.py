@@ -7,7 +7,7 @@ from math import prod
 
 from layerstore.distance import Meter, can_measure
 from layerstore.dtypes import by_code
-from layerstore.history import Place, own_numbers
+from layerstore.history import Place
 from layerstore.model import Kind, LayerEntry, LayerVersion, Parameter
 from layerstore.policy import Policy, Save, anchored, due_layers
 from layerstore.publish import SourceReader
@@ -99,7 +99,7 @@ def layers_due(
     changed its shape, that the optimizer has updated for the first time, or that the store has lost.
     """
     layers = checkpoint.layers
-    ages = {layer: place.save_number - number for layer, number in own_numbers(place, run).items()}
+    ages = {layer: place.save_number - number for layer, number in place.own_numbers(run).items()}
     save = Save(number=place.save_number, layers=tuple(layer.layer for layer in layers), ages=ages)
     if getattr(policy, "measures", False):
         sizes = {layer.layer: sum(part.size_bytes for of in layer.objects for part in of.slices) for layer in layers}

@@ -8,9 +8,9 @@ from layerstore.compose import compose_by_policy
 from layerstore.errors import LayerstoreError
 from layerstore.gc import ASKED_FOR
 from layerstore.history import Resolved, references_to
-from layerstore.model import BlobRef, Commit, CommitId, CommitRecord, Kind, ObjectId, Observed, Origin
+from layerstore.model import BlobRef, Commit, CommitId, Kind, ObjectId, Origin
 from layerstore.policy import Latest
-from layerstore.storage import RecordRow, Repository, RunView, row_of
+from layerstore.storage import RecordName, Repository, RunView
 
 _SHORT_ID_DIGITS = 12
 
@@ -59,30 +59,27 @@ class Damage:
 class Holder:
     """A commit or pin that names damaged blobs; without its record, for memory's sake."""
 
-    row: RecordRow
+    save: Origin
+    """Which save it is."""
+    commit: CommitId
+    """Its own, or that of a pin's base."""
     pin: str | None
     """Its name, if it is a pin."""
     is_shown: bool
     """Whether it is a pin or a visible commit."""
-    lost: dict[BlobRef, tuple[str, ...]]
-    """The damaged blobs that it names, each with its layers; a state blob has none."""
+    lost: dict[BlobRef, str | None]
+    """The damaged blobs that it names, each with its layer, in the model's order; a state blob has none."""
     origins: frozenset[Origin]
     """The saves that wrote these blobs, whose checkpoints have what is lost."""
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The lost layers, in the model's order."""
-        return self.layers_in(self.lost)
-
     def layers_in(self, blobs: Collection[BlobRef]) -> tuple[str, ...]:
         """Return the layers lost with *blobs*, in the model's order."""
-        gone = {layer for blob in blobs for layer in self.lost.get(blob, ())}
-        return tuple(layer for layer in self.row.layer_names if layer in gone)
+        return tuple(layer for blob, layer in self.lost.items() if layer is not None and blob in blobs)
 
     @property
     def has_lost_state(self) -> bool:
         """Whether a rank's state is lost, without which nothing can be composed on this base."""
-        return not all(self.lost.values())
+        return None in self.lost.values()
 
 
 def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved | None = None) -> dict[str, Holder]:
@@ -93,61 +90,48 @@ def holders_of(repo: Repository, blobs: Collection[BlobRef], *, only: Resolved |
     """
     found: list[Holder] = []
     views: dict[str, RunView | None] = {}
-    shared: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for row, record, pin in [_as_holder(only)] if only else _all_records(repo):
-        lost = _lost(record, blobs)
+    for each in [only] if only else _all_records(repo):
+        record = each.record
+        lost: dict[BlobRef, str | None] = {}
+        lost |= {entry.version: entry.layer for entry in record.layers if entry.version in blobs}
+        lost |= dict.fromkeys((state for state in record.states if state in blobs), None)
         if not lost:
             continue
-        if row.run not in views:
-            views[row.run] = repo.catalog.find(row.run)
-        view = views[row.run]
-        is_shown = pin is not None or view is None or row.id not in view.hidden
-        slim = row._replace(layer_names=shared.setdefault(row.layer_names, row.layer_names))
-        found.append(Holder(row=slim, pin=pin, is_shown=is_shown, lost=lost, origins=_origins(record, lost)))
+        if record.run not in views:
+            views[record.run] = repo.catalog.find(record.run)
+        view = views[record.run]
+        save = Origin(run=record.run, attempt=record.attempt, step=record.step, save_number=record.save_number)
+        origins = {entry.origin for entry in record.layers if entry.version in lost}
+        found.append(
+            Holder(
+                save=save,
+                commit=each.commit,
+                pin=each.pin,
+                is_shown=each.pin is not None or view is None or each.commit not in view.hidden,
+                lost=lost,
+                origins=frozenset(origins | {save} if None in lost.values() else origins),
+            )
+        )
     return dict(zip(_called(repo, found), found, strict=True))
 
 
-def _all_records(repo: Repository) -> Iterator[tuple[RecordRow, CommitRecord, str | None]]:
+def _all_records(repo: Repository) -> Iterator[Resolved]:
     for run in repo.records.runs():
-        for name in repo.records.names(run):
-            try:
-                commit = repo.records.read(name)
-            except LayerstoreError:
-                continue  # damaged, which verify reports by itself, or collected meanwhile
-            yield _as_holder(Resolved.of_commit(commit))
-    for pin in repo.records.readable_pins():
-        yield _as_holder(Resolved.of_pin(pin))
-
-
-def _as_holder(resolved: Resolved) -> tuple[RecordRow, CommitRecord, str | None]:
-    observed = Observed(time_ns=resolved.time_ns, bytes_new=0, bytes_reused=0)
-    row = row_of(Commit(id=CommitId(resolved.commit), record=resolved.record, observed=observed))
-    return row, resolved.record, resolved.pin
-
-
-def _lost(record: CommitRecord, blobs: Collection[BlobRef]) -> dict[BlobRef, tuple[str, ...]]:
-    lost: dict[BlobRef, tuple[str, ...]] = {state: () for state in record.states if state in blobs}
-    for entry in record.layers:
-        if entry.version in blobs:
-            lost[entry.version] = (*lost.get(entry.version, ()), entry.layer)
-    return lost
-
-
-def _origins(record: CommitRecord, lost: Collection[BlobRef]) -> frozenset[Origin]:
-    own = Origin(run=record.run, attempt=record.attempt, step=record.step, save_number=record.save_number)
-    pairs = [*((entry.origin, entry.version) for entry in record.layers), *((own, state) for state in record.states)]
-    return frozenset(origin for origin, blob in pairs if blob in lost)
+        for _, commit in repo.records.each(repo.records.names(run)):
+            if isinstance(commit, Commit):  # verify reports a damaged one by itself
+                yield Resolved.of_commit(commit)
+    yield from map(Resolved.of_pin, repo.records.readable_pins())
 
 
 def _called(repo: Repository, holders: Sequence[Holder]) -> list[str]:
     """Return the references of *holders*, with the commit's id if a reference is ambiguous."""
     names = []
-    for holder, reference in zip(holders, references_to(repo, [holder.row for holder in holders]), strict=True):
-        plain = f"{holder.row.run}@{holder.row.step} (commit {holder.row.id[:_SHORT_ID_DIGITS]}, hidden)"
+    for holder, reference in zip(holders, references_to(repo, [holder.save for holder in holders]), strict=True):
+        plain = f"{holder.save.run}@{holder.save.step} (commit {holder.commit[:_SHORT_ID_DIGITS]}, hidden)"
         names.append(holder.pin or (reference if holder.is_shown else plain))
     counts = Counter(names)
     return [
-        name if counts[name] == 1 else f"{name} (commit {holder.row.id[:_SHORT_ID_DIGITS]})"
+        name if counts[name] == 1 else f"{name} (commit {holder.commit[:_SHORT_ID_DIGITS]})"
         for holder, name in zip(holders, names, strict=True)
     ]
 
@@ -171,7 +155,7 @@ class Costs:
         costs = []
         for number in sorted(lost):
             name, holder = self._holders[number]
-            everything = any(not holder.lost[blob] for blob in lost[number])
+            everything = any(holder.lost[blob] is None for blob in lost[number])
             costs.append(Cost(holder=name, layers=holder.layers_in(lost[number]), everything=everything))
         return tuple(costs)
 
@@ -215,14 +199,16 @@ def standing(
     """
     asked: dict[str, int] = {}
     hurt = []
-    for name, holder in sorted(holders.items(), key=lambda item: (item[1].row.run, -item[1].row.step)):
+    for name, holder in sorted(holders.items(), key=lambda item: (item[1].save.run, -item[1].save.step)):
         if not holder.is_shown:
             continue
-        asked[holder.row.run] = asked.get(holder.row.run, 0) + 1
-        stands = _stands(repo, holder, blobs) if asked[holder.row.run] <= _COMMITS_MAX else None
-        hurt.append(Hurt(reference=name, layers=holder.layers, everything=holder.has_lost_state, stands=stands))
-    runs = sorted({holder.row.run for holder in holders.values() if holder.is_shown})
-    lost = {holder.row.id for holder in holders.values() if holder.pin is None}
+        asked[holder.save.run] = asked.get(holder.save.run, 0) + 1
+        stands = _stands(repo, holder, blobs) if asked[holder.save.run] <= _COMMITS_MAX else None
+        hurt.append(
+            Hurt(reference=name, layers=holder.layers_in(holder.lost), everything=holder.has_lost_state, stands=stands)
+        )
+    runs = sorted({holder.save.run for holder in holders.values() if holder.is_shown})
+    lost = {holder.commit for holder in holders.values() if holder.pin is None}
     return Standing(hurt=tuple(hurt), whole={run: _newest_whole(repo, run, lost) for run in runs})
 
 
@@ -232,13 +218,13 @@ def _stands(repo: Repository, holder: Holder, blobs: Mapping[BlobRef, Collection
     found = []
     try:
         resolved = (
-            Resolved.of_commit(repo.catalog.commit(holder.row.name))
+            Resolved.of_commit(repo.catalog.commit(RecordName(holder.save.run, holder.save.step, holder.commit)))
             if holder.pin is None
             else Resolved.of_pin(repo.records.read_pin(holder.pin))
         )
     except LayerstoreError:
         return ()  # removed meanwhile
-    view = repo.catalog.find(holder.row.run)
+    view = repo.catalog.find(holder.save.run)
     for policy in (Latest(), *ASKED_FOR):
         try:
             layers = compose_by_policy(repo, resolved, policy, view=view).layers

@@ -11,7 +11,7 @@ from typing import Any
 
 from layerstore.errors import LayerstoreError
 from layerstore.limits import RECORD_BYTES_MAX
-from layerstore.storage.repository import Repository
+from layerstore.storage import Repository
 
 _SUFFIX = ".jsonl"
 
