@@ -102,7 +102,11 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         supersedes=record.supersedes,
         pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.record == record),
         layers=tuple(layer_lines(repo, record.layers)),
-        files=tuple(sorted(file.path for state in states for file in (*state.files, *state.gathered))),
+        files=tuple(
+            sorted(
+                path for state in states for path in [*(f.path for f in state.files), *(g.path for g in state.gathered)]
+            )
+        ),
         beside_bytes=sum(ref.size_bytes for ref in beside),
         has_moments=WITHOUT_MOMENTS not in record.flags,
     )
