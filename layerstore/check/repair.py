@@ -38,7 +38,6 @@ from layerstore.storage import (
     Repository,
     Trash,
     open_repository,
-    read_chunks,
     stated_ids,
 )
 
@@ -245,8 +244,8 @@ class _Repair:
     def _fetch(self, ref: BlobRef, source: Repository, *, kind: str) -> None:
         path = self._repo.layout.object_name(ref.id)
         if not self._dry_run:
-            with Transaction(self._repo) as tx, source.files.open(source.layout.object(ref.id)) as file:
-                tx.objects.stage(ref, read_chunks(file))
+            with Transaction(self._repo) as tx:
+                tx.objects.copy(ref, source.objects)
                 tx.objects.publish()
         self._fetched[path] = Fetched(kind=kind, path=path, source=str(source.layout.root), size_bytes=ref.size_bytes)
 

@@ -7,7 +7,7 @@ from layerstore.storage.files import Files, Mount, WeakDurability, mount_of
 from layerstore.storage.handles import Hook, NewFile, OpenFile, Stream, mapped_errors, no_hook
 from layerstore.storage.locks import lock, open_lock_file, try_flock
 from layerstore.storage.manifest import MANIFEST_DIR_VARIABLE, RecordRow, manifest_directory, row_of
-from layerstore.storage.objects import ObjectStore, ObjectWriter, read_chunks
+from layerstore.storage.objects import ObjectStore, ObjectWriter
 from layerstore.storage.repository import Repository, make_store, open_repository
 from layerstore.storage.trash import Trash
 
@@ -40,7 +40,6 @@ __all__ = [
     "no_hook",
     "open_lock_file",
     "open_repository",
-    "read_chunks",
     "read_identity",
     "row_of",
     "stated_ids",

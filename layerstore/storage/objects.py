@@ -316,6 +316,11 @@ class ObjectWriter:
             check_hash(ref, hasher)
             self.keep(draft, ref)
 
+    def copy(self, ref: BlobRef, objects: ObjectStore) -> None:
+        """Stage *ref* as another store has it; raises as `stage` does."""
+        with objects.open(ref) as file:
+            self.stage(ref, read_chunks(file))
+
     @contextlib.contextmanager
     def draft(self) -> Iterator[Stream]:
         """Yield a new file for bytes whose name is known only afterwards; it is removed unless it is kept."""
