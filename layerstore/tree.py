@@ -5,7 +5,8 @@ A tree is made of None, bool, int, float, str, bytes, list, tuple, dict, set and
 Class names of the source are data here; nothing is imported, looked up or called.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias, Union
 
@@ -120,3 +121,48 @@ class Tensor:
                 return self.elements == 0
             expected *= extent
         return True
+
+
+def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:  # noqa: PLR0911  # one line a type
+    """Return a copy of *tree* in which *replacement* maps every tensor."""
+    match tree:
+        case Tensor():
+            return replacement(tree)
+        case OrderedMap():
+            return OrderedMap(_pairs(tree, replacement), tree.attributes)
+        case Inert():
+            return Inert(
+                name=tree.name,
+                arguments=tuple(replace_tensors(item, replacement) for item in tree.arguments),
+                made_by_new=tree.made_by_new,
+                state=replace_tensors(tree.state, replacement),
+                has_state=tree.has_state,
+                appended=[replace_tensors(item, replacement) for item in tree.appended],
+                items=_pairs(tree.items, replacement),
+            )
+        case dict():
+            return _pairs(tree, replacement)
+        case list():
+            return [replace_tensors(item, replacement) for item in tree]
+        case tuple() if type(tree) is tuple:
+            return tuple(replace_tensors(item, replacement) for item in tree)
+        case _:
+            return tree
+
+
+def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> dict[Tree, Tree]:
+    return {key: replace_tensors(value, replacement) for key, value in tree.items()}
+
+
+def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
+    """Return a copy of *tree* with the *values* of its keys replaced; no key is added."""
+    items = {key: values.get(key, value) for key, value in tree.items()}
+    return OrderedMap(items, tree.attributes) if isinstance(tree, OrderedMap) else items
+
+
+def with_content(tensor: Tensor, content: object) -> Tensor:
+    """Return a tensor like *tensor* in a storage of its own with *content*."""
+    storage = Storage(
+        dtype=tensor.storage.dtype, elements=tensor.elements, device=tensor.storage.device, content=content
+    )
+    return replace(tensor, storage=storage, offset=0)

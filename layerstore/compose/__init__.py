@@ -5,6 +5,7 @@ Compose: from a query to a composite, and from a composite to files, arrays, or 
 and ``hf``: a new format plans its files as these do, and has them written by ``assemble`` into a ``target``.
 """
 
+from layerstore.compose.assemble import content_of
 from layerstore.compose.choose import (
     Composition,
     check_members,
@@ -12,15 +13,15 @@ from layerstore.compose.choose import (
     compose_by_policy,
     compose_exact,
     compose_latest,
+    losses_told,
+    without_damaged,
 )
-from layerstore.compose.damage import losses_told, without_damaged
 from layerstore.compose.hf import MAX_SHARD_SIZE, Exported, ExportPlan, execute_export, plan_export
-from layerstore.compose.loading import RankLoad, content_of
 from layerstore.compose.recipes import compose_by_recipe
 from layerstore.compose.target import checked_file, write_file
 from layerstore.compose.tensors import Tensors, open_tensors
 from layerstore.compose.world_size import AdamStep, RankStates, plan_ranks
-from layerstore.compose.zero3 import Written, execute_compose
+from layerstore.compose.zero3 import RankLoad, Written, execute_compose
 
 __all__ = [
     "MAX_SHARD_SIZE",

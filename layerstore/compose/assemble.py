@@ -1,5 +1,5 @@
 """
-Move bytes from objects into the files of a new folder, as other modules have planned them.
+Move bytes from objects into the files of a new folder, as other modules have planned them with `OutputFile`.
 
 One thread copies, others verify and convert ahead of it, and one more syncs what is complete: two copying threads
 would only compete for the disk. Memory does not grow with the model.
@@ -8,10 +8,10 @@ would only compete for the disk. Memory does not grow with the model.
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +19,10 @@ from typing import NamedTuple
 from layerstore.errors import IntegrityError
 from layerstore.format import combine_crc32, crc32
 from layerstore.limits import IO_CHUNK_BYTES
-from layerstore.model import BlobRef
+from layerstore.model import BlobRef, ObjectContent, SourceFile
 from layerstore.progress import Progress
 from layerstore.storage import NewFile, OpenFile, Repository
-from layerstore.zero3 import DerivedCheck, OutputFile, Piece, convert, newly_infinite
+from layerstore.zero3 import Piece, convert, newly_infinite
 
 # How many objects may be verified ahead of the copy: enough to keep all threads busy.
 _AHEAD_MAX = 4
@@ -30,6 +30,99 @@ _AHEAD_MAX = 4
 # Files written at a time, and files that may wait for their fsync: thousands must not exhaust the descriptors.
 _OPEN_MAX = 16
 _CLOSING_MAX = 64
+
+Literals = tuple[tuple[int, bytes], ...]
+"""(offset, bytes)."""
+
+
+# -- what is to be written -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFile:
+    """One file to be written; bytes that neither literals nor pieces cover are zero."""
+
+    path: str
+    """Below the checkpoint folder, with ``/``."""
+    size_bytes: int
+    executable: bool = False
+    literals: Literals = ()
+    pieces: tuple[Piece, ...] = ()
+    finish: Callable[[Mapping[int, int]], Literals] | None = None
+    """Returns the literals that depend on measured checksums, given these by offset in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedCheck:
+    """The checksum of a derived tensor as it was saved: rounding the master again must give it."""
+
+    name: str
+    offset: int
+    """Where it starts in the file."""
+    size_bytes: int
+    crc32: int
+
+
+def literal_file(path: str, data: bytes, *, executable: bool = False) -> OutputFile:
+    """Return the plan of a file that consists of *data*."""
+    return OutputFile(path=path, size_bytes=len(data), executable=executable, literals=((0, data),))
+
+
+def plan_source_file(file: SourceFile) -> OutputFile:
+    """Return the plan of a file that is kept byte for byte."""
+    content = file.content
+    if isinstance(content, bytes):
+        return literal_file(file.path, content, executable=file.executable)
+    pieces = (whole(content, 0),)
+    return OutputFile(path=file.path, size_bytes=content.size_bytes, executable=file.executable, pieces=pieces)
+
+
+def whole(content: ObjectContent, offset: int) -> Piece:
+    """Return the piece that copies a stored file or storage to *offset*."""
+    # The payload ends where the object's file ends.
+    start = content.object.size_bytes - content.size_bytes
+    return Piece(object=content.object, object_offset=start, size_bytes=content.size_bytes, offset=offset)
+
+
+def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Join pieces that are neighbours in the object and in the file: one call moves them."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and _continues(found[-1], piece):
+            found[-1] = replace(found[-1], size_bytes=found[-1].size_bytes + piece.size_bytes, crc32=None)
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def _continues(first: Piece, second: Piece) -> bool:
+    # A conversion, and a checksum that is wanted, are of that piece alone.
+    is_plain = not (first.rounding or second.rounding or first.is_measured or second.is_measured)
+    return is_plain and (second.object, second.object_offset, second.offset) == (
+        first.object,
+        first.object_offset + first.size_bytes,
+        first.offset + first.size_bytes,
+    )
+
+
+def content_of(repo: Repository, content: bytes | ObjectContent) -> bytes:
+    """Return what a file beside the trees holds, verified."""
+    if isinstance(content, bytes):
+        return content
+    data = bytearray(content.size_bytes)
+    repo.objects.verify(content.object)
+    read_stretch(repo, content.object, whole(content, 0).object_offset, memoryview(data))
+    return bytes(data)
+
+
+def read_stretch(repo: Repository, ref: BlobRef, start: int, into: memoryview) -> None:
+    """Fill *into* with the bytes of an object from *start* on, unverified."""
+    with repo.objects.open(ref) as file:
+        for at in range(0, len(into), IO_CHUNK_BYTES):
+            file.read_into(into[at : at + IO_CHUNK_BYTES], start + at)
+
+
+# -- writing it ----------------------------------------------------------------------------------------------------
 
 Supply = tuple[NewFile, Sequence[Piece]]
 """A file and what is moved into it."""

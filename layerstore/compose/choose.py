@@ -2,16 +2,28 @@
 Choose what a composite consists of: a version for each layer, and the base commit that supplies everything else.
 
 A composition is pure data. A policy says which save each layer comes from (for recipes see ``recipes``).
-This module also checks whether the chosen versions fit together.
+This module also checks whether the chosen versions fit together, and deals with damaged ones.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from layerstore.errors import IntegrityError, LayoutMismatch
-from layerstore.history import Past, Resolved, Staleness, references_to, staleness_of
-from layerstore.model import Buffer, CommitId, CommitRecord, LayerEntry, LayerVersion, Parameter, PolicyUse
+from layerstore.errors import DAMAGED_HINT, Conflict, IntegrityError, LayerstoreError, LayoutMismatch, NotFound
+from layerstore.history import (
+    Past,
+    Resolved,
+    Staleness,
+    named_by,
+    objects_of_state,
+    references_to,
+    saved_at,
+    saves_below,
+    staleness_of,
+)
+from layerstore.layers import typed
+from layerstore.model import BlobRef, Buffer, CommitId, CommitRecord, LayerEntry, LayerVersion, Parameter, PolicyUse
 from layerstore.policy import EXACT, Latest, Policy, anchored, replay_policy
 from layerstore.storage import RecordName, Repository, RunView
 from layerstore.tree import Tree
@@ -249,3 +261,113 @@ def _facts(item: Parameter | Buffer) -> str:
     if isinstance(item, Parameter) and item.aliases:
         facts += f", tied with {', '.join(item.aliases)}"
     return facts
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def losses_told(repo: Repository, composition: Composition) -> Iterator[None]:
+    """
+    Read what *composition* consists of in the body.
+
+    Raises:
+        Conflict: A commit that it was chosen from is gone: it was collected or dropped meanwhile.
+        IntegrityError: Something is damaged or missing; the message says of which layer.
+    """
+    try:
+        yield
+    except (IntegrityError, NotFound) as exc:
+        base = composition.base
+        if not all(repo.records.is_there(name) for name, _ in composition.chosen_from):
+            raise Conflict(
+                f"a part of {base.run}@{base.step} was collected while it was read; nothing was written",
+                hint=f"layerstore log {typed(base.run)} lists what is kept; repeat the command if it is there",
+            ) from exc
+        lost = exc.facts.get("object_id")
+        if isinstance(exc, IntegrityError) and isinstance(lost, str):
+            _locate(repo, composition, lost, exc)
+        raise
+
+
+def _locate(repo: Repository, composition: Composition, lost: str, exc: IntegrityError) -> None:
+    """Let *exc* begin with the layer that has *lost* an object, and name the ways on."""
+    base, entry = composition.base, next((each for each in composition.layers if _has(repo, each.version, lost)), None)
+    [called] = of_base = references_to(repo, [base])
+    if entry is not None:
+        [called] = references_to(repo, [entry.origin])
+    exc.locate(called if entry is None else f"{entry.layer} of {called}")
+    if entry is not None and saved_at(repo, entry.origin) is None:
+        [called] = of_base  # the layer has outlived the commit that saved it
+    option = " --read-data" if exc.hint == DAMAGED_HINT else ""  # what is missing is found without
+    # Of a pin the base may be gone: then there is no reference to narrow it by.
+    narrow = f" {typed(called)}" if saved_at(repo, base) is not None else ""
+    older = "" if entry is None else "compose --without-damaged takes older versions; "
+    exc.hint = f"layerstore verify{narrow}{option} says which composites still stand; {older}or {exc.hint}"
+
+
+def _has(repo: Repository, version: BlobRef, lost: str) -> bool:
+    try:
+        return version.id == lost or any(ref.id == lost for ref in named_by(repo, version))
+    except IntegrityError:
+        return False  # lost itself: nobody has come to its objects
+
+
+def without_damaged(repo: Repository, composition: Composition) -> Composition:
+    """
+    Take an older version of each layer that is damaged: the newest sound one in the history below the base.
+
+    Every byte of what is taken is read.
+
+    Raises:
+        IntegrityError: A layer has no sound version that fits, or what is not a layer is damaged.
+    """
+    base = composition.base
+    for state in base.states:
+        for ref in (state, *objects_of_state(repo.state(state))):
+            repo.objects.verify(ref)
+    layers: list[LayerEntry] = []
+    notes = []
+    for entry in composition.layers:
+        problem = _problem(repo, entry)
+        if problem is None:
+            layers.append(entry)
+            continue
+        older = _older(repo, composition, entry)
+        if older is None:
+            problem.locate(f"{entry.layer} of {base.run}@{base.step} has no older version that is sound and fits")
+            raise problem
+        called, instead = references_to(repo, [entry.origin, older.origin])
+        notes.append(f"{entry.layer} of {called} is damaged: its version of {instead} is used")
+        layers.append(older)
+    return replace(composition, layers=tuple(layers), notes=(*composition.notes, *notes))
+
+
+def _problem(repo: Repository, entry: LayerEntry) -> LayerstoreError | None:
+    """Return what is wrong with the version of *entry*; None if every byte is as it was written."""
+    try:
+        for stored in repo.version_of(entry).objects:
+            repo.objects.verify(stored.ref)
+    except IntegrityError as exc:
+        return exc
+    return None
+
+
+def _older(repo: Repository, composition: Composition, damaged: LayerEntry) -> LayerEntry | None:
+    """Return the layer's newest other version in the base's history that is sound, and fits where that is known."""
+    base = composition.base
+    view = repo.catalog.find(base.run)
+    try:
+        like = repo.version_of(damaged)
+    except IntegrityError:
+        like = None
+    seen = {damaged.version}
+    for row in [] if view is None else saves_below(view, attempt=base.attempt, step=base.step):
+        entry = row.entries([damaged.layer]).get(damaged.layer)
+        if entry is None or entry.version in seen:
+            continue
+        seen.add(entry.version)
+        if _problem(repo, entry) is None and (like is None or difference(like, repo.version_of(entry)) is None):
+            repo.catalog.check(row.name, [entry])
+            return entry
+    return None

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from layerstore.compose.assemble import Assembly, assembling
+from layerstore.compose.assemble import (
+    Assembly,
+    OutputFile,
+    assembling,
+    content_of,
+    literal_file,
+    plan_source_file,
+)
 from layerstore.compose.choose import Composition, check_members
-from layerstore.compose.loading import content_of, header_of
 from layerstore.compose.peft import ADAPTER_CONFIG, configs_of, plan_adapters
 from layerstore.compose.safetensors import (
     INDEX,
@@ -22,6 +28,7 @@ from layerstore.compose.safetensors import (
     WEIGHTS_FILE,
     WeightsFile,
     WeightTensor,
+    header_of,
     index_of,
     weights_files,
 )
@@ -40,7 +47,7 @@ from layerstore.model import Kind, LayerVersion, ObjectContent, RankState, Sourc
 from layerstore.progress import Progress
 from layerstore.storage import Repository
 from layerstore.units import size_in_bytes
-from layerstore.zero3 import OutputFile, Slices, TreeView, literal_file, plan_source_file, tensors_in
+from layerstore.zero3 import Slices, TreeView, tensors_in
 
 MAX_SHARD_SIZE = "5GB"
 """The default: small enough for every hub and filesystem."""

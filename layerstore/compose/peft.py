@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from layerstore.compose.loading import content_of, header_of
-from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, weights_file
+from layerstore.compose.assemble import OutputFile, content_of, merged, plan_source_file, whole
+from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, header_of, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.storage import Repository
-from layerstore.zero3 import GatheredSource, OutputFile, Piece, Slices, merged, plan_source_file, tensors_in, whole
+from layerstore.zero3 import GatheredSource, Piece, Slices, tensors_in
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -181,7 +181,7 @@ def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> Out
         size_bytes=found.size_bytes,
         executable=file.executable,
         literals=tuple(literals),
-        pieces=tuple(merged(pieces)),
+        pieces=merged(pieces),
     )
 
 

@@ -11,12 +11,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
+from layerstore.compose.assemble import DerivedCheck, OutputFile, merged, whole
 from layerstore.dtypes import by_code
 from layerstore.errors import Unsupported
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
-from layerstore.model import Kind, ObjectContent, TensorSource
-from layerstore.zero3 import DerivedCheck, OutputFile, Piece, Slices, merged, whole
+from layerstore.model import Kind, ObjectContent, SourceFile, TensorSource
+from layerstore.storage import Repository
+from layerstore.zero3 import Piece, Slices, read_header
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -83,9 +86,8 @@ class WeightsFile:
         return OutputFile(
             path=self.name,
             size_bytes=self.size_bytes,
-            executable=False,
             literals=((0, self.header),),
-            pieces=tuple(merged(piece for tensor, offset in placed for piece in _pieces(tensor, slices, offset))),
+            pieces=merged(piece for tensor, offset in placed for piece in _pieces(tensor, slices, offset)),
         )
 
     def checks(self) -> Iterator[DerivedCheck]:
@@ -189,3 +191,14 @@ def _pieces(tensor: WeightTensor, slices: Slices, offset: int) -> Iterator[Piece
                 end=run.start + run.elements,
             )
             offset += run.elements * by_code(tensor.dtype).bytes
+
+
+def header_of(repo: Repository, file: SourceFile) -> tuple[bytes, int]:
+    """Return the header of a safetensors file that is kept byte for byte, not verified, and the size of the file."""
+    content, path = file.content, Path(file.path)
+    if isinstance(content, bytes):
+        return read_header(path, lambda start, count: content[start : start + count], len(content)), len(content)
+    begin = whole(content, 0).object_offset
+    with repo.objects.open(content.object) as source:
+        header = read_header(path, lambda start, count: source.read_at(begin + start, count), content.size_bytes)
+    return header, content.size_bytes

@@ -1,38 +1,60 @@
 """
 The states of a composite's ranks: the base's own, or what they become at another world size.
 
+Sub-groups follow DeepSpeed's own rule. No tree is changed in place, so one rank's can serve as the template of many.
 A note says what does not carry over.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from pathlib import PurePosixPath
 from typing import Literal
 
 from layerstore.compose.choose import Composition, check_members, check_whole
 from layerstore.compose.safetensors import WEIGHTS_FILE
-from layerstore.errors import InvalidInput, LayoutMismatch
-from layerstore.format import WITHOUT_MOMENTS
+from layerstore.errors import IntegrityError, InvalidInput, LayoutMismatch
+from layerstore.format import WITHOUT_MOMENTS, encode_tree, pack
 from layerstore.layers import strip_wrappers
-from layerstore.model import CommitRecord, LayerVersion, RankState, TensorSource
+from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState, TensorSource, TreeFile
 from layerstore.storage import Repository
-from layerstore.tree import Tree
+from layerstore.tree import OrderedMap, Size, Tensor, Tree, changed, replace_tensors, with_content
 from layerstore.zero3 import (
+    COUNTERS,
     RANDOM_STATE,
-    Regrouping,
+    SHARD_STEM,
+    STEP,
     Slices,
     TreeView,
     config_of,
-    plan_regrouping,
-    regrouped,
-    same_bytes,
-    with_own_steps,
+    slice_length,
+    sub_group_shapes,
+    sub_groups,
 )
 
 AdamStep = Literal["unify", "per-layer"]
 ADAM_STEPS: tuple[AdamStep, ...] = ("unify", "per-layer")
 
+_UNIFY = "compose with --adam-step unify, or train with a param group per layer"
+
+# DeepSpeed's default.
+_SUB_GROUP_SIZE = 10**9
+
 # Only the first rank's file has these.
 _OF_THE_FIRST = frozenset({"shared_params"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubGroup:
+    """A new sub-group: one flat buffer on every rank."""
+
+    param_group: int
+    sample: int
+    """A sub-group of the base in the same param group: everything but slices is taken from it."""
+    shapes: dict[str, Size]
+    elements: int
+    """The length of the buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +67,7 @@ class RankStates:
     versions: list[LayerVersion]
     """Of the composite's layers, in their order."""
     slices: Slices
-    regrouping: Regrouping | None
+    sub_groups: tuple[SubGroup, ...] | None
     """None where the base has as many ranks: then its trees do not change."""
     steps: Mapping[str, tuple[str, int | None]] | None
     """Each parameter's layer and that layer's own optimizer step, where these are to be set."""
@@ -58,20 +80,15 @@ class RankStates:
 
     def state(self, rank: int) -> RankState:
         """Return the state of *rank*."""
-        if self.regrouping is None:
-            state = self.repo.state(self.base.states[rank])
-        else:
-            state = self._regrouped(self.regrouping, rank)
-        return state if self.steps is None else with_own_steps(state, self.steps)
-
-    def _regrouped(self, regrouping: Regrouping, rank: int) -> RankState:
         # Ranks that the base had keep their own state; new ones are made from the first rank's, which every base has.
         # Files for all ranks, gathered weights among them, stay with the first.
         has_own = rank < self.base.world_size
-        template = self.repo.state(self.base.states[rank if has_own else 0])
-        files = tuple(file for file in template.files if not RANDOM_STATE.fullmatch(file.path)) if has_own else ()
-        state = regrouped(template, regrouping, rank=rank)
-        return replace(state, files=files, gathered=template.gathered if has_own else ())
+        state = self.repo.state(self.base.states[rank if has_own else 0])
+        if self.sub_groups is not None:
+            files = tuple(file for file in state.files if has_own and not RANDOM_STATE.fullmatch(file.path))
+            state = regrouped(state, self.sub_groups, rank=rank, world_size=self.world_size)
+            state = replace(state, files=files, gathered=state.gathered if has_own else ())
+        return state if self.steps is None else with_own_steps(state, self.steps)
 
 
 def plan_ranks(
@@ -102,9 +119,9 @@ def plan_ranks(
         raise InvalidInput(f"{adam_step!r} is no adam_step", hint=f"choose one of: {', '.join(ADAM_STEPS)}")
     first = repo.state(base.states[0])
     notes = [*_buffer_notes(slices, count), *(_gathered_notes(first, slices) if composition.older_layers else ())]
-    regrouping = None
+    groups = None
     if count != base.world_size:
-        regrouping = plan_regrouping(first, world_size=count)
+        groups = plan_sub_groups(first, world_size=count)
         notes += _notes_of_states(repo, base, first, world_size=count)
     steps = None
     if adam_step == "per-layer":
@@ -116,7 +133,7 @@ def plan_ranks(
         world_size=count,
         versions=versions,
         slices=slices,
-        regrouping=regrouping,
+        sub_groups=groups,
         steps=steps,
         notes=tuple(notes),
     )
@@ -203,3 +220,267 @@ def _own_values(state: RankState) -> dict[str, bytes]:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'' if count == 1 else 's'}"
+
+
+# -- which parameters go together ----------------------------------------------------------------------------------
+
+
+def plan_sub_groups(state: RankState, *, world_size: int) -> tuple[SubGroup, ...]:
+    """
+    Decide the sub-groups for *world_size* ranks, from the state of any of the base's ranks.
+
+    Raises:
+        LayoutMismatch: The base's own sub-groups do not follow from its config, or do not agree with each other.
+    """
+    model = TreeView.of(state.model)
+    shapes, members = sub_group_shapes(model), _members(state)
+    size = _sub_group_size(model)
+    _check_rule(shapes, members, size, saved_by=model["dp_world_size"].integer())
+    _check_scalars(state, members)
+    found = []
+    for param_group, old in members:
+        together = [(name, shape) for group in old for name, shape in shapes[group].items()]
+        lengths = [slice_length(prod(shape), world_size) for _, shape in together]
+        for chosen in sub_groups(lengths, size=size):
+            own, elements = dict(together[chosen.start : chosen.stop]), sum(lengths[chosen.start : chosen.stop])
+            found.append(SubGroup(param_group=param_group, sample=old[0], shapes=own, elements=elements))
+    return tuple(found)
+
+
+def _sub_group_size(model: TreeView) -> float:
+    zero = (config_of(model) or {}).get("zero_optimization")
+    size = zero.get("sub_group_size", _SUB_GROUP_SIZE) if isinstance(zero, dict) else _SUB_GROUP_SIZE
+    # JSON may hold 1e9, a float.
+    return size if isinstance(size, int | float) and not isinstance(size, bool) else _SUB_GROUP_SIZE
+
+
+def _members(state: RankState) -> list[tuple[int, list[int]]]:
+    """Return the param groups that have sub-groups, and these, in the order of the buffers."""
+    view = _inner(state)["param_groups"]
+    found = [
+        (number, [index for index in group["params"].sequence() if isinstance(index, int)])
+        for number, (_, group) in enumerate(view.children())
+    ]
+    flats = len(_outer(state)["fp32_flat_groups"].sequence())
+    if sorted(index for _, own in found for index in own) != list(range(flats)):
+        raise LayoutMismatch(
+            f"{view.path}: the param groups do not share the {flats} sub-groups among them",
+            hint="compose at the world size of the base, or from another base",
+        )
+    return sorted(((number, own) for number, own in found if own), key=lambda item: item[1])
+
+
+def _check_rule(
+    shapes: Sequence[Mapping[str, Size]], members: Sequence[tuple[int, list[int]]], size: float, *, saved_by: int
+) -> None:
+    """Raise unless DeepSpeed's rule explains how the base was split."""
+    for param_group, old in members:
+        lengths = [slice_length(prod(shape), saved_by) for group in old for shape in shapes[group].values()]
+        expected = [len(chosen) for chosen in sub_groups(lengths, size=size)]
+        if expected != [len(shapes[group]) for group in old]:
+            raise LayoutMismatch(
+                f"param group {param_group} was saved in {len(old)} sub-groups, but sub_group_size {size:.0f} makes "
+                f"{len(expected)} of it: how the engine would split it for other ranks is unknown",
+                hint=f"compose at world size {saved_by}, that of the base",
+            )
+
+
+def _check_scalars(state: RankState, members: Sequence[tuple[int, list[int]]]) -> None:
+    """Raise unless the sub-groups of a param group agree in everything but slices, step counters included."""
+    states = _inner(state)["state"]
+    for param_group, (first, *others) in members:
+        expected = _scalars(states.get(first))
+        for group in others:
+            found = _scalars(states.get(group))
+            odd = next((key for key in {**expected, **found} if expected.get(key) != found.get(key)), None)
+            if odd is not None:
+                raise LayoutMismatch(
+                    f"sub-groups {first} and {group} of param group {param_group} differ in {odd!r}: "
+                    "their parameters cannot be put together in others",
+                    hint="compose at the world size of the base, or from another base",
+                )
+
+
+def _scalars(state: TreeView | None) -> dict[Tree, object]:
+    return {} if state is None else {key: _image(value) for key, value in state.mapping().items()}
+
+
+def _image(value: Tree) -> object:
+    if isinstance(value, Tensor) and isinstance(value.storage.content, FlatContent):
+        return "slices", value.storage.dtype
+    return same_bytes(value)
+
+
+def same_bytes(tree: Tree) -> bytes:
+    """Return bytes that are equal for equal trees, including small tensors, whatever their device."""
+
+    def anywhere(tensor: Tensor) -> Tensor:
+        return replace(tensor, storage=replace(tensor.storage, device=""))
+
+    return pack(encode_tree(replace_tensors(tree, anywhere), content_to_plain=repr))
+
+
+# -- one rank's trees ----------------------------------------------------------------------------------------------
+
+
+def regrouped(template: RankState, groups: Sequence[SubGroup], *, rank: int, world_size: int) -> RankState:
+    """Return the state of *rank*, made from that of *template*; files beside the trees stay the same."""
+    return replace(
+        template,
+        rank=rank,
+        model=_model(template, groups, rank, world_size),
+        optimizer=_optimizer(template, groups, rank, world_size),
+    )
+
+
+def _model(template: RankState, groups: Sequence[SubGroup], rank: int, world_size: int) -> TreeFile:
+    view = TreeView.of(template.model)
+    fragments, shapes = view.get("frozen_param_fragments"), view.get("frozen_param_shapes")
+    values: dict[Tree, Tree] = {
+        "dp_world_size": world_size,
+        "param_shapes": [OrderedMap(group.shapes) for group in groups],
+    }
+    if fragments is not None and fragments.value is not None and shapes is not None:  # None: they were left out
+        values["frozen_param_fragments"] = changed(fragments.mapping(), dict(_fragments(fragments, shapes, world_size)))
+    if rank != template.rank:
+        # Only the first rank records which parameters share memory.
+        values["shared_params"] = {}
+    tree = changed(view.mapping(), values)
+    return TreeFile(path=_path_of_rank(template.model.path, rank), tree=tree)
+
+
+def _fragments(fragments: TreeView, shapes: TreeView, world_size: int) -> Iterator[tuple[Tree, Tree]]:
+    for name, fragment in fragments.children():
+        shape = shapes[str(name)].value
+        assert isinstance(shape, Size), "shapes were checked when the commit was made"
+        yield name, _resized(fragment.tensor(), slice_length(prod(shape), world_size))
+
+
+def _optimizer(template: RankState, groups: Sequence[SubGroup], rank: int, world_size: int) -> TreeFile:
+    outer, inner = _outer(template), _inner(template)
+    masters, states = outer["fp32_flat_groups"], inner["state"]
+    flats: list[Tree] = [
+        _flat(masters[own.sample].tensor(), FlatContent(state="", group=index), own.elements)
+        for index, own in enumerate(groups)
+    ]
+    state: dict[Tree, Tree] = {
+        index: _state(states[own.sample], index, own.elements)
+        for index, own in enumerate(groups)
+        if states.get(own.sample) is not None  # none before the first update
+    }
+    param_groups: list[Tree] = [
+        changed(group.mapping(), {"params": [index for index, own in enumerate(groups) if own.param_group == number]})
+        for number, (_, group) in enumerate(inner["param_groups"].children())
+    ]
+    tree = _with_optimizer(
+        template,
+        outer={"partition_count": world_size, "fp32_flat_groups": flats},
+        inner={"state": state, "param_groups": param_groups},
+    )
+    return TreeFile(path=_path_of_rank(template.optimizer.path, rank), tree=tree)
+
+
+def _with_optimizer(state: RankState, *, outer: Mapping[Tree, Tree], inner: Mapping[Tree, Tree]) -> Tree:
+    """Return the tree of the ``optim_states`` with other values in DeepSpeed's and in the optimizer's own state."""
+    within = changed(_inner(state).mapping(), inner)
+    around = changed(_outer(state).mapping(), {**outer, "optimizer_state_dict": within})
+    return changed(TreeView.of(state.optimizer).mapping(), {"optimizer_state_dict": around})
+
+
+def _state(sample: TreeView, group: int, elements: int) -> dict[Tree, Tree]:
+    """Return a sub-group's optimizer state: slices of the new length, copies of all else."""
+    found: dict[Tree, Tree] = {}
+    for key, value in sample.children():
+        if isinstance(value.value, Tensor) and isinstance(value.value.storage.content, FlatContent):
+            content = replace(value.value.storage.content, group=group)
+            found[key] = _flat(value.value, content, elements)
+        else:
+            # Copies, so that two sub-groups never share one counter's memory.
+            found[key] = replace_tensors(value.value, lambda tensor: replace(tensor, storage=replace(tensor.storage)))
+    return found
+
+
+def _flat(sample: Tensor, content: FlatContent, elements: int) -> Tensor:
+    # DeepSpeed marks a buffer with the numbers of its first and last parameter. No loader reads the mark.
+    attributes = {key: value for key, value in (sample.attributes or {}).items() if key != "ds_id"}
+    return replace(_resized(sample, elements, content), attributes=attributes or None)
+
+
+def _resized(sample: Tensor, elements: int, content: object = None) -> Tensor:
+    """Return a tensor like *sample* with *elements* in a storage of its own."""
+    resized = replace(sample, shape=Size((elements,)), stride=(1,))
+    return with_content(resized, sample.storage.content if content is None else content)
+
+
+def _path_of_rank(path: str, rank: int) -> str:
+    """
+    Return the name that the file at *path* has for *rank*.
+
+    >>> _path_of_rank("global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", 11)
+    'global_step4/bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt'
+    """
+    place = PurePosixPath(path)
+    if not SHARD_STEM.fullmatch(place.stem):
+        raise IntegrityError(f"a commit's state names the file {path!r}, which is no rank's")
+    return str(place.with_name(re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), place.name)))
+
+
+def _outer(state: RankState) -> TreeView:
+    return TreeView.of(state.optimizer)["optimizer_state_dict"]
+
+
+def _inner(state: RankState) -> TreeView:
+    return _outer(state)["optimizer_state_dict"]
+
+
+# -- each layer's own step counter -----------------------------------------------------------------------------------
+
+
+def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]) -> RankState:
+    """
+    Return *state* with each sub-group's counter set to that of its layers.
+
+    *steps* names each parameter's layer and how often the optimizer had updated that.
+
+    Raises:
+        LayoutMismatch: The layers of a sub-group were updated more or less often than each other.
+    """
+    groups, states = sub_group_shapes(TreeView.of(state.model)), _inner(state)["state"]
+    counted: dict[Tree, Tree] = {
+        group: changed(values.mapping(), {STEP: _counter(values.mapping()[STEP], _agreed(groups, group, steps))})
+        for group, values in states.children()
+        if isinstance(group, int) and STEP in values.mapping()
+    }
+    tree = _with_optimizer(state, outer={}, inner={"state": changed(states.mapping(), counted)})
+    return replace(state, optimizer=replace(state.optimizer, tree=tree))
+
+
+def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[str, tuple[str, int | None]]) -> int:
+    """Return the count that all layers of a sub-group share."""
+    missing = [name for name in groups[group] if name not in steps]
+    if missing:
+        raise LayoutMismatch(f"parameter {missing[0]!r} is in none of the chosen layers", name=missing[0])
+    found = list(dict.fromkeys(steps[name] for name in groups[group]))
+    first, count = found[0]
+    if count is None:
+        raise LayoutMismatch(f"layer {first!r} has no optimizer step of its own to be set", hint=_UNIFY)
+    for layer, other in found:
+        if other != count:
+            raise LayoutMismatch(
+                f"layers {first!r} (optimizer step {count}) and {layer!r} (optimizer step {other}) share sub-group "
+                f"{group}, which has one counter: each layer's own step cannot be kept",
+                hint=_UNIFY,
+            )
+    return count
+
+
+def _counter(old: Tree, count: int) -> Tree:
+    """Return a counter like *old* that says *count*."""
+    if isinstance(old, Tensor) and old.elements == 1 and old.storage.dtype in COUNTERS:
+        return with_content(old, COUNTERS[old.storage.dtype].pack(count))
+    if isinstance(old, int) and not isinstance(old, bool):
+        return count
+    raise LayoutMismatch(
+        f"the base's optimizer counts its steps in a {type(old).__name__}, which cannot be set",
+        hint="compose with --adam-step unify",
+    )

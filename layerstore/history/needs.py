@@ -8,8 +8,7 @@ from layerstore.format import STATE_MAGIC, decode_state, decode_version
 from layerstore.layout import OBJECT_ID
 from layerstore.model import BlobRef, CommitRecord, LayerVersion, ObjectContent, ObjectId, Part, RankState
 from layerstore.storage import Repository
-from layerstore.tree import Tensor
-from layerstore.zero3 import replace_tensors
+from layerstore.tree import Tensor, replace_tensors
 
 PARTS = 256
 _ROW = struct.Struct(">16sQ")

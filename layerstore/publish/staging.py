@@ -28,19 +28,20 @@ from layerstore.model import (
     StoredTensor,
 )
 from layerstore.storage import ObjectWriter
-from layerstore.tree import Located, Tensor
+from layerstore.tree import Located, Tensor, replace_tensors
 from layerstore.zero3 import (
-    BYTES_KEY,
     LayerSource,
     ObjectSource,
     OpenedSource,
     SliceSource,
     open_source,
-    replace_tensors,
 )
 
 # Few files are read at a time; a checkpoint of a thousand ranks must not exhaust the descriptors.
 _OPEN_FILES_MAX = 8
+
+# The only tensor in an object that holds a file or a storage.
+_BYTES_KEY = "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,8 +230,8 @@ class Staging:
 
     def bytes_object(self, path: Path, offset: int, size_bytes: int) -> ObjectContent:
         """Stage a stretch of *path* as an object of its own."""
-        part = SliceSource(name=BYTES_KEY, state="", dtype="U8", elements=size_bytes, path=path, offset_bytes=offset)
-        found = self._staged(BYTES_KEY, (part,) if size_bytes else ())
+        part = SliceSource(name=_BYTES_KEY, state="", dtype="U8", elements=size_bytes, path=path, offset_bytes=offset)
+        found = self._staged(_BYTES_KEY, (part,) if size_bytes else ())
         checksum = found.tensors[0].crc32 if found.tensors else 0
         return ObjectContent(object=found.ref, size_bytes=size_bytes, crc32=checksum)
 

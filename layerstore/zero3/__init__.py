@@ -11,7 +11,6 @@ from layerstore.zero3.discovery import (
     discover,
     flavour_of,
     holds_zero3,
-    list_folder,
     read_latest,
 )
 from layerstore.zero3.filenames import (
@@ -24,8 +23,8 @@ from layerstore.zero3.filenames import (
     owner_of_file,
 )
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
-from layerstore.zero3.pointer_files import Pointer, pointer_bytes, read_pointer, refuse_pointer
-from layerstore.zero3.rank_files import RankSource, buffers_of, rank_source
+from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
+from layerstore.zero3.rank_files import COUNTERS, STEP, RankSource, buffers_of, rank_source
 from layerstore.zero3.read import (
     Checkpoint,
     LayerSource,
@@ -35,37 +34,28 @@ from layerstore.zero3.read import (
     read_checkpoint,
     share_of,
 )
-from layerstore.zero3.regroup import Regrouping, plan_regrouping, regrouped, same_bytes, with_own_steps
 from layerstore.zero3.rounding import can_derive, convert, equal_bytes, newly_infinite
-from layerstore.zero3.slices import Piece, Slices, StoredSlice, slice_length, slices_in, stretches, valid_elements
+from layerstore.zero3.slices import (
+    Piece,
+    Slices,
+    StoredSlice,
+    slice_length,
+    slices_in,
+    stretches,
+    sub_groups,
+    valid_elements,
+)
 from layerstore.zero3.sourcefile import OpenedSource, open_source, read_source_file, real_path, stat_source
 from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
-from layerstore.zero3.trees import TreeView, config_of, replace_tensors, sub_group_shapes, undivided
-from layerstore.zero3.write import (
-    BYTES_KEY,
-    DerivedCheck,
-    OutputFile,
-    derived_checks,
-    filling_of,
-    gathered_pieces,
-    literal_file,
-    merged,
-    plan_gathered,
-    plan_rank,
-    plan_source_file,
-    whole,
-)
+from layerstore.zero3.trees import TreeView, config_of, sub_group_shapes, undivided
 
 __all__ = [
-    "BYTES_KEY", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "SUMMARY", "TRAINER_STATE",
-    "Checkpoint", "DerivedCheck", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource",
-    "OutputFile", "Piece", "Pointer", "RankSource", "Regrouping", "Share", "SliceSource", "Slices", "StoredSlice",
-    "Survey", "TreeView", "beside_shards", "buffers_of", "can_derive", "check_unchanged", "checkpoints_below",
-    "config_of", "convert", "derived_checks", "discover", "equal_bytes", "filling_of", "flavour_of",
-    "gathered_pieces", "holds_zero3", "list_folder", "literal_file", "merged", "newly_infinite", "open_source",
-    "owner_of_file", "plan_gathered", "plan_rank", "plan_regrouping", "plan_source_file", "pointer_bytes",
+    "COUNTERS", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE",
+    "Checkpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer",
+    "RankSource", "Share", "SliceSource", "Slices", "StoredSlice", "Survey", "TreeView", "beside_shards",
+    "buffers_of", "can_derive", "check_unchanged", "checkpoints_below", "config_of", "convert", "discover",
+    "equal_bytes", "flavour_of", "holds_zero3", "newly_infinite", "open_source", "owner_of_file", "pointer_bytes",
     "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",
-    "refuse_pointer", "regrouped", "replace_tensors", "same_bytes", "share_of", "slice_length", "slices_in",
-    "stat_source", "stretches", "sub_group_shapes", "supplier_of", "suppliers_of", "tensors_in", "undivided",
-    "valid_elements", "whole", "with_own_steps",
+    "refuse_pointer", "share_of", "slice_length", "slices_in", "stat_source", "stretches", "sub_group_shapes",
+    "sub_groups", "supplier_of", "suppliers_of", "tensors_in", "undivided", "valid_elements",
 ]  # fmt: skip

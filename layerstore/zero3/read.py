@@ -26,7 +26,7 @@ from layerstore.model import (
     RankState,
     TreeFile,
 )
-from layerstore.tree import Located, Tensor
+from layerstore.tree import Located, Tensor, replace_tensors, with_content
 from layerstore.zero3.discovery import FoundCheckpoint, check_companions, checked_step, step_of_trainer
 from layerstore.zero3.filenames import TRAINER_STATE
 from layerstore.zero3.gathered import GatheredFileSource, read_gathered
@@ -44,7 +44,6 @@ from layerstore.zero3.rank_files import (
 )
 from layerstore.zero3.slices import slice_length, valid_elements
 from layerstore.zero3.sourcefile import open_source
-from layerstore.zero3.trees import replace_tensors, with_content
 
 _KINDS = tuple(Kind)
 

@@ -13,7 +13,7 @@ from layerstore.errors import InvalidInput, LayerstoreError, SourceCheckpoint
 from layerstore.limits import SOURCE_FILES_MAX
 from layerstore.zero3.discovery import list_folder, step_of_trainer
 from layerstore.zero3.filenames import FIRST_SHARD, TRAINER_STATE, UNFINISHED_OUTPUT, ZERO3, folder_kind
-from layerstore.zero3.pointer_files import read_pointer
+from layerstore.zero3.pointers import read_pointer
 from layerstore.zero3.pt import read_pt
 from layerstore.zero3.sourcefile import real_path
 from layerstore.zero3.trees import TreeView

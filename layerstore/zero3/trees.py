@@ -2,13 +2,12 @@
 Typed views into the trees of DeepSpeed's files; the settings and optimizers whose state cannot be cut into layers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import PurePath, PurePosixPath
 
 from layerstore.errors import SourceCheckpoint, Unsupported
 from layerstore.model import FlatContent, RankState, TreeFile
-from layerstore.tree import Inert, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.tree import Inert, Size, Tensor, Tree
 
 STAGE_3 = 3
 
@@ -147,51 +146,6 @@ def config_of(model: TreeView) -> dict[Tree, Tree] | None:
     """Return DeepSpeed's config as it is in the file; None where it was given as a path."""
     config = model.get("ds_config")
     return config.value if config is not None and isinstance(config.value, dict) else None
-
-
-def replace_tensors(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:  # noqa: PLR0911  # one line a type
-    """Return a copy of *tree* in which *replacement* maps every tensor."""
-    match tree:
-        case Tensor():
-            return replacement(tree)
-        case OrderedMap():
-            return OrderedMap(_pairs(tree, replacement), tree.attributes)
-        case Inert():
-            return Inert(
-                name=tree.name,
-                arguments=tuple(replace_tensors(item, replacement) for item in tree.arguments),
-                made_by_new=tree.made_by_new,
-                state=replace_tensors(tree.state, replacement),
-                has_state=tree.has_state,
-                appended=[replace_tensors(item, replacement) for item in tree.appended],
-                items=_pairs(tree.items, replacement),
-            )
-        case dict():
-            return _pairs(tree, replacement)
-        case list():
-            return [replace_tensors(item, replacement) for item in tree]
-        case tuple() if type(tree) is tuple:
-            return tuple(replace_tensors(item, replacement) for item in tree)
-        case _:
-            return tree
-
-
-def _pairs(tree: dict[Tree, Tree], replacement: Callable[[Tensor], Tensor]) -> dict[Tree, Tree]:
-    return {key: replace_tensors(value, replacement) for key, value in tree.items()}
-
-
-def changed(tree: dict[Tree, Tree], values: Mapping[Tree, Tree]) -> dict[Tree, Tree]:
-    """Return a copy of *tree* with the *values* of its keys replaced; no key is added."""
-    items = {key: values.get(key, value) for key, value in tree.items()}
-    return OrderedMap(items, tree.attributes) if isinstance(tree, OrderedMap) else items
-
-
-def with_content(tensor: Tensor, content: object) -> Tensor:
-    """Return a tensor like *tensor* in a storage of its own with *content*."""
-    storage = Storage(
-        dtype=tensor.storage.dtype, elements=tensor.elements, device=tensor.storage.device, content=content
-    )
-    return replace(tensor, storage=storage, offset=0)
 
 
 def undivided(state: RankState) -> str:

@@ -13,8 +13,7 @@ from layerstore import Store
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
 from layerstore.storage import Repository
-from layerstore.tree import Tensor, Tree
-from layerstore.zero3 import replace_tensors
+from layerstore.tree import Tensor, Tree, replace_tensors
 from layerstore.zero3.pt import read_pt
 from tests.compose.test_hf import mixed
 from tests.deepspeed.compare import load

@@ -49,7 +49,7 @@ def test_a_pointer_of_another_version_says_so(tmp_path: Path, monkeypatch: pytes
     """A field that is not known is never passed over."""
     path = tmp_path / "states.pt"
     with monkeypatch.context() as patched:
-        patched.setattr("layerstore.zero3.pointer_files.asdict", lambda _: {"newer": 1})
+        patched.setattr("layerstore.zero3.pointers.asdict", lambda _: {"newer": 1})
         path.write_bytes(pointer_bytes(POINTER, stem="states"))
 
     with pytest.raises(InvalidInput, match="pointer of another version"):

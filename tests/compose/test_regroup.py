@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from layerstore.compose.world_size import plan_sub_groups, regrouped, with_own_steps
 from layerstore.errors import LayoutMismatch
 from layerstore.model import FlatContent, RankState
 from layerstore.tree import OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3 import TreeView, plan_regrouping, regrouped, slice_length, with_own_steps
+from layerstore.zero3 import TreeView, slice_length
 from tests.unit import samples
 
 # Two param groups of one-dimensional parameters.
@@ -98,58 +99,15 @@ def at(state: RankState, *keys: str | int) -> Any:
     return view.value
 
 
-def members(state: RankState) -> tuple[tuple[str, ...], ...]:
-    """Return the parameters of each sub-group."""
-    shapes = TreeView(state.model.tree, path=PurePosixPath("model"))["param_shapes"]
-    return tuple(tuple(str(name) for name in group.mapping()) for _, group in shapes.children())
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_the_worked_example_is_split_anew(before: int, after: int) -> None:
-    """What was two sub-groups of one param group at W = 2 is one at W = 3, and the other way round."""
-    base = state_of(world_size=before)
-
-    made = regrouped(base, plan_regrouping(base, world_size=after), rank=0)
-
-    expected = state_of(world_size=after)
-    assert members(made) == SPLIT[after]
-    assert at(made, "partition_count") == after
-    for key in ("params", "lr"):
-        assert [group[key] for group in at(expected, "optimizer_state_dict", "param_groups")] == [
-            group[key] for group in at(made, "optimizer_state_dict", "param_groups")
-        ]
-    for index, (wanted, found) in enumerate(
-        zip(at(expected, "fp32_flat_groups"), at(made, "fp32_flat_groups"), strict=True)
-    ):
-        assert (wanted.shape, None) == (found.shape, found.attributes)
-        assert found.storage.content == FlatContent(state="", group=index)
-        moment = at(made, "optimizer_state_dict", "state", index, "exp_avg")
-        assert (wanted.shape, FlatContent(state="exp_avg", group=index)) == (moment.shape, moment.storage.content)
-
-
 def test_no_two_sub_groups_count_in_one_counter() -> None:
     """Where a sub-group becomes two, each has a step counter of its own: optimizers count in place."""
     base = state_of(world_size=3)
 
-    made = regrouped(base, plan_regrouping(base, world_size=2), rank=0)
+    made = regrouped(base, plan_sub_groups(base, world_size=2), rank=0, world_size=2)
 
     storages = [at(made, "optimizer_state_dict", "state", group, "step").storage for group in range(3)]
     assert len({id(storage) for storage in storages}) == 3
     assert len({storage.content for storage in storages}) == 1
-
-
-def test_new_ranks_have_their_own_names_and_no_shared_parameters() -> None:
-    """File names carry the rank, the bf16_ prefix stays, and only rank 0 speaks of ties."""
-    base = state_of()
-    regrouping = plan_regrouping(base, world_size=12)
-
-    first, last = (regrouped(base, regrouping, rank=rank) for rank in (0, 11))
-
-    assert first.model.path == base.model.path
-    assert last.model.path == "tag/zero_pp_rank_11_mp_rank_00_model_states.pt"
-    assert last.optimizer.path == "tag/bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt"
-    shared = [TreeView(made.model.tree, path=PurePosixPath("model"))["shared_params"].value for made in (first, last)]
-    assert shared == [{"tied": "a"}, {}]
 
 
 @pytest.mark.parametrize(("size", "split"), [(None, GROUPS), (1e9, GROUPS), (0, tuple((name,) for name in WIDTHS))])
@@ -157,9 +115,9 @@ def test_the_size_of_sub_groups_is_the_configs(size: float | None, split: Sequen
     """Without one it is DeepSpeed's default; JSON may have made a float of it; 0 gives each parameter its own."""
     base = state_of(size=size, split=split)
 
-    made = regrouped(base, plan_regrouping(base, world_size=5), rank=0)
+    found = [tuple(group.shapes) for group in plan_sub_groups(base, world_size=5)]
 
-    assert tuple(tuple(names) for names in split) == members(made)
+    assert [tuple(names) for names in split] == found
 
 
 def test_sub_groups_that_the_config_does_not_explain_are_refused() -> None:
@@ -167,14 +125,14 @@ def test_sub_groups_that_the_config_does_not_explain_are_refused() -> None:
     with pytest.raises(
         LayoutMismatch, match=r"param group 0 was saved in 2 sub-groups, but sub_group_size 1000 makes 1"
     ):
-        plan_regrouping(state_of(size=1000), world_size=3)
+        plan_sub_groups(state_of(size=1000), world_size=3)
 
 
 @pytest.mark.parametrize("steps", [(counter(4), counter(5), counter(4)), (4, 5, 4), (4, counter(4), 4)])
 def test_sub_groups_that_count_differently_are_not_put_together(steps: Sequence[Tree]) -> None:
     """One counter cannot say both, nor be an int and a tensor."""
     with pytest.raises(LayoutMismatch, match="sub-groups 0 and 1 of param group 0 differ in 'step'"):
-        plan_regrouping(state_of(steps=steps), world_size=3)
+        plan_sub_groups(state_of(steps=steps), world_size=3)
 
 
 def test_a_state_before_the_first_update_stays_empty() -> None:
@@ -182,7 +140,7 @@ def test_a_state_before_the_first_update_stays_empty() -> None:
     base = state_of()
     at(base, "optimizer_state_dict")["state"] = {}
 
-    made = regrouped(base, plan_regrouping(base, world_size=3), rank=0)
+    made = regrouped(base, plan_sub_groups(base, world_size=3), rank=0, world_size=3)
 
     assert at(made, "optimizer_state_dict", "state") == {}
 
@@ -193,7 +151,7 @@ def test_param_groups_that_do_not_share_the_sub_groups_are_refused() -> None:
     at(base, "optimizer_state_dict")["param_groups"][1]["params"] = []
 
     with pytest.raises(LayoutMismatch, match="do not share the 3 sub-groups"):
-        plan_regrouping(base, world_size=3)
+        plan_sub_groups(base, world_size=3)
 
 
 # -- step counters -------------------------------------------------------------------------------------------------
@@ -223,17 +181,6 @@ def test_counters_are_set_to_the_layers_own_and_keep_their_type(old: Sequence[Tr
     found = [at(made, "optimizer_state_dict", "state", group, "step") for group in range(3)]
     assert images(expected) == images(found)
     assert len({id(step.storage) for step in found if isinstance(step, Tensor)}) in {0, 3}
-
-
-def test_a_sub_group_of_layers_with_other_counts_is_refused() -> None:
-    """Two layers are named with their counts, and what to do instead."""
-    with pytest.raises(LayoutMismatch) as caught:
-        with_own_steps(state_of(), own_steps(a=4, b=2))
-
-    assert str(caught.value).startswith(
-        "layers 'layer a' (optimizer step 4) and 'layer b' (optimizer step 2) share sub-group 0"
-    )
-    assert caught.value.hint == "compose with --adam-step unify, or train with a param group per layer"
 
 
 def test_a_layer_without_a_count_cannot_set_a_counter() -> None:
