@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from layerstore.compose.assemble import OutputFile, content_of, merged, plan_source_file, whole
 from layerstore.compose.safetensors import FLOATS, WeightsFile, WeightTensor, header_of, weights_file
 from layerstore.errors import SourceCheckpoint, Unsupported
+from layerstore.format import Frame
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.storage import Repository
@@ -112,10 +113,9 @@ class _AdapterFile:
     """The file of an adapter's weights, as it was saved."""
 
     file: SourceFile
-    header: bytes
     tensors: tuple[GatheredSource, ...]
     """In file order; each with the parameter that it is of."""
-    size_bytes: int
+    frame: Frame
 
 
 def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _AdapterFile:
@@ -127,7 +127,8 @@ def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _
             own_name = name_in_file(name, adapter) or ".".join(_parts(name))
             suppliers.setdefault(own_name, parameter)
     tensors = tensors_in(Path(file.path), header, size_bytes, suppliers)
-    return _AdapterFile(file=file, header=header, tensors=tensors, size_bytes=size_bytes)
+    offsets = tuple(tensor.offset_bytes for tensor in tensors)
+    return _AdapterFile(file=file, tensors=tensors, frame=Frame(header=header, offsets=offsets, size_bytes=size_bytes))
 
 
 def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
@@ -175,10 +176,10 @@ def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> Out
             kind = slices.weights_kind(tensor.supplier, tensor.dtype)
             pieces += slices.pieces(kind, tensor.supplier, dtype=tensor.dtype, offset=tensor.offset_bytes)
             begin = tensor.offset_bytes + tensor.size_bytes
-    keep(found.size_bytes)
+    keep(found.frame.size_bytes)
     return OutputFile(
         path=file.path,
-        size_bytes=found.size_bytes,
+        size_bytes=found.frame.size_bytes,
         executable=file.executable,
         literals=tuple(literals),
         pieces=merged(pieces),
@@ -253,13 +254,7 @@ def _as_saved(
             )
         made = weights_file(path, tensors)
         return made, made.output(slices)
-    made = WeightsFile(
-        name=path,
-        tensors=tensors,
-        header=stored.header,
-        offsets=tuple(tensor.offset_bytes for tensor in stored.tensors),
-        size_bytes=stored.size_bytes,
-    )
+    made = WeightsFile(name=path, tensors=tensors, frame=stored.frame)
     return made, _patched(stored, slices, slices.parameters.keys() - own)
 
 

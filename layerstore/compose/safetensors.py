@@ -16,6 +16,7 @@ from pathlib import Path
 from layerstore.compose.assemble import DerivedCheck, OutputFile, merged, whole
 from layerstore.dtypes import by_code
 from layerstore.errors import Unsupported
+from layerstore.format import Frame, framed
 from layerstore.limits import PAGE_BYTES, SAFETENSORS_HEADER_BYTES_MAX
 from layerstore.model import Kind, ObjectContent, SourceFile, TensorSource
 from layerstore.storage import Repository
@@ -69,30 +70,26 @@ class WeightsFile:
     name: str
     tensors: tuple[WeightTensor, ...]
     """In file order."""
-    header: bytes
-    """From the first byte of the file to the payload."""
-    offsets: tuple[int, ...]
-    """Where each tensor starts in the file."""
-    size_bytes: int
-    """Of the whole file."""
+    frame: Frame
+    """Where everything lies in the file."""
 
     def tensor_at(self, offset: int) -> WeightTensor:
         """Return the tensor that holds the byte at *offset*."""
-        return self.tensors[bisect_right(self.offsets, offset) - 1]
+        return self.tensors[bisect_right(self.frame.offsets, offset) - 1]
 
     def output(self, slices: Slices) -> OutputFile:
         """Return the plan of the file, filled from *slices*."""
-        placed = zip(self.tensors, self.offsets, strict=True)
+        placed = zip(self.tensors, self.frame.offsets, strict=True)
         return OutputFile(
             path=self.name,
-            size_bytes=self.size_bytes,
-            literals=((0, self.header),),
+            size_bytes=self.frame.size_bytes,
+            literals=((0, self.frame.header),),
             pieces=merged(piece for tensor, offset in placed for piece in _pieces(tensor, slices, offset)),
         )
 
     def checks(self) -> Iterator[DerivedCheck]:
         """Yield the tensors whose bytes are known beforehand."""
-        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+        for tensor, offset in zip(self.tensors, self.frame.offsets, strict=True):
             if tensor.crc32 is not None:
                 yield DerivedCheck(name=tensor.name, offset=offset, size_bytes=tensor.size_bytes, crc32=tensor.crc32)
 
@@ -137,27 +134,12 @@ def weights_file(name: str, tensors: Iterable[WeightTensor]) -> WeightsFile:
     ordered = sorted(
         tensors, key=lambda tensor: (tensor.size_bytes % PAGE_BYTES != 0, -by_code(tensor.dtype).bytes, tensor.name)
     )
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin, offsets = 0, []
-    for tensor in ordered:
-        end = begin + tensor.size_bytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        offsets.append(begin)
-        begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
-    if len(text) > SAFETENSORS_HEADER_BYTES_MAX:
+    frame = framed(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), metadata={"format": "pt"})
+    if len(frame.header) > SAFETENSORS_HEADER_BYTES_MAX:
         raise Unsupported(
-            f"the header of {name} would have {len(text)} bytes", hint="choose a smaller maximum per shard"
+            f"the header of {name} would have {len(frame.header)} bytes", hint="choose a smaller maximum per shard"
         )
-    header = len(text).to_bytes(8, "little") + text
-    return WeightsFile(
-        name=name,
-        tensors=tuple(ordered),
-        header=header,
-        offsets=tuple(len(header) + offset for offset in offsets),
-        size_bytes=len(header) + begin,
-    )
+    return WeightsFile(name=name, tensors=tuple(ordered), frame=frame)
 
 
 def index_of(files: Sequence[WeightsFile]) -> bytes:

@@ -10,9 +10,8 @@ from layerstore.format.blobs import (
     ref_of,
 )
 from layerstore.format.canonical import Plain, pack, pack_again, unpack, unpack_known
-from layerstore.format.envelope import stated_store
 from layerstore.format.fields import from_plain, to_plain
-from layerstore.format.framing import canonical_order, frame, slice_bytes
+from layerstore.format.framing import Frame, canonical_order, frame, framed, slice_bytes
 from layerstore.format.hashing import (
     DIGEST_BYTES,
     Bytes,
@@ -24,16 +23,6 @@ from layerstore.format.hashing import (
     digest,
     object_id,
 )
-from layerstore.format.identity import (
-    FORMAT,
-    HASH,
-    StoreIdentity,
-    decode_identity,
-    encode_identity,
-    format_of,
-    new_identity,
-    stated_flags,
-)
 from layerstore.format.records import (
     WITHOUT_MOMENTS,
     commit_id,
@@ -42,10 +31,21 @@ from layerstore.format.records import (
     seal_commit,
     seal_part,
     seal_pin,
+    stated_store,
     unseal_commit,
     unseal_entries,
     unseal_part,
     unseal_pin,
+)
+from layerstore.format.store_json import (
+    FORMAT,
+    HASH,
+    StoreIdentity,
+    decode_identity,
+    encode_identity,
+    format_of,
+    new_identity,
+    stated_flags,
 )
 from layerstore.format.treecodec import encode_tree
 
@@ -57,6 +57,7 @@ __all__ = [
     "VERSION_MAGIC",
     "WITHOUT_MOMENTS",
     "Bytes",
+    "Frame",
     "NameHasher",
     "ObjectHasher",
     "Plain",
@@ -76,6 +77,7 @@ __all__ = [
     "encode_version",
     "format_of",
     "frame",
+    "framed",
     "from_plain",
     "make_commit",
     "new_identity",

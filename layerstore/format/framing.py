@@ -1,5 +1,5 @@
 """
-The framing of tensor objects: safetensors files whose every byte is decided here.
+The framing of tensor objects, and of weights that compose writes: safetensors files, every byte decided here.
 
 The header is padded with spaces so that the payload starts on a page. Slices that fill whole pages come first, then the
 rest, both by key: so they stay page-aligned whatever else is in the file. Nothing that varies between equal contents
@@ -7,8 +7,9 @@ goes in.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol, TypeVar
 
 from layerstore.dtypes import by_code
@@ -56,23 +57,26 @@ def canonical_order(tensors: Iterable[AnySlice]) -> list[AnySlice]:
     return sorted(tensors, key=lambda tensor: (slice_bytes(tensor) % PAGE_BYTES != 0, tensor.key))
 
 
-def frame(tensors: Sequence[Slice]) -> Frame:
+def frame(tensors: Iterable[Slice]) -> Frame:
     """Lay out *tensors*, which are in canonical order."""
-    begin, entries, offsets = 0, {}, []
-    for tensor in tensors:
-        end = begin + slice_bytes(tensor)
-        entries[tensor.key] = {"dtype": tensor.dtype, "shape": [tensor.elements], "data_offsets": [begin, end]}
+    return framed((tensor.key, tensor.dtype, (tensor.elements,)) for tensor in tensors)
+
+
+def framed(tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mapping[str, str] | None = None) -> Frame:
+    """Lay out *tensors*, given as (key, element type, shape); the header starts with *metadata*."""
+    begin, offsets = 0, []
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    for key, dtype, shape in tensors:
+        end = begin + prod(shape) * by_code(dtype).bytes
+        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         offsets.append(begin)
         begin = end
-    assert len(entries) == len(offsets), "keys are unique within an object"
-    header = _padded_header(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
+    assert len(entries) == len(offsets) + (metadata is not None), "keys are unique within a file"
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    padding = -(8 + len(text)) % PAGE_BYTES
+    header = (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
     return Frame(
         header=header,
         offsets=tuple(len(header) + offset for offset in offsets),
         size_bytes=len(header) + begin,
     )
-
-
-def _padded_header(text: bytes) -> bytes:
-    padding = -(8 + len(text)) % PAGE_BYTES
-    return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding

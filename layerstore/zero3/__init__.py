@@ -24,7 +24,7 @@ from layerstore.zero3.filenames import (
 )
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
-from layerstore.zero3.rank_files import COUNTERS, STEP, RankSource, buffers_of, rank_source
+from layerstore.zero3.rank_files import COUNTERS, STEP, RankSource, rank_source
 from layerstore.zero3.read import (
     Checkpoint,
     LayerSource,
@@ -53,7 +53,7 @@ __all__ = [
     "COUNTERS", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE",
     "Checkpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer",
     "RankSource", "Share", "SliceSource", "Slices", "StoredSlice", "Survey", "TreeView", "beside_shards",
-    "buffers_of", "can_derive", "check_unchanged", "checkpoints_below", "config_of", "convert", "discover",
+    "can_derive", "check_unchanged", "checkpoints_below", "config_of", "convert", "discover",
     "equal_bytes", "flavour_of", "holds_zero3", "newly_infinite", "open_source", "owner_of_file", "pointer_bytes",
     "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",
     "refuse_pointer", "share_of", "slice_length", "slices_in", "stat_source", "stretches", "sub_group_shapes",

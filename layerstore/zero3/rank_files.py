@@ -76,6 +76,25 @@ class RankSource:
         """The tree of ``optim_states``."""
         return TreeView(self.optimizer_file.tree, path=self.optimizer_file.path)
 
+    @property
+    def fragments(self) -> dict[str, TreeView]:
+        """This rank's slices of frozen parameters; none where they were left out of the checkpoint."""
+        found = self.model.get("frozen_param_fragments")
+        return {} if found is None else {str(name): fragment for name, fragment in found.children()}
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """The persistent buffers, in the model's order."""
+        module = self.model["module"].mapping()
+        names = self.model.get("buffer_names")
+        found = {}
+        for name in names.sequence() if names is not None else ():
+            value = module.get(name)
+            # Other buffers stay in the tree.
+            if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
+                found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
@@ -138,7 +157,7 @@ def common_of(rank: RankSource) -> Common:
         optimizer_states=[(flat.state, flat.group, flat.tensor.storage.dtype) for flat in rank.flats],
         optimizer_steps=_optimizer_steps(rank, len(groups)),
         frozen_parameters=_frozen(rank),
-        buffers=buffers_of(rank),
+        buffers=rank.buffers,
     )
 
 
@@ -339,24 +358,11 @@ def _frozen(rank: RankSource) -> dict[str, tuple[Tree, str, int]]:
     fragments = rank.model.get("frozen_param_fragments")
     if fragments is None or fragments.value is None:
         return {}  # exclude_frozen_parameters: their weights are elsewhere
-    held = {name: fragment.tensor() for name, fragment in fragments.children()}
+    held = {name: fragment.tensor() for name, fragment in rank.fragments.items()}
     odd = sorted(str(name) for name in shapes.keys() ^ held.keys())
     if odd:
         raise LayoutMismatch(f"{rank.model.path}: frozen parameter {odd[0]!r} has only one of shape and fragment")
-    return {str(name): (shapes[name], tensor.storage.dtype, tensor.elements) for name, tensor in held.items()}
-
-
-def buffers_of(rank: RankSource) -> dict[str, Buffer]:
-    """Return the persistent buffers, in the model's order."""
-    module = rank.model["module"].mapping()
-    names = rank.model.get("buffer_names")
-    found = {}
-    for name in names.sequence() if names is not None else ():
-        value = module.get(name)
-        # Other buffers stay in the tree.
-        if isinstance(name, str) and isinstance(value, Tensor) and value.is_contiguous and value.elements:
-            found[name] = Buffer(name=name, dtype=value.storage.dtype, shape=tuple(value.shape))
-    return found
+    return {name: (shapes[name], tensor.storage.dtype, tensor.elements) for name, tensor in held.items()}
 
 
 def _optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:

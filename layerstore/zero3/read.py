@@ -208,9 +208,8 @@ def _state_of(rank: RankSource, folder: PurePath, buffers: Mapping[str, Buffer])
     contents: dict[int, object] = {
         id(flat.tensor): FlatContent(state=flat.state, group=flat.group) for flat in rank.flats
     }
-    fragments = rank.model.get("frozen_param_fragments")
-    for name, fragment in fragments.children() if fragments is not None else ():
-        contents[id(fragment.value)] = FragmentContent(parameter=str(name))
+    for name, fragment in rank.fragments.items():
+        contents[id(fragment.value)] = FragmentContent(parameter=name)
     for name in buffers:
         contents[id(rank.model["module"][name].value)] = BufferContent(buffer=name)
 
@@ -305,16 +304,15 @@ def _flat_slices(rank: RankSource, groups: Groups, world_size: int) -> Iterator[
 def _frozen_slices(
     rank: RankSource, parameters: Mapping[str, Parameter], world_size: int
 ) -> Iterator[tuple[Kind, SliceSource]]:
-    fragments = rank.model.get("frozen_param_fragments")
-    for name, fragment in fragments.children() if fragments is not None else ():
-        elements = prod(parameters[str(name)].shape)
+    for name, fragment in rank.fragments.items():
+        elements = prod(parameters[name].shape)
         tensor, expected = fragment.tensor(), slice_length(elements, world_size)
         if tensor.elements != expected or not tensor.is_contiguous:
             raise LayoutMismatch(
                 f"{rank.model.path}: the fragment of frozen parameter {name!r} has {tensor.elements} elements, "
                 f"expected {expected}"
             )
-        yield from _slice(Kind.WEIGHTS, tensor, 0, valid_elements(elements, world_size, rank.rank), name=str(name))
+        yield from _slice(Kind.WEIGHTS, tensor, 0, valid_elements(elements, world_size, rank.rank), name=name)
 
 
 def _slice(

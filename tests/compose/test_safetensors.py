@@ -48,13 +48,13 @@ def test_a_shards_payload_starts_on_pages(tmp_path: Path) -> None:
 
     (file,) = weights_files(tensors, shard_bytes_max=10**9)
 
-    starts = {tensor.name: offset for tensor, offset in zip(file.tensors, file.offsets, strict=True)}
+    starts = {tensor.name: offset for tensor, offset in zip(file.tensors, file.frame.offsets, strict=True)}
     assert list(starts) == ["b", "d", "c", "a"]
-    assert len(file.header) % PAGE_BYTES == 0
+    assert len(file.frame.header) % PAGE_BYTES == 0
     assert [starts[name] % PAGE_BYTES for name in ("b", "d", "c")] == [0, 0, 0]
     assert file.tensor_at(starts["d"]).name == file.tensor_at(starts["c"] - 1).name == "d"
     path = tmp_path / file.name
-    path.write_bytes(file.header + bytes(file.size_bytes - len(file.header)))
+    path.write_bytes(file.frame.header + bytes(file.frame.size_bytes - len(file.frame.header)))
     with safetensors.safe_open(path, "np") as opened:
         assert opened.metadata() == {"format": "pt"}
         assert sorted(opened.keys()) == ["a", "b", "c", "d"]

@@ -15,7 +15,7 @@ from layerstore import Keep, Store
 from layerstore.check.repair import Repaired, execute_repair
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, Locked, StorageIO, Unsupported
 from layerstore.format import digest, make_commit, pack, unpack
-from layerstore.format.envelope import seal, unseal
+from layerstore.format.records import seal, unseal
 from layerstore.history import resolve
 from layerstore.model import Observed, Part
 from layerstore.progress import Silent

@@ -17,7 +17,7 @@ from typing import Any
 
 from layerstore import Keep
 from layerstore.errors import AlreadyExists, NotFound, Unsupported
-from layerstore.format.identity import FORMAT
+from layerstore.format.store_json import FORMAT
 from layerstore.history import resolve
 from layerstore.migrations import migrate
 from layerstore.storage import Files, Hook, make_store, no_hook

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from layerstore.errors import IntegrityError, Unsupported
 from layerstore.format import digest
-from layerstore.format.envelope import MAGIC, seal, unseal
+from layerstore.format.records import MAGIC, seal, unseal
 
 STORE = "5e" * 16
 NAME = "commits/sft/4.0"

@@ -24,7 +24,7 @@ from layerstore.format import (
     unseal_entries,
     unseal_pin,
 )
-from layerstore.format.envelope import seal
+from layerstore.format.records import seal
 from layerstore.model import CommitRecord, Fork, LayerVersion, RankState
 from tests.unit import samples
 from tests.unit.samples import STORE_ID

@@ -41,7 +41,7 @@ from layerstore.format import (
     unseal_part,
     unseal_pin,
 )
-from layerstore.format.envelope import seal, unseal
+from layerstore.format.records import seal, unseal
 from layerstore.gc.retention import _logged_at
 from layerstore.limits import KIB
 from layerstore.model import CommitId, LayerPart, Part
@@ -84,8 +84,8 @@ def _hostile_pickles() -> list[bytes]:
 
 @cache
 def _pickles() -> list[bytes]:
-    tree = write_pickle(samples.tree()).payload
-    state = write_pickle({"module": {"a.weight": samples.tensor(bytes(16))}, "global_steps": 2, "args": {1, 2}}).payload
+    tree = write_pickle(samples.tree())[0]
+    state = write_pickle({"module": {"a.weight": samples.tensor(bytes(16))}, "global_steps": 2, "args": {1, 2}})[0]
     return [tree, state]
 
 
@@ -107,8 +107,8 @@ def _pickle() -> Parser:
     records = {"0": Located(path=Path("x"), offset_bytes=64, size_bytes=16, crc32=0)}
 
     def parse(data: bytes, folder: Path) -> object:
-        found = read_pickle(data, path=Path("x.pt"), records=records)
-        return write_pickle(found.tree)  # whatever was accepted can be written
+        found, _ = read_pickle(data, path=Path("x.pt"), records=records)
+        return write_pickle(found)  # whatever was accepted can be written
 
     inputs = _either(changed(_pickles()), changed(_hostile_pickles()), _made_pickles)
     return Parser(inputs=inputs, parse=parse, right=(*_SOURCE, InvalidInput))

@@ -12,7 +12,7 @@ from layerstore.limits import INLINE_BYTES_MAX
 from layerstore.live.engine.deepspeed import SavedStates
 from layerstore.live.engine.inert import Memory, NotPlain, inert
 from layerstore.tree import Located, Storage
-from layerstore.zero3 import ObjectSource, RankSource, Share, buffers_of, rank_source, share_of
+from layerstore.zero3 import ObjectSource, RankSource, Share, rank_source, share_of
 from layerstore.zero3.pt import PtFile
 
 
@@ -88,15 +88,14 @@ def _file(state: object, path: Path, memory: Memory) -> PtFile:
 
 def _slices(source: RankSource) -> set[Storage]:
     """Return the storages that hold slices of layers: flat buffers and frozen fragments."""
-    fragments = source.model.get("frozen_param_fragments")
     found = {flat.tensor.storage for flat in source.flats}
-    return found | {of.tensor().storage for _, of in (fragments.children() if fragments is not None else ())}
+    return found | {fragment.tensor().storage for fragment in source.fragments.values()}
 
 
 def _buffers(source: RankSource) -> set[Storage]:
     """Return the storages of buffers, which also change in forward."""
     module = source.model["module"]
-    return {module[name].tensor().storage for name in buffers_of(source)}
+    return {module[name].tensor().storage for name in source.buffers}
 
 
 def _settle(storage: Storage, memory: Memory) -> None:

@@ -7,7 +7,7 @@ The ``pickle`` module is not used. A list or dict that occurs twice in a tree is
 """
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from layerstore.dtypes import by_code
@@ -38,19 +38,9 @@ _PERSISTENT = b"Q"
 _STOP = b"."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenPickle:
-    """A pickle and the storages that it names."""
-
-    payload: bytes
-    """The bytes of ``data.pkl``."""
-    storages: tuple[Storage, ...]
-    """By key: the first lies in ``data/0``."""
-
-
-def write_pickle(tree: Tree) -> WrittenPickle:
+def write_pickle(tree: Tree) -> tuple[bytes, tuple[Storage, ...]]:
     """
-    Return *tree* as a pickle.
+    Return *tree* as a pickle, and the storages that it names: the first lies in ``data/0``.
 
     Raises:
         InvalidInput: The tree contains itself, or a part that cannot be written; names the key path.
@@ -58,7 +48,7 @@ def write_pickle(tree: Tree) -> WrittenPickle:
     _check(tree)
     writer = _Writer()
     writer.write(tree)
-    return WrittenPickle(payload=b"\x80\x02" + writer.payload() + _STOP, storages=tuple(writer.storages))
+    return b"\x80\x02" + writer.payload() + _STOP, tuple(writer.storages)
 
 
 def _check(tree: Tree) -> None:

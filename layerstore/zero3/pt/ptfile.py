@@ -15,10 +15,10 @@ from layerstore.dtypes import by_code
 from layerstore.errors import Unsupported
 from layerstore.format import crc32 as crc32_of
 from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
-from layerstore.tree import Storage, Tree
+from layerstore.tree import Located, Storage, Tree
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
-from layerstore.zero3.pt.ziparchive import Archive, ZipLayout, ZipRecord, layout_archive, read_archive
+from layerstore.zero3.pt.ziparchive import ZipLayout, ZipRecord, layout_archive, read_archive
 from layerstore.zero3.sourcefile import OpenedSource, damaged, open_source, untrusted
 
 _PICKLE = "data.pkl"
@@ -89,20 +89,16 @@ def read_pt(path: Path, *, allowed_globals: frozenset[str] = frozenset()) -> PtF
         StorageIO: The disk refused.
     """
     with open_source(path) as source:
-        archive = read_archive(source)
-        _check_byte_order(source, archive)
-        payload = _read_record(source, archive, _PICKLE)
-    read = read_pickle(
-        payload,
-        path=path,
-        records={
-            name.removeprefix(_STORAGE_FOLDER): located
-            for name, located in archive.entries.items()
-            if name.startswith(_STORAGE_FOLDER)
-        },
-        allowed_globals=allowed_globals,
-    )
-    return PtFile(path=path, tree=read.tree, storages=read.storages, root=archive.root)
+        root, entries = read_archive(source)
+        _check_byte_order(source, entries)
+        payload = _read_record(source, entries, _PICKLE)
+    records = {
+        name.removeprefix(_STORAGE_FOLDER): located
+        for name, located in entries.items()
+        if name.startswith(_STORAGE_FOLDER)
+    }
+    tree, storages = read_pickle(payload, path=path, records=records, allowed_globals=allowed_globals)
+    return PtFile(path=path, tree=tree, storages=storages, root=root)
 
 
 def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> PtLayout:
@@ -115,11 +111,11 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
     Raises:
         InvalidInput: A tree or a name that cannot be written.
     """
-    written = write_pickle(tree)
+    pickled, storages = write_pickle(tree)
     # torch's order. Its .format_version and .storage_alignment are left out: they promise that offsets
     # can be computed from sizes the way torch pads, and then some loaders would not look at our headers.
-    contents: tuple[bytes | Storage, ...] = (written.payload, b"little", *written.storages, b"3\n")
-    keys = (f"{_STORAGE_FOLDER}{key}" for key in range(len(written.storages)))
+    contents: tuple[bytes | Storage, ...] = (pickled, b"little", *storages, b"3\n")
+    keys = (f"{_STORAGE_FOLDER}{key}" for key in range(len(storages)))
     records = [
         _record(record, content, alignment_bytes)
         for record, content in zip((_PICKLE, _BYTE_ORDER, *keys, "version"), contents, strict=True)
@@ -151,18 +147,18 @@ def _serialization_id(contents: Sequence[bytes | Storage], crcs: list[int]) -> b
     return str(int.from_bytes(digest.digest(), "big")).zfill(_ID_DIGITS).encode()
 
 
-def _check_byte_order(source: OpenedSource, archive: Archive) -> None:
-    if _BYTE_ORDER not in archive.entries:
+def _check_byte_order(source: OpenedSource, entries: Mapping[str, Located]) -> None:
+    if _BYTE_ORDER not in entries:
         return  # files older than torch 2.1 have none, and torch reads them as little-endian
-    order = _read_record(source, archive, _BYTE_ORDER)
+    order = _read_record(source, entries, _BYTE_ORDER)
     if order == b"big":
         raise Unsupported(f"{source.path}: its tensors are big-endian", path=str(source.path))
     if order != b"little":
         raise damaged(source.path, f"its byte order is {order[:20]!r}")
 
 
-def _read_record(source: OpenedSource, archive: Archive, name: str) -> bytes:
-    located = archive.entries.get(name)
+def _read_record(source: OpenedSource, entries: Mapping[str, Located], name: str) -> bytes:
+    located = entries.get(name)
     if located is None:
         raise damaged(source.path, f"the record {name} is missing")
     if located.size_bytes > PICKLE_BYTES_MAX:

@@ -8,7 +8,6 @@ Every count is bounded before memory is spent on it. Neither ``pickle`` nor ``pi
 
 import struct
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
@@ -36,24 +35,15 @@ _INT32 = struct.Struct("<i")
 _FLOAT64 = struct.Struct(">d")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PickledTree:
-    """The tree that a pickle describes, and its storages."""
-
-    tree: Tree
-    storages: tuple[Storage, ...]
-    """Every storage that a tensor of the tree views, in order of first use."""
-
-
 def read_pickle(
     payload: bytes,
     *,
     path: Path,
     records: Mapping[str, Located],
     allowed_globals: frozenset[str] = frozenset(),
-) -> PickledTree:
+) -> tuple[Tree, tuple[Storage, ...]]:
     """
-    Return the tree that *payload* describes.
+    Return the tree that *payload* describes, and every storage that its tensors view, in order of first use.
 
     *records* holds the archive's storages by key, and *path* names the file in errors.
     A global in *allowed_globals* becomes an inert object, unless the allow-list treats it otherwise.
@@ -79,7 +69,7 @@ def read_pickle(
         raise Unsupported(f"{path}: at {place}: {what} is not supported", path=str(path), key_path=place)
     for name in sorted(found.names.keys() & picklenames.CALLED):
         raise untrusted(path, f"its pickle names {name} at {found.names[name]} without calling it")
-    return PickledTree(tree=cast(Tree, tree), storages=tuple(machine.calls.storages.values()))
+    return cast(Tree, tree), tuple(machine.calls.storages.values())
 
 
 def _one_spelling(name: str) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 
 from layerstore.errors import InvalidInput, SourceCheckpoint
 from layerstore.limits import ZIP_DIRECTORY_BYTES_MAX, ZIP_ENTRIES_MAX, ZIP_NAME_BYTES_MAX
@@ -70,16 +69,6 @@ _LEGACY_HINT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Archive:
-    """The directory of an archive whose layout passed every check."""
-
-    root: str
-    """The one folder that all records lie in."""
-    entries: Mapping[str, Located]
-    """Where each record's bytes are, by its name below the root, in the directory's order. CRCs are not checked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Listed:
     """One entry as the central directory states it."""
 
@@ -95,9 +84,11 @@ class _Listed:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_archive(source: OpenedSource) -> Archive:
+def read_archive(source: OpenedSource) -> tuple[str, dict[str, Located]]:
     """
-    Return the records of *source*, after checking the whole layout.
+    Return the one folder that all records of *source* lie in, and where each record's bytes are, by its name below.
+
+    The whole layout was checked, the CRCs were not. The order is the directory's.
 
     Raises:
         SourceCheckpoint: Not a zip, cut short, or not something that ``torch.save`` writes.
@@ -110,7 +101,7 @@ def read_archive(source: OpenedSource) -> Archive:
     _check_sizes(source, listed)
     entries = {name: _locate(source, item, name) for item, name in zip(listed, names, strict=True)}
     _check_overlap(source.path, listed, entries, directory_offset=start)
-    return Archive(root=root, entries=MappingProxyType(entries))
+    return root, entries
 
 
 def _refuse_other_formats(source: OpenedSource) -> None:
