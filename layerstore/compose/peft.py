@@ -11,7 +11,7 @@ export makes one by PEFT's rule for LoRA.
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from layerstore.compose.assemble import OutputFile, content_of, merged, plan_source_file, whole
@@ -21,7 +21,7 @@ from layerstore.format import Frame
 from layerstore.layers import ADAPTER_WEIGHTS, WRAPPER_COMPONENTS
 from layerstore.model import Buffer, Parameter, SourceFile, TensorSource
 from layerstore.storage import Repository
-from layerstore.zero3 import GatheredSource, Piece, Slices, tensors_in
+from layerstore.zero3 import Piece, Slices, tensors_in
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -108,27 +108,20 @@ def _names_by_rule(repo: Repository, config: SourceFile, parameters: Iterable[st
 # -- the base's own files ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AdapterFile:
-    """The file of an adapter's weights, as it was saved."""
-
-    file: SourceFile
-    tensors: tuple[GatheredSource, ...]
-    """In file order; each with the parameter that it is of."""
-    frame: Frame
-
-
-def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> _AdapterFile:
-    """Read the header of *adapter*'s *file*, and find the parameter of each tensor."""
+def _read(repo: Repository, file: SourceFile, slices: Slices, adapter: str) -> WeightsFile:
+    """Return *adapter*'s *file* as it was saved, with the parameter of each tensor."""
     header, size_bytes = header_of(repo, file)
     suppliers: dict[str, Parameter | Buffer] = {}
     for parameter in slices.parameters.values():
         for name in (parameter.name, *parameter.aliases):
             own_name = name_in_file(name, adapter) or ".".join(_parts(name))
             suppliers.setdefault(own_name, parameter)
-    tensors = tensors_in(Path(file.path), header, size_bytes, suppliers)
-    offsets = tuple(tensor.offset_bytes for tensor in tensors)
-    return _AdapterFile(file=file, tensors=tensors, frame=Frame(header=header, offsets=offsets, size_bytes=size_bytes))
+    found = tensors_in(Path(file.path), header, size_bytes, suppliers)
+    return WeightsFile(
+        name=file.path,
+        tensors=tuple(_tensor(of.name, of.supplier, of.shape, of.dtype) for of in found),
+        frame=Frame(header=header, offsets=tuple(of.offset_bytes for of in found), size_bytes=size_bytes),
+    )
 
 
 def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Collection[str]) -> OutputFile:
@@ -145,21 +138,21 @@ def plan_beside(repo: Repository, file: SourceFile, slices: Slices, *, own: Coll
     if not older or adapter is None or PurePosixPath(file.path).name != ADAPTER_WEIGHTS:
         return plan_source_file(file)
     found = _read(repo, file, slices, adapter)
-    strange = [tensor.name for tensor in found.tensors if not tensor.supplier]
+    strange = [tensor.name for tensor in found.tensors if not tensor.layer_name]
     of_adapter = {name for name in older if adapter in name.split(".")}
-    lost = of_adapter - {tensor.supplier for tensor in found.tensors}
+    lost = of_adapter - {tensor.layer_name for tensor in found.tensors}
     if strange and lost:
         raise Unsupported(
             f"{file.path} cannot be mixed of several saves: {strange[0]!r} in it is of no parameter, and "
             f"{min(lost)!r} is not in it",
             hint="--policy exact takes all of one save",
         )
-    return _patched(found, slices, older)
+    return _patched(file, found, slices, older)
 
 
-def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> OutputFile:
-    """Return the plan of the file *found*, with the tensors of the parameters *names* from *slices*."""
-    file, begin = found.file, 0
+def _patched(file: SourceFile, found: WeightsFile, slices: Slices, names: Collection[str]) -> OutputFile:
+    """Return the plan of *file*, as it was *found*, with the tensors of the parameters *names* from *slices*."""
+    begin = 0
     literals: list[tuple[int, bytes]] = []
     pieces: list[Piece] = []
 
@@ -170,12 +163,12 @@ def _patched(found: _AdapterFile, slices: Slices, names: Collection[str]) -> Out
             start = whole(file.content, 0).object_offset + begin
             pieces.append(Piece(object=file.content.object, object_offset=start, size_bytes=end - begin, offset=begin))
 
-    for tensor in found.tensors:
-        if tensor.supplier in names:
-            keep(tensor.offset_bytes)
-            kind = slices.weights_kind(tensor.supplier, tensor.dtype)
-            pieces += slices.pieces(kind, tensor.supplier, dtype=tensor.dtype, offset=tensor.offset_bytes)
-            begin = tensor.offset_bytes + tensor.size_bytes
+    for tensor, offset in zip(found.tensors, found.frame.offsets, strict=True):
+        if tensor.layer_name in names:
+            keep(offset)
+            kind = slices.weights_kind(tensor.layer_name, tensor.dtype)
+            pieces += slices.pieces(kind, tensor.layer_name, dtype=tensor.dtype, offset=offset)
+            begin = offset + tensor.size_bytes
     keep(found.frame.size_bytes)
     return OutputFile(
         path=file.path,
@@ -208,7 +201,7 @@ def plan_adapters(
         path = str(PurePosixPath(config.path).with_name(ADAPTER_WEIGHTS))
         stored = _read(repo, by_path[path], slices, adapter) if path in by_path else None
         if stored is not None and stored.tensors:
-            made, output = _as_saved(stored, slices, own=own, dtype=dtype)
+            made, output = _as_saved(by_path[path], stored, slices, own=own, dtype=dtype)
         else:
             names = _names_by_rule(repo, config, slices.parameters, adapter)
             if not names:
@@ -217,9 +210,8 @@ def plan_adapters(
                     hint="an adapter that is not trained is not in the checkpoint: take it from where it came from",
                 )
             parameters = {name: slices.parameter(of) for name, of in names.items()}
-            made = weights_file(
-                path, (_tensor(name, of.name, of.shape, of.dtype, dtype) for name, of in parameters.items())
-            )
+            tensors = (_tensor(name, of.name, of.shape, of.dtype) for name, of in parameters.items())
+            made = weights_file(path, (_typed(tensor, dtype) for tensor in tensors))
             output = made.output(slices)
         weights.append(made)
         outputs.append(output)
@@ -238,14 +230,12 @@ def plan_adapters(
 
 
 def _as_saved(
-    stored: _AdapterFile, slices: Slices, *, own: Collection[str], dtype: str | None
+    file: SourceFile, stored: WeightsFile, slices: Slices, *, own: Collection[str], dtype: str | None
 ) -> tuple[WeightsFile, OutputFile]:
     """Return the base's own file with the values of the chosen layers, laid out anew for another *dtype*."""
-    path = stored.file.path
-    tensors = tuple(
-        _tensor(tensor.name, tensor.supplier, tensor.shape, tensor.dtype, dtype) for tensor in stored.tensors
-    )
-    if any(made.dtype != tensor.dtype for made, tensor in zip(tensors, stored.tensors, strict=True)):
+    path = file.path
+    tensors = tuple(_typed(tensor, dtype) for tensor in stored.tensors)
+    if tensors != stored.tensors:
         alone = [tensor.name for tensor in tensors if not tensor.layer_name]
         if alone:
             raise Unsupported(
@@ -254,15 +244,12 @@ def _as_saved(
             )
         made = weights_file(path, tensors)
         return made, made.output(slices)
-    made = WeightsFile(name=path, tensors=tensors, frame=stored.frame)
-    return made, _patched(stored, slices, slices.parameters.keys() - own)
+    return stored, _patched(file, stored, slices, slices.parameters.keys() - own)
 
 
-def _tensor(name: str, supplier: str, shape: tuple[int, ...], own_dtype: str, dtype: str | None) -> WeightTensor:
-    return WeightTensor(
-        name=name,
-        dtype=dtype if dtype and own_dtype in FLOATS else own_dtype,
-        shape=shape,
-        source=TensorSource.PARAMETER,
-        layer_name=supplier,
-    )
+def _tensor(name: str, supplier: str, shape: tuple[int, ...], dtype: str) -> WeightTensor:
+    return WeightTensor(name=name, dtype=dtype, shape=shape, source=TensorSource.PARAMETER, layer_name=supplier)
+
+
+def _typed(tensor: WeightTensor, dtype: str | None) -> WeightTensor:
+    return replace(tensor, dtype=dtype) if dtype and tensor.dtype in FLOATS else tensor

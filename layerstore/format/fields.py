@@ -52,12 +52,7 @@ def to_plain(value: object) -> Plain:
 
 
 def from_plain(cls: type[Value], value: Plain, *, what: str) -> Value:
-    """
-    Build a *cls* from what ``to_plain`` gave.
-
-    Raises:
-        IntegrityError: *value* is not the image of a *cls*.
-    """
+    """Build a *cls* from what ``to_plain`` gave; raises IntegrityError where *value* is not the image of a *cls*."""
     try:
         return cast(Value, _reader_of(cast(Any, cls))(value))
     except _Misfit as exc:

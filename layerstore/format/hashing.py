@@ -18,7 +18,6 @@ from layerstore.model import ObjectId
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 DIGEST_BYTES = 16
-CHUNK_DIGEST_BYTES = 8
 
 
 def digest(data: Bytes) -> bytes:
@@ -116,8 +115,3 @@ class ObjectHasher(NameHasher):
         """Return the digests of all chunks, the last one possibly short."""
         tail = [self._chunk.digest()] if self._chunk_left_bytes < VERIFY_CHUNK_BYTES else []
         return b"".join(self._chunks + tail)
-
-
-def chunk_digest(data: Bytes) -> bytes:
-    """Return the xxh3_64 of one whole chunk, 8 bytes."""
-    return xxhash.xxh3_64_digest(data)

@@ -110,12 +110,7 @@ def _encode_scalar(value: Tree) -> Plain:
 
 
 def decode_tree(value: Plain, *, content_from_plain: ContentFromPlain, what: str) -> Tree:
-    """
-    Turn what ``encode_tree`` gave back into a tree.
-
-    Raises:
-        IntegrityError: It is not the image of a tree.
-    """
+    """Turn what ``encode_tree`` gave back into a tree; raises IntegrityError where it is not the image of a tree."""
     try:
         rows, root = cast("list[Plain]", value)
         contents = {_storage(row, content_from_plain, what): row[3] for row in cast("list[list[Plain]]", rows)}

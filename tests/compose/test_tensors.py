@@ -17,7 +17,7 @@ from layerstore import Store
 from layerstore.errors import IntegrityError, InvalidInput, NotFound
 from layerstore.model import BlobRef, Kind
 from layerstore.storage import ObjectStore
-from tests.compose.test_hf import is_block, mixed, objects_of
+from tests.compose.test_hf import objects_of
 from tests.deepspeed.compare import full_tensors, raw_bytes, whole_weights
 from tests.faults.harness import flip
 from tests.unit.checkpoints import change_gathered, checkpoint
@@ -242,20 +242,6 @@ def test_threads_may_share_them(store: Store, tmp_path: Path, verified: list[tup
 
 
 # -- composites, buffers, wrong questions --------------------------------------------------------------------------
-
-
-def test_each_layer_of_a_composite_comes_from_its_own_step(store: Store, tmp_path: Path) -> None:
-    """Whatever number of ranks that step was saved by."""
-    sources = {step: checkpoint(tmp_path, step=step, world_size=ranks) for step, ranks in ((2, 1), (4, 3))}
-    for source in sources.values():
-        store.ingest(source)
-    composite = mixed(store, "sft@4", "sft@2")
-    expected = {step: full_tensors(source / f"global_step{step}") for step, source in sources.items()}
-
-    tensors = composite.tensors()
-
-    for name, array in tensors.items():
-        assert same_bytes(expected[2 if is_block(name) else 4][name]["master"], array)
 
 
 def test_wrong_kinds_and_states_are_refused(store: Store, tmp_path: Path) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import layerstore
 from layerstore import Store
 from tests.deepspeed.compare import differing, full_tensors
 from tests.deepspeed.launch import LAUNCH_SECONDS_MAX, Launch
 from tests.deepspeed.scenarios import (
     GROUPINGS,
-    HUGGING_FACE_SCENARIOS,
     SAVE_STEPS,
     SCENARIO_OF,
 )
@@ -43,27 +41,6 @@ def test_distances_are_those_of_deepspeeds_own_masters(name: str, trained: Launc
         assert layer.distance.relative_l2 == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-9)
         assert layer.distance.cosine == pytest.approx(float(a @ b / a.norm() / b.norm()), rel=1e-9)
         assert layer.distance.relative_l2 > 0
-
-
-def test_all_checkpoints_of_a_trainer_and_of_accelerate_are_found(
-    trained_hugging_face: Launch, trained: Launch, tmp_path: Path
-) -> None:
-    """One command takes all that real libraries have saved, in order, under their own runs' names."""
-    root = trained_hugging_face.root
-    survey = layerstore.find_checkpoints(*(root / scenario.name for scenario in HUGGING_FACE_SCENARIOS))
-    expected = {
-        scenario.tag_dir(root, step=step).resolve(): step for scenario in HUGGING_FACE_SCENARIOS for step in SAVE_STEPS
-    }
-
-    assert expected.items() <= {found.path: found.step for found in survey.found}.items()
-    assert [found.step for found in survey.found] == sorted(found.step or -1 for found in survey.found)
-    assert {SCENARIO_OF["tied"].tag_dir(trained.root, step=step).resolve() for step in SAVE_STEPS} == {
-        found.path for found in layerstore.find_checkpoints(trained.root / "tied").found
-    }
-    with layerstore.init(tmp_path / "store") as store:
-        for found in survey.found:
-            store.ingest(found.folder, tag=found.tag)
-        assert {entry.step for entry in store.log("trainer")} >= set(SAVE_STEPS)
 
 
 # -- LLMTailor's recipes -------------------------------------------------------------------------------------------

@@ -146,20 +146,6 @@ def test_every_element_of_the_worked_example_is_found(tmp_path: Path, world_size
             assert found == [value(layer.layer, element, state) for element in range(ELEMENTS[layer.layer])]
 
 
-@pytest.mark.parametrize("world_size", EXAMPLE)
-def test_ranks_of_the_worked_example_hold_their_slices(tmp_path: Path, world_size: int) -> None:
-    """Each rank's slice of each parameter has the elements that the example gives it."""
-    _, ranks = EXAMPLE[world_size]
-    for layer in read(write(tmp_path / "run", world_size)).layers:
-        for source in (source for source in layer.objects if source.kind is Kind.MASTER):
-            (text,) = (part for text in ranks[source.shard] for part in text.split() if part[0] == layer.layer)
-            data = spelled(text, "")
-
-            found = [number for part in source.slices for number in numbers(part)]
-
-            assert list(struct.unpack(f"<{len(data) // 4}f", data)) == found
-
-
 @pytest.mark.fault(67)
 def test_padding_content_makes_no_difference(tmp_path: Path) -> None:
     """Padding is junk by nature: it is in no slice."""

@@ -109,27 +109,6 @@ def stored_slices(*lengths: int, elements: int = 9, dtype: str = "F32") -> Slice
     return Slices([version])
 
 
-def test_pieces_are_placed_by_the_type_that_they_become() -> None:
-    """Offsets in an object count elements of its type, those in the file elements of the file's."""
-    slices = stored_slices(5, 4)
-    starts = [slices.find(Kind.MASTER, "a", shard=shard).offset for shard in (0, 1)]
-
-    found = list(slices.pieces(Kind.MASTER, "a", dtype="BF16", offset=100, begin=3, end=7))
-
-    assert [(piece.object_offset, piece.size_bytes, piece.offset) for piece in found] == [
-        (starts[0] + 12, 8, 100),
-        (starts[1], 8, 104),
-    ]
-    assert {piece.rounding for piece in found} == {("F32", "BF16")}
-
-
-def test_pieces_of_the_same_type_are_copied() -> None:
-    """Without a range they are the whole parameter, and nothing is rounded."""
-    found = list(stored_slices(5, 4).pieces(Kind.MASTER, "a", dtype="F32", offset=0))
-
-    assert [(piece.size_bytes, piece.offset, piece.rounding) for piece in found] == [(20, 0, None), (16, 20, None)]
-
-
 def test_elements_that_are_not_stored_so_are_refused() -> None:
     """A slice of another length, one that is missing, a type without a way to the one asked for."""
     with pytest.raises(LayoutMismatch, match="slice 1 of 2 of 'a' is stored with 3 elements, its shape asks for 4"):
