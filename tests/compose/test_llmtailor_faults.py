@@ -20,13 +20,12 @@ from layerstore.model import BlobRef
 from layerstore.storage import NewFile, ObjectStore, OpenFile, RunView
 from layerstore.storage.catalog import Catalog
 from layerstore.tree import Tree
-from layerstore.zero3.pt import read_pt
 from tests.bench.shapes import GROUPINGS, ModelShape
 from tests.deepspeed.compare import full_tensors, load, raw_bytes
 from tests.faults.harness import Recorder, snapshot
 from tests.generated import generate
 from tests.unit.checkpoints import tensors_of
-from tests.zero3.ptfiles import write_pt
+from tests.zero3.ptfiles import change_tree
 
 MIB = 1 << 20
 OLD, NEW = 100, 200
@@ -61,17 +60,6 @@ def tensors(folder: Path) -> dict[str, dict[str, bytes]]:
         name: {kind: raw_bytes(tensor).tobytes() for kind, tensor in kinds.items()}
         for name, kinds in full_tensors(folder / (folder / "latest").read_text()).items()
     }
-
-
-def change_tree(path: Path, change: Callable[[dict[Tree, Tree]], object]) -> None:
-    """Let *change* alter the tree of a ``.pt`` file."""
-    tree = cast("dict[Tree, Tree]", read_pt(path).tree)
-    change(tree)
-    aside = path.parent / "aside" / path.name
-    aside.parent.mkdir()
-    write_pt(aside, tree)
-    aside.replace(path)
-    aside.parent.rmdir()
 
 
 # -- which tensors -------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Promises of composites for other numbers of ranks than saved them, end to end on generated checkpoints."""
 
+import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from layerstore import Store
+from layerstore import Composite, Store
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
 from layerstore.storage import Repository
-from layerstore.tree import Tensor, Tree, replace_tensors
+from layerstore.tree import Tensor, Tree, replace_tensors, with_content
 from layerstore.zero3.pt import read_pt
 from tests.compose.test_hf import mixed
 from tests.deepspeed.compare import load
@@ -250,6 +251,64 @@ def test_what_cannot_be_meant_is_refused(store: Store, tmp_path: Path, options: 
     assert not (tmp_path / "out").exists()
 
 
+# -- sub-groups that cannot be made anew ---------------------------------------------------------------------------
+
+Change = Callable[[dict[Any, Any], dict[Any, Any]], object]
+"""Alters the tree of a rank's model_states, and the optimizer's own state in the other file."""
+
+
+def change_trees(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """Let every rank's trees be read as *change* leaves them."""
+
+    def changed(state: Any) -> Any:
+        change(state.model.tree, state.optimizer.tree["optimizer_state_dict"]["optimizer_state_dict"])
+        return state
+
+    change_states(monkeypatch, changed)
+
+
+def count_apart(model: dict[Any, Any], optimizer: dict[Any, Any]) -> None:
+    """Let the second sub-group have counted more updates."""
+    optimizer["state"][1]["step"] = with_content(optimizer["state"][1]["step"], struct.pack("<f", 9))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda model, optimizer: model["ds_config"]["zero_optimization"].update(sub_group_size=1e9),
+            "param group 0 was saved in .* sub-groups, but sub_group_size 1000000000 makes 1",
+        ),
+        (count_apart, "sub-groups 0 and 1 of param group 0 differ in 'step'"),
+        (lambda model, optimizer: optimizer["state"][1].update(step=4), "sub-groups 0 and 1 .* differ in 'step'"),
+        (lambda model, optimizer: optimizer["param_groups"][-1].update(params=[]), "the param groups do not share"),
+    ],
+)
+def test_sub_groups_that_cannot_be_made_anew_are_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, match: str
+) -> None:
+    """The config does not explain them, their counters differ in value or type, or they belong to no param group."""
+    store.ingest(odd_checkpoint(tmp_path, sub_group_size=300))
+    change_trees(monkeypatch, change)
+
+    with pytest.raises(LayoutMismatch, match=match):
+        store.compose("sft").write(tmp_path / "out", world_size=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_state_before_the_first_update_stays_empty(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No moments are made up."""
+    store.ingest(odd_checkpoint(tmp_path))
+    change_trees(monkeypatch, lambda model, optimizer: optimizer["state"].clear())
+
+    out = store.compose("sft").write(tmp_path / "out", world_size=3).out
+
+    trees = [load(path)["optimizer_state_dict"]["optimizer_state_dict"] for path in out.rglob("*optim_states.pt")]
+    assert [tree["state"] for tree in trees] == [{}] * 3
+
+
 # -- each layer's own optimizer step -------------------------------------------------------------------------------
 
 
@@ -273,6 +332,33 @@ def test_each_layer_keeps_its_own_step_where_groups_allow(store: Store, tmp_path
     assert {4.0} == set(steps_of(tmp_path / "unify").values())
     own = steps_of(tmp_path / "own")
     assert own == {name: 2.0 if "layers.1" in name else 4.0 for name in own}
+
+
+def test_a_counter_keeps_its_type_and_an_optimizer_without_one_needs_none(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An int stays one; plain momentum counts nothing; a version that was counted differently has no count to set."""
+    store.ingest(odd_checkpoint(tmp_path / "a", step=4, groups="layerwise"), run="two")
+    store.ingest(odd_checkpoint(tmp_path / "b", step=2, groups="layerwise"), run="three")
+    composite = mixed(store, "two", "three", lambda layer: layer == "model.layers.1")
+    layers = tuple(replace(entry, optimizer_step=None) for entry in composite.composition.layers)
+
+    with pytest.raises(LayoutMismatch, match="has no optimizer step of its own"):
+        Composite(store.repo, replace(composite.composition, layers=layers)).notes(adam_step="per-layer")
+
+    with monkeypatch.context() as patch:
+        change_trees(patch, lambda _, optimizer: [state.update(step=4) for state in optimizer["state"].values()])
+        composite.write(tmp_path / "integers", adam_step="per-layer")
+    with monkeypatch.context() as patch:
+        change_trees(patch, lambda _, optimizer: [state.pop("step") for state in optimizer["state"].values()])
+        out = composite.write(tmp_path / "none", adam_step="per-layer").out
+
+    integers = load(next((tmp_path / "integers").rglob("*rank_0_*optim_states.pt")))
+    states = integers["optimizer_state_dict"]["optimizer_state_dict"]["state"].values()
+    assert {type(state["step"]) for state in states} == {int}
+    assert {2.0, 4.0} == set(steps_of(tmp_path / "integers").values())
+    without = load(next(out.rglob("*rank_0_*optim_states.pt")))["optimizer_state_dict"]["optimizer_state_dict"]
+    assert not any("step" in state for state in without["state"].values())
 
 
 @pytest.mark.known_fault("llmtailor 8")

@@ -4,14 +4,14 @@ from typing import cast
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from layerstore.errors import IntegrityError, InvalidInput
 from layerstore.format import Plain, pack, unpack
 from layerstore.format.treecodec import decode_tree, encode_tree
 from layerstore.limits import PICKLE_DEPTH_MAX, PICKLE_INT_BYTES_MAX
-from layerstore.tree import Global, Inert, OrderedMap, Size, Storage, Tensor, Tree
+from layerstore.tree import Tree
 from tests.zero3.ptfiles import fingerprint
+from tests.zero3.trees import trees
 
 
 def held_to_plain(content: object) -> Plain:
@@ -32,77 +32,8 @@ def there_and_back(tree: Tree) -> Tree:
     return decode_tree(unpack(data, what="it"), content_from_plain=held_from_plain, what="it")
 
 
-TEXT = st.text(max_size=5)  # lone surrogates included
-KEYS: st.SearchStrategy[Tree] = (
-    TEXT | st.integers() | st.booleans() | st.none() | st.binary(max_size=3) | st.tuples(TEXT, st.integers())
-)
-LEAVES: st.SearchStrategy[Tree] = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | TEXT
-    | st.binary(max_size=5)
-    | st.lists(st.integers(0, 100), max_size=4).map(Size)
-    | TEXT.map(Global)
-    | st.sets(st.integers(0, 9), max_size=4)
-)
-STORAGES = st.builds(
-    lambda data: Storage(dtype="U8", elements=len(data), device="cpu", content=data), st.binary(max_size=8)
-)
-# Two storages in all, so that tensors of one tree share them often.
-SHARED = st.shared(st.tuples(STORAGES, STORAGES), key="storages")
-
-
-def tensors(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-    """Return tensors over one of two storages."""
-    attributes = st.none() | st.dictionaries(KEYS, inner, max_size=2)
-    return st.builds(
-        lambda pair, second, offset, grad, parameter, attributes: Tensor(
-            storage=pair[second],
-            offset=offset,
-            shape=Size((2, 3)),
-            stride=(3, 1),
-            requires_grad=grad,
-            is_parameter=parameter,
-            attributes=attributes,
-        ),
-        SHARED,
-        st.booleans(),
-        st.integers(0, 9),
-        st.booleans(),
-        st.booleans(),
-        attributes,
-    )
-
-
-def inerts(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-    """Return objects kept by name."""
-    return st.builds(
-        Inert,
-        name=TEXT,
-        arguments=st.lists(inner, max_size=2).map(tuple),
-        made_by_new=st.booleans(),
-        state=inner,
-        has_state=st.booleans(),
-        appended=st.lists(inner, max_size=2),
-        items=st.dictionaries(KEYS, inner, max_size=2),
-    )
-
-
-def containers(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-    """Return trees that hold *inner* ones."""
-    maps = st.dictionaries(KEYS, inner, max_size=4)
-    ordered = st.builds(OrderedMap, maps, st.none() | st.dictionaries(TEXT, inner, max_size=2))
-    lists = st.lists(inner, max_size=4)
-    return maps | ordered | lists | lists.map(tuple) | tensors(inner) | inerts(inner)
-
-
-TREES: st.SearchStrategy[Tree] = st.recursive(LEAVES, containers, max_leaves=20)
-
-
 @pytest.mark.fault(69)
-@given(TREES)
+@given(trees())
 def test_every_tree_comes_back(tree: Tree) -> None:
     """Types, order of keys, bits of floats, odd text and shared storages are all as they were."""
     assert fingerprint(tree) == fingerprint(there_and_back(tree))

@@ -3,12 +3,13 @@
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from isal import isal_zlib
 
 from layerstore.limits import PAGE_BYTES
 from layerstore.tree import Inert, Located, OrderedMap, Size, Storage, Tensor, Tree
-from layerstore.zero3.pt import layout_pt
+from layerstore.zero3.pt import layout_pt, read_pt
 
 
 def held(storage: Storage) -> bytes:
@@ -40,6 +41,17 @@ def write_pt(
             position += file.write(raw)
     assert layout.size_bytes == position
     return path
+
+
+def change_tree(path: Path, change: Callable[[dict[Tree, Tree]], object]) -> None:
+    """Let *change* alter the tree of a ``.pt`` file."""
+    tree = cast("dict[Tree, Tree]", read_pt(path).tree)
+    change(tree)
+    aside = path.parent / "aside" / path.name
+    aside.parent.mkdir()
+    write_pt(aside, tree)
+    aside.replace(path)
+    aside.parent.rmdir()
 
 
 def fingerprint(tree: Tree) -> object:
