@@ -21,16 +21,15 @@ from layerstore.model import CommitRecord, FlatContent, LayerVersion, RankState,
 from layerstore.storage import Repository
 from layerstore.tree import OrderedMap, Size, Tensor, Tree, changed, replace_tensors, with_content
 from layerstore.zero3 import (
-    COUNTERS,
     RANDOM_STATE,
     SHARD_STEM,
     STEP,
     Slices,
     TreeView,
     config_of,
+    counter_like,
     slice_length,
     sub_group_shapes,
-    sub_groups,
 )
 
 AdamStep = Literal["unify", "per-layer"]
@@ -247,6 +246,26 @@ def plan_sub_groups(state: RankState, *, world_size: int) -> tuple[SubGroup, ...
     return tuple(found)
 
 
+def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
+    """
+    Yield which parameters of a param group DeepSpeed puts into one flat buffer, by the *lengths* of their slices.
+
+    A sub-group is closed once it holds *size* elements per rank or more; no parameter is cut for it.
+
+    >>> list(sub_groups([8, 6, 4], size=10)), list(sub_groups([5, 4, 3], size=10))
+    ([range(0, 2), range(2, 3)], [range(0, 3)])
+    """
+    is_split = sum(lengths) > size
+    first = held = 0
+    for index, length in enumerate(lengths):
+        held += length
+        if is_split and held >= size:
+            yield range(first, index + 1)
+            first, held = index + 1, 0
+    if first < len(lengths):
+        yield range(first, len(lengths))
+
+
 def _sub_group_size(model: TreeView) -> float:
     zero = (config_of(model) or {}).get("zero_optimization")
     size = zero.get("sub_group_size", _SUB_GROUP_SIZE) if isinstance(zero, dict) else _SUB_GROUP_SIZE
@@ -447,7 +466,7 @@ def with_own_steps(state: RankState, steps: Mapping[str, tuple[str, int | None]]
     """
     groups, states = sub_group_shapes(TreeView.of(state.model)), _inner(state)["state"]
     counted: dict[Tree, Tree] = {
-        group: changed(values.mapping(), {STEP: _counter(values.mapping()[STEP], _agreed(groups, group, steps))})
+        group: changed(values.mapping(), {STEP: counter_like(values.mapping()[STEP], _agreed(groups, group, steps))})
         for group, values in states.children()
         if isinstance(group, int) and STEP in values.mapping()
     }
@@ -472,15 +491,3 @@ def _agreed(groups: Sequence[Mapping[str, object]], group: int, steps: Mapping[s
                 hint=_UNIFY,
             )
     return count
-
-
-def _counter(old: Tree, count: int) -> Tree:
-    """Return a counter like *old* that says *count*."""
-    if isinstance(old, Tensor) and old.elements == 1 and old.storage.dtype in COUNTERS:
-        return with_content(old, COUNTERS[old.storage.dtype].pack(count))
-    if isinstance(old, int) and not isinstance(old, bool):
-        return count
-    raise LayoutMismatch(
-        f"the base's optimizer counts its steps in a {type(old).__name__}, which cannot be set",
-        hint="compose with --adam-step unify",
-    )

@@ -1,8 +1,8 @@
 """
-DeepSpeed's ZeRO-3 files without torch: find them, read them into plain values, and plan new ones.
+DeepSpeed's ZeRO-3 files without torch: find them, read them into plain values, and find slices that were stored.
 
-This room knows nothing of stores. It maps the bytes of a checkpoint's files to slices of parameters, and the bytes of
-objects to places in new files. ``.pt`` files have a door of their own, `layerstore.zero3.pt`.
+This room knows nothing of stores. It maps the bytes of a checkpoint's files to slices of parameters, and slices to
+their places in objects. ``.pt`` files have a door of their own, `layerstore.zero3.pt`.
 """
 
 from layerstore.zero3.discovery import (
@@ -24,7 +24,7 @@ from layerstore.zero3.filenames import (
 )
 from layerstore.zero3.gathered import GatheredSource, read_header, supplier_of, suppliers_of, tensors_in
 from layerstore.zero3.pointers import Pointer, pointer_bytes, read_pointer, refuse_pointer
-from layerstore.zero3.rank_files import COUNTERS, STEP, RankSource, rank_source
+from layerstore.zero3.rank_files import STEP, RankSource, counter_like, rank_source
 from layerstore.zero3.read import (
     Checkpoint,
     LayerSource,
@@ -42,7 +42,6 @@ from layerstore.zero3.slices import (
     slice_length,
     slices_in,
     stretches,
-    sub_groups,
     valid_elements,
 )
 from layerstore.zero3.sourcefile import OpenedSource, open_source, read_source_file, real_path, stat_source
@@ -50,12 +49,12 @@ from layerstore.zero3.survey import FoundTag, Survey, checkpoints_below
 from layerstore.zero3.trees import TreeView, config_of, sub_group_shapes, undivided
 
 __all__ = [
-    "COUNTERS", "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE",
-    "Checkpoint", "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer",
-    "RankSource", "Share", "SliceSource", "Slices", "StoredSlice", "Survey", "TreeView", "beside_shards",
-    "can_derive", "check_unchanged", "checkpoints_below", "config_of", "convert", "discover",
-    "equal_bytes", "flavour_of", "holds_zero3", "newly_infinite", "open_source", "owner_of_file", "pointer_bytes",
-    "rank_source", "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",
+    "LATEST", "LATEST_BYTES_MAX", "RANDOM_STATE", "SHARD_STEM", "STEP", "SUMMARY", "TRAINER_STATE", "Checkpoint",
+    "FoundTag", "GatheredSource", "LayerSource", "ObjectSource", "OpenedSource", "Piece", "Pointer", "RankSource",
+    "Share", "SliceSource", "Slices", "StoredSlice", "Survey", "TreeView", "beside_shards", "can_derive",
+    "check_unchanged", "checkpoints_below", "config_of", "convert", "counter_like", "discover", "equal_bytes",
+    "flavour_of", "holds_zero3", "newly_infinite", "open_source", "owner_of_file", "pointer_bytes", "rank_source",
+    "read_checkpoint", "read_header", "read_latest", "read_pointer", "read_source_file", "real_path",
     "refuse_pointer", "share_of", "slice_length", "slices_in", "stat_source", "stretches", "sub_group_shapes",
-    "sub_groups", "supplier_of", "suppliers_of", "tensors_in", "undivided", "valid_elements",
+    "supplier_of", "suppliers_of", "tensors_in", "undivided", "valid_elements",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from layerstore.errors import LayoutMismatch, SourceCheckpoint, Unsupported
 from layerstore.format import crc32
 from layerstore.limits import INLINE_BYTES_MAX, WORKERS_MAX
 from layerstore.model import Buffer, Parameter
-from layerstore.tree import Located, Size, Tensor, Tree
+from layerstore.tree import Located, Size, Tensor, Tree, with_content
 from layerstore.zero3.discovery import RankFiles
 from layerstore.zero3.filenames import SHARD_STEM, is_text
 from layerstore.zero3.pt import PtFile, read_pt
@@ -41,7 +41,7 @@ _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffe
 
 STEP = "step"
 """The optimizer's count of updates, one per sub-group: an int in DeepSpeed's optimizers, a scalar tensor in torch's."""
-COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
+_COUNTERS = {"F32": Struct("<f"), "F64": Struct("<d"), "I64": Struct("<q"), "I32": Struct("<i")}
 """The element types of such a tensor."""
 
 Groups = list[dict[str, Size]]
@@ -377,9 +377,9 @@ def _optimizer_steps(rank: RankSource, groups: int) -> list[int | None]:
 
 def _count(counter: Tree) -> int | None:
     """Return a step counter as a number; None where it is none."""
-    if not (isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in COUNTERS):
+    if not (isinstance(counter, Tensor) and counter.elements == 1 and counter.storage.dtype in _COUNTERS):
         return counter if isinstance(counter, int) and not isinstance(counter, bool) else None
-    content, layout = counter.storage.content, COUNTERS[counter.storage.dtype]
+    content, layout = counter.storage.content, _COUNTERS[counter.storage.dtype]
     start = counter.offset * layout.size
     if isinstance(content, bytes):
         data = content[start : start + layout.size]
@@ -394,3 +394,15 @@ def _count(counter: Tree) -> int | None:
             data = file.read_at(content.offset_bytes + start, layout.size)
     (value,) = layout.unpack(data)
     return int(value) if math.isfinite(value) else None
+
+
+def counter_like(old: Tree, count: int) -> Tree:
+    """Return a step counter like *old* that says *count*; raises LayoutMismatch where it is none."""
+    if isinstance(old, Tensor) and old.elements == 1 and old.storage.dtype in _COUNTERS:
+        return with_content(old, _COUNTERS[old.storage.dtype].pack(count))
+    if isinstance(old, int) and not isinstance(old, bool):
+        return count
+    raise LayoutMismatch(
+        f"the base's optimizer counts its steps in a {type(old).__name__}, which cannot be set",
+        hint="compose with --adam-step unify",
+    )

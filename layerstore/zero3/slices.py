@@ -5,7 +5,7 @@ Rank r of W holds ``flatten(parameter)[r*k : (r+1)*k]`` with k = ceil(n / W); el
 Each layer may have been saved by another number of ranks. `Slices` finds any elements of any parameter.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -65,26 +65,6 @@ def stretches(elements: int, shards: int, *, begin: int, end: int) -> Iterator[S
         stop = min(end, (shard + 1) * length)
         yield Stretch(shard, start, stop - begin)
         begin = stop
-
-
-def sub_groups(lengths: Sequence[int], *, size: float) -> Iterator[range]:
-    """
-    Yield which parameters of a param group DeepSpeed puts into one flat buffer, by the *lengths* of their slices.
-
-    A sub-group is closed once it holds *size* elements per rank or more; no parameter is cut for it.
-
-    >>> list(sub_groups([8, 6, 4], size=10)), list(sub_groups([5, 4, 3], size=10))
-    ([range(0, 2), range(2, 3)], [range(0, 3)])
-    """
-    is_split = sum(lengths) > size
-    first = held = 0
-    for index, length in enumerate(lengths):
-        held += length
-        if is_split and held >= size:
-            yield range(first, index + 1)
-            first, held = index + 1, 0
-    if first < len(lengths):
-        yield range(first, len(lengths))
 
 
 # -- where slices are stored ---------------------------------------------------------------------------------------

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layerstore import Composite, Store
+from layerstore.compose.world_size import sub_groups
 from layerstore.errors import InvalidInput, LayoutMismatch
 from layerstore.format import Plain, encode_tree, pack
 from layerstore.storage import Repository
@@ -251,7 +254,22 @@ def test_what_cannot_be_meant_is_refused(store: Store, tmp_path: Path, options: 
     assert not (tmp_path / "out").exists()
 
 
-# -- sub-groups that cannot be made anew ---------------------------------------------------------------------------
+# -- sub-groups ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(0, 60))
+def test_sub_groups_are_closed_as_soon_as_they_are_full(lengths: list[int], size: int) -> None:
+    """They follow each other; only the last may hold less than the limit, and no other holds one parameter too many."""
+    found = list(sub_groups(lengths, size=size))
+
+    assert [index for chosen in found for index in chosen] == list(range(len(lengths)))
+    held = [sum(lengths[index] for index in chosen) for chosen in found]
+    if sum(lengths) <= size:
+        assert len(found) <= 1
+    else:
+        assert all(total >= size for total in held[:-1])
+        assert all(sum(lengths[index] for index in chosen[:-1]) < size for chosen in found if len(chosen) > 1)
+
 
 Change = Callable[[dict[Any, Any], dict[Any, Any]], object]
 """Alters the tree of a rank's model_states, and the optimizer's own state in the other file."""

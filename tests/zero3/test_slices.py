@@ -8,7 +8,6 @@ from layerstore.errors import LayoutMismatch, Unsupported
 from layerstore.format import frame
 from layerstore.model import Kind, LayerVersion, ObjectId, Parameter, StoredObject, StoredTensor
 from layerstore.zero3 import Slices, slice_length, stretches, valid_elements
-from layerstore.zero3.slices import sub_groups
 
 
 @given(st.integers(0, 10**12), st.integers(1, 4096))
@@ -67,20 +66,6 @@ def test_stretches_are_few_whole_where_possible_and_never_padding(
     assert all(part.elements > 0 for part in parts)
     assert all(part.start + part.elements <= valid_elements(elements, shards, part.shard) for part in parts)
     assert all(part.start == 0 for part in parts[1:])
-
-
-@given(st.lists(st.integers(0, 30), max_size=20), st.integers(0, 60))
-def test_sub_groups_are_closed_as_soon_as_they_are_full(lengths: list[int], size: int) -> None:
-    """They follow each other; only the last may hold less than the limit, and no other holds one parameter too many."""
-    found = list(sub_groups(lengths, size=size))
-
-    assert [index for chosen in found for index in chosen] == list(range(len(lengths)))
-    held = [sum(lengths[index] for index in chosen) for chosen in found]
-    if sum(lengths) <= size:
-        assert len(found) <= 1
-    else:
-        assert all(total >= size for total in held[:-1])
-        assert all(sum(lengths[index] for index in chosen[:-1]) < size for chosen in found if len(chosen) > 1)
 
 
 # -- slices of stored layers ---------------------------------------------------------------------------------------

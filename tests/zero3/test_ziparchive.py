@@ -14,7 +14,7 @@ from isal import isal_zlib
 from layerstore.errors import SourceCheckpoint, StorageIO
 from layerstore.tree import Located
 from layerstore.zero3 import open_source, read_source_file
-from layerstore.zero3.pt.ziparchive import ZipLayout, ZipRecord, layout_archive, read_archive
+from layerstore.zero3.pt.ziparchive import ZipLayout, layout_archive, read_archive
 
 NAMES = st.text("abcdefgh0123456789._-é雪", min_size=1, max_size=20).filter(lambda name: name not in (".", ".."))
 
@@ -46,10 +46,7 @@ def test_a_layout_is_a_zip_that_others_and_we_read(
     """Every layout is read back by Python's zipfile and by us: same names, bytes, CRCs and alignments."""
     wanted = {"data.pkl": (b"pickle", 64)} | records
     layout = layout_archive(
-        [
-            ZipRecord(name=name, size_bytes=len(raw), alignment_bytes=alignment)
-            for name, (raw, alignment) in wanted.items()
-        ],
+        [(name, len(raw), alignment) for name, (raw, alignment) in wanted.items()],
         root=root,
     )
     raw = assembled(layout, [payload for payload, _ in wanted.values()])
@@ -73,7 +70,7 @@ def test_a_layout_is_a_zip_that_others_and_we_read(
 @pytest.mark.exhaustive
 def test_many_entries_take_the_zip64_form(tmp_path: Path) -> None:
     """More entries than 16 bits count are announced in the ZIP64 record, and found again."""
-    layout = layout_archive([ZipRecord(name=f"data/{number}", size_bytes=0) for number in range(70_000)], root="a")
+    layout = layout_archive([(f"data/{number}", 0, 1) for number in range(70_000)], root="a")
     path = tmp_path / "many.pt"
     path.write_bytes(assembled(layout, [b""] * 70_000))
 
@@ -85,7 +82,7 @@ def test_many_entries_take_the_zip64_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size_bytes", [2**32 - 2, 2**32 - 1, 2**32, 2**33 + 5])
 def test_sizes_and_offsets_around_four_gigabytes(tmp_path: Path, size_bytes: int) -> None:
     """A record of about 4 GiB, and one behind it, are found by us and by Python's zipfile."""
-    records = [ZipRecord(name=name, size_bytes=size) for name, size in (("data/0", size_bytes), ("data/1", 5))]
+    records = [(name, size, 1) for name, size in (("data/0", size_bytes), ("data/1", 5))]
     layout = layout_archive(records, root="a")
     path = tmp_path / "large.pt"
     with path.open("wb") as file:
@@ -112,7 +109,7 @@ def test_sizes_and_offsets_around_four_gigabytes(tmp_path: Path, size_bytes: int
 
 def test_every_flipped_bit_is_refused_or_harmless(tmp_path: Path) -> None:
     """A flipped bit in any header never leads to another error than ours, nor outside the file."""
-    layout = layout_archive([ZipRecord(name="data.pkl", size_bytes=9), ZipRecord(name="v", size_bytes=1)], root="a")
+    layout = layout_archive([("data.pkl", 9, 1), ("v", 1, 1)], root="a")
     whole = assembled(layout, [b"some data", b"3"])
     path = tmp_path / "flipped.pt"
     for bit in range(len(whole) * 8):

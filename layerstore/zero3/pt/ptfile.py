@@ -18,7 +18,7 @@ from layerstore.limits import PAGE_BYTES, PICKLE_BYTES_MAX
 from layerstore.tree import Located, Storage, Tree
 from layerstore.zero3.pt.picklewrite import write_pickle
 from layerstore.zero3.pt.unpickle import read_pickle
-from layerstore.zero3.pt.ziparchive import ZipLayout, ZipRecord, layout_archive, read_archive
+from layerstore.zero3.pt.ziparchive import ZipLayout, layout_archive, read_archive
 from layerstore.zero3.sourcefile import OpenedSource, damaged, open_source, untrusted
 
 _PICKLE = "data.pkl"
@@ -120,7 +120,7 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
         _record(record, content, alignment_bytes)
         for record, content in zip((_PICKLE, _BYTE_ORDER, *keys, "version"), contents, strict=True)
     ]
-    identity = ZipRecord(name=".data/serialization_id", size_bytes=_ID_DIGITS, alignment_bytes=_RECORD_ALIGNMENT_BYTES)
+    identity = (".data/serialization_id", _ID_DIGITS, _RECORD_ALIGNMENT_BYTES)
     placed = layout_archive([*records, identity], root=name)
     pairs = zip(contents, placed.records, strict=False)  # the serialization id has a place, but no content yet
     return PtLayout(
@@ -131,13 +131,11 @@ def layout_pt(tree: Tree, *, name: str, alignment_bytes: int = PAGE_BYTES) -> Pt
     )
 
 
-def _record(name: str, content: bytes | Storage, alignment_bytes: int) -> ZipRecord:
+def _record(name: str, content: bytes | Storage, alignment_bytes: int) -> tuple[str, int, int]:
     if isinstance(content, bytes):
-        return ZipRecord(name=name, size_bytes=len(content), alignment_bytes=_RECORD_ALIGNMENT_BYTES)
+        return name, len(content), _RECORD_ALIGNMENT_BYTES
     size_bytes = content.elements * by_code(content.dtype).bytes
-    return ZipRecord(
-        name=name, size_bytes=size_bytes, alignment_bytes=alignment_bytes if size_bytes else _RECORD_ALIGNMENT_BYTES
-    )
+    return name, size_bytes, alignment_bytes if size_bytes else _RECORD_ALIGNMENT_BYTES
 
 
 def _serialization_id(contents: Sequence[bytes | Storage], crcs: list[int]) -> bytes:

@@ -287,17 +287,6 @@ def _read_struct(source: OpenedSource, layout: struct.Struct, offset_bytes: int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZipRecord:
-    """A record to lay out."""
-
-    name: str
-    """Below the root folder."""
-    size_bytes: int
-    alignment_bytes: int = 1
-    """The payload starts at a multiple of this."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """A record and its place."""
 
@@ -335,9 +324,9 @@ class ZipLayout:
         return [*pieces, (self.directory_offset, tail)]
 
 
-def layout_archive(records: Sequence[ZipRecord], *, root: str) -> ZipLayout:
+def layout_archive(records: Sequence[tuple[str, int, int]], *, root: str) -> ZipLayout:
     """
-    Place *records* in the folder *root*, in their order.
+    Place *records* in the folder *root*, in their order; each is a name, a size, and what its payload is aligned to.
 
     Raises:
         InvalidInput: A name that is too long, or more records than a reader accepts.
@@ -346,9 +335,9 @@ def layout_archive(records: Sequence[ZipRecord], *, root: str) -> ZipLayout:
         raise InvalidInput(f"{len(records)} records are more than one file may hold ({ZIP_ENTRIES_MAX})")
     placed: list[Placed] = []
     position = 0
-    for record in records:
-        placed.append(_place(record, root=root, header_offset=position))
-        position = placed[-1].offset_bytes + record.size_bytes
+    for name, size_bytes, alignment_bytes in records:
+        placed.append(_place(f"{root}/{name}".encode(), size_bytes, alignment_bytes, header_offset=position))
+        position = placed[-1].offset_bytes + size_bytes
     directory_bytes = sum(len(_central_header(record, 0)) for record in placed)
     end_bytes = len(_end_records(count=len(placed), size_bytes=directory_bytes, offset_bytes=position))
     return ZipLayout(
@@ -358,18 +347,17 @@ def layout_archive(records: Sequence[ZipRecord], *, root: str) -> ZipLayout:
     )
 
 
-def _place(record: ZipRecord, *, root: str, header_offset: int) -> Placed:
-    raw_name = f"{root}/{record.name}".encode()
+def _place(raw_name: bytes, size_bytes: int, alignment_bytes: int, *, header_offset: int) -> Placed:
     if len(raw_name) > ZIP_NAME_BYTES_MAX:
-        raise InvalidInput(f"the archive name {root!r} is too long: at most {ZIP_NAME_BYTES_MAX} bytes")
+        raise InvalidInput(f"the archive name {raw_name.decode()!r} is too long: at most {ZIP_NAME_BYTES_MAX} bytes")
     # Room for the padding's own head is always left, so that any remainder can be padded away.
     earliest = header_offset + _LOCAL_HEADER.size + len(raw_name) + _EXTRA_HEAD_BYTES
-    earliest += _ZIP64_LOCAL_BYTES if record.size_bytes >= _MAX32 else 0
+    earliest += _ZIP64_LOCAL_BYTES if size_bytes >= _MAX32 else 0
     return Placed(
         raw_name=raw_name,
-        size_bytes=record.size_bytes,
+        size_bytes=size_bytes,
         header_offset=header_offset,
-        offset_bytes=earliest + -earliest % record.alignment_bytes,
+        offset_bytes=earliest + -earliest % alignment_bytes,
     )
 
 
