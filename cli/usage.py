@@ -10,29 +10,18 @@ from layerstore.nearest import did_you_mean, nearest
 # typer says it only in this message.
 _NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.?", re.DOTALL)
 
-# Other tools' names for our commands.
+# Our commands by the names that other tools have for them.
 _ELSEWHERE = {
-    "add": "ingest",
-    "check": "verify",
-    "commit": "ingest",
-    "delete": "drop",
-    "export": "compose",
-    "extract": "compose",
-    "fsck": "verify",
-    "import": "ingest",
-    "info": "show",
-    "list": "log",
-    "load": "compose",
-    "merge": "compose",
-    "prune": "gc",
-    "remove": "drop",
-    "restore": "compose",
-    "resume": "compose",
-    "rm": "drop",
-    "save": "ingest",
-    "status": "stats",
-    "tag": "pin",
-    "upgrade": "migrate",
+    "compose": {"export", "extract", "load", "merge", "restore", "resume"},
+    "drop": {"delete", "remove", "rm"},
+    "gc": {"prune"},
+    "ingest": {"add", "commit", "import", "save"},
+    "log": {"list"},
+    "migrate": {"upgrade"},
+    "pin": {"tag"},
+    "show": {"info"},
+    "stats": {"status"},
+    "verify": {"check", "fsck"},
 }
 
 # By pydantic's code for a refused value; other codes keep typer's words.
@@ -72,7 +61,7 @@ def usage_hint(problem: TyperException, commands: Sequence[str], words: Sequence
     unknown = _NO_COMMAND.fullmatch(problem.message)
     if unknown is not None:
         name = unknown["name"]
-        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else nearest(name, commands)
+        meant = [ours for ours, others in _ELSEWHERE.items() if name in others] or nearest(name, commands)
     return did_you_mean(meant, else_=f"{context.command_path} --help")
 
 

@@ -254,14 +254,12 @@ def _drift(commit: Commit, layers: Iterable[str]) -> list[float | str | None] | 
     movements = commit.record.policy.decisions.get("movements")
     if not isinstance(movements, dict) or not movements:
         return None
-    return [_movement(movements.get(name)) for name in layers]
-
-
-def _movement(moved: object) -> float | str | None:
-    """Return *moved* with four digits; NaN and infinity, which JSON lacks, as text."""
-    if not isinstance(moved, float):
-        return None
-    return _four_digits(moved) if math.isfinite(moved) else str(moved)
+    moved = (movements.get(name) for name in layers)
+    # NaN and infinity, which JSON lacks, as text.
+    return [
+        (_four_digits(each) if math.isfinite(each) else str(each)) if isinstance(each, float) else None
+        for each in moved
+    ]
 
 
 # -- timings, which come from a file that anybody may have edited --------------------------------------------------

@@ -83,6 +83,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
     record = resolved.record
     states = [repo.state(ref) for ref in record.states]
     beside = {*record.states, *(ref for state in states for ref in objects_of_state(state))}
+    gathered = [file.path for state in states for file in state.gathered]
     return CommitView(
         run=record.run,
         step=record.step,
@@ -102,11 +103,7 @@ def describe_commit(repo: Repository, resolved: Resolved) -> CommitView:
         supersedes=record.supersedes,
         pins=tuple(pin.name for pin in repo.records.readable_pins() if pin.record == record),
         layers=tuple(layer_lines(repo, record.layers)),
-        files=tuple(
-            sorted(
-                path for state in states for path in [*(f.path for f in state.files), *(g.path for g in state.gathered)]
-            )
-        ),
+        files=tuple(sorted([file.path for state in states for file in state.files] + gathered)),
         beside_bytes=sum(ref.size_bytes for ref in beside),
         has_moments=WITHOUT_MOMENTS not in record.flags,
     )

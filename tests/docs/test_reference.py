@@ -7,7 +7,6 @@ import pytest
 
 import layerstore
 import layerstore.transformers
-from tests.docs import python_api
 from tests.docs.pages import DOCS
 from tests.docs.reference import PAGES, commands, group
 
@@ -38,18 +37,3 @@ def test_everything_exported_is_on_its_page() -> None:
     for name in ("Ingested", "GcOutcome", "Verdict", "SaveTiming"):
         assert f"\n### {name}\n" in text
     assert "- `bytes_reused: int`" in text
-
-
-def test_what_is_read_from_the_source_is_so() -> None:
-    """Names are followed to where they are defined, and signatures are written as people write them."""
-    homes = python_api.exported("layerstore")
-
-    assert homes["open"].module == "layerstore.store"
-    assert homes["Parity"].module == "layerstore.policy.parity"
-    assert "errors" not in homes
-    assert python_api.signature(homes["doctor"].node, name="layerstore.doctor") == (  # type: ignore[arg-type]
-        "layerstore.doctor(path: StrPath) -> Diagnosis"
-    )
-    attach = python_api.parameters(homes["attach"].node)
-    assert attach.parameters["run"].default is attach.empty
-    assert attach.parameters["policy"].default is not attach.empty
