@@ -13,7 +13,7 @@ import pytest
 FULL = (
     "deepspeed",
     "inspect/test_browser.py",
-    "live/demo",
+    "live/test_demo.py",
     "live/ranks/test_attempt.py",
     "live/saver/test_collector.py",
     "live/test_adapters.py",

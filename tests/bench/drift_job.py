@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import layerstore
-from layerstore.live.demo.launch import tell
 from layerstore.live.demo.training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy
@@ -212,8 +211,6 @@ class Job:
         tokens = _samples(self._text, count=BATCH, seed=seed)
         self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
         self.engine.step()
-        if self._rank == 0 and step % 10 == 0:
-            tell("step", number=step)
 
     def _evaluate(self) -> float:
         import torch

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import layerstore
-from layerstore.live.demo.launch import tell
 from layerstore.live.saver.saver import Saver
 from tests.bench.measure import machine_busy_seconds, own_cpu_seconds, wait_for_quiet
 from tests.bench.ranked import begin, end
@@ -312,7 +311,6 @@ def _rehearsed(training: Training, variant: Variant, folder: Path) -> list[int]:
         _meet()
         sizes.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         _meet()
-        tell("step", number=training.engine.global_steps)
     way.close()
     _fresh(folder)
     return [later - earlier for earlier, later in pairwise(sizes)]
@@ -327,7 +325,6 @@ def _job(training: Training, variant: Variant, options: argparse.Namespace) -> J
     machine, started = machine_busy_seconds(), time.monotonic()
     for _ in range(options.saves):
         job.blocked.append(_max(_interval(training, way, options.every)))
-        tell("step", number=training.engine.global_steps)
     way.finish()
     job.seconds = _max(time.monotonic() - started)
     others = machine_busy_seconds() - machine - (_sum(own_cpu_seconds()) - own)
