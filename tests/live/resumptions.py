@@ -98,9 +98,9 @@ DAMAGED = ("master", "optimizer")
 """Objects of the last rank that are damaged in a copy of the store, for the engine of ODD to resume from."""
 
 MISFITS = {
-    "tied": "parameter embed.weight and 26 more: in the engine and not in the checkpoint",
-    COMPOSITE: "the checkpoint has 1 param groups, the engine's optimizer has 2",
-    "client_numpy": "the checkpoint has 2 sub-groups, the engine's optimizer 14, or of other sizes",
+    "tied": "parameter embed.weight and ",
+    COMPOSITE: "the sub-groups of param group 0 and 1 more: ",
+    "client_numpy": "the sub-groups of param group 0 and 1 more: 1 in the checkpoint, ",
     FP16: "the checkpoint was saved without bf16, the engine trains with it",
 }
-"""Other runs that it is asked to resume from, and what it says of them."""
+"""Other runs that it is asked to resume from, and how what it says of them begins."""

@@ -3,7 +3,8 @@ Training whose steps are saved twice: by a saver, and by DeepSpeed itself. The p
 
 Every parameter stays gathered between steps, embedding and head are tied, some parameters are frozen, one buffer
 changes in forward. That a save leaves parameters gathered is checked here, what it saves by who runs this.
-A second saver goes by how far layers have moved; at last the engine is filled from its run, and makes one step more.
+A second saver, after the first, goes by how far layers have moved; at last the engine is filled from its run, and makes
+one step more.
 """
 
 from pathlib import Path
@@ -21,7 +22,9 @@ from layerstore.store import Store
 from tests.live.plain import plainly
 from tests.live.tiny import done
 
-STEPS = 3
+STEPS = range(1, 4)
+DRIFT_STEPS = range(4, 7)
+LAST = 7
 CHANGED_AT = 2
 """The step after which a frozen weight is changed by hand."""
 RUN = "live"
@@ -39,27 +42,25 @@ def run(options: Any) -> None:
         layerstore.init(folder / "store").close()
     dist.barrier()
     store = layerstore.open(folder / "store")
-    with attached(engine, store) as drift, layerstore.attach(engine, store, run=RUN) as saver:
-        for step in range(1, STEPS + 1):
+    with layerstore.attach(engine, store, run=RUN) as saver:
+        for step in STEPS:
             train_step(engine, step)
             if step == CHANGED_AT:
                 change_frozen(engine)
             gathered = gathered_names(engine)
-            saver.save(client_state={"epoch": step})
+            save(engine, saver, folder)
             if not gathered or gathered_names(engine) != gathered:
                 raise SystemExit(f"{len(gathered)} parameters were gathered, and {len(gathered_names(engine))} are")
-            save_drift(engine, drift, folder, step)
+    with layerstore.attach(engine, store, run=DRIFT_RUN, policy=DRIFT) as saver:
+        for step in DRIFT_STEPS:
+            train_step(engine, step)
+            save(engine, saver, folder)
     layerstore.resume(engine, store, run=DRIFT_RUN, must_exist=True)
-    with attached(engine, store) as drift:
-        train_step(engine, STEPS + 1)
-        save_drift(engine, drift, folder, STEPS + 1)
+    with layerstore.attach(engine, store, run=DRIFT_RUN, policy=DRIFT) as saver:
+        train_step(engine, LAST)
+        saver.save()
     save_excluded(engine, store, folder)
     done()
-
-
-def attached(engine: Any, store: Store) -> Saver:
-    """Return the saver that measures."""
-    return layerstore.attach(engine, store, run=DRIFT_RUN, policy=DRIFT)
 
 
 def train_step(engine: Any, step: int) -> None:
@@ -78,16 +79,17 @@ def change_frozen(engine: Any) -> None:
         weight.mul_(2)
 
 
-def save_drift(engine: Any, saver: Saver, folder: Path, step: int) -> None:
-    """Save through the saver that measures, and by DeepSpeed itself."""
-    saver.save(client_state={"epoch": step})
+def save(engine: Any, saver: Saver, folder: Path) -> None:
+    """Save through *saver*, and by DeepSpeed itself."""
+    client_state = {"epoch": engine.global_steps}
+    saver.save(client_state=client_state)
     with plainly(engine):
-        engine.save_checkpoint(str(folder / "deepspeed"), tag=f"global_step{step}", client_state={"epoch": step})
+        engine.save_checkpoint(str(folder / "deepspeed"), client_state=client_state)
 
 
 def save_excluded(engine: Any, store: Store, folder: Path) -> None:
     """Let the engine save by itself without frozen weights, to the store and to files, and load that again."""
-    named: dict[str, Any] = {"tag": f"global_step{STEPS + 1}", "client_state": {"epoch": STEPS + 1}}
+    named: dict[str, Any] = {"client_state": {"epoch": LAST}}
     with layerstore.attach(engine, store, run=EXCLUDED_RUN, frozen="exclude"):
         engine.save_checkpoint(str(folder / "pointers"), **named)
         with plainly(engine):

@@ -5,7 +5,7 @@ Only ``deepspeed.py`` uses DeepSpeed's names. Savers are known here by what the 
 """
 
 from layerstore.live.engine.capture import Captured, bytes_by_layer, capture, check_client_state, has_moments
-from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, install_checkpoint_engine
+from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, wrapped
 from layerstore.live.engine.deepspeed import (
     ENGINE_KEYS,
     FOLDER,
@@ -18,12 +18,11 @@ from layerstore.live.engine.inert import Memory, NotPlain
 from layerstore.live.engine.pointer_files import checkpoint
 from layerstore.live.engine.randomness import random_state
 from layerstore.live.engine.resume import Resumed, check_run, resume
-from layerstore.live.engine.savers import OPEN_SAVERS, filled_with, note_closed, origin_of, place_resumed
+from layerstore.live.engine.savers import filled_with, note_closed, origin_of, place_resumed
 
 __all__ = [
     "ENGINE_KEYS",
     "FOLDER",
-    "OPEN_SAVERS",
     "Captured",
     "Engine",
     "Memory",
@@ -40,10 +39,10 @@ __all__ = [
     "engines_are_made_with",
     "filled_with",
     "has_moments",
-    "install_checkpoint_engine",
     "note_closed",
     "origin_of",
     "place_resumed",
     "random_state",
     "resume",
+    "wrapped",
 ]

@@ -185,15 +185,6 @@ class Engine:
         remove: Callable[[], None] = handle.remove
         return remove
 
-    def at_next_forward(self, action: Callable[[], None]) -> None:
-        """Call *action* once, before the next forward."""
-
-        def once(*_: object) -> None:
-            handle.remove()
-            action()
-
-        handle = self.engine.module.register_forward_pre_hook(once)
-
     def states(self, tag: str, client_state: Mapping[str, object], *, exclude_frozen: bool) -> SavedStates:
         """Return what ``engine.save_checkpoint`` would save now."""
         import deepspeed
@@ -235,11 +226,6 @@ class Engine:
         """The shape of each frozen parameter, by name."""
         found = self.engine._get_zero_frozen_param_attributes(self.engine._get_param_shape_func)
         return {name: tuple(shape) for name, shape in found.items()}
-
-    @property
-    def optimizer_file(self) -> Path:
-        """The name of the file that the engine would write this rank's optimizer state to."""
-        return Path(self.engine._get_zero_ckpt_name(str(FOLDER), "tag"))
 
     def load(self, handler: LoadHandler, model: Mapping[str, Any], *, tag: str) -> None:
         """Make the engine load what *handler* returns for its two files, the first of which is *model*."""

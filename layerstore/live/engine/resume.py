@@ -13,7 +13,7 @@ from layerstore.compose import AdamStep, losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
-from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine
+from layerstore.live.engine.checkpoint_engine import wrapped
 from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
 from layerstore.live.engine.load import Loaded
 from layerstore.live.engine.randomness import read_random_state, set_random_state
@@ -68,8 +68,7 @@ def resume(
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
-    found = known.checkpoint_engine
-    loader = found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)
+    loader = wrapped(known)
     loader.settle()  # first: the step asked for may still be on its way
     exchange = Exchange()
     try:

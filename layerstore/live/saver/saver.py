@@ -29,8 +29,6 @@ from layerstore.history import Place
 from layerstore.layers import compile_pattern
 from layerstore.live.engine import (
     ENGINE_KEYS,
-    FOLDER,
-    OPEN_SAVERS,
     Captured,
     Engine,
     NotPlain,
@@ -39,9 +37,9 @@ from layerstore.live.engine import (
     capture,
     check_client_state,
     has_moments,
-    install_checkpoint_engine,
     note_closed,
     place_resumed,
+    wrapped,
 )
 from layerstore.live.log import LOG
 from layerstore.live.ranks import (
@@ -109,8 +107,6 @@ class Saver:
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, policy, run=run)
         self._movements = MovementWatch(self.exchange) if getattr(policy, "measures", False) else None
-        self._is_unmeasured = bool(place.inherited)
-        self._measure_base()
         self._saves = 0
         self._jobs: deque[Job] = deque()
         """Saves whose outcome is not known yet."""
@@ -121,8 +117,8 @@ class Saver:
         self.step_of: Callable[[], int] = lambda: engine.step
         """Returns the step of a save that the engine makes by itself; trainers count their own steps."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
-        self._checkpoint_engine = install_checkpoint_engine(engine, self)
-        OPEN_SAVERS.append(self)
+        self._checkpoint_engine = wrapped(engine)
+        self._checkpoint_engine.attach(self, engine)
         atexit.register(self._at_exit)
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -158,7 +154,8 @@ class Saver:
             extra_files=extra_files,
             pin=pin,
         )
-        saved = self._save(read, lambda request: self._states(request.tag, request.client_state))
+        exclude_frozen = self._settings.frozen == "exclude"
+        saved = self._save(read, lambda of: self._engine.states(of.tag, of.client_state, exclude_frozen=exclude_frozen))
         self._seal()
         return saved
 
@@ -173,14 +170,10 @@ class Saver:
         excludes = self._settings.frozen == "exclude"
         self._save(lambda: request, lambda _: self._engine.without_frozen(states) if excludes else states)
 
-    def _states(self, tag: str, client_state: Mapping[str, object]) -> SavedStates:
-        return self._engine.states(tag, client_state, exclude_frozen=self._settings.frozen == "exclude")
-
     def _save(self, read: Callable[[], SaveRequest], states: Callable[[SaveRequest], SavedStates]) -> Saved:
         held = hold_training(self._engine.device)
         if self._is_closed:
             raise Conflict(f"step {self._engine.step} is not saved: the saver is closed", hint="attach another one")
-        self._measure_base()
         try:
             captured, files, sample = self._take_stock(read, states)
         except Exception as exc:
@@ -391,16 +384,6 @@ class Saver:
         self._background.add(job)
         return job
 
-    def _measure_base(self) -> None:
-        """Measure movements from what the engine was filled with, which its next saves inherit, before it moves."""
-        if self._movements is None or not self._is_unmeasured or self._is_closed:
-            return
-        self._is_unmeasured = False
-        self._movements.measure_base(
-            lambda: capture(self._states("resumed", {}), rank=self._engine.rank, folder=FOLDER, pattern=self._pattern),
-            frozenset(self._place.inherited),
-        )
-
     def _seal(self) -> None:
         """Read the files that have come into the folders of earlier saves, which are complete from here on."""
         for job in self._jobs:
@@ -442,8 +425,8 @@ class Saver:
         self._place = place = self._attempt.acquire(partial(place_resumed, composition=composition))
         self._background.begin_at(place)
         self._schedule = Schedule.after(place, self._schedule.policy, run=self.run)
-        self._is_unmeasured = bool(place.inherited)
-        self._engine.at_next_forward(self._measure_base)  # a loader may still be filling the engine
+        if self._movements is not None:
+            self._movements.forget()
         self._last.begin_at(place.after, updates=self._updates)
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -461,7 +444,6 @@ class Saver:
 
     def _end(self, *, at_once: bool) -> None:
         self._is_closed = True
-        OPEN_SAVERS.remove(self)
         atexit.unregister(self._at_exit)
         try:
             self._ungate()
