@@ -4,7 +4,7 @@ DeepSpeed's engine: what is captured from it, how it is filled, and how it saves
 Only ``deepspeed.py`` uses DeepSpeed's names. Savers are known here by what the engine calls of them, nothing more.
 """
 
-from layerstore.live.engine.capture import Captured, bytes_by_layer, capture, check_client_state, has_moments
+from layerstore.live.engine.capture import Captured, capture, check_client_state
 from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, wrapped
 from layerstore.live.engine.deepspeed import (
     ENGINE_KEYS,
@@ -30,7 +30,6 @@ __all__ = [
     "Resumed",
     "SavedStates",
     "StoreCheckpointEngine",
-    "bytes_by_layer",
     "capture",
     "check_client_state",
     "check_run",
@@ -38,7 +37,6 @@ __all__ = [
     "engine_of",
     "engines_are_made_with",
     "filled_with",
-    "has_moments",
     "note_closed",
     "origin_of",
     "place_resumed",

@@ -6,7 +6,7 @@ all other files are loaded as before.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +155,12 @@ class StoreCheckpointEngine:
                 "without the optimizer's state DeepSpeed takes weights from the folder that 'latest' names",
                 f"they are those of {loaded.name}, all else is of {self._load[1].name}",
             )
-        exchange = Exchange()
-        try:
-            with exchange.together(), losses_told(loaded.store.repo, loaded.composition):
-                return whole_weights(loaded.store, loaded.composition)
-        finally:
-            exchange.close()
+        with (
+            closing(Exchange()) as exchange,
+            exchange.together(),
+            losses_told(loaded.store.repo, loaded.composition),
+        ):
+            return whole_weights(loaded.store, loaded.composition)
 
     def _agreed(self, path: Path) -> tuple[Pointer | None, Loaded] | None:
         """
@@ -168,8 +168,7 @@ class StoreCheckpointEngine:
 
         Raises on every rank if one rank cannot load it, before the engine changes.
         """
-        exchange = Exchange()
-        try:
+        with closing(Exchange()) as exchange:
             with exchange.together():
                 pointer = read_pointer(path)
                 if pointer is not None:
@@ -183,8 +182,6 @@ class StoreCheckpointEngine:
                         f"the ranks cannot load {path.parent}: rank 0 finds {texts[0]} there, rank {rank} {text}",
                         hint="does every host see the same folder? layerstore.transformers.checkpoint makes a new one",
                     )
-        finally:
-            exchange.close()
         return found
 
     def _found(self, path: Path, pointer: Pointer | None) -> tuple[Pointer | None, Loaded] | None:

@@ -5,6 +5,7 @@ The engine's own loader does the work, fed from memory, so that persistent param
 else that depends on the masters come out right. A query says which version of each layer is taken.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -70,8 +71,7 @@ def resume(
     known = Engine(engine)
     loader = wrapped(known)
     loader.settle()  # first: the step asked for may still be on its way
-    exchange = Exchange()
-    try:
+    with closing(Exchange()) as exchange:
         with exchange.together():
             opened = as_store(store)
             wait_for_saves(opened.id, run)
@@ -86,8 +86,6 @@ def resume(
             loaded = Loaded(opened, composition, rank=known.rank, world_size=known.world_size, adam_step=adam_step)
             notes = loaded.check_fits(known)
             random_state = read_random_state(loaded.load.state, loaded.load.content)
-    finally:
-        exchange.close()
     loader.fill(known, loaded)
     known.warn(composite.name, *notes)
     is_restored = random_state is not None and set_random_state(random_state)

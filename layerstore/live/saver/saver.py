@@ -33,10 +33,8 @@ from layerstore.live.engine import (
     Engine,
     NotPlain,
     SavedStates,
-    bytes_by_layer,
     capture,
     check_client_state,
-    has_moments,
     note_closed,
     place_resumed,
     wrapped,
@@ -196,9 +194,9 @@ class Saver:
         of_policy = partial(
             self._schedule.due,
             tuple(layer.layer for layer in share.layers),
-            has_moments=has_moments(share),
+            has_moments=captured.has_moments,
             movements=movements,
-            sizes=bytes_by_layer(share),
+            sizes=captured.bytes_by_layer,
         )
         due = agreed_layers(self.exchange, self._schedule.policy, of_policy)
         # Outcomes are reported for so many saves only, also where each is small enough to fit.
@@ -207,8 +205,8 @@ class Saver:
             LOG.warning("step %d is not saved: earlier saves still wait for the disk", step)
             return Saved(step=step, number=number, layers_due=(), skipped=True, blocked_seconds=held.seconds)
         if agreed.is_pressed and self._settings.on_pressure == "degrade":
-            sizes = {layer: -(-size // share.world_size) for layer, size in bytes_by_layer(share).items()}
-            due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=has_moments(share))
+            sizes = {layer: -(-size // share.world_size) for layer, size in captured.bytes_by_layer.items()}
+            due = self._schedule.fewer(due, sizes, agreed.free_bytes, has_moments=captured.has_moments)
         job = self._begin(captured, files, due, movements)
         if self._movements and sample:
             self._movements.saved(sample, due)
@@ -370,7 +368,7 @@ class Saver:
             run=self.run,
             place=self._place,
             step=files.request.step,
-            save_number=self._schedule.begin(due, has_moments(share)),
+            save_number=self._schedule.begin(due, captured.has_moments),
             policy=policy_use(self._schedule.policy, share, due, movements),
             layout=partial(files.layout, layer_pattern=self._settings.layer_pattern),
             pin=files.request.pin,
