@@ -8,7 +8,6 @@ goes on uninterrupted after the last save; then an engine is filled from each st
 Evaluation is over text that is never trained on, the same at every seed.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,7 +20,7 @@ from layerstore.live.demo.training import SEQUENCE, Engine, build_engine, corpus
 from layerstore.live.saver.saver import Saver
 from layerstore.policy import Drift, Filter, Latest, Parity, Policy
 from tests.bench.loop_table import DEEPSPEED_BYTES
-from tests.bench.ranked import begin, end
+from tests.bench.ranked import asked, begin, end
 
 if TYPE_CHECKING:
     import torch
@@ -119,13 +118,7 @@ class Result:
 
 def main() -> None:
     """Train, save, fail and resume as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--saves", type=int, required=True)
-    parser.add_argument("--every", type=int, required=True)
-    options = parser.parse_args()
+    options = asked(seed=int, saves=int, every=int)
     begin()
     job = Job(seed=options.seed, folder=options.data)
     end(job.run(saves=options.saves, every=options.every), options.out)

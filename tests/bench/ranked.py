@@ -1,5 +1,6 @@
 """Benchmarks that train: how their ranks are started, what each of them does first and last, and what they bring."""
 
+import argparse
 import json
 import os
 import sys
@@ -26,6 +27,14 @@ def result_of(module: str, folder: Path, **options: object) -> dict[str, Any]:
     run_ranks(module, arguments, count=RANKS, folder=_ROOT, log=folder / "log", hear=lambda _: None)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
+
+
+def asked(**kinds: type) -> argparse.Namespace:
+    """Return what `result_of` has asked a rank for: its two folders, and options of these *kinds*."""
+    parser = argparse.ArgumentParser()
+    for name, kind in {"out": Path, "data": Path, **kinds}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    return parser.parse_args()
 
 
 def begin() -> None:

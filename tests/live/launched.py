@@ -5,6 +5,7 @@ Nothing is kept from one test run to the next: what is launched is the very code
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from layerstore.policy import Policy
 from layerstore.store import Store
 from tests.deepspeed.launch import train
 from tests.deepspeed.scenarios import WORLD_SIZE
+from tests.live.cases import Trained
 from tests.live.plain import states_of
 
 DEVICES = ("cpu", "cuda")
@@ -60,6 +62,25 @@ class Launcher:
             on_cuda=device == "cuda",
         )
         return Launched(root=root, world_size=world_size, store=layerstore.open(root / "store"))
+
+
+def seen(launched: Launched, case: Trained, *, rank: int = 0) -> dict[str, Any]:
+    """Return what *rank* has seen of *case*; skip where it could not be trained."""
+    facts: dict[str, Any] = json.loads(case.facts(launched.root, rank).read_text())
+    if facts.get("unavailable"):
+        pytest.skip(f"DeepSpeed could not compile its optimizer here: {facts['unavailable'][:100]}")
+    return facts
+
+
+def seen_by_all(launched: Launched, case: Trained) -> list[dict[str, Any]]:
+    """Return what each rank has seen of *case*."""
+    return [seen(launched, case, rank=rank) for rank in range(launched.world_size)]
+
+
+def skip_on_one_rank(launched: Launched) -> None:
+    """Skip where no two ranks can differ."""
+    if launched.world_size == 1:
+        pytest.skip("one device: there are no ranks that could differ")
 
 
 def ingested(launched: Launched, folder: Path, *, run: str, steps: list[int], policy: Policy) -> list[CommitRecord]:

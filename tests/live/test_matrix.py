@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
-from layerstore.model import CommitRecord, Kind
+from layerstore.model import CommitRecord
 from tests.live.cases import (
     ACCUMULATED,
     BEFORE_FIRST,
     CASE_OF,
     CASES,
+    CHANGED_AT,
+    DRIFT,
     EXCLUDED,
     FROZEN,
     GIVEN_UP,
@@ -18,7 +20,17 @@ from tests.live.cases import (
     POLICIES,
     Case,
 )
-from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records
+from tests.live.launched import (
+    DEVICES,
+    Launched,
+    Launcher,
+    facts_of,
+    ingested,
+    records,
+    seen,
+    seen_by_all,
+    skip_on_one_rank,
+)
 from tests.live.plain import states_of
 
 LAUNCH_SECONDS_MAX = 800
@@ -38,19 +50,10 @@ def trained(launcher: Launcher, request: pytest.FixtureRequest) -> Launched:
     return launcher.on(request.param)
 
 
-def seen(trained: Launched, case: Case, *, rank: int = 0) -> dict[str, Any]:
-    """Return what *rank* has seen of *case*; skip where it could not be trained."""
-    facts: dict[str, Any] = json.loads(case.facts(trained.root, rank).read_text())
-    if facts["unavailable"]:
-        pytest.skip(f"DeepSpeed could not compile its optimizer here: {facts['unavailable'][:100]}")
-    return facts
-
-
-def seen_by_all(trained: Launched, name: str) -> list[dict[str, Any]]:
+def of_ranks(trained: Launched, name: str) -> list[dict[str, Any]]:
     """Return what each rank has seen of the case *name*; skip where there are no two ranks to differ."""
-    if trained.world_size == 1:
-        pytest.skip("one device: there are no ranks that could differ")
-    return [seen(trained, CASE_OF[name], rank=rank) for rank in range(trained.world_size)]
+    skip_on_one_rank(trained)
+    return seen_by_all(trained, CASE_OF[name])
 
 
 def saved_of(trained: Launched, name: str) -> list[CommitRecord]:
@@ -58,6 +61,13 @@ def saved_of(trained: Launched, name: str) -> list[CommitRecord]:
     case = CASE_OF[name]
     seen(trained, case)
     return records(trained, name, list(case.steps))
+
+
+def without_movements(facts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return what a record says without how far layers have moved, and that."""
+    decisions = dict(facts["policy"]["decisions"])
+    moved = decisions.pop("movements", {})
+    return facts | {"policy": facts["policy"] | {"decisions": decisions}}, dict(moved)
 
 
 @pytest.mark.parametrize("case", [each for each in CASES if each.misuse != "given_up"], ids=lambda case: case.name)
@@ -68,7 +78,10 @@ def test_savers_write_what_deepspeed_saves(trained: Launched, case: Case) -> Non
 
     expected = ingested(trained, case.folder(trained.root), run=run, steps=steps, policy=policy)
 
-    assert [facts_of(trained.store, of) for of in found] == [facts_of(trained.store, of) for of in expected]
+    for one, other in zip(found, expected, strict=True):
+        (mine, moved), (theirs, as_ingested) = (without_movements(facts_of(trained.store, of)) for of in (one, other))
+        assert mine == theirs
+        assert moved == pytest.approx(as_ingested, rel=1e-6)
     assert trained.store.verify(f"{case.name}@{steps[-1]}", read_data=True).ok
 
 
@@ -119,21 +132,35 @@ def test_overflow_skips_updates_and_not_saves(trained: Launched) -> None:
 
 
 def test_frozen_weights_are_read_once(trained: Launched) -> None:
-    """Later saves name the same objects without looking at the weights again; excluded ones are never read."""
+    """Later saves name the same objects, but for a weight that was changed by hand; excluded ones are never read."""
     staged = seen(trained, CASE_OF[FROZEN])["staged"]
     commits = saved_of(trained, FROZEN)
 
-    layers = {"embed", "layers.0"}
-    objects = []
-    for commit in commits:
-        versions = [trained.store.repo.version_of(entry) for entry in commit.layers if entry.layer in layers]
-        objects.append([stored for version in versions for stored in version.objects if stored.kind is Kind.WEIGHTS])
-    assert staged["weights"] == len(layers)
+    found = [{entry.layer: entry.version.id for entry in commit.layers} for commit in commits]
+    embeds = [versions["embed"] for versions in found]
+    assert len({versions["layers.0"] for versions in found}) == 1
+    assert embeds[CHANGED_AT - 2] != embeds[CHANGED_AT - 1]
+    assert embeds[CHANGED_AT:] == embeds[CHANGED_AT - 1 : -1]
+    assert staged["weights"] == 3
     assert staged["master"] == len(commits) * 4  # layers.1, layers.2, norm, head
-    assert len(objects[0]) == len(layers) * trained.world_size
-    assert objects == objects[:1] * len(commits)
     assert "weights" not in seen(trained, CASE_OF[EXCLUDED])["staged"]
-    assert layers.isdisjoint(entry.layer for commit in saved_of(trained, EXCLUDED) for entry in commit.layers)
+    assert all({"embed", "layers.0"}.isdisjoint(of.layer for of in each.layers) for each in saved_of(trained, EXCLUDED))
+
+
+def test_drift_measures_layers_from_its_own_saves(trained: Launched) -> None:
+    """Some layers are due, frozen ones do not move; after a resume all are due once."""
+    seen(trained, CASE_OF[DRIFT])
+    first, *later, resumed = records(trained, DRIFT, [1, 2, 3, 4])
+
+    layers = [entry.layer for entry in first.layers]
+    assert first.policy.decisions["due"] == resumed.policy.decisions["due"] == layers
+    for record in later:
+        due, moved = record.policy.decisions["due"], record.policy.decisions["movements"]
+        assert isinstance(due, list)
+        assert isinstance(moved, dict)
+        assert [*moved] == layers
+        assert moved["model.layers.0"] == 0
+        assert 1 < len(due) < len(layers)
 
 
 def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
@@ -157,7 +184,7 @@ def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
 )
 def test_what_one_rank_cannot_save_every_rank_refuses(trained: Launched, what: str, error: str, words: str) -> None:
     """All say the same, and the saves after it are as if nothing had been asked."""
-    refusals = [facts["refused"][what] for facts in seen_by_all(trained, ACCUMULATED)]
+    refusals = [facts["refused"][what] for facts in of_ranks(trained, ACCUMULATED)]
 
     assert refusals == refusals[:1] * len(refusals)
     assert refusals[0]["error"] == error
@@ -166,14 +193,14 @@ def test_what_one_rank_cannot_save_every_rank_refuses(trained: Launched, what: s
 
 def test_the_same_save_twice_is_one_commit(trained: Launched) -> None:
     """Trainers save twice at the end of training; the second save says what the first one said."""
-    for facts in seen_by_all(trained, ACCUMULATED):
+    for facts in of_ranks(trained, ACCUMULATED):
         assert facts["refused"]["twice"] == facts["saves"]["2"]
     assert [entry.step for entry in trained.store.log(ACCUMULATED)] == [3, 2, 1]
 
 
 def test_layers_of_a_save_that_one_rank_could_not_write_are_due_again(trained: Launched) -> None:
     """No commit mixes layers from before and after the first update; the next save has all that was lost."""
-    first, second = seen_by_all(trained, GIVEN_UP)
+    first, second = of_ranks(trained, GIVEN_UP)
     case = CASE_OF[GIVEN_UP]
 
     # The save after the failed one, half of the layers, was begun before the failure was known.

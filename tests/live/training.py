@@ -15,11 +15,11 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import deepspeed
@@ -35,46 +35,54 @@ from layerstore.store import Store
 from layerstore.zero3 import ObjectSource
 from tests.deepspeed import client_states, models
 from tests.deepspeed.training import DTYPES, allow_fp16, built_engine
-from tests.live.cases import CASE_OF, CASES, CPU_ADAM, FUSED_ADAM, POLICIES, Case
+from tests.live.cases import CASES, CHANGED_AT, COMPILED, POLICIES, Case, OfScenario
 from tests.live.plain import plainly
 from tests.live.tiny import Faults, fail
 
 Facts = dict[str, Any]
-
-COMPILED = (CPU_ADAM, FUSED_ADAM)
-"""Cases whose optimizer DeepSpeed compiles first."""
+T = TypeVar("T", bound=OfScenario)
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run all cases."""
+    out = options().out
+    begin(out)
+    each_of(CASES, run_case, out)
+    end()
+
+
+def options(*flags: str) -> argparse.Namespace:
+    """Return what the command line says: ``--out``, and *flags* of the program's own."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--case", action="append", choices=sorted(CASE_OF))
-    arguments = parser.parse_args()
-    begin(arguments.out)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    return parser.parse_args()
+
+
+def each_of(cases: Iterable[T], run: Callable[[T, Any, Path, Facts], None], out: Path) -> None:
+    """Let *run* train an engine of each of *cases*; leave the facts that it notes."""
     allow_fp16()
-    some = [CASE_OF[name] for name in arguments.case or ()]
-    for case in some or CASES:
+    for case in cases:
         if dist.get_rank() == 0:
             print(f"=== {case.name}", flush=True)
         facts: Facts = {"unavailable": "", "saves": {}}
         try:
             with built_engine(case.scenario) as engine:
-                run_case(case, engine, arguments.out, facts)
+                run(case, engine, out, facts)
         except RuntimeError as exc:
             # No compiler, or one that is too old: that is no fault of ours.
             if case.name not in COMPILED or "extension" not in str(exc):
                 raise
             facts["unavailable"] = str(exc)
-        case.facts(arguments.out, dist.get_rank()).write_text(json.dumps(facts))
-    end()
+        case.facts(out, dist.get_rank()).write_text(json.dumps(facts))
 
 
 def begin(out: Path) -> None:
-    """Join the ranks, and make a store that all of them see."""
+    """Join the ranks, and make a store that all of them see if there is none."""
     deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
-    if dist.get_rank() == 0:
-        layerstore.init(out / "store")
+    if dist.get_rank() == 0 and not (out / "store").exists():
+        layerstore.init(out / "store").close()
     dist.barrier()
 
 
@@ -110,8 +118,17 @@ def run_case(case: Case, engine: Any, out: Path, facts: Facts) -> None:
                     facts["refused"] = {name: attempt(action) for name, action in refusals(saver).items()}
                 if case.misuse == "given_up" and step in {1, 2}:
                     give_up(saver, step, faults, facts)
+            if case.misuse == "frozen_changed" and step == CHANGED_AT:
+                change_frozen(engine)
             if step in case.steps:
                 save(case, engine, saver, out, facts, client_state)
+        if case.misuse == "own_save":
+            engine.load_checkpoint(str(out / "pointers"), load_module_strict=False)
+    if case.policy == "drift":
+        layerstore.resume(engine, out / "store", run=case.name)
+        with layerstore.attach(engine, out / "store", run=case.name, policy=POLICIES[case.policy]) as again:
+            train_step(case, engine, case.steps[-1] + 1, again, facts)
+            again.save()
     facts["staged"] = staged
     facts["skipped_steps"] = engine.skipped_steps
     facts["status"] = asdict(saver.status())
@@ -131,8 +148,14 @@ def train_step(case: Case, engine: Any, step: int, saver: Saver, facts: Facts) -
 
 
 def save(case: Case, engine: Any, saver: Saver, out: Path, facts: Facts, client_state: dict[str, Any]) -> None:
-    """Save through the saver, then through DeepSpeed."""
-    facts["saves"][engine.global_steps] = asdict(saver.save(client_state=client_state))
+    """Save through the saver, in the end maybe by the engine's own call, then by DeepSpeed."""
+    gathered = gathered_names(engine)
+    if case.misuse == "own_save" and engine.global_steps == case.steps[-1]:
+        engine.save_checkpoint(str(out / "pointers"), client_state=client_state)
+        facts["saves"][engine.global_steps] = {"number": saver._schedule.number - 1, "layers_due": []}
+    else:
+        facts["saves"][engine.global_steps] = asdict(saver.save(client_state=client_state))
+    assert gathered_names(engine) == gathered  # that would take collectives
     with plainly(engine):
         engine.save_checkpoint(
             str(case.folder(out)),
@@ -140,6 +163,18 @@ def save(case: Case, engine: Any, saver: Saver, out: Path, facts: Facts, client_
             client_state=client_state,
             exclude_frozen_parameters=case.scenario.exclude_frozen,
         )
+
+
+def gathered_names(engine: Any) -> set[str]:
+    """Return the names of the parameters that are whole on this rank."""
+    return {name for name, parameter in engine.module.named_parameters() if parameter.numel()}
+
+
+def change_frozen(engine: Any) -> None:
+    """Change a frozen parameter as DeepSpeed says that one may."""
+    weight = next(parameter for parameter in engine.module.parameters() if not parameter.requires_grad)
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.mul_(2)
 
 
 # -- what training programs do wrong, and what disks do to them ------------------------------------------------------

@@ -184,38 +184,26 @@ class _Demo:
         self._saves = [steps * save // SAVES for save in range(1, SAVES + 1)]
         self._base = self._saves[SAVES // 2 - 1]
         self._rules = Keep(last=3, every=self._base)
-        self._seconds: dict[str, float] = {}
-        self._sizes: dict[str, int] = {}
+        self._facts: Facts = {"resumed_from": self._base, "sizes": {}, "seconds_by_part": {}}
+        self._facts |= {"dir": folder, "store": self._store, "report": folder / _REPORT}
 
     def run(self) -> Facts:
         """Run all parts."""
-        with self._part("total"):
-            uninterrupted = self._train()
-            saved = self._ingest()
-            mixture = self._compose()
-            resumed, mixed = self._resume()
-            layers = self._compare_layers()
-            other = self._resume_elsewhere()
-            collected = self._collect()
-            self._report()
-        facts: Facts = {
-            "resumed_from": self._base,
-            "saved": saved,
-            "losses": [
-                loss_of(step, uninterrupted=uninterrupted[step], resumed=resumed[step])
-                for step in range(self._base + 1, self._steps + 1)
-            ],
-            "layers": layers,
-            "mixture": mixture | {"loss": mixed[self._steps]},
-            "other_ranks": other,
-            "gc": collected,
-            "sizes": self._sizes,
-            "dir": self._folder,
-            "store": self._store,
-            "report": self._folder / _REPORT,
-            "seconds": self._seconds.pop("total"),
-            "seconds_by_part": self._seconds,
-        }
+        facts, began = self._facts, time.monotonic()
+        uninterrupted = self._train()
+        self._ingest()
+        self._compose()
+        resumed, mixed = self._resume()
+        self._compare_layers()
+        self._resume_elsewhere()
+        self._collect()
+        self._report()
+        facts["seconds"] = time.monotonic() - began
+        facts["mixture"]["loss"] = mixed[self._steps]
+        facts["losses"] = [
+            loss_of(step, uninterrupted=uninterrupted[step], resumed=resumed[step])
+            for step in range(self._base + 1, self._steps + 1)
+        ]
         problems = problems_of(facts)
         if not problems:
             self._drop(_COMPOSITES)
@@ -226,10 +214,10 @@ class _Demo:
         text = f"training a tiny Llama with DeepSpeed ZeRO-3 on {RANKS} CPU ranks, {self._steps} steps"
         with self._part("training", text):
             (losses,) = self._trained("training", first=1, last=self._steps, out=checkpoints, saves=self._saves)
-        self._sizes["checkpoints"] = size_bytes(checkpoints)
+        self._facts["sizes"]["checkpoints"] = size_bytes(checkpoints)
         return losses
 
-    def _ingest(self) -> list[Facts]:
+    def _ingest(self) -> None:
         checkpoints = self._folder / _CHECKPOINTS
         with self._part("ingest", f"ingesting {SAVES} checkpoints under each of {len(POLICIES)} policies"):
             saved = [usage_of_deepspeed(checkpoints, self._saves)]
@@ -237,15 +225,15 @@ class _Demo:
             for name in POLICIES:
                 saved.append(usage_under(name, checkpoints, self._saves, store=self._store_of(name), run=RUN))
                 self._note(f"{name}: {_megabytes(saved[-1]['total_bytes'])} of store")
-        self._sizes["store"] = size_bytes(self._store)
+        self._facts["sizes"]["store"] = size_bytes(self._store)
+        self._facts["saved"] = saved
         self._drop(_CHECKPOINTS)
-        return saved
 
     def _store_of(self, policy: str) -> Path:
         """Return the store of the saves under *policy*; the demo's main store has the full ones."""
         return self._store if policy == next(iter(POLICIES)) else self._folder / _POLICIES / policy
 
-    def _compose(self) -> Facts:
+    def _compose(self) -> None:
         ref, folder = f"{RUN}@{self._base}", self._folder / _COMPOSITES
         text = f"composing {ref}: as it is, mixed by {MIXED}, and for another number of ranks"
         with self._part("compose", text), open_store(self._store) as store:
@@ -255,11 +243,10 @@ class _Demo:
             exact.write(folder / "other", world_size=OTHER_RANKS)
             mixed.write(folder / MIXED)
             mixed.pin(MIXED)
-            mixture = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
-        self._sizes["composite"] = written.bytes_written
+            self._facts["mixture"] = mixture_of(mixed, MIXED, saved=self._store_of(MIXED))
+        self._facts["sizes"]["composite"] = written.bytes_written
         self._note(f"{_megabytes(written.bytes_written)} of ZeRO-3 shards each, every byte verified")
         self._drop(_POLICIES)
-        return mixture
 
     def _resume(self) -> tuple[dict[int, float], dict[int, float]]:
         composites = self._folder / _COMPOSITES
@@ -275,17 +262,18 @@ class _Demo:
             )
         return exact, mixed
 
-    def _compare_layers(self) -> dict[str, bool]:
+    def _compare_layers(self) -> None:
         text = f"ingesting what the resumed run saved at step {self._steps}"
         with self._part("compare", text), open_store(self._store) as store:
             ingested = store.ingest(self._folder / _RESUMED / "exact", run=RESUMED_RUN)
-            same = same_layers(store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN))
+            same = self._facts["layers"] = same_layers(
+                store.compose(f"{RUN}@{self._steps}"), store.compose(RESUMED_RUN)
+            )
         self._note(
             f"{sum(same.values())} of {len(same)} layers are stored already, {_megabytes(ingested.bytes_new)} new"
         )
-        return same
 
-    def _resume_elsewhere(self) -> Facts:
+    def _resume_elsewhere(self) -> None:
         out = self._folder / _RESUMED / "other"
         text = f"resuming on {OTHER_RANKS} rank instead of {RANKS}, and saving what it has loaded"
         with self._part("other ranks", text):
@@ -300,18 +288,18 @@ class _Demo:
             )
             with open_store(self._store) as store:
                 store.ingest(out, run=RESIZED_RUN)
-                found = resized(store.compose(f"{RUN}@{self._base}"), store.compose(RESIZED_RUN))
+                found = self._facts["other_ranks"] = resized(
+                    store.compose(f"{RUN}@{self._base}"), store.compose(RESIZED_RUN)
+                )
         self._note(f"{found['same']} of {found['tensors']} masters and moments have the same bits")
         self._drop(_RESUMED)
-        return found
 
-    def _collect(self) -> Facts:
+    def _collect(self) -> None:
         text = f"removing what is neither of the newest 3 commits nor of every {self._base}th step"
         with self._part("gc", text), open_store(self._store) as store:
-            found = collect(store, self._rules)
+            found = self._facts["gc"] = collect(store, self._rules)
         freed = found["before_bytes"] - found["after_bytes"]
         self._note(f"{_megabytes(freed)} are free, what is left is verified")
-        return found
 
     def _report(self) -> None:
         text = f"writing {_REPORT}: what is left, what has gone, and what composites are made of"
@@ -365,13 +353,12 @@ class _Demo:
         self._say(f"  {text}")
 
     @contextmanager
-    def _part(self, name: str, text: str = "") -> Iterator[None]:
+    def _part(self, name: str, text: str) -> Iterator[None]:
         """Announce the part *name* and take its time."""
-        if text:
-            self._say(text)
+        self._say(text)
         started = time.monotonic()
         yield
-        self._seconds[name] = time.monotonic() - started
+        self._facts["seconds_by_part"][name] = time.monotonic() - started
 
 
 def _remove(path: Path) -> None:
