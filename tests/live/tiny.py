@@ -57,7 +57,14 @@ class Tiny(nn.Module):
         return (errors.float() ** 2).mean()
 
 
-def build(hidden: int = 64, *, accumulated: int = 1) -> Engine:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the usual optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def build(
+    hidden: int = 64, *, accumulated: int = 1, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+) -> Engine:
     """Return a new engine, the same one every time; so many batches make one update."""
     gc.collect()
     logging.basicConfig(format="%(name)s: %(message)s")
@@ -73,8 +80,7 @@ def build(hidden: int = 64, *, accumulated: int = 1) -> Engine:
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Tiny(hidden)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
     return engine
 
 
