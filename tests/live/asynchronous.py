@@ -28,7 +28,7 @@ from layerstore.live.saver.saver import Saver
 from layerstore.storage import handles
 from layerstore.store import Store
 from tests.live.cases import COURSES, Course
-from tests.live.plain import plainly
+from tests.live.tiny import plainly
 from tests.live.training import begin, end, options
 
 WIDTH = 240

@@ -12,8 +12,7 @@ import torch
 
 import layerstore
 from layerstore.store import Store
-from tests.live.plain import plainly
-from tests.live.tiny import Engine, attempt, build, done, train
+from tests.live.tiny import Engine, attempt, build, done, plainly, train
 
 RUN = "whole"
 SAVED = (2, 4)

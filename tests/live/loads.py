@@ -27,8 +27,7 @@ from tests.deepspeed.scenarios import SCENARIO_OF, Scenario
 from tests.deepspeed.training import built_engine, train_step
 from tests.forked import tell
 from tests.live.cases import LOADED, WAYS
-from tests.live.plain import plainly
-from tests.live.tiny import Engine, Faults, attempt, build, done, fail, slow, train
+from tests.live.tiny import Engine, Faults, attempt, build, done, fail, plainly, slow, train
 
 
 def ways(options: Any) -> None:

@@ -40,7 +40,7 @@ from tests.live.cases import (
     USUAL,
     Resumption,
 )
-from tests.live.plain import plainly
+from tests.live.tiny import plainly
 from tests.live.training import begin, each_of, end, options
 
 Facts = dict[str, Any]

@@ -8,8 +8,7 @@ import pytest
 
 from layerstore.policy import Latest
 from tests.live.cases import DEGRADING, SKIPPING, SLOW, STUCK, UNGATED, Course
-from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records, seen_by_all
-from tests.live.plain import states_of
+from tests.live.launched import DEVICES, Launched, Launcher, facts_of, ingested, records, seen_by_all, states_of
 
 LAUNCH_SECONDS_MAX = 800
 

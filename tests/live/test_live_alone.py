@@ -8,7 +8,7 @@ import layerstore
 from layerstore.store import Store
 from tests.forked import Nursery
 from tests.live.faulty import RUN
-from tests.live.heard import losses, one
+from tests.live.launched import losses, one
 
 WORDS = {
     "capture": ("InvalidInput", "step 2 cannot be saved: made up (on rank 1)"),

@@ -12,7 +12,7 @@ import layerstore
 from layerstore.store import Store
 from tests.forked import Launch, Nursery
 from tests.live.faulty import LOST_RUN, RUN, STEPS
-from tests.live.heard import due, losses, one
+from tests.live.launched import due, losses, one
 
 PROGRAMS = "tests.live.faulty"
 LAYERS = 6

@@ -13,7 +13,7 @@ from layerstore.store import Store
 from tests.deepspeed.compare import checkpoint_differences, full_tensors, load, tree_differences
 from tests.forked import Launch, Nursery
 from tests.live.cases import LOADED, WAYS
-from tests.live.heard import due, losses, one
+from tests.live.launched import due, losses, one
 
 LAYERS = 6
 

@@ -30,8 +30,8 @@ from tests.live.launched import (
     seen,
     seen_by_all,
     skip_on_one_rank,
+    states_of,
 )
-from tests.live.plain import states_of
 
 LAUNCH_SECONDS_MAX = 800
 

@@ -36,8 +36,7 @@ from layerstore.zero3 import ObjectSource
 from tests.deepspeed import client_states, models
 from tests.deepspeed.training import DTYPES, allow_fp16, built_engine
 from tests.live.cases import CASES, CHANGED_AT, COMPILED, POLICIES, Case, OfScenario
-from tests.live.plain import plainly
-from tests.live.tiny import Faults, fail
+from tests.live.tiny import Faults, fail, plainly
 
 Facts = dict[str, Any]
 T = TypeVar("T", bound=OfScenario)
