@@ -5,7 +5,7 @@ Only ``deepspeed.py`` uses DeepSpeed's names. Savers are known here by what the 
 """
 
 from layerstore.live.engine.capture import Captured, capture, check_client_state
-from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, wrapped
+from layerstore.live.engine.checkpoint_engine import StoreCheckpointEngine, checkpoint_engine_of
 from layerstore.live.engine.deepspeed import (
     ENGINE_KEYS,
     FOLDER,
@@ -34,6 +34,7 @@ __all__ = [
     "check_client_state",
     "check_run",
     "checkpoint",
+    "checkpoint_engine_of",
     "engine_of",
     "engines_are_made_with",
     "filled_with",
@@ -42,5 +43,4 @@ __all__ = [
     "place_resumed",
     "random_state",
     "resume",
-    "wrapped",
 ]

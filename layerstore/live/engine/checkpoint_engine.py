@@ -239,7 +239,7 @@ class StoreCheckpointEngine:
         return getattr(self.real, name)
 
 
-def wrapped(engine: Engine) -> StoreCheckpointEngine:
+def checkpoint_engine_of(engine: Engine) -> StoreCheckpointEngine:
     """Return the checkpoint engine of *engine*, or a new one around it that is not installed yet."""
     found = engine.checkpoint_engine
     return found if isinstance(found, StoreCheckpointEngine) else StoreCheckpointEngine(found)

@@ -14,7 +14,7 @@ from layerstore.compose import AdamStep, losses_told
 from layerstore.composite import Composite
 from layerstore.errors import Conflict, IntegrityError, InvalidInput, NotFound
 from layerstore.layers import check_name, parse_reference
-from layerstore.live.engine.checkpoint_engine import wrapped
+from layerstore.live.engine.checkpoint_engine import checkpoint_engine_of
 from layerstore.live.engine.deepspeed import ENGINE_KEYS, Engine
 from layerstore.live.engine.load import Loaded
 from layerstore.live.engine.randomness import read_random_state, set_random_state
@@ -69,7 +69,7 @@ def resume(
         InvalidInput: Gradients are being accumulated for an update that is still to come.
     """
     known = Engine(engine)
-    loader = wrapped(known)
+    loader = checkpoint_engine_of(known)
     loader.settle()  # first: the step asked for may still be on its way
     with closing(Exchange()) as exchange:
         with exchange.together():

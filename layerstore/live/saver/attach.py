@@ -8,7 +8,7 @@ from typing import Any
 
 from layerstore.compose import Composition
 from layerstore.errors import Conflict, InvalidInput
-from layerstore.live.engine import Engine, check_run, origin_of, place_resumed, wrapped
+from layerstore.live.engine import Engine, check_run, checkpoint_engine_of, origin_of, place_resumed
 from layerstore.live.log import LOG
 from layerstore.live.ranks import AttemptLock, Exchange
 from layerstore.live.saver.saver import Saver
@@ -89,7 +89,7 @@ def _agreed(
     with exchange.together():
         opened = as_store(store)
         check_run(opened, run)
-        attached = wrapped(engine).saver
+        attached = checkpoint_engine_of(engine).saver
         if attached is not None:
             raise Conflict(f"the engine has a saver for run {attached.run!r} already", hint="close that one first")
         resumed = origin_of(engine.engine, opened, run)

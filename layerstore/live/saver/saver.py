@@ -35,9 +35,9 @@ from layerstore.live.engine import (
     SavedStates,
     capture,
     check_client_state,
+    checkpoint_engine_of,
     note_closed,
     place_resumed,
-    wrapped,
 )
 from layerstore.live.log import LOG
 from layerstore.live.ranks import (
@@ -115,7 +115,7 @@ class Saver:
         self.step_of: Callable[[], int] = lambda: engine.step
         """Returns the step of a save that the engine makes by itself; trainers count their own steps."""
         self._ungate: Callable[[], None] = engine.before_update(self._gate)
-        self._checkpoint_engine = wrapped(engine)
+        self._checkpoint_engine = checkpoint_engine_of(engine)
         self._checkpoint_engine.attach(self, engine)
         atexit.register(self._at_exit)
 
