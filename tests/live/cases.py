@@ -79,7 +79,7 @@ POLICIES: dict[str, Policy] = {
     "parity": Parity(),
     "filter": Filter(first=1, last=1, every=2),
     "own": OneByOne(),
-    "drift": Drift(budget=20_000, stalest=100),  # enough for one block of three
+    "drift": Drift(threshold=0, budget=20_000, stalest=100),  # enough for one block of three
 }
 
 

@@ -160,7 +160,8 @@ def test_drift_measures_layers_from_its_own_saves(trained: Launched) -> None:
         assert isinstance(moved, dict)
         assert moved.keys() == set(layers)
         assert moved["model.layers.0"] == 0
-        assert 1 < len(due) < len(layers)
+        # One layer has its turn; at the first save after the full one the budget has room for another.
+        assert (1 if record is later[0] else 0) < len(due) < len(layers)
 
 
 def test_off_the_boundary_no_rank_saves(trained: Launched) -> None:
